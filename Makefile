@@ -1,0 +1,49 @@
+# One command per chore; `make help` lists them.
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format proto proto-check clean
+
+help: ## List the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+venv: .venv/.installed ## Set up .venv with everything that users and developers need
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "varuna needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,manager,dev]'
+	@touch $@
+
+demo: venv ## Train a GPT on four local spot VMs, lose one, gain one, drain one; check every loss
+	$(BIN)/varuna demo
+
+test: venv ## Run all tests
+	$(BIN)/pytest -n 2 --dist loadgroup
+
+lint: venv ## ruff, mypy, import rules, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory proto-check
+
+format: venv ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: venv ## Generate the stubs from the .proto files
+	$(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+		--python_out=proto --mypy_out=proto --grpc_python_out=proto --mypy_grpc_out=proto $(PROTOS)
+	@rm -f proto/varuna_proto/v1/worker_pb2_grpc.py proto/varuna_proto/v1/worker_pb2_grpc.pyi # no service in it
+
+proto-check: proto ## Fail when the checked-in stubs are not what the .proto files give
+	@git diff --exit-code --stat -- proto/varuna_proto/v1 || { echo "stubs are stale: run make proto and commit"; exit 1; }
+
+clean: ## Remove what the other commands made
+	rm -rf .venv demo-out demo-report.json test-artifacts .pytest_cache .mypy_cache .ruff_cache

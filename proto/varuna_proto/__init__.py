@@ -1,0 +1,1 @@
+"""What passes between Varuna's processes: agent and manager, worker and agent."""

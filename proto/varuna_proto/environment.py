@@ -1,0 +1,152 @@
+"""The environment in which an agent starts a worker: written by `varuna_agent`, read by `varuna`.
+
+One class with both directions, so that writer and reader cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+EXIT_GENERATION_ENDED = 75
+"""A worker that left because it was told to (os.EX_TEMPFAIL: try again elsewhere)."""
+
+EXIT_PEER_LOST = 76
+"""A worker that left because another rank of its generation was gone."""
+
+
+class Mode(StrEnum):
+    TRAIN = "train"
+    CALIBRATE = "calibrate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnvironment:
+    """All that a worker knows before it meets its peers.
+
+    Ranks are numbered replica by replica: rank = replica * p + stage.
+    """
+
+    job_id: str
+    generation: int
+    mode: Mode
+    rank: int
+    local_rank: int
+    world_size: int
+    rendezvous_host: str
+    rendezvous_port: int
+    p: int
+    d: int
+    micro_batch: int
+    """Examples in a micro-batch."""
+    global_batch: int
+    """Examples in a mini-batch, over all replicas."""
+    stage_starts: tuple[int, ...] = ()
+    """First section of each stage; empty: sections are spread evenly by number."""
+    policy: str = "work-conserving"
+    run_ahead: int = 0
+    recompute: tuple[bool, ...] = ()
+    """Per stage; empty: no stage recomputes."""
+    checkpoint_url: str = ""
+    device: str = "cpu"
+    agent_socket: str = ""
+    """Unix socket of the agent; empty when no agent runs this worker."""
+    rendezvous_fd: int = -1
+    """For rank 0: an inherited socket, already bound to rendezvous_port; -1: bind it yourself."""
+
+    @property
+    def stage_to_rank_map(self) -> str:
+        """Stages joined by `;`, the ranks of a stage's replicas by `,`."""
+        return ";".join(",".join(str(d * self.p + s) for d in range(self.d)) for s in range(self.p))
+
+    def to_environ(self) -> dict[str, str]:
+        """As environment variables, the names that torchrun uses among them."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.rendezvous_host,
+            "MASTER_PORT": str(self.rendezvous_port),
+            "VARUNA_JOB_ID": self.job_id,
+            "VARUNA_GENERATION": str(self.generation),
+            "VARUNA_MODE": self.mode.value,
+            "VARUNA_STAGE_TO_RANK_MAP": self.stage_to_rank_map,
+            "VARUNA_CHUNK_SIZE": str(self.micro_batch),
+            "VARUNA_GLOBAL_BATCH": str(self.global_batch),
+            "VARUNA_STAGE_STARTS": ",".join(map(str, self.stage_starts)),
+            "VARUNA_SCHEDULE": self.policy,
+            "VARUNA_RUN_AHEAD": str(self.run_ahead),
+            "VARUNA_RECOMPUTE": ",".join(str(int(r)) for r in self.recompute),
+            "VARUNA_CHECKPOINT_URL": self.checkpoint_url,
+            "VARUNA_DEVICE": self.device,
+            "VARUNA_AGENT_SOCKET": self.agent_socket,
+            "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> WorkerEnvironment | None:
+        """The environment of this process; None when Varuna did not start it.
+
+        Raises ValueError naming the variable when one is missing or malformed.
+        """
+        if "VARUNA_GENERATION" not in environ:
+            return None
+        p, d = parse_stage_to_rank_map(_text(environ, "VARUNA_STAGE_TO_RANK_MAP"))
+        return cls(
+            job_id=_text(environ, "VARUNA_JOB_ID"),
+            generation=_int(environ, "VARUNA_GENERATION"),
+            mode=Mode(_text(environ, "VARUNA_MODE")),
+            rank=_int(environ, "RANK"),
+            local_rank=_int(environ, "LOCAL_RANK"),
+            world_size=_int(environ, "WORLD_SIZE"),
+            rendezvous_host=_text(environ, "MASTER_ADDR"),
+            rendezvous_port=_int(environ, "MASTER_PORT"),
+            p=p,
+            d=d,
+            micro_batch=_int(environ, "VARUNA_CHUNK_SIZE"),
+            global_batch=_int(environ, "VARUNA_GLOBAL_BATCH"),
+            stage_starts=_ints(environ, "VARUNA_STAGE_STARTS"),
+            policy=_text(environ, "VARUNA_SCHEDULE"),
+            run_ahead=_int(environ, "VARUNA_RUN_AHEAD"),
+            recompute=tuple(bool(r) for r in _ints(environ, "VARUNA_RECOMPUTE")),
+            checkpoint_url=environ.get("VARUNA_CHECKPOINT_URL", ""),
+            device=environ.get("VARUNA_DEVICE", "cpu"),
+            agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
+            rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),
+        )
+
+
+def parse_stage_to_rank_map(text: str) -> tuple[int, int]:
+    """(P, D) of a stage-to-rank map such as `0,2;1,3`. Raises ValueError when stages differ in replicas."""
+    try:
+        stages = [[int(rank) for rank in stage.split(",")] for stage in text.split(";")]
+    except ValueError:
+        raise ValueError(f"stage_to_rank_map {text!r}: expected ranks joined by ',' and stages by ';'") from None
+    if len({len(stage) for stage in stages}) != 1:
+        raise ValueError(f"stage_to_rank_map {text!r}: every stage needs the same number of ranks")
+    if sorted(rank for stage in stages for rank in stage) != list(range(len(stages) * len(stages[0]))):
+        raise ValueError(f"stage_to_rank_map {text!r}: ranks must be 0 to {len(stages) * len(stages[0]) - 1}, each once")
+    return len(stages), len(stages[0])
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        raise ValueError(f"{name} is not set, though VARUNA_GENERATION is: start the script with the varuna launcher")
+    return environ[name]
+
+
+def _int(environ: Mapping[str, str], name: str) -> int:
+    text = _text(environ, name)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a whole number") from None
+
+
+def _ints(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
+    text = environ.get(name, "")
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a list of whole numbers") from None
