@@ -1,0 +1,198 @@
+"""What calibration measured of a model on this hardware: the planner's only input about either. One JSON document.
+
+Units stand in the names: `_us` microseconds, `_bytes`. A section is measured at several micro-batch sizes; only sizes
+at which every section was measured are candidates for a plan, other sizes (a smaller last micro-batch, a pinned size)
+are interpolated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+__all__ = [
+    "AllReduceMeasurement",
+    "Link",
+    "Links",
+    "Measurement",
+    "Profile",
+    "Section",
+    "SharedParameter",
+    "interpolate",
+]
+
+SCHEMA: Literal["varuna.profile/1"] = "varuna.profile/1"
+
+Microseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Measurement(_Frozen):
+    """One section at one micro-batch size; all is per micro-batch."""
+
+    micro_batch: Annotated[int, Field(ge=1)]
+    """Examples."""
+    forward_us: Microseconds
+    backward_us: Microseconds
+    """Without recompute."""
+    recompute_us: Microseconds
+    output_bytes: Bytes
+    """All that crosses a cut after this section, relayed tensors too."""
+    input_bytes: Bytes
+    """What a stage that starts with this section must stash."""
+    activation_bytes: Bytes
+    """Kept for backward when the section does not recompute."""
+
+
+class Section(_Frozen):
+    """The code between two neighbouring cut-points."""
+
+    index: Annotated[int, Field(ge=0)]
+    name: str
+    parameter_bytes: Bytes
+    optimizer_bytes: Bytes
+    gradient_bytes: Bytes
+    measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]
+    """Sorted by micro-batch."""
+
+    @model_validator(mode="after")
+    def _sizes_ascend(self) -> Section:
+        sizes = [measurement.micro_batch for measurement in self.measurements]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(
+                f"section {self.index} ({self.name}): measurements must ascend by micro_batch, got {sizes}"
+            )
+        return self
+
+
+class SharedParameter(_Frozen):
+    """A parameter that several sections use (tied weights): its gradients are summed over their stages."""
+
+    name: str
+    sections: Annotated[tuple[int, ...], Field(min_length=2)]
+    bytes: Bytes
+
+
+class Link(_Frozen):
+    """Between two workers, one way."""
+
+    latency_us: Microseconds
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    jitter_us: Microseconds = 0.0
+    """Mean of what comes on top of latency_us."""
+
+
+class Links(_Frozen):
+    """Link classes. The defaults, for when a lone GPU could measure none, are an ordinary 10 Gb/s network."""
+
+    same_vm: Link = Link(latency_us=50, bandwidth_bytes_per_s=2.5e9)
+    other_vm: Link = Link(latency_us=200, bandwidth_bytes_per_s=1.25e9)
+
+
+class AllReduceMeasurement(_Frozen):
+    """One all-reduce of `bytes` over a ring of `ranks`."""
+
+    ranks: Annotated[int, Field(ge=2)]
+    bytes: Annotated[int, Field(ge=1)]
+    us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Profile(_Frozen):
+    """The document. Raises pydantic.ValidationError (a ValueError) at construction; `from_json` raises clearer text."""
+
+    schema_: Literal["varuna.profile/1"] = Field(default=SCHEMA, alias="schema")
+    environment: dict[str, str] = {}
+    """What it was measured on: versions, device names, hosts."""
+    sections: Annotated[tuple[Section, ...], Field(min_length=1)]
+    shared_parameters: tuple[SharedParameter, ...] = ()
+    links: Links = Links()
+    all_reduce: tuple[AllReduceMeasurement, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        indices = [section.index for section in self.sections]
+        if indices != list(range(len(indices))):
+            raise ValueError(f"sections must be numbered 0 to {len(indices) - 1} in order, got {indices}")
+        if not self.micro_batches:
+            raise ValueError("no micro-batch size was measured for every section: calibrate all at the same sizes")
+        for shared in self.shared_parameters:
+            if not all(0 <= section < len(indices) for section in shared.sections):
+                raise ValueError(f"shared parameter {shared.name}: no such sections {shared.sections}")
+        return self
+
+    @cached_property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The sizes at which every section was measured, ascending."""
+        sizes = [{measurement.micro_batch for measurement in section.measurements} for section in self.sections]
+        return tuple(sorted(set.intersection(*sizes)))
+
+    def at(self, micro_batch: int) -> tuple[Measurement, ...]:
+        """Each section at a micro-batch size: as measured, else interpolated."""
+        return tuple(interpolate(section.measurements, micro_batch) for section in self.sections)
+
+    def to_json(self) -> str:
+        """The document, indented for people; `from_json` reads it back."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Reads a document. Raises ValueError naming the field, its value and what is wrong with it."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "document"
+            value = repr(first["input"])
+            shown = value if len(value) <= 60 else value[:57] + "..."
+            raise ValueError(f"profile: {where}: {first['msg']} (got {shown})") from None
+
+
+def interpolate(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
+    """A section at any micro-batch size, from measurements that ascend by size.
+
+    Between two sizes on the line through them, beyond the largest on the line of the last two (never shrinking), below
+    the smallest no faster than in proportion and no slower than the smallest itself.
+    """
+    for measurement in measurements:
+        if measurement.micro_batch == micro_batch:
+            return measurement
+    values = {
+        name: _value_at([(m.micro_batch, float(getattr(m, name))) for m in measurements], micro_batch)
+        for name in Measurement.model_fields
+        if name != "micro_batch"
+    }
+    return Measurement(
+        micro_batch=micro_batch,
+        forward_us=values["forward_us"],
+        backward_us=values["backward_us"],
+        recompute_us=values["recompute_us"],
+        output_bytes=math.ceil(values["output_bytes"]),
+        input_bytes=math.ceil(values["input_bytes"]),
+        activation_bytes=math.ceil(values["activation_bytes"]),
+    )
+
+
+def _value_at(points: Sequence[tuple[int, float]], x: int) -> float:
+    (first_x, first), (last_x, last) = points[0], points[-1]
+    if len(points) == 1:
+        return first * x / first_x
+    if x < first_x:
+        (next_x, following) = points[1]
+        line = first + (following - first) * (x - first_x) / (next_x - first_x)
+        return min(max(line, first * x / first_x), first)
+    if x > last_x:
+        (previous_x, previous) = points[-2]
+        return max(last, last + (last - previous) * (x - last_x) / (last_x - previous_x))
+    for (left_x, left), (right_x, right) in itertools.pairwise(points):
+        if left_x <= x <= right_x:
+            return left + (right - left) * (x - left_x) / (right_x - left_x)
+    raise AssertionError(f"{x} lies between {first_x} and {last_x}")

@@ -1,0 +1,149 @@
+"""What a stage does next: one pure rule, called by the engine for real and by the simulator for time.
+
+Letters: P stages, N micro-batches of a replica, F forward, R recompute, B backward, k run-ahead (forwards in flight
+beyond P - s). A micro-batch is in flight from its F to its B.
+
+Micro-batches go in order in every stage (F0 F1 ..., B0 B1 ...), so an op alone says which micro-batch is meant, and
+messages on a link can never mismatch. This module imports neither numba nor torch; `choose` uses plain numbers so that
+`varuna_planner.simulator` can compile it as it stands.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from types import MappingProxyType
+from typing import Final
+
+
+class Op(IntEnum):
+    """An action of a stage on its next micro-batch."""
+
+    F = 0
+    R = 1
+    B = 2
+
+
+WAIT: Final = -1
+"""What `choose` returns when nothing can be done until a message arrives (or nothing is left to do)."""
+
+
+class Policy(StrEnum):
+    """How a stage orders its work.
+
+    GPIPE: all F, then all B (Huang et al. 2019). ONE_F_ONE_B: P - s forwards, then B and F in turn, with R once the
+    gradient is here (Narayanan et al. 2021). VARUNA: the paper's three rules and its opportunistic deviation (Varuna,
+    section 3.2). WORK_CONSERVING: DESIGN section 5, the default.
+    """
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    VARUNA = "varuna"
+    WORK_CONSERVING = "work-conserving"
+
+    @property
+    def code(self) -> int:
+        """The number by which `choose` knows the policy."""
+        return _CODES[self]
+
+
+# Policy.code of each, as numbers that numba takes as constants.
+GPIPE: Final = 0
+ONE_F_ONE_B: Final = 1
+VARUNA: Final = 2
+WORK_CONSERVING: Final = 3
+
+_CODES: Final = MappingProxyType(
+    {
+        Policy.GPIPE: GPIPE,
+        Policy.ONE_F_ONE_B: ONE_F_ONE_B,
+        Policy.VARUNA: VARUNA,
+        Policy.WORK_CONSERVING: WORK_CONSERVING,
+    }
+)
+
+_F: Final = 0
+_R: Final = 1
+_B: Final = 2
+_WAIT: Final = -1
+
+
+def stash_cap(policy: int, stage: int, P: int, N: int, run_ahead: int) -> int:
+    """The number of micro-batches in flight at which `choose` starts no further forward on a stage."""
+    if policy == GPIPE:
+        return N
+    if policy == ONE_F_ONE_B:
+        return min(N, P - stage)
+    return min(N, P - stage + run_ahead)
+
+
+def most_in_flight(policy: int, stage: int, P: int, N: int, run_ahead: int) -> int:
+    """The most micro-batches that a stage ever has in flight: what its memory must hold.
+
+    The last stage has its gradient from its own forward, so every policy but GPIPE then runs B before another F.
+    """
+    cap = N
+    if policy == ONE_F_ONE_B:
+        cap = P - stage
+    elif policy != GPIPE:
+        cap = 1 if stage == P - 1 else P - stage + run_ahead
+    return min(N, cap)
+
+
+def choose(
+    policy: int,
+    stage: int,
+    P: int,
+    N: int,
+    run_ahead: int,
+    recompute: bool,
+    forwards: int,
+    recomputes: int,
+    backwards: int,
+    activations: int,
+    gradients: int,
+    forward_us: float = 0.0,
+    recompute_us: float = 0.0,
+    gradient_due_us: float = -1.0,
+) -> int:
+    """The next action of a stage that is idle: an Op's number, or WAIT.
+
+    Args:
+        policy: Policy.code.
+        stage, P, N, run_ahead: the plan.
+        recompute: whether this stage stashes only inputs and so needs R before B.
+        forwards, recomputes, backwards: how many of each this stage has done; recomputes is read only with recompute.
+        activations: how many micro-batches' inputs have arrived; the first stage passes N.
+        gradients: how many micro-batches' output gradients have arrived; the last stage passes `forwards`.
+        forward_us, recompute_us: this stage's usual times; only VARUNA reads them.
+        gradient_due_us: time until the next stage should end the backward whose gradient comes next, 0 when it is
+            overdue, -1 when not known (then VARUNA recomputes only when the gradient is here: never wrong, sometimes
+            late).
+    """
+    in_flight = forwards - backwards
+    can_forward = forwards < N and forwards < activations
+    recomputed = in_flight > 0 and (not recompute or recomputes > backwards)
+    gradient_here = in_flight > 0 and gradients > backwards
+    if policy in (GPIPE, ONE_F_ONE_B):
+        # A fixed order: what comes next is known, the only question is whether it can start.
+        if forwards < N and (policy == GPIPE or in_flight < P - stage):
+            return _F if can_forward else _WAIT
+        if in_flight > 0 and not recomputed and (gradient_here or policy == GPIPE):
+            return _R
+        return _B if gradient_here and recomputed else _WAIT
+    if gradient_here:
+        return _B if recomputed else _R
+    can_forward = can_forward and in_flight < P - stage + run_ahead
+    if policy == VARUNA:
+        if in_flight > 0 and recompute:
+            if recomputed:
+                # Rule 2: a recomputed micro-batch waits for its gradient. The deviation: unless that is overdue.
+                return _F if gradient_due_us == 0.0 and can_forward else _WAIT
+            # Rule 1: R starts in time for the gradient, so before an F that would make it late.
+            if gradient_due_us >= 0.0 and (gradient_due_us < forward_us + recompute_us or not can_forward):
+                return _R
+        return _F if can_forward else _WAIT
+    if can_forward and in_flight < P - stage:
+        return _F
+    if in_flight > 0 and not recomputed:
+        return _R
+    return _F if can_forward else _WAIT
