@@ -1,0 +1,244 @@
+"""Calibration of a small real model: in one process, and in two over gloo."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from varuna import CutPoint
+from varuna.calibration.compute import measure_optimizer, worth_doubling
+from varuna.calibration.links import LinkSample, classify, ring_sizes
+from varuna.partition import trace
+from varuna.profiler import Profiler, calibrate
+from varuna_planner.profile import Profile
+from varuna_proto.environment import Mode, WorkerEnvironment
+
+BLOCKS, WIDTH, TOKENS, WORDS = 3, 32, 16, 50
+CPU = torch.device("cpu")
+
+
+class TinyLanguageModel(nn.Module):
+    """Sections 0 to 2: a block each (0 with the embedding); 3: the head, tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block, cut in zip(self.blocks, self.cuts, strict=True):
+            hidden = cut(hidden + torch.tanh(block(hidden)))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def get_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
+    tokens = torch.arange(size * TOKENS, device=device).view(size, TOKENS) % WORDS
+    return {"tokens": tokens, "targets": tokens}
+
+
+def profile_alone(**options: Any) -> Profile:
+    model = TinyLanguageModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model_map = trace(model, get_batch(2))
+    random_state = torch.get_rng_state()
+    profile = calibrate(model, model_map, get_batch, optimizer=optimizer, device=CPU, global_batch=12, **options)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert profile is not None
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return profile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_one_process_measures_every_section() -> None:
+    profile = profile_alone(budget_s=1.0)
+    assert len(profile.sections) == BLOCKS + 1
+    assert profile.micro_batches[:2] == (1, 2)
+    assert profile.micro_batches[-1] <= 12
+    for section in profile.sections:
+        for measured in section.measurements:
+            assert measured.forward_us > 0
+            assert measured.backward_us > 0
+            assert measured.recompute_us > 0
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_bytes_are_those_of_the_model() -> None:
+    profile = profile_alone(micro_batches=[1, 4])
+    assert profile.micro_batches == (1, 4)
+    hidden = TOKENS * WIDTH * 4
+    embedding, block = WORDS * WIDTH * 4, (WIDTH * WIDTH + WIDTH) * 4
+    assert [section.parameter_bytes for section in profile.sections] == [embedding + block, block, block, embedding]
+    assert [section.gradient_bytes for section in profile.sections] == [embedding + block, block, block, embedding]
+    # Adam keeps two tensors of the parameter's size and a float32 step count for each parameter.
+    counts = [3, 2, 2, 1]
+    for section, count in zip(profile.sections, counts, strict=True):
+        assert section.optimizer_bytes == 2 * section.parameter_bytes + 4 * count
+    [shared] = profile.shared_parameters
+    assert (shared.name, shared.sections, shared.bytes) == ("embedding.weight", (0, 3), embedding)
+    for m in (1, 4):
+        first, second, third, last = profile.at(m)
+        assert [each.output_bytes for each in (first, second, third, last)] == [m * hidden] * 3 + [0]
+        assert [each.input_bytes for each in (first, second, third, last)] == [0] + [m * hidden] * 3
+        # A block keeps its input (for the weight's gradient) and tanh's output.
+        assert second.activation_bytes == 2 * m * hidden
+
+
+def test_optimizers_tell_what_they_keep() -> None:
+    parameter = nn.Parameter(torch.zeros(8))
+    kept = {
+        "plain": measure_optimizer(torch.optim.SGD([parameter], lr=0.1)),
+        "momentum": measure_optimizer(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)),
+        "adam": measure_optimizer(torch.optim.Adam([parameter], amsgrad=True)),
+    }
+    assert {name: memory.bytes_for(8) for name, memory in kept.items()} == {
+        "plain": 0,
+        "momentum": 8 * 4,
+        "adam": 3 * 8 * 4 + 4,
+    }
+
+
+def test_larger_micro_batches_are_measured_while_they_pay() -> None:
+    assert worth_doubling([100.0])
+    assert worth_doubling([100.0, 99.0])
+    assert worth_doubling([100.0, 60.0, 50.0])
+    assert worth_doubling([100.0, 101.0, 80.0])
+    assert not worth_doubling([100.0, 60.0, 59.0, 58.0])
+
+
+def test_links_are_classed_by_host() -> None:
+    near, far = LinkSample((0, 1), 10.0, 1e9, 1.0), LinkSample((1, 2), 200.0, 1e8, 30.0)
+    links = classify([near, far], ["a", "a", "b"])
+    assert (links.same_vm.latency_us, links.other_vm.latency_us) == (10.0, 200.0)
+    alone = classify([near], ["a", "b"])
+    assert alone.same_vm == alone.other_vm
+    assert alone.same_vm.bandwidth_bytes_per_s == 1e9
+    assert ring_sizes(1) == []
+    assert ring_sizes(6) == [2, 4, 6]
+    assert ring_sizes(4096) == [2, 4, 8, 16, 32]
+
+
+def test_the_profiler_keeps_its_profile_and_measures_what_is_missing(tmp_path: Path) -> None:
+    model = TinyLanguageModel()
+
+    def run(sizes: list[int], **options: Any) -> Profile:
+        profiler = Profiler(model, get_batch, out_folder=tmp_path, **options)
+        with pytest.raises(ValueError, match="set_optimizer"):
+            profiler.profile_all(sizes)
+        profiler.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        profile = profiler.profile_all(sizes)
+        assert profile is not None
+        return profile
+
+    with pytest.raises(ValueError, match="never measured"):
+        run([1], pstages_to_profile=[0, 1])
+    first = run([1, 2])
+    assert run([2]) == first  # from the cache
+    assert run([4], from_cache=False, add_to_existing=True).micro_batches == (1, 2, 4)
+    again = run([4], from_cache=False, pstages_to_profile=[1], add_to_existing=True)
+    assert again.sections[1].measurements[0] == first.sections[1].measurements[0]
+    assert Profile.from_json((tmp_path / "profile.json").read_text()) == again
+
+
+WORKER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from test_profiler_calibration import CPU, TinyLanguageModel, get_batch
+from varuna.launch import worker_environment
+from varuna.partition import trace
+from varuna.profiler import calibrate
+from varuna.worker import Worker
+
+worker = Worker.join(worker_environment())
+model = TinyLanguageModel()
+profile = calibrate(
+    model,
+    trace(model, get_batch(2)),
+    get_batch,
+    optimizer=torch.optim.Adam(model.parameters()),
+    device=CPU,
+    global_batch=worker.environment.global_batch,
+    rank=worker.environment.rank,
+    world_size=worker.environment.world_size,
+    store=worker.rendezvous.store,
+    connect=worker.rendezvous.gloo,
+    budget_s=1.0,
+)
+if profile is not None:
+    print(profile.to_json())
+"""
+
+
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return WorkerEnvironment(
+        job_id="calibration",
+        generation=1,
+        mode=Mode.CALIBRATE,
+        rank=rank,
+        local_rank=0,
+        world_size=world_size,
+        rendezvous_host="127.0.0.1",
+        rendezvous_port=port,
+        p=1,
+        d=world_size,
+        micro_batch=1,
+        global_batch=8,
+    ).to_environ()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_work_and_measure_their_links(world_size: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent)]
+    workers = [
+        subprocess.Popen(
+            command,
+            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **environment(rank, world_size, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        deadline_s = time.monotonic() + 90
+        outputs = [worker.communicate(timeout=deadline_s - time.monotonic()) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0] * world_size, outputs
+    assert all(not out for out, _err in outputs[1:])
+    profile = Profile.from_json(outputs[0][0])
+    assert len(profile.sections) == BLOCKS + 1
+    assert 1 in profile.micro_batches
+    assert profile.environment["ranks"] == str(world_size)
+    assert profile.links.same_vm == profile.links.other_vm
+    assert 0 < profile.links.same_vm.latency_us < 50_000
+    assert {measured.ranks for measured in profile.all_reduce} == {2, world_size}
+    assert json.loads(outputs[0][0])["schema"] == "varuna.profile/1"

@@ -1,0 +1,454 @@
+"""Checkpoints of a small model with tied weights, written and read by ranks of every shape."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from varuna.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Loaded,
+    SaveOutcome,
+    TrainingState,
+    load,
+    newest_complete,
+    read_manifest,
+    read_parameters,
+    resume,
+)
+
+SECTIONS = 4
+WAIT_S = 60.0
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: Adam(parameters, lr=0.01, amsgrad=True),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.01, betas=(0.8, 0.95)),
+}
+
+
+class Tied(nn.Module):
+    """Section 0: an embedding; 1 and 2: linears, 2 with a buffer; 3: a norm and the embedding again."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(7, 5)
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.norm = nn.LayerNorm(5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.second(torch.tanh(self.first(self.embedding(tokens))))
+        return (self.norm(hidden) @ self.embedding.weight.T).square().mean()
+
+
+SECTION_OF = {
+    "embedding.weight": 0,
+    "first.weight": 1,
+    "first.bias": 1,
+    "second.weight": 2,
+    "second.bias": 2,
+    "seen": 2,
+    "norm.weight": 3,
+    "norm.bias": 3,
+}
+USES = {**{name: {section} for name, section in SECTION_OF.items()}, "embedding.weight": {0, 3}}
+
+
+class Rank:
+    """What the engine holds on one rank: its stage's parameters of its own copy of the model."""
+
+    def __init__(
+        self, p: int, d: int, rank: int, make_optimizer: MakeOptimizer, model: nn.Module | None = None
+    ) -> None:
+        stage = rank % p
+        self.model = Tied(seed=rank + 1) if model is None else copy.deepcopy(model)
+        self.sections = range(SECTIONS * stage // p, SECTIONS * (stage + 1) // p)
+        mine = {name for name, uses in USES.items() if uses & set(self.sections)}
+        self.parameters = {name: value for name, value in self.model.named_parameters() if name in mine}
+        self.buffers = {name: value for name, value in self.model.named_buffers() if name in mine}
+        self.optimizer = make_optimizer(self.parameters.values())
+        self.user: dict[str, Any] = {}
+
+    @property
+    def state(self) -> TrainingState:
+        return TrainingState(
+            sections=self.sections,
+            section_count=SECTIONS,
+            parameters=self.parameters,
+            section_of=SECTION_OF,
+            tied={"embedding.weight"},
+            optimizer=self.optimizer,
+            buffers=self.buffers,
+            user=self.user,
+            seed=5,
+        )
+
+
+def trained(make_optimizer: MakeOptimizer, steps: int = 3) -> tuple[Tied, Optimizer]:
+    model = Tied()
+    optimizer = make_optimizer(model.parameters())
+    for _ in range(steps):
+        train_step(model, optimizer)
+    model.get_buffer("seen").fill_(steps)
+    return model, optimizer
+
+
+def train_step(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(7)).backward()
+    optimizer.step()
+
+
+def ranks_of(model: Tied, optimizer: Optimizer, make_optimizer: MakeOptimizer, p: int, d: int) -> list[Rank]:
+    """Ranks of a P×D generation that stand where `model` and `optimizer` stand."""
+    of_name = {name: optimizer.state.get(value, {}) for name, value in model.named_parameters()}
+    ranks = [Rank(p, d, rank, make_optimizer, model) for rank in range(p * d)]
+    for rank in ranks:
+        for name, parameter in rank.parameters.items():
+            if of_name[name]:
+                rank.optimizer.state[parameter] = copy.deepcopy(of_name[name])
+    return ranks
+
+
+def save(url: str, step: int, ranks: list[Rank], p: int, d: int, generation: int = 1, **options: Any) -> SaveOutcome:
+    """Save on all ranks, each in its own thread as in life; rank 0's outcome."""
+    checkpointers = [
+        Checkpointer(url, generation=generation, rank=rank, p=p, d=d, **options) for rank in range(len(ranks))
+    ]
+    for checkpointer, rank in zip(checkpointers, ranks, strict=True):
+        assert checkpointer.save(step, rank.state)
+    outcomes = [checkpointer.wait(WAIT_S) for checkpointer in checkpointers]
+    assert all(outcome is not None for outcome in outcomes)
+    assert outcomes[0] is not None
+    return outcomes[0]
+
+
+def saved(url: str, step: int = 3, p: int = 1, d: int = 1, generation: int = 1, **options: Any) -> SaveOutcome:
+    make = OPTIMIZERS["adam"]
+    model, optimizer = trained(make, steps=step)
+    return save(url, step, ranks_of(model, optimizer, make, p, d), p, d, generation, **options)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("p", "d", "p2", "d2"), [(1, 1, 2, 2), (2, 3, 4, 1), (4, 2, 1, 1), (2, 1, 3, 2)])
+def test_any_shape_goes_on_exactly_where_any_other_stopped(
+    tmp_path: Path, kind: str, p: int, d: int, p2: int, d2: int
+) -> None:
+    make = OPTIMIZERS[kind]
+    model, optimizer = trained(make)
+    outcome = save(str(tmp_path), 3, ranks_of(model, optimizer, make, p, d), p, d)
+    assert outcome.result == "committed", outcome.error
+
+    for rank in (Rank(p2, d2, rank, make) for rank in range(p2 * d2)):
+        loaded = load(str(tmp_path), 3, rank.state)
+        assert (loaded.step, loaded.generation, loaded.seed) == (3, 1, 5)
+        for name, value in rank.parameters.items():
+            expected = model.get_parameter(name)
+            torch.testing.assert_close(value, expected, rtol=0, atol=0)
+            assert_same_state(rank.optimizer.state.get(value, {}), optimizer.state.get(expected, {}))
+        for name, buffer in rank.buffers.items():
+            assert torch.equal(buffer, model.get_buffer(name))
+
+
+def assert_same_state(loaded: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert loaded.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, Tensor):
+            assert loaded[key].dtype == value.dtype
+            torch.testing.assert_close(loaded[key], value, rtol=0, atol=0)
+        else:
+            assert loaded[key] == value
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_step_after_loading_is_the_step_that_would_have_been(tmp_path: Path, kind: str) -> None:
+    make = OPTIMIZERS[kind]
+    model, optimizer = trained(make)
+    save(str(tmp_path), 3, ranks_of(model, optimizer, make, 2, 1), 2, 1)
+    fresh = Rank(1, 1, 0, make)
+    load(str(tmp_path), 3, fresh.state)
+    train_step(model, optimizer)
+    train_step(fresh.model, fresh.optimizer)
+    for name, value in fresh.parameters.items():
+        torch.testing.assert_close(value, model.get_parameter(name), rtol=0, atol=0)
+
+
+def test_options_of_groups_and_user_states_come_back(tmp_path: Path) -> None:
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        every = list(parameters)
+        groups = [
+            {"params": [value for value in every if value.ndim > 1], "weight_decay": 0.1},
+            {"params": [value for value in every if value.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return AdamW(groups, lr=0.01)
+
+    model, optimizer = trained(make)
+    ranks = ranks_of(model, optimizer, make, 2, 1)
+    for rank in ranks:
+        for group in rank.optimizer.param_groups:
+            group["lr"] = 0.25
+    ranks[0].user = {"scheduler": {"last_epoch": 3, "betas": (0.5, 0.25)}, "scale": torch.tensor(512.0)}
+    save(str(tmp_path), 3, ranks, 2, 1)
+
+    fresh = Rank(1, 1, 0, make)
+    loaded = load(str(tmp_path), 3, fresh.state)
+    assert [group["lr"] for group in fresh.optimizer.param_groups] == [0.25, 0.25]
+    assert [group["weight_decay"] for group in fresh.optimizer.param_groups] == [0.1, 0.0]
+    assert loaded.user["scheduler"] == {"last_epoch": 3, "betas": (0.5, 0.25)}
+    assert loaded.user["scale"] == 512.0
+
+
+def test_training_may_change_the_state_as_soon_as_save_returns(tmp_path: Path) -> None:
+    make = OPTIMIZERS["adam"]
+    model, optimizer = trained(make)
+    [rank] = ranks_of(model, optimizer, make, 1, 1)
+    checkpointer = Checkpointer(str(tmp_path), generation=1, rank=0, p=1, d=1)
+    assert checkpointer.save(3, rank.state)
+    with torch.no_grad():
+        for value in rank.parameters.values():
+            value.zero_()
+    outcome = checkpointer.wait(WAIT_S)
+    assert outcome is not None
+    assert outcome.result == "committed"
+    assert checkpointer.last_stall_s is not None
+    for name, value in read_parameters(str(tmp_path), 3).items():
+        if name != "seen":
+            assert torch.equal(value, model.get_parameter(name))
+
+
+def test_a_tied_weight_is_stored_once_and_read_alone(tmp_path: Path) -> None:
+    saved(str(tmp_path), p=2, d=1)
+    manifest = read_manifest(str(tmp_path), 3)
+    holding = [entry for entry in manifest.files if "embedding.weight" in entry.holds]
+    assert sorted(entry.kind.value for entry in holding) == ["optimizer", "parameters"]
+    assert all(entry.section == 0 and entry.holds == ("embedding.weight",) for entry in holding)
+    last = Rank(4, 1, 3, OPTIMIZERS["adam"])
+    loaded = load(str(tmp_path), 3, last.state)
+    needed = [entry for entry in manifest.files if entry.section == 3 or entry in holding]
+    assert loaded.bytes_read == sum(entry.bytes for entry in needed)
+
+
+def test_sections_are_shared_out_over_the_replicas(tmp_path: Path) -> None:
+    saved(str(tmp_path), p=2, d=2)
+    receipts = [json.loads((tmp_path / "varuna_ckpt_3" / f"receipt-g1-r{rank}.json").read_text()) for rank in range(4)]
+    # rank = replica * P + stage; stage 0 has sections 0 and 1, stage 1 has 2 and 3; section i is replica i mod D's.
+    assert [receipt["sections"] for receipt in receipts] == [[0], [2], [1], [3]]
+
+
+def test_a_checkpoint_without_every_receipt_does_not_exist(tmp_path: Path) -> None:
+    make = OPTIMIZERS["adam"]
+    model, optimizer = trained(make)
+    ranks = ranks_of(model, optimizer, make, 2, 1)
+    failures: list[tuple[int, str]] = []
+    checkpointer = Checkpointer(
+        str(tmp_path),
+        generation=1,
+        rank=0,
+        p=2,
+        d=1,
+        receipt_deadline_s=0.05,
+        on_failed=lambda step, error: failures.append((step, error)),
+    )
+    assert checkpointer.save(3, ranks[0].state)
+    outcome = checkpointer.wait(WAIT_S)
+    assert outcome is not None
+    assert outcome.result == "failed"
+    assert "receipt-g1-r1.json" in failures[0][1]
+    reports: list[str] = []
+    assert newest_complete(str(tmp_path), report=lambda step, why: reports.append(why)) is None
+    assert "no manifest.json" in reports[0]
+
+
+def test_a_closed_checkpointer_gives_up_waiting_for_the_others(tmp_path: Path) -> None:
+    make = OPTIMIZERS["sgd"]
+    model, optimizer = trained(make)
+    checkpointer = Checkpointer(str(tmp_path), generation=1, rank=0, p=2, d=1)
+    assert checkpointer.save(3, ranks_of(model, optimizer, make, 2, 1)[0].state)
+    assert checkpointer.in_flight
+    assert not checkpointer.save(4, ranks_of(model, optimizer, make, 2, 1)[0].state)
+    checkpointer.close()
+    assert not checkpointer.in_flight
+    outcome = checkpointer.wait()
+    assert outcome is not None
+    assert outcome.result == "failed"
+
+
+def test_of_two_generations_that_save_the_same_step_one_stands(tmp_path: Path) -> None:
+    assert saved(str(tmp_path), generation=1).result == "committed"
+    assert saved(str(tmp_path), generation=2).result == "dropped"
+    assert read_manifest(str(tmp_path), 3).generation == 1
+    load(str(tmp_path), 3, Rank(2, 1, 1, OPTIMIZERS["adam"]).state)
+
+
+def test_files_that_a_lost_generation_left_do_no_harm(tmp_path: Path) -> None:
+    saved(str(tmp_path), generation=1)
+    (tmp_path / "varuna_ckpt_3" / "manifest.json").unlink()
+    assert newest_complete(str(tmp_path)) is None
+    assert saved(str(tmp_path), generation=2, p=2).result == "committed"
+    assert {entry.name.split("-g")[1][0] for entry in read_manifest(str(tmp_path), 3).files} == {"2"}
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        saved(str(tmp_path), step=step)
+        (tmp_path / f"varuna_ckpt_{step}" / "section-00000-g1.parameters.safetensors#1").write_text("killed")
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["varuna_ckpt_10", "varuna_ckpt_3"]
+
+
+def test_pruning_leaves_what_a_newer_generation_writes(tmp_path: Path) -> None:
+    saved(str(tmp_path), step=1, generation=2)
+    (tmp_path / "varuna_ckpt_1" / "manifest.json").unlink()
+    for step in (2, 3, 4):
+        saved(str(tmp_path), step=step, generation=1)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["varuna_ckpt_1", "varuna_ckpt_3", "varuna_ckpt_4"]
+
+
+def test_steps_ahead_of_a_commit_are_left_alone(tmp_path: Path) -> None:
+    for step in (8, 9, 2):
+        saved(str(tmp_path), step=step)
+    assert newest_complete(str(tmp_path)) == 9
+    assert newest_complete(str(tmp_path), before=8) == 2
+
+
+def damage(folder: Path, how: str) -> str:
+    """Harm the checkpoint; the name of the file that an error must give."""
+    victim = next(file for file in sorted(folder.iterdir()) if file.name.startswith("section-00001"))
+    if how == "missing":
+        victim.unlink()
+    elif how == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif how == "flipped":
+        data = bytearray(victim.read_bytes())
+        data[-1] ^= 1
+        victim.write_bytes(bytes(data))
+    else:
+        (folder / "manifest.json").write_text('{"schema": "varuna.checkpoint/1", "gen')
+        return "manifest.json"
+    return victim.name
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "torn manifest"])
+def test_a_harmed_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path, how: str) -> None:
+    saved(str(tmp_path), step=2)
+    saved(str(tmp_path), step=3)
+    name = damage(tmp_path / "varuna_ckpt_3", how)
+    rank = Rank(1, 1, 0, OPTIMIZERS["adam"])
+    before = copy.deepcopy(rank.model.state_dict())
+    with pytest.raises(CheckpointError, match=name):
+        load(str(tmp_path), 3, rank.state)
+    assert all(torch.equal(value, before[key]) for key, value in rank.model.state_dict().items())
+    assert not rank.optimizer.state
+
+    reports: list[tuple[int, str]] = []
+    loaded = resume(str(tmp_path), rank.state, report=lambda step, why: reports.append((step, why)))
+    assert loaded is not None
+    assert loaded.step == 2
+    assert reports[0][0] == 3
+    assert name in reports[0][1]
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    missing = tmp_path / "never" / "made"
+    assert newest_complete(str(missing)) is None
+    assert resume(missing.as_uri(), Rank(1, 1, 0, OPTIMIZERS["sgd"]).state) is None
+    assert not missing.exists()
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped", "nothing there"])
+def test_ranks_fall_back_together(tmp_path: Path, how: str) -> None:
+    saved(str(tmp_path), step=2, p=2)
+    saved(str(tmp_path), step=3, p=2)
+    if how == "nothing there":
+        shutil.rmtree(tmp_path)
+    else:
+        damage(tmp_path / "varuna_ckpt_3", how)  # section 1, which one of four stages needs
+    store = HashStore()
+    reports: list[tuple[int, str]] = []
+
+    def run(number: int) -> Loaded | None:
+        rank = Rank(4, 1, number, OPTIMIZERS["adam"])
+        return resume(
+            str(tmp_path),
+            rank.state,
+            store=store,
+            rank=number,
+            world_size=4,
+            report=lambda step, why: reports.append((step, why)),
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        loaded = list(threads.map(run, range(4)))
+    if how == "nothing there":
+        assert loaded == [None] * 4
+    else:
+        assert [each and each.step for each in loaded] == [2] * 4
+        [(step, why)] = reports  # rank 0's
+        assert step == 3
+        assert "section-00001" in why
+        saved(str(tmp_path), step=4)
+        with ThreadPoolExecutor(4) as threads:
+            assert [each and each.step for each in threads.map(run, range(4))] == [4] * 4
+
+
+@pytest.mark.parametrize("url", ["", "foo://bar", "file://relative/folder"])
+def test_a_url_that_names_no_store_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match="checkpoint URL"):
+        Checkpointer(url, generation=1, rank=0, p=1, d=1)
+
+
+def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    saved(str(tmp_path))
+    rank = Rank(1, 1, 0, OPTIMIZERS["adam"])
+    rank.parameters["norm.weight"] = nn.Parameter(torch.ones(6))
+    with pytest.raises(CheckpointError, match=r"norm.weight is torch.float32 \[5\]"):
+        load(str(tmp_path), 3, rank.state)
+
+
+def test_another_optimizers_checkpoint_is_refused(tmp_path: Path) -> None:
+    saved(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"the optimizer is torch\.optim\.sgd\.SGD"):
+        load(str(tmp_path), 3, Rank(1, 1, 0, OPTIMIZERS["sgd"]).state)
+
+
+def test_state_that_cannot_be_kept_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
+    make = OPTIMIZERS["sgd"]
+    model, optimizer = trained(make)
+    [rank] = ranks_of(model, optimizer, make, 1, 1)
+    rank.user = {"callback": print}
+    outcome = save(str(tmp_path), 3, [rank], 1, 1)
+    assert outcome.result == "failed"
+    assert "user/callback" in outcome.error
+
+
+def test_a_store_that_cannot_be_written_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    assert saved(str(blocked)).result == "failed"
+
+
+def test_committed_checkpoints_are_told_with_their_size(tmp_path: Path) -> None:
+    told: list[tuple[int, str, int]] = []
+    saved((tmp_path / "a b").as_uri(), on_committed=lambda *what: told.append(what))
+    [(step, url, size)] = told
+    folder = tmp_path / "a b" / "varuna_ckpt_3"
+    assert (step, url) == (3, folder.as_uri())
+    assert size == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    shutil.rmtree(folder)
+    assert newest_complete(str(tmp_path / "a b")) is None

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from varuna.data import Batches, replica_indices
+from varuna_proto.environment import Mode, WorkerEnvironment
+
+sizes = st.integers(min_value=1, max_value=400)
+batches = st.integers(min_value=1, max_value=60)
+ORDER_OF_10 = [8, 5, 3, 1, 6, 7, 0, 4, 2, 9]
+FIVE_OF_A_MILLION = [684984, 768845, 574732, 753260, 304135]
+
+seeds = st.integers(min_value=-(2**70), max_value=2**70)
+
+
+def whole(step: int, size: int, batch: int, seed: int = 0, shuffle: bool = True) -> list[int]:
+    return replica_indices(
+        step,
+        dataset_size=size,
+        global_batch=batch,
+        micro_batch=batch,
+        replica=0,
+        replicas=1,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(global batch, micro-batch, replicas) with a micro-batch for every replica at least."""
+    batch = draw(batches)
+    micro_batch = draw(st.integers(min_value=1, max_value=batch))
+    replicas = draw(st.integers(min_value=1, max_value=-(-batch // micro_batch)))
+    return batch, micro_batch, replicas
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(shapes(), sizes, seeds, st.integers(min_value=1, max_value=50))
+def test_the_replicas_joined_are_the_global_batch(shape: tuple[int, int, int], size: int, seed: int, step: int) -> None:
+    batch, micro_batch, replicas = shape
+    shares = [
+        replica_indices(
+            step,
+            dataset_size=size,
+            global_batch=batch,
+            micro_batch=micro_batch,
+            replica=replica,
+            replicas=replicas,
+            seed=seed,
+        )
+        for replica in range(replicas)
+    ]
+    assert [index for share in shares for index in share] == whole(step, size, batch, seed)
+    # Only whole micro-batches move between replicas; the step's last one may be smaller.
+    assert all(len(share) % micro_batch == 0 for share in shares[:-1])
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(sizes, batches, seeds)
+def test_each_epoch_has_each_example_once(size: int, batch: int, seed: int) -> None:
+    steps = -(-3 * size // batch)
+    stream = [index for step in range(1, steps + 1) for index in whole(step, size, batch, seed)]
+    for epoch in range(3):
+        assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(st.data(), sizes, batches)
+def test_a_run_that_morphs_sees_what_one_that_does_not_sees(data: st.DataObject, size: int, batch: int) -> None:
+    seen: list[int] = []
+    for step in range(1, 13):  # a morph before every step
+        micro_batch = data.draw(st.integers(min_value=1, max_value=batch))
+        replicas = data.draw(st.integers(min_value=1, max_value=-(-batch // micro_batch)))
+        for replica in range(replicas):
+            seen += replica_indices(
+                step,
+                dataset_size=size,
+                global_batch=batch,
+                micro_batch=micro_batch,
+                replica=replica,
+                replicas=replicas,
+                seed=1,
+            )
+    assert seen == [index for step in range(1, 13) for index in whole(step, size, batch, seed=1)]
+
+
+def test_the_order_is_the_same_on_every_machine_and_for_ever() -> None:
+    # A running job must see the same order after Varuna is upgraded: never change these.
+    assert whole(1, 10, 10) == ORDER_OF_10
+    assert whole(7, 1_000_003, 5, seed=3) == FIVE_OF_A_MILLION
+
+
+def test_seeds_and_epochs_differ() -> None:
+    assert whole(1, 100, 100, seed=1) != whole(1, 100, 100, seed=2)
+    assert whole(1, 100, 100, seed=1) != whole(2, 100, 100, seed=1)
+    assert whole(2, 100, 100, seed=0) != whole(1, 100, 100, seed=1)
+
+
+def test_an_order_looks_random() -> None:
+    size = 4096
+    order = torch.tensor(whole(1, size, size), dtype=torch.float64)
+    where = torch.arange(size, dtype=torch.float64)
+    # Correlations of independent orders have a standard deviation of 1/64.
+    for left, right in ((order, where), (order[1:], order[:-1]), (order, torch.tensor(whole(2, size, size)).double())):
+        assert abs(torch.corrcoef(torch.stack((left, right)))[0, 1].item()) < 5 / 64
+
+
+def test_a_step_costs_no_time_per_example_of_the_dataset() -> None:
+    assert len(set(whole(10**9, 10**15, 64))) == 64
+
+
+def test_unshuffled_is_in_order() -> None:
+    assert whole(2, 5, 4, shuffle=False) == [4, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset_size": 0}, "dataset is empty"),
+        ({"global_batch": 0}, "global_batch 0"),
+        ({"step": 0}, "step 0"),
+        ({"replica": 2}, "replica 2 of 2"),
+        ({"global_batch": 3, "micro_batch": 3}, "d=2"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, int], message: str) -> None:
+    arguments = {"step": 1, "dataset_size": 9, "global_batch": 4, "micro_batch": 1, "replica": 0, "replicas": 2}
+    with pytest.raises(ValueError, match=message):
+        replica_indices(**(arguments | change))
+
+
+class Squares:
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "square": torch.tensor(float(index**2))}
+
+
+def worker(rank: int, p: int, d: int, mode: Mode = Mode.TRAIN) -> dict[str, str]:
+    return WorkerEnvironment(
+        job_id="j",
+        generation=1,
+        mode=mode,
+        rank=rank,
+        local_rank=0,
+        world_size=p * d,
+        rendezvous_host="127.0.0.1",
+        rendezvous_port=1,
+        p=p,
+        d=d,
+        micro_batch=2,
+        global_batch=7,
+    ).to_environ()
+
+
+def test_a_plain_process_gets_the_whole_batch() -> None:
+    batches = list(Batches(Squares(), global_batch=4, first_step=2, last_step=4, environ={}))
+    assert [step for step, _batch in batches] == [2, 3, 4]
+    assert [batch["index"].tolist() for _step, batch in batches] == [whole(step, 10, 4) for step in (2, 3, 4)]
+    assert torch.equal(batches[0][1]["square"], batches[0][1]["index"].float() ** 2)
+
+
+def test_all_stages_of_a_replica_get_the_same_and_the_replicas_share_the_batch() -> None:
+    def indices(rank: int) -> list[int]:
+        [(_step, batch)] = Batches(Squares(), first_step=5, last_step=5, environ=worker(rank, p=2, d=3))
+        found: list[int] = batch["index"].tolist()
+        return found
+
+    by_rank = [indices(rank) for rank in range(6)]
+    assert by_rank[0] == by_rank[1]
+    assert [len(share) for share in by_rank[::2]] == [4, 2, 1]
+    assert [index for share in by_rank[::2] for index in share] == whole(5, 10, 7)
+
+
+def test_a_calibration_with_more_ranks_than_micro_batches_starts() -> None:
+    assert Batches(Squares(), environ=worker(8, p=1, d=9, mode=Mode.CALIBRATE)).global_batch == 7
+
+
+def test_without_a_last_step_it_never_ends() -> None:
+    endless = Batches(Squares(3), global_batch=2, environ={})
+    assert [step for step, _batch in islice(endless, 50)] == list(range(1, 51))
+
+
+def test_collate_makes_the_batch() -> None:
+    def collate(items: Sequence[Any]) -> dict[str, int]:
+        return {"examples": len(items)}
+
+    [(_step, batch)] = Batches(Squares(), global_batch=3, last_step=1, collate=collate, environ={})
+    assert batch == {"examples": 3}
+
+
+def test_clear_words_for_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="dataset is empty"):
+        Batches(Squares(0), global_batch=1, environ={})
+    with pytest.raises(ValueError, match="pass global_batch="):
+        Batches(Squares(), environ={})
+    with pytest.raises(ValueError, match="submitted with a global batch of 7"):
+        Batches(Squares(), global_batch=8, environ=worker(0, 1, 1))
+    with pytest.raises(ValueError, match="first_step 0"):
+        Batches(Squares(), global_batch=1, first_step=0, environ={})
+    with pytest.raises(TypeError, match="pass collate="):
+        next(iter(Batches([1, 2, 3], global_batch=2, environ={})))

@@ -1,0 +1,22 @@
+"""Checkpoints: written per section behind training's back, complete or not there, loaded in any P×D. No pickle."""
+
+from varuna.checkpoint.cadence import Cadence, next_save_due
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.loading import Loaded, load, newest_complete, read_manifest, read_parameters, resume
+from varuna.checkpoint.saving import Checkpointer, SaveOutcome
+from varuna.checkpoint.state import TrainingState
+
+__all__ = [
+    "Cadence",
+    "CheckpointError",
+    "Checkpointer",
+    "Loaded",
+    "SaveOutcome",
+    "TrainingState",
+    "load",
+    "newest_complete",
+    "next_save_due",
+    "read_manifest",
+    "read_parameters",
+    "resume",
+]

@@ -1,0 +1,291 @@
+"""Loading: any shape reads what any other wrote; everything is verified before anything is changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from varuna.checkpoint.encoding import decode
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.manifest import MANIFEST, FileEntry, FileKind, Manifest, parse
+from varuna.checkpoint.state import TrainingState, fill, optimizer_name, optimizer_states
+from varuna.checkpoint.store import CheckpointStore, folder_of
+
+__all__ = ["Loaded", "Report", "load", "newest_complete", "read_manifest", "read_parameters", "resume"]
+
+Report = Callable[[int, str], None]
+"""Told the step of a checkpoint that was passed over, and what is wrong with it."""
+
+_KEY = "varuna.resume"
+
+
+class KeyValueStore(Protocol):
+    """What agreeing on a checkpoint takes of `torch.distributed.Store`: `get` waits until the key is there."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What came from a checkpoint besides the tensors."""
+
+    step: int
+    generation: int
+    user: dict[str, Any]
+    seed: int
+    bytes_read: int
+
+
+def newest_complete(url: str, *, before: int | None = None, report: Report | None = None) -> int | None:
+    """The newest step (below `before`, if given) whose checkpoint is whole: manifest, files, sizes. None: no such.
+
+    Checksums are `load`'s to verify. Raises CheckpointError when the store cannot be read.
+    """
+    store = CheckpointStore(url)
+    for step in reversed(store.steps()):
+        if before is not None and step >= before:
+            continue
+        try:
+            _complete_manifest(store, step)
+        except CheckpointError as error:
+            if report is not None:
+                report(step, str(error))
+            continue
+        return step
+    return None
+
+
+def read_manifest(url: str, step: int) -> Manifest:
+    """The manifest of a complete checkpoint. Raises CheckpointError saying what is wrong or missing."""
+    return _complete_manifest(CheckpointStore(url), step)
+
+
+def load(url: str, step: int, state: TrainingState) -> Loaded:
+    """Fill `state` from the checkpoint of `step`, reading only files that hold its tensors.
+
+    Raises CheckpointError naming the file or tensor at fault; then nothing was changed.
+    """
+    staged = _stage(url, step, state)
+    staged.apply()
+    return staged.loaded
+
+
+def resume(
+    url: str,
+    state: TrainingState,
+    *,
+    store: KeyValueStore | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    report: Report | None = None,
+) -> Loaded | None:
+    """Fill every rank's `state` from the newest checkpoint that all ranks can read; None: start from nothing.
+
+    Rank 0 proposes, all ranks verify their part, and only when all could does any of them change its state; else rank 0
+    proposes the one before. `store` is the generation's rendezvous store, needed when there are other ranks. `report`
+    is told on rank 0.
+    """
+    if world_size > 1 and store is None:
+        raise ValueError(f"rank {rank} of {world_size} needs the rendezvous store to agree with the others")
+    before: int | None = None
+    attempt = 0
+    # Ranks count their calls, so that a second one does not read what the first agreed on.
+    call = 1 if store is None else store.add(f"{_KEY}/calls/{rank}", 1)
+    while True:
+        prefix = f"{_KEY}/{call}/{attempt}"
+        step = newest_complete(url, before=before, report=report) if rank == 0 else None
+        step = _from_rank_0(store, f"{prefix}/step", step, rank)
+        if step is None:
+            return None
+        staged, fault = _try_stage(url, step, state)
+        faults = _agree(store, prefix, fault, rank, world_size)
+        if not faults and staged is not None:
+            staged.apply()
+            return staged.loaded
+        if rank == 0 and report is not None:
+            report(step, "; ".join(faults))
+        before, attempt = step, attempt + 1
+
+
+def read_parameters(url: str, step: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers by name, in host memory (all of them by default). Raises CheckpointError."""
+    store = CheckpointStore(url)
+    manifest = _complete_manifest(store, step)
+    reader = _Reader(store, step)
+    return _values(manifest, reader, manifest.by_name(FileKind.PARAMETERS) if names is None else names)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A verified checkpoint in memory, ready to be put into place."""
+
+    loaded: Loaded
+    state: TrainingState
+    values: Mapping[str, Tensor]
+    optimizer_state: Mapping[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    def apply(self) -> None:
+        fill(self.state, self.values, self.optimizer_state, self.groups)
+
+
+def _complete_manifest(store: CheckpointStore, step: int) -> Manifest:
+    where = store.url_of(step)
+    present = store.sizes(step)
+    if not present:
+        raise CheckpointError(f"{where} does not exist")
+    data = store.get(f"{folder_of(step)}/{MANIFEST}")
+    if data is None:
+        raise CheckpointError(f"{where} has no {MANIFEST}: its writing was interrupted")
+    manifest = parse(Manifest, data, f"{where}/{MANIFEST}")
+    if manifest.step != step:
+        raise CheckpointError(f"{where}/{MANIFEST} is of step {manifest.step}")
+    for entry in manifest.files:
+        if entry.name not in present:
+            raise CheckpointError(f"{where}/{entry.name} is missing")
+        if present[entry.name] != entry.bytes:
+            raise CheckpointError(f"{where}/{entry.name} has {present[entry.name]} bytes instead of {entry.bytes}")
+    return manifest
+
+
+def _stage(url: str, step: int, state: TrainingState) -> _Staged:
+    store = CheckpointStore(url)
+    manifest = _complete_manifest(store, step)
+    reader = _Reader(store, step)
+    values = _values(manifest, reader, state.tensors)
+    for name, tensor in state.tensors.items():
+        saved = values[name]
+        if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{store.url_of(step)}: {name} is {saved.dtype} {list(saved.shape)} there and "
+                f"{tensor.dtype} {list(tensor.shape)} in the model"
+            )
+    extra = _decoded_state(manifest, reader)
+    optimizer_state: dict[str, dict[str, Any]] = {}
+    if state.optimizer is not None:
+        _check_optimizer(manifest, state, extra["optimizer_groups"], store.url_of(step))
+        optimizer_state = _optimizer_state(manifest, reader, state.parameters)
+    loaded = Loaded(
+        step=step,
+        generation=manifest.generation,
+        user=extra["user"],
+        seed=manifest.seed,
+        bytes_read=reader.bytes_read,
+    )
+    return _Staged(loaded, state, values, optimizer_state, extra["optimizer_groups"])
+
+
+def _try_stage(url: str, step: int, state: TrainingState) -> tuple[_Staged | None, str]:
+    try:
+        return _stage(url, step, state), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+@dataclass
+class _Reader:
+    """Reads and verifies files of one checkpoint, each once."""
+
+    store: CheckpointStore
+    step: int
+    bytes_read: int = 0
+    _read: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = field(default_factory=dict)
+
+    def tensors(self, entry: FileEntry) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and the metadata of a file."""
+        if entry.name not in self._read:
+            path = f"{folder_of(self.step)}/{entry.name}"
+            data = self.store.get(path)
+            if data is None:
+                raise CheckpointError(f"{self.store.url}/{path} is missing")
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise CheckpointError(f"{self.store.url}/{path} is corrupt: its checksum is not the manifest's")
+            try:
+                self._read[entry.name] = safetensors.torch.load(data), _metadata(data)
+            except (SafetensorError, ValueError) as error:
+                raise CheckpointError(f"{self.store.url}/{path} is not a safetensors file: {error}") from error
+            self.bytes_read += len(data)
+        return self._read[entry.name]
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """The free text in a safetensors header: 8 bytes of length, then JSON (the format's own specification)."""
+    (length,) = struct.unpack_from("<Q", data)
+    metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    return metadata
+
+
+def _values(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, Tensor]:
+    files = manifest.by_name(FileKind.PARAMETERS)
+    values = {}
+    for name in names:
+        if name not in files:
+            raise CheckpointError(f"{reader.store.url_of(reader.step)} holds no {name}: it is another model's")
+        values[name] = reader.tensors(files[name])[0][name]
+    return values
+
+
+def _decoded_state(manifest: Manifest, reader: _Reader) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    for entry in manifest.files:
+        if entry.kind is FileKind.STATE:
+            tensors |= reader.tensors(entry)[0]
+    decoded: dict[str, Any] = decode(manifest.state, tensors)
+    return decoded
+
+
+def _optimizer_state(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    files = manifest.by_name(FileKind.OPTIMIZER)
+    states: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name in files and name not in states:
+            tensors, metadata = reader.tensors(files[name])
+            states |= optimizer_states(metadata, tensors)
+    return states
+
+
+def _check_optimizer(manifest: Manifest, state: TrainingState, groups: list[dict[str, Any]], where: str) -> None:
+    assert state.optimizer is not None
+    if manifest.optimizer is None:
+        raise CheckpointError(f"{where} holds no optimizer state: load it before the optimizer is set")
+    name = optimizer_name(state.optimizer)
+    if manifest.optimizer != name:
+        raise CheckpointError(f"{where} holds the state of {manifest.optimizer}, and the optimizer is {name}")
+    if len(groups) != len(state.optimizer.param_groups):
+        raise CheckpointError(
+            f"{where} holds {len(groups)} parameter groups, and the optimizer has {len(state.optimizer.param_groups)}: "
+            "make the same groups, in the same order, on every rank (empty ones too)"
+        )
+
+
+def _from_rank_0(store: KeyValueStore | None, key: str, value: int | None, rank: int) -> int | None:
+    if store is None:
+        return value
+    if rank == 0:
+        store.set(key, json.dumps(value))
+    agreed: int | None = json.loads(store.get(key))
+    return agreed
+
+
+def _agree(store: KeyValueStore | None, prefix: str, fault: str, rank: int, world_size: int) -> list[str]:
+    """The faults of all ranks, the same list on every rank."""
+    if store is None:
+        return [fault] if fault else []
+    store.set(f"{prefix}/rank{rank}", json.dumps(fault))
+    if rank == 0:
+        all_faults = [json.loads(store.get(f"{prefix}/rank{other}")) for other in range(world_size)]
+        store.set(f"{prefix}/faults", json.dumps([text for text in all_faults if text]))
+    agreed: list[str] = json.loads(store.get(f"{prefix}/faults"))
+    return agreed

@@ -1,0 +1,143 @@
+"""What a checkpoint folder's receipts and manifest say.
+
+A checkpoint of step k lies in `varuna_ckpt_<k>/`. Each rank of generation g writes its files, whose names carry g, and
+then its receipt. When every rank's receipt is there, rank 0 creates `manifest.json`: from then on it is a checkpoint.
+Files of another generation that stopped half-way may lie beside them; the manifest does not name those.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from varuna.checkpoint.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "FileEntry",
+    "FileKind",
+    "Manifest",
+    "Receipt",
+    "file_generation",
+    "merge",
+    "parse",
+    "receipt_name",
+]
+
+MANIFEST = "manifest.json"
+_GENERATION = re.compile(r"-g([0-9]+)[.-]")
+
+
+def receipt_name(generation: int, rank: int) -> str:
+    return f"receipt-g{generation}-r{rank}.json"
+
+
+def file_generation(name: str) -> int | None:
+    """The generation that a file's name carries; None for the manifest and strangers."""
+    match = _GENERATION.search(name)
+    return int(match[1]) if match else None
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    def to_bytes(self) -> bytes:
+        # Python's json, unlike pydantic's, keeps NaN and infinities.
+        return json.dumps(self.model_dump(by_alias=True), indent=1).encode()
+
+
+Document = TypeVar("Document", bound=_Document)
+
+
+class FileKind(StrEnum):
+    PARAMETERS = "parameters"
+    """Tensors by parameter (or buffer) name."""
+    OPTIMIZER = "optimizer"
+    """Tensors by parameter name and state key; the rest of the state is JSON in the file's metadata."""
+    STATE = "state"
+    """Tensors among the user's states and the optimizer's options."""
+
+
+class FileEntry(_Document):
+    """One safetensors file of a checkpoint."""
+
+    name: str
+    kind: FileKind
+    section: int = Field(ge=-1)
+    """The section it belongs to; -1 for what belongs to none."""
+    holds: tuple[str, ...]
+    """Names of the parameters and buffers whose value or optimizer state is in it."""
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class Receipt(_Document):
+    """One rank's word that its files are in the store."""
+
+    schema_: Literal["varuna.checkpoint-receipt/1"] = Field(default="varuna.checkpoint-receipt/1", alias="schema")
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    sections: tuple[int, ...]
+    """The sections that were this rank's to write, also those without a file."""
+    files: tuple[FileEntry, ...]
+
+
+class Manifest(_Document):
+    """What a complete checkpoint consists of."""
+
+    schema_: Literal["varuna.checkpoint/1"] = Field(default="varuna.checkpoint/1", alias="schema")
+    generation: int
+    step: int
+    """Training steps behind the state."""
+    p: int
+    d: int
+    """The shape that wrote it; any other may load it."""
+    section_count: int
+    seed: int
+    optimizer: str | None
+    """The optimizer's class; None when no optimizer state was saved."""
+    state: dict[str, Any]
+    """`user` and `optimizer_groups`, encoded as in `varuna.checkpoint.encoding`."""
+    files: tuple[FileEntry, ...]
+    total_bytes: int
+
+    def by_name(self, kind: FileKind) -> dict[str, FileEntry]:
+        """The file of `kind` that holds each parameter."""
+        return {name: entry for entry in self.files if entry.kind is kind for name in entry.holds}
+
+
+def parse(kind: type[Document], data: bytes, where: str) -> Document:
+    """Read a receipt or manifest. Raises CheckpointError saying what is wrong with it."""
+    try:
+        return kind.model_validate(json.loads(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{where}: field {field}: {first['msg']}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not JSON: {error}") from None
+
+
+def merge(receipts: Iterable[Receipt], section_count: int) -> tuple[FileEntry, ...]:
+    """The files of all ranks, by section. Raises CheckpointError unless exactly one rank wrote each section."""
+    files: list[FileEntry] = []
+    writer: dict[int, int] = {}
+    for receipt in receipts:
+        for section in receipt.sections:
+            if section in writer:
+                raise CheckpointError(
+                    f"section {section} was written by rank {writer[section]} and by rank {receipt.rank}"
+                )
+            writer[section] = receipt.rank
+        files.extend(receipt.files)
+    missing = sorted(set(range(section_count)) - writer.keys())
+    if missing:
+        raise CheckpointError(f"no rank wrote section {missing[0]} of {section_count} (and {len(missing) - 1} more)")
+    return tuple(sorted(files, key=lambda entry: (entry.section, entry.name)))

@@ -1,0 +1,263 @@
+"""Saving: a copy in host memory while training waits, everything else behind its back in one thread."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import safetensors.torch
+import structlog
+
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Receipt,
+    file_generation,
+    merge,
+    parse,
+    receipt_name,
+)
+from varuna.checkpoint.state import HostBuffers, HostFile, Snapshot, TrainingState, snapshot
+from varuna.checkpoint.store import CheckpointStore, folder_of
+
+__all__ = ["Checkpointer", "SaveOutcome"]
+
+_FIRST_POLL_S = 0.01
+_SLOWEST_POLL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """How a save ended on this rank."""
+
+    step: int
+    result: Literal["committed", "written", "dropped", "failed"]
+    """committed: rank 0 made the manifest; written: this rank's files and receipt are in the store (other ranks);
+    dropped: a checkpoint of this step was there already, and stands; failed: see `error`."""
+    url: str
+    bytes: int = 0
+    """Of the whole checkpoint on rank 0, of this rank's files elsewhere."""
+    write_s: float = 0.0
+    error: str = ""
+
+
+class Checkpointer:
+    """Saves one rank's share of checkpoints into a store, at most one at a time.
+
+    All ranks of a generation call `save` at the same steps. A save that fails is logged and told to `on_failed`; it
+    never raises into training. Both callbacks run in the background thread;
+    `on_committed(step, url, bytes)` on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        generation: int,
+        rank: int,
+        p: int,
+        d: int,
+        on_committed: Callable[[int, str, int], None] | None = None,
+        on_failed: Callable[[int, str], None] | None = None,
+        keep: int = 2,
+        receipt_deadline_s: float = 600.0,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep {keep}: at least the newest checkpoint must stay")
+        self._store = CheckpointStore(url)
+        self._generation, self._rank, self._p, self._d = generation, rank, p, d
+        self._on_committed = on_committed
+        self._on_failed = on_failed
+        self._keep = keep
+        self._receipt_deadline_s = receipt_deadline_s
+        self._buffers = HostBuffers()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._outcome: SaveOutcome | None = None
+        self._log = structlog.get_logger(__name__).bind(generation=generation, rank=rank)
+        self.last_stall_s: float | None = None
+        """Seconds that the newest snapshot took."""
+        self.last_write_s: float | None = None
+        """Seconds that this rank's newest background write took, without waiting for others."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is still being written by this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, step: int, state: TrainingState) -> bool:
+        """Copy `state`, the one after `step` steps, and write it in the background.
+
+        False, with nothing done, while an earlier save is in flight: the next one comes soon enough.
+        """
+        if self.in_flight or self._closed.is_set():
+            return False
+        started_s = time.perf_counter()
+        try:
+            copied = snapshot(
+                state,
+                step,
+                generation=self._generation,
+                replica=self._rank // self._p,
+                replicas=self._d,
+                rank=self._rank,
+                buffers=self._buffers,
+            )
+        except CheckpointError as error:
+            self._ended(self._failure(step, str(error)))
+            return True
+        self.last_stall_s = time.perf_counter() - started_s
+        self._thread = threading.Thread(target=self._run, args=(copied,), name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
+        """The newest save's outcome, once it has one. None when there was no save or the time has run out."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return None
+        return self._outcome
+
+    def close(self) -> None:
+        """End the save in flight: what can be written at once is, what other ranks still owe is given up."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, copied: Snapshot) -> None:
+        try:
+            outcome = self._write(copied)
+        except Exception as error:  # a failed save never stops training, whatever it failed by; it is logged and told
+            outcome = self._failure(copied.step, str(error) or type(error).__name__)
+        self._ended(outcome)
+
+    def _write(self, copied: Snapshot) -> SaveOutcome:
+        started_s = time.perf_counter()
+        folder, step = folder_of(copied.step), copied.step
+        if self._store.get(f"{folder}/{MANIFEST}") is not None:
+            return SaveOutcome(step=step, result="dropped", url=self._store.url_of(step))
+        entries = tuple(self._put(folder, file) for file in copied.files)
+        receipt = Receipt(
+            generation=self._generation,
+            step=step,
+            rank=self._rank,
+            world_size=self._p * self._d,
+            sections=copied.sections,
+            files=entries,
+        )
+        self._store.put(f"{folder}/{receipt_name(self._generation, self._rank)}", receipt.to_bytes())
+        self.last_write_s = write_s = time.perf_counter() - started_s
+        if self._rank != 0:
+            size = sum(entry.bytes for entry in entries)
+            return SaveOutcome(step=step, result="written", url=self._store.url_of(step), bytes=size, write_s=write_s)
+        return self._commit(copied, write_s)
+
+    def _put(self, folder: str, file: HostFile) -> FileEntry:
+        data = safetensors.torch.save(file.tensors, metadata=file.metadata)
+        self._store.put(f"{folder}/{file.name}", data)
+        return FileEntry(
+            name=file.name,
+            kind=file.kind,
+            section=file.section,
+            holds=file.holds,
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+        )
+
+    def _commit(self, copied: Snapshot, write_s: float) -> SaveOutcome:
+        step, url = copied.step, self._store.url_of(copied.step)
+        dropped = SaveOutcome(step=step, result="dropped", url=url, write_s=write_s)
+        receipts = self._await_receipts(step)
+        if receipts is None:
+            return dropped
+        files = merge(receipts, copied.section_count)
+        manifest = Manifest(
+            generation=self._generation,
+            step=step,
+            p=self._p,
+            d=self._d,
+            section_count=copied.section_count,
+            seed=copied.seed,
+            optimizer=copied.optimizer,
+            state=copied.state,
+            files=files,
+            total_bytes=sum(entry.bytes for entry in files),
+        )
+        if not self._store.create(f"{folder_of(step)}/{MANIFEST}", manifest.to_bytes()):
+            return dropped
+        return SaveOutcome(step=step, result="committed", url=url, bytes=manifest.total_bytes, write_s=write_s)
+
+    def _await_receipts(self, step: int) -> list[Receipt] | None:
+        """The receipts of all ranks; None when a manifest appears first. Raises CheckpointError when some stay away."""
+        expected = [receipt_name(self._generation, rank) for rank in range(self._p * self._d)]
+        deadline_s = time.monotonic() + self._receipt_deadline_s
+        poll_s = _FIRST_POLL_S
+        while True:
+            present = self._store.sizes(step)
+            if MANIFEST in present:
+                return None
+            missing = [name for name in expected if name not in present]
+            if not missing:
+                return [self._receipt(step, name) for name in expected]
+            if self._closed.is_set() or time.monotonic() > deadline_s:
+                why = "closed" if self._closed.is_set() else f"after {self._receipt_deadline_s:g} s"
+                raise CheckpointError(
+                    f"step {step} stays incomplete: {len(missing)} of {len(expected)} receipts missing ({why}), "
+                    f"first {missing[0]}"
+                )
+            self._closed.wait(poll_s)
+            poll_s = min(2 * poll_s, _SLOWEST_POLL_S)
+
+    def _receipt(self, step: int, name: str) -> Receipt:
+        path = f"{folder_of(step)}/{name}"
+        data = self._store.get(path)
+        if data is None:
+            raise CheckpointError(f"{self._store.url}/{path} vanished after it was listed")
+        return parse(Receipt, data, path)
+
+    def _failure(self, step: int, error: str) -> SaveOutcome:
+        return SaveOutcome(step=step, result="failed", url=self._store.url_of(step), error=error)
+
+    def _ended(self, outcome: SaveOutcome) -> None:
+        """Log and tell; errors of the callbacks and of pruning are logged, for the outcome stands."""
+        self._outcome = outcome
+        if outcome.result == "failed":
+            self._log.warning("checkpoint save failed, training goes on", step=outcome.step, error=outcome.error)
+        elif outcome.result != "written":  # rank 0 speaks for the others
+            self._log.info("checkpoint " + outcome.result, step=outcome.step, bytes=outcome.bytes)
+        try:
+            if outcome.result == "committed":
+                if self._on_committed is not None:
+                    self._on_committed(outcome.step, outcome.url, outcome.bytes)
+                prune(self._store, outcome.step, self._generation, self._keep)
+            elif outcome.result == "failed" and self._on_failed is not None:
+                self._on_failed(outcome.step, outcome.error)
+        except Exception as error:  # neither a callback nor a store that refuses to delete may stop training
+            self._log.warning("after a checkpoint save", step=outcome.step, error=str(error))
+
+
+def prune(store: CheckpointStore, committed_step: int, generation: int, keep: int) -> list[int]:
+    """Delete what the checkpoint of `committed_step` makes needless; the steps that went.
+
+    Kept: the newest `keep` complete ones up to it, everything after it, and folders that a newer generation writes to.
+    """
+    kept: list[int] = []
+    gone: list[int] = []
+    for step in sorted((s for s in store.steps() if s <= committed_step), reverse=True):
+        names = store.sizes(step)
+        if MANIFEST in names and len(kept) < keep:
+            kept.append(step)
+        elif not kept or any((file_generation(name) or 0) > generation for name in names):
+            continue
+        else:
+            # The manifest goes first: a half-deleted checkpoint must not look like a complete one.
+            store.delete(step, first=MANIFEST)
+            gone.append(step)
+    return gone

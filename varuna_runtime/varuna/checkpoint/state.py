@@ -1,0 +1,239 @@
+"""One rank's share of the training state: cut into files for saving, filled from files when loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from varuna.checkpoint.encoding import decode, encode
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.manifest import FileKind
+
+__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot"]
+
+_METADATA_STATE = "state"
+"""Under this key a file's metadata holds the JSON that its tensors are part of."""
+
+_NOT_OPTIONS = frozenset({"params", "param_names"})
+"""What a parameter group holds besides its options: it depends on P."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """What one rank holds: a view on the live tensors, saved from and loaded into."""
+
+    sections: range
+    """Sections of this rank's stage."""
+    section_count: int
+    """Sections of the whole model."""
+    parameters: Mapping[str, Tensor]
+    """Every parameter that the stage uses, by its first name in `named_parameters`."""
+    section_of: Mapping[str, int]
+    """For each parameter and buffer: the first section of the whole model that uses it."""
+    tied: Collection[str] = ()
+    """Parameters that sections of several stages may share. Each lies in a file that other stages can read alone."""
+    optimizer: Optimizer | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """Buffers that training changes (running statistics), by name."""
+    user: Mapping[str, Any] = field(default_factory=dict)
+    """What else must come back: scheduler, loss scale. Rank 0's is stored; JSON values and tensors, nested."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in (*self.parameters, *self.buffers) if name not in self.section_of]
+        if unknown:
+            raise ValueError(f"section_of lacks {unknown[0]!r}: it must name the first section of every tensor")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.parameters, **self.buffers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFile:
+    """A file to be: tensors in host memory that nothing else changes."""
+
+    name: str
+    kind: FileKind
+    section: int
+    holds: tuple[str, ...]
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One rank's share of the state after `step` steps, copied."""
+
+    step: int
+    section_count: int
+    seed: int
+    sections: tuple[int, ...]
+    files: tuple[HostFile, ...]
+    optimizer: str | None
+    state: dict[str, Any]
+    """User states and optimizer options, encoded; empty except on rank 0."""
+
+
+class HostBuffers:
+    """Host memory for snapshots, kept between them: fresh pages cost several times the copy itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def copy(self, key: str, tensor: Tensor) -> Tensor:
+        """A contiguous copy of `tensor` in host memory, valid until the next copy under `key`.
+
+        Copies from a GPU are only queued: call `synchronize` when all are.
+        """
+        if tensor.layout is not torch.strided:
+            raise CheckpointError(f"{key} is a {tensor.layout} tensor: a checkpoint holds dense ones")
+        source = tensor.detach()
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._buffers[key] = buffer
+        if source.is_cuda:
+            self._devices.add(source.device)
+        buffer.copy_(source, non_blocking=True)
+        return buffer
+
+    def synchronize(self) -> None:
+        """Wait until all copies are there."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def snapshot(
+    state: TrainingState, step: int, *, generation: int, replica: int, replicas: int, rank: int, buffers: HostBuffers
+) -> Snapshot:
+    """Copy what this rank has to write: section i of its stage where i mod D is its replica, rank 0 the rest too.
+
+    Raises CheckpointError for state that a checkpoint cannot hold.
+    """
+    mine = tuple(section for section in state.sections if section % replicas == replica)
+    files: list[HostFile] = []
+    for section in mine:
+        names = [name for name in state.tensors if state.section_of[name] == section]
+        for suffix, part in (
+            ("", [name for name in names if name not in state.tied]),
+            (".tied", [name for name in names if name in state.tied]),
+        ):
+            if part:
+                files.extend(
+                    _section_files(state, section, f"section-{section:05d}-g{generation}{suffix}", part, buffers)
+                )
+    encoded: dict[str, Any] = {}
+    if rank == 0:
+        encoded, tensors = encode({"user": dict(state.user), "optimizer_groups": group_options(state.optimizer)}, "")
+        if tensors:
+            files.append(_host_file(f"state-g{generation}", FileKind.STATE, -1, (), tensors, {}, buffers))
+    buffers.synchronize()
+    return Snapshot(
+        step=step,
+        section_count=state.section_count,
+        seed=state.seed,
+        sections=mine,
+        files=tuple(files),
+        optimizer=optimizer_name(state.optimizer),
+        state=encoded,
+    )
+
+
+def _section_files(
+    state: TrainingState, section: int, stem: str, names: list[str], buffers: HostBuffers
+) -> list[HostFile]:
+    values = {name: state.tensors[name] for name in names}
+    files = [_host_file(f"{stem}.parameters", FileKind.PARAMETERS, section, tuple(names), values, {}, buffers)]
+    if state.optimizer is None:
+        return files
+    kept = state.optimizer.state
+    # `in` first: the optimizer's state is a defaultdict, which a look-up would change.
+    by_parameter = {name: kept[values[name]] for name in names if name in state.parameters and values[name] in kept}
+    if by_parameter:
+        encoded, tensors = encode(by_parameter, "")
+        metadata = {_METADATA_STATE: json.dumps(encoded)}
+        holds = tuple(by_parameter)
+        files.append(_host_file(f"{stem}.optimizer", FileKind.OPTIMIZER, section, holds, tensors, metadata, buffers))
+    return files
+
+
+def _host_file(
+    stem: str,
+    kind: FileKind,
+    section: int,
+    holds: tuple[str, ...],
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    buffers: HostBuffers,
+) -> HostFile:
+    copies = {name: buffers.copy(f"{kind.value}:{name}", tensor) for name, tensor in tensors.items()}
+    return HostFile(
+        name=f"{stem}.safetensors", kind=kind, section=section, holds=holds, tensors=copies, metadata=metadata
+    )
+
+
+def optimizer_name(optimizer: Optimizer | None) -> str | None:
+    return None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def group_options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """The options of each parameter group: learning rate and the like."""
+    if optimizer is None:
+        return []
+    return [{key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups]
+
+
+def optimizer_states(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """The optimizer's state of each parameter in an optimizer file."""
+    decoded: dict[str, dict[str, Any]] = decode(json.loads(metadata[_METADATA_STATE]), tensors)
+    return decoded
+
+
+def fill(
+    state: TrainingState,
+    values: Mapping[str, Tensor],
+    optimizer_state: Mapping[str, dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Put loaded values, all verified, into the live tensors and the optimizer."""
+    with torch.no_grad():
+        for name, tensor in state.tensors.items():
+            tensor.copy_(values[name])
+    if state.optimizer is None:
+        return
+    for name, parameter in state.parameters.items():
+        if name in optimizer_state:
+            state.optimizer.state[parameter] = {
+                key: _placed(key, value, parameter, state.optimizer) for key, value in optimizer_state[name].items()
+            }
+        else:
+            state.optimizer.state.pop(parameter, None)
+    for group, options in zip(state.optimizer.param_groups, groups, strict=True):
+        for key, value in options.items():
+            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def _placed(key: str, value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
+    """`value` where the optimizer wants it, with memory of its own.
+
+    The rule is `torch.optim.Optimizer.load_state_dict`'s: state lives with its parameter, except that the step count
+    stays on the CPU unless the optimizer runs fused or captured.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        if not (group.get("capturable") or group.get("fused")):
+            return value.clone()
+    return value.to(device=parameter.device, copy=True)

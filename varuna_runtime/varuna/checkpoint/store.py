@@ -1,0 +1,147 @@
+"""Where checkpoints lie: a folder or an object store, by URL, through obstore.
+
+Every put is atomic: a reader sees the whole object or none. `create` succeeds for exactly one of many writers.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.store import LocalStore, ObjectStore, from_url
+
+from varuna.checkpoint.errors import CheckpointError
+
+__all__ = ["CheckpointStore", "folder_of"]
+
+_FOLDER = re.compile(r"varuna_ckpt_(0|[1-9][0-9]*)")
+_MULTIPART_BYTES = 32 * 1024 * 1024
+
+
+def folder_of(step: int) -> str:
+    """The folder of step `step`'s checkpoint within its store."""
+    return f"varuna_ckpt_{step}"
+
+
+class CheckpointStore:
+    """One store of checkpoints.
+
+    `url` is a plain path, `file://`, `s3://`, `abfs://`, `gs://` or what else obstore opens. A local folder is made
+    when something is first put into it; one that does not exist reads as empty. Raises ValueError for a malformed URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        if not url:
+            raise ValueError("the checkpoint URL is empty: give a folder, or file://…, s3://…, abfs://…")
+        self._local = _local_path(url)
+        self.url = self._local.as_uri() if self._local is not None else url.rstrip("/")
+        self._opened: ObjectStore | None = None
+        if self._local is None:
+            try:
+                self._opened = from_url(self.url)  # contacts nobody
+            except (ValueError, obstore.exceptions.BaseError) as error:
+                raise ValueError(
+                    f"checkpoint URL {url!r}: {_first_line(error)}; give a folder, or file:///…, s3://…, abfs://…, gs://…"
+                ) from error
+
+    def url_of(self, step: int) -> str:
+        return f"{self.url}/{folder_of(step)}"
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write or replace. Raises CheckpointError when the store refuses."""
+        with _Explained(self.url, path):
+            obstore.put(self._open(), path, data, chunk_size=_MULTIPART_BYTES)
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write unless it is there already; whether this call wrote it."""
+        with _Explained(self.url, path):
+            try:
+                obstore.put(self._open(), path, data, mode="create")
+            except obstore.exceptions.AlreadyExistsError:
+                return False
+            return True
+
+    def get(self, path: str) -> bytes | None:
+        """The object's bytes; None when there is none."""
+        if not self._exists():
+            return None
+        with _Explained(self.url, path):
+            try:
+                return bytes(obstore.get(self._open(), path).bytes())
+            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                return None
+
+    def sizes(self, step: int) -> dict[str, int]:
+        """Bytes of each file in the folder of `step`, by its name within the folder."""
+        if not self._exists():
+            return {}
+        folder = folder_of(step)
+        with _Explained(self.url, folder):
+            listed = obstore.list(self._open(), prefix=folder).collect()
+            return {meta["path"].removeprefix(f"{folder}/"): meta["size"] for meta in listed}
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, complete or not, ascending."""
+        if not self._exists():
+            return []
+        with _Explained(self.url, ""):
+            prefixes = obstore.list_with_delimiter(self._open())["common_prefixes"]
+        matches = (_FOLDER.fullmatch(prefix.rsplit("/", 1)[-1]) for prefix in prefixes)
+        return sorted(int(match[1]) for match in matches if match)
+
+    def delete(self, step: int, *, first: str) -> None:
+        """Delete the folder of `step`, the file `first` before the others. What is gone already is no error."""
+        folder = folder_of(step)
+        names = sorted(self.sizes(step), key=lambda name: name != first)
+        with _Explained(self.url, folder):
+            for name in names:
+                try:
+                    obstore.delete(self._open(), f"{folder}/{name}")
+                except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                    continue
+        if self._local is not None:
+            # A writer that was killed leaves a part of a file, which obstore neither lists nor deletes.
+            shutil.rmtree(self._local / folder, ignore_errors=True)
+
+    def _exists(self) -> bool:
+        return self._local is None or self._local.is_dir()
+
+    def _open(self) -> ObjectStore:
+        if self._opened is None:
+            assert self._local is not None
+            self._opened = LocalStore(self._local, mkdir=True)
+        return self._opened
+
+
+class _Explained:
+    """Turns a store's own errors into CheckpointErrors that say where."""
+
+    def __init__(self, url: str, path: str) -> None:
+        self._where = f"{url}/{path}".rstrip("/")
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, obstore.exceptions.BaseError | OSError):
+            raise CheckpointError(f"checkpoint store {self._where}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _local_path(url: str) -> Path | None:
+    """The folder that `url` names; None when it is not on this machine."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"checkpoint URL {url!r}: file:// takes an absolute path, as in file:///{parts.netloc}…")
+        return Path(unquote(parts.path))
+    if "://" in url:
+        return None
+    return Path(url).expanduser().absolute()
