@@ -1,0 +1,177 @@
+"""What crosses a cut, and where a stage behind it can put it: pure decisions over the graph of a dry run.
+
+A stage that starts with section `cut` runs the whole forward up to there too, but hollow: modules that have returned by
+then are *ghosts*, which return tensors of zeros. What later sections need of it must therefore either be had
+again from the inputs by code that still runs, or be sent (*transported*) and put in *at its producer*: the ghost that
+returned it, or the cut-point that passed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varuna.partition.errors import PartitionError
+from varuna.partition.graph import Call, Graph, Kind, TensorLeaf, Value
+
+__all__ = ["CutPlan", "Place", "plan_cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value can be seen and put in: a leaf of a call's output, or a cut-point (`call` is -1 then)."""
+
+    call: int
+    leaf: int
+    cut: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CutPlan:
+    """How a stage that starts with section `cut` gets what was made before."""
+
+    cut: int
+    ghosts: frozenset[int]  # calls that a ghost answers; calls inside them do not happen
+    transported: tuple[int, ...]  # values, in the order they are sent
+    places: Mapping[int, tuple[Place, ...]]  # of each transported value
+    buffers: frozenset[str]  # that code before the cut must have, for what is computed again
+    overwritten: frozenset[int]  # cut-points whose argument itself is used later: it, too, must get the received values
+
+
+def plan_cut(graph: Graph, cut: int) -> CutPlan:
+    """Decide for the cut before section `cut` (1 … sections-1).
+
+    Raises:
+        PartitionError: a value made before the cut is used behind it, and it can be neither computed again nor put in.
+    """
+    planning = _Planning(graph, cut)
+    planning.run()
+    return planning.plan()
+
+
+class _Planning:
+    """The books while one cut is decided."""
+
+    def __init__(self, graph: Graph, cut: int) -> None:
+        self.graph, self.cut = graph, cut
+        self.ghost_above = self._find_ghosts()
+        self.ghosts = frozenset(index for index, ghost in enumerate(self.ghost_above) if ghost == index)
+        self.visible_leaves: dict[int, list[tuple[int, int]]] = {}
+        for index in sorted(self.ghosts):
+            for leaf, what in enumerate(graph.calls[index].leaves):
+                if isinstance(what, TensorLeaf) and what.made_inside:
+                    self.visible_leaves.setdefault(what.value, []).append((index, leaf))
+        self.places: dict[int, list[Place]] = {}
+        self.done: set[int] = set()
+        self.overwritten: set[int] = set()
+        passes = [graph.values[passed.value] for passed in graph.cuts[:cut]]
+        self.cut_of_argument = {passed.parents[0]: passed for passed in passes if not self._hidden(passed.call)}
+
+    def _find_ghosts(self) -> list[int]:
+        """For each call the ghost that hides it: the outermost one at or above it; -1 when it happens."""
+        above: list[int] = []
+        for call in self.graph.calls:
+            hidden_by = above[call.parent] if call.parent >= 0 else -1
+            if hidden_by < 0 and self._can_be_ghost(call):
+                hidden_by = call.index
+            above.append(hidden_by)
+        return above
+
+    def _can_be_ghost(self, call: Call) -> bool:
+        if not 0 <= call.last_section < self.cut or call.structure is None or call.leaks:
+            return False
+        tensors = [leaf for leaf in call.leaves if isinstance(leaf, TensorLeaf)]
+        own = [self.graph.values[leaf.value] for leaf in tensors if leaf.made_inside]
+        if not all(call.index <= value.call < call.end for value in own):
+            return False  # it returns something that it holds and that others may use: let it
+        # Without parameters it is cheap, and what it makes of the inputs alone is needed everywhere (masks, rotations).
+        return call.owns_parameters or (bool(own) and all(value.dependent for value in own))
+
+    def _hidden(self, call: int) -> bool:
+        return call >= 0 and self.ghost_above[call] >= 0
+
+    def run(self) -> None:
+        values = self.graph.values
+        for index, section, call in sorted(self.graph.looked_at):
+            if section < self.cut and not self._hidden(call):
+                self.resolve(values[index])
+        self.resolve(values[self.graph.cuts[self.cut - 1].value])
+        for value in values:
+            if value.section < self.cut and any(section >= self.cut for section in value.used_in):
+                self.resolve(value)
+
+    def resolve(self, value: Value) -> None:
+        """Make sure that `value`, and what it is computed from, is right in a stage behind the cut."""
+        remaining: list[tuple[Value, Value | None]] = [(value, None)]
+        while remaining:
+            wanted, wanted_by = remaining.pop()
+            if wanted.index not in self.done:
+                self.done.add(wanted.index)
+                remaining.extend((self.graph.values[parent], wanted) for parent in self._needs(wanted, wanted_by))
+
+    def _needs(self, value: Value, wanted_by: Value | None) -> tuple[int, ...]:
+        """Get hold of `value`; returns what else that needs."""
+        if value.kind in (Kind.GIVEN, Kind.PARAMETER):
+            return ()
+        if value.index in self.visible_leaves:
+            return self._put_in(value)
+        assert not self._hidden(value.call), "a call that leaks what others use is no ghost"
+        if value.kind is Kind.CUT and (value.dependent or value.cut == self.cut):
+            name = self.graph.cuts[value.cut - 1].name
+            self.places.setdefault(value.same_as, []).append(Place(-1, -1, value.cut, name))
+            return ()
+        if not value.dependent or value.weight is not None or self._follows_from_one(value):
+            return value.parents
+        passed = self.cut_of_argument.get(value.index)
+        if passed is not None and not value.changed_in_place:
+            self.overwritten.add(passed.cut)
+            return (passed.index,)
+        raise self._no_producer(value, wanted_by)
+
+    def _put_in(self, value: Value) -> tuple[int, ...]:
+        for call, leaf in self.visible_leaves[value.index]:
+            made_by = self.graph.calls[call]
+            again = f" (call {made_by.number + 1})" if made_by.number else ""
+            position = f" output {leaf + 1}" if len(made_by.leaves) > 1 else ""
+            name = f"{made_by.path}{again}{position}"
+            self.places.setdefault(value.same_as, []).append(Place(call, leaf, -1, name))
+        return ()
+
+    def _follows_from_one(self, value: Value) -> bool:
+        """Free code makes it, step by step, of one value that can be put in: cheap, and nothing more to send."""
+        while True:
+            sources = [self.graph.values[parent] for parent in value.parents if self.graph.values[parent].dependent]
+            if value.random or len({source.same_as for source in sources}) != 1:
+                return False
+            if any(source.weight is not None or source.changed_in_place for source in sources):
+                return False
+            value = sources[0]
+            if self._hidden(value.call) or value.kind is Kind.CUT or value.index in self.visible_leaves:
+                return True
+
+    def _no_producer(self, value: Value, wanted_by: Value | None) -> PartitionError:
+        wanted = wanted_by or value
+        uses = sorted(section for section in wanted.used_in if section >= self.cut)
+        through = f" (as {wanted.place} makes of it)" if wanted_by is not None else ""
+        where = f"section {uses[0]}" if uses else "a later section"
+        inside = f", inside {self.graph.calls[value.call].path}," if value.call > 0 else ""
+        return PartitionError(
+            f"the tensor of shape {value.shape} made at {value.place}{inside} in section {value.section} is used in "
+            f"{where}{through} without passing cut-point {self.cut}, and no module returned it, so a later stage "
+            "cannot get it. Compute it inside a module that returns it, or pass it through the cut-point and use what "
+            "that returns, or move the cut-point"
+        )
+
+    def plan(self) -> CutPlan:
+        order = sorted(self.places)
+        places = {value: tuple(self.places[value]) for value in order}
+        buffers = [self.graph.values[index].buffer for index in self.done]
+        return CutPlan(
+            self.cut,
+            self.ghosts,
+            tuple(order),
+            places,
+            frozenset(name for name in buffers if name is not None),
+            frozenset(self.overwritten),
+        )

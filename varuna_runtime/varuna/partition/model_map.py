@@ -1,0 +1,141 @@
+"""The map of a model: its sections, what each uses, and what crosses each cut-point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from varuna.partition.boundaries import CutPlan, plan_cut
+from varuna.partition.errors import PartitionError
+from varuna.partition.graph import Graph
+from varuna.partition.shapes import Boundary, Size, TensorSpec
+
+__all__ = ["ModelMap", "Section", "first_names", "neighbours", "storage_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The code between two neighbouring cut-points.
+
+    Names are first names (those of `named_parameters()` with duplicates removed, tied memory included).
+    """
+
+    index: int
+    name: str
+    modules: tuple[str, ...]  # the outermost ones that run wholly inside it, in order of their calls
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """What a dry run learnt about a model. The same on every rank that traces the same model."""
+
+    sections: tuple[Section, ...]
+    shared: dict[str, tuple[int, ...]]  # parameters that more than one section uses -> those sections
+    first_name: dict[str, str]  # every name of a parameter -> its first name
+    parameter_bytes: dict[str, int]  # by first name
+    graph: Graph = field(repr=False)
+    leaf_specs: tuple[tuple[TensorSpec | Size | None, ...], ...] = field(repr=False)  # by call and output leaf
+    cut_specs: tuple[TensorSpec, ...] = field(repr=False)  # of cut-point c: [c - 1]
+
+    @cached_property
+    def _plans(self) -> dict[int, CutPlan]:
+        return {}
+
+    def plan(self, cut: int) -> CutPlan:
+        """How a stage that starts with section `cut` gets what was made before it.
+
+        Raises:
+            PartitionError: a tensor crosses this cut-point that no stage behind it can get hold of.
+        """
+        if cut not in self._plans:
+            self._plans[cut] = plan_cut(self.graph, cut)
+        return self._plans[cut]
+
+    def boundary(self, cut: int) -> tuple[Boundary, ...]:
+        """The tensors that cross cut-point `cut` (between sections cut-1 and cut), in the order they are sent."""
+        plan = self.plan(cut)
+        return tuple(self._boundary(value, plan) for value in plan.transported)
+
+    def _boundary(self, value: int, plan: CutPlan) -> Boundary:
+        place = plan.places[value][0]
+        spec = self.cut_specs[place.cut - 1] if place.call < 0 else self.leaf_specs[place.call][place.leaf]
+        assert isinstance(spec, TensorSpec)
+        return boundary_of(place.name, spec)
+
+    def sections_of(self, parameter: str) -> tuple[int, ...]:
+        """The sections that use a parameter (by any of its names)."""
+        first = self.first_name[parameter]
+        return tuple(section.index for section in self.sections if first in section.parameters)
+
+
+def boundary_of(name: str, spec: TensorSpec) -> Boundary:
+    """The boundary of a tensor with this spec.
+
+    Raises:
+        PartitionError: its size is not a multiple of the batch size in one dimension.
+    """
+    moving = [dim for dim, size in enumerate(spec.sizes) if size.per_example]
+    if len(moving) > 1 or any(spec.sizes[dim].fixed or spec.sizes[dim].per_example < 0 for dim in moving):
+        sizes = ", ".join(f"{s.fixed} + {s.per_example}·b" if s.per_example else str(s.fixed) for s in spec.sizes)
+        raise PartitionError(
+            f"{name} crosses a cut-point with shape ({sizes}) for a batch of b examples; only one dimension may grow "
+            "with the batch, in proportion to it. Move the cut-point, or cut before the examples are mixed"
+        )
+    shape = tuple(-1 if size.per_example else size.fixed for size in spec.sizes)
+    batch_dim = moving[0] if moving else None
+    rows = spec.sizes[moving[0]].per_example if moving else 1
+    return Boundary(name, shape, batch_dim, spec.dtype, spec.requires_grad, rows)
+
+
+def first_names(
+    named: Iterable[tuple[str, Tensor]], tied: Iterable[tuple[str, str]] = ()
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Every name -> first name, and first name -> tensor, where one memory has one first name.
+
+    Tied are: the same object; tensors of the same memory, layout and type (two `nn.Parameter`s made from one); and the
+    pairs of names in `tied`.
+    """
+    named = list(named)
+    first: dict[str, str] = {}
+    by_memory: dict[tuple[object, ...], str] = {}
+    for name, tensor in named:
+        first[name] = by_memory.setdefault(_memory(tensor), name)
+    for one, other in tied:
+        for name in (one, other):
+            if name not in first:
+                raise KeyError(f"shared_weights names {name!r}, which is no parameter of the model")
+        order = list(first)
+        keep, drop = sorted((first[one], first[other]), key=order.index)
+        first = {name: keep if known == drop else known for name, known in first.items()}
+    kept = {name: tensor for name, tensor in named if first[name] == name}
+    return first, kept
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    if isinstance(tensor, nn.UninitializedParameter) or tensor.numel() == 0:
+        return (id(tensor),)
+    layout = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return (tensor.untyped_storage()._cdata, *layout)
+
+
+def neighbours(names: Iterable[str], placed: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The sections of every name; one that no section uses goes with the name before it (or after it, at the start)."""
+    result: dict[str, tuple[int, ...]] = {}
+    last: tuple[int, ...] | None = None
+    order = list(names)
+    following = next((placed[name] for name in order if placed.get(name)), (0,))
+    for name in order:
+        sections = placed.get(name) or ((last or following)[-1:] if last else following[:1])
+        result[name] = last = sections
+    return result
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, whatever it shares its memory with."""
+    return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0

@@ -1,0 +1,178 @@
+"""The dry run: the user's own forward on fake tensors, twice, with two batch sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from varuna.cut_point import observing
+from varuna.partition.batch import loss_of, resized
+from varuna.partition.errors import PartitionError
+from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
+from varuna.partition.model_map import ModelMap, Section, first_names, neighbours, storage_bytes
+from varuna.partition.recorder import Recorder
+from varuna.partition.shapes import Size, TensorSpec, learn_shape, learn_size
+
+__all__ = ["trace"]
+
+_BATCHES = (2, 4)  # enough to see what moves with the batch; more only makes real masks larger
+
+
+def trace(
+    model: nn.Module, example_inputs: Mapping[str, Any], *, shared_weights: Iterable[tuple[str, str]] = ()
+) -> ModelMap:
+    """Learn the sections of `model` by running `model(**example_inputs)` on fake tensors.
+
+    Neither the model nor its memory is touched: the run is on a copy without storage, so a model on `meta` does too.
+    The model runs in the mode that it is in (train or eval), and under the autocast that is active.
+
+    Args:
+        model: returns its scalar mean loss: a tensor, the first of a tuple, or `loss` of a mapping or object.
+        example_inputs: any number of examples (at least one); the batch is the first dimension.
+        shared_weights: pairs of parameter names to be kept equal. Parameters that share memory are found without it.
+
+    Raises:
+        PartitionError: the model cannot be cut as it stands; the message says where and what to change.
+    """
+    parameters, kept = first_names(model.named_parameters(remove_duplicate=False), shared_weights)
+    one, two = (_dry_run(model, example_inputs, size, parameters) for size in _BATCHES)
+    _check_same_path(one, two)
+    sections, shared = _sections(model, one, kept)
+    return ModelMap(
+        sections=sections,
+        shared=shared,
+        first_name=parameters,
+        parameter_bytes={name: storage_bytes(parameter) for name, parameter in kept.items()},
+        graph=one,
+        leaf_specs=tuple(_leaf_specs(one, two, *calls) for calls in zip(one.calls, two.calls, strict=True)),
+        cut_specs=tuple(_spec(one, two, a.value, b.value) for a, b in zip(one.cuts, two.cuts, strict=True)),
+    )
+
+
+def _dry_run(model: nn.Module, inputs: Mapping[str, Any], batch: int, parameters: Mapping[str, str]) -> Graph:
+    recorder = Recorder(batch)
+    hollow = _hollow_copy(model, recorder, parameters)
+    recorder.watch(hollow)
+    given = {
+        name: tree_map(
+            lambda leaf, name=name: recorder.fake_input(name, leaf) if isinstance(leaf, Tensor) else leaf, value
+        )
+        for name, value in resized(inputs, batch).items()
+    }
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder):
+        loss = loss_of(hollow(**given))
+        return recorder.finish(loss)
+
+
+def _hollow_copy(model: nn.Module, recorder: Recorder, parameters: Mapping[str, str]) -> nn.Module:
+    """A copy of the module tree, attributes and all, whose parameters and buffers are fake. Tied ones are one."""
+    fakes: dict[str, nn.Parameter] = {}
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise PartitionError(f"parameter {name} has no shape yet (a lazy module); run the model once before Varuna")
+        first = parameters[name]
+        if first not in fakes:
+            fakes[first] = recorder.fake_parameter(first, parameter)
+        memo[id(parameter)] = fakes[first]
+        recorder.must_not_meet(name, parameter)
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = recorder.fake_buffer(name, buffer)
+        recorder.must_not_meet(name, buffer)
+    return copy_with(model, memo)
+
+
+def copy_with(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of `model` in which the objects in `memo` (by id) are replaced by what stands there.
+
+    Raises:
+        PartitionError: something that the model holds cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise PartitionError(
+            f"{type(model).__name__} holds something that cannot be copied ({error}); keep files, locks, process "
+            "groups and activations out of the model's attributes"
+        ) from error
+
+
+def _check_same_path(one: Graph, two: Graph) -> None:
+    if len(one.cuts) != len(two.cuts):
+        raise PartitionError(
+            f"forward passed {len(one.cuts)} cut-points with {one.batch} examples, but {len(two.cuts)} with "
+            f"{two.batch}; the number of cut-points may not depend on the batch"
+        )
+    for first, second in zip(one.calls, two.calls, strict=False):
+        same = (first.path, first.number, len(first.leaves)) == (second.path, second.number, len(second.leaves))
+        if not same:
+            raise PartitionError(
+                f"forward took another way with {one.batch} examples ({first.path or 'model'}) than with {two.batch} "
+                f"({second.path or 'model'}); which modules run may not depend on the batch"
+            )
+    if len(one.calls) != len(two.calls):
+        raise PartitionError(
+            f"forward called {len(one.calls)} modules with {one.batch} examples and {len(two.calls)} with {two.batch}; "
+            "call modules on the whole batch, not once per example"
+        )
+
+
+def _leaf_specs(one: Graph, two: Graph, first: Call, second: Call) -> tuple[TensorSpec | Size | None, ...]:
+    specs: list[TensorSpec | Size | None] = []
+    for leaf, other in zip(first.leaves, second.leaves, strict=True):
+        if isinstance(leaf, TensorLeaf) and isinstance(other, TensorLeaf):
+            specs.append(_spec(one, two, leaf.value, other.value))
+        elif isinstance(leaf, ObjectLeaf) and isinstance(other, ObjectLeaf) and type(leaf.value) is int:
+            specs.append(learn_size((one.batch, two.batch), (leaf.value, other.value)))
+        else:
+            specs.append(None)
+    return tuple(specs)
+
+
+def _spec(one: Graph, two: Graph, first: int, second: int) -> TensorSpec:
+    value, other = one.values[first], two.values[second]
+    if len(value.shape) != len(other.shape):
+        raise PartitionError(
+            f"the tensor made at {value.place} has shape {value.shape} with {one.batch} examples and {other.shape} "
+            f"with {two.batch}; the number of dimensions may not depend on the batch"
+        )
+    sizes = learn_shape((one.batch, two.batch), value.shape, other.shape)
+    return TensorSpec(sizes, value.dtype, value.requires_grad)
+
+
+def _sections(
+    model: nn.Module, graph: Graph, kept: Mapping[str, Tensor]
+) -> tuple[tuple[Section, ...], dict[str, tuple[int, ...]]]:
+    used = {
+        value.weight: tuple(sorted(value.used_in)) for value in graph.values[: len(kept)] if value.weight is not None
+    }
+    parameters = neighbours(kept, used)
+    buffer_uses = {name: tuple(sorted(sections)) for name, sections in graph.buffers_used.items()}
+    buffers = neighbours([name for name, _ in model.named_buffers()], buffer_uses)
+    modules = [_outermost_modules(graph, section) for section in range(graph.sections)]
+    sections = tuple(
+        Section(
+            index,
+            " … ".join(dict.fromkeys((modules[index][0], modules[index][-1])))
+            if modules[index]
+            else f"section {index}",
+            modules[index],
+            tuple(name for name, where in parameters.items() if index in where),
+            tuple(name for name, where in buffers.items() if index in where),
+        )
+        for index in range(graph.sections)
+    )
+    return sections, {name: where for name, where in parameters.items() if len(where) > 1}
+
+
+def _outermost_modules(graph: Graph, section: int) -> tuple[str, ...]:
+    def inside(call: Call) -> bool:
+        return call.first_section == call.last_section == section
+
+    calls = [c for c in graph.calls[1:] if inside(c) and (c.parent == 0 or not inside(graph.calls[c.parent]))]
+    return tuple(dict.fromkeys(call.path for call in calls))
