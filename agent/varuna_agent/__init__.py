@@ -1,0 +1,1 @@
+"""The one process of ours on every VM: starts workers, watches them, and tells the manager."""

@@ -1,0 +1,184 @@
+"""Stands between the agent and one worker; run as `python -I -S guard.py LIFE_FD STATUS_FD COMMAND...`.
+
+The worker gets a process group of its own. LIFE_FD is the read end of a pipe whose write end only the agent has: when
+that closes, because the agent wants it or because the agent is gone (SIGKILL included), the guard kills the worker's
+group. The guard is the reaper of all orphans among the worker's descendants, so it also finds those that left the
+group. It ends as the worker ended: same exit code, same signal. On STATUS_FD it writes the number of the group.
+
+Standard library only, and little of it: one of these starts with every worker. It imports nothing of ours.
+"""
+
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_PATIENCE_S = 10.0  # a process in uninterruptible sleep does not die; the exit must be told all the same
+
+
+def main(arguments: list[str]) -> None:
+    life_fd, status_fd, command = int(arguments[0]), int(arguments[1]), arguments[2:]
+    os.set_inheritable(life_fd, False)
+    os.set_inheritable(status_fd, False)
+    for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(ignored, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    wake_fd = _wake_on_child()
+    if _agent_is_gone(life_fd):
+        _end_by_signal(signal.SIGKILL)
+    guard = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        _become(command, guard)
+    _set_group(worker)
+    try:
+        _tell_group(status_fd, worker)
+        status = _wait(worker, life_fd, wake_fd)
+    finally:  # also for a defect in here: better no worker than one without a guard
+        _kill(worker)
+    if status is None:
+        status = os.waitpid(worker, 0)[1]
+    _kill_rest(worker)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        _end_by_signal(-code)
+    os._exit(code)
+
+
+def _become(command: list[str], guard: int) -> None:
+    """In the child: turn into the worker."""
+    try:
+        os.setpgid(0, 0)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
+        if os.getppid() != guard:
+            os._exit(1)
+        for changed in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(changed, signal.SIG_DFL)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _set_group(worker: int) -> None:
+    """The child does the same; whoever comes first. It may have become the worker already, or have ended."""
+    try:
+        os.setpgid(worker, worker)
+    except (PermissionError, ProcessLookupError):
+        return
+
+
+def _tell_group(status_fd: int, group: int) -> None:
+    try:
+        os.write(status_fd, b"%d" % group)
+        os.close(status_fd)
+    except BrokenPipeError:
+        return  # the agent is gone: the other pipe says so, too
+
+
+def _wake_on_child() -> int:
+    wake_fd, write_fd = os.pipe()
+    os.set_blocking(wake_fd, False)
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wake_fd
+
+
+def _agent_is_gone(life_fd: int) -> bool:
+    return bool(select.select([life_fd], [], [], 0)[0])
+
+
+def _wait(worker: int, life_fd: int, wake_fd: int) -> "int | None":
+    """The worker's wait status; None when the agent let go of the pipe first."""
+    while True:
+        status = _reap(worker)
+        if status is not None:
+            return status
+        readable, _, _ = select.select([life_fd, wake_fd], [], [])
+        if life_fd in readable:
+            return None
+        os.read(wake_fd, 4096)
+
+
+def _reap(worker: int) -> "int | None":
+    """Collect what has ended; the wait status of the worker if it is among that."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid == 0:
+            return None
+        if pid == worker:
+            return status
+
+
+def _kill_rest(group: int) -> None:
+    """Kill what the worker left behind, until nothing is left."""
+    give_up_at = time.monotonic() + _KILL_PATIENCE_S
+    while time.monotonic() < give_up_at:
+        _reap(0)
+        descendants = _descendants()
+        if not _kill(group) and not descendants:
+            return
+        for pid in descendants:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.002)  # for the kernel to bring their ends here
+
+
+def _kill(group: int) -> bool:
+    """Whether there was anyone in the group."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _descendants() -> list[int]:
+    """All processes below this one (empty where there is no /proc; there the group has to do)."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():  # noqa: PTH208, PTH112
+        if not name.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123 - pathlib would double the start-up time
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    look_at = [os.getpid()]
+    while look_at:
+        below = children.get(look_at.pop(), [])
+        found += below
+        look_at += below
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_by_signal(number: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has dumped its core; ours is of no interest
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,282 @@
+"""The asyncio shell around the agent's state: passes events in, carries instructions out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from typing import Any, assert_never
+
+import structlog
+from varuna_proto.v1 import agent_pb2, worker_pb2
+
+from varuna_agent import logs
+from varuna_agent.manager_link import Backoff, ManagerLink
+from varuna_agent.notices import NoticeSource, unix_now_s
+from varuna_agent.processes import (
+    ProcessEnd,
+    ProcessNotStartedError,
+    ProcessSpec,
+    WorkerProcesses,
+    worker_environ,
+)
+from varuna_agent.rendezvous import RendezvousSockets
+from varuna_agent.settings import AgentSettings
+from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey
+from varuna_agent.state import stimuli as st
+from varuna_agent.worker_link import WorkerLink, socket_path
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+_LOG_CHUNK_BYTES = 256 * 1024
+_DEFAULT_LOG_BYTES = 64 * 1024
+_MAX_LOG_BYTES = 4 * 1024 * 1024
+_MAX_TIMER_S = 1.0
+"""The loop's clock stands still while the VM is suspended, `_now` does not: look at it at least this often."""
+_DRAIN_SOCKET_S = 2.0
+
+
+class AgentRunner:
+    """One agent, from its start until it exits.
+
+    Args:
+        base_environ: what workers inherit, apart from Varuna's own settings.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        identity: Identity,
+        notice_source: NoticeSource,
+        base_environ: Mapping[str, str],
+        chance: random.Random | None = None,
+    ) -> None:
+        self._settings = settings
+        self._notice_source = notice_source
+        self._base_environ = base_environ
+        self._state = AgentState(identity, settings.timings)
+        backoff = Backoff(settings.reconnect_first_s, settings.reconnect_most_s, chance or random.Random())
+        self._manager = ManagerLink(settings.manager, backoff, _FromManager(self))
+        self._link = WorkerLink(socket_path(settings.vm_dir), _FromWorkers(self))
+        self._processes = WorkerProcesses(self._process_ended)
+        self._rendezvous = RendezvousSockets(settings.host)
+        self._events: deque[Event] = deque()
+        self._is_handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finished: asyncio.Future[int] | None = None
+
+    async def run(self) -> int:
+        """The exit code for the process. Workers have ended when this returns, however it does."""
+        self._finished = asyncio.get_running_loop().create_future()
+        try:
+            await self._link.start()
+            self.handle(st.RendezvousOpened(self._rendezvous.open()))
+            self._spawn(self._manager.run(), "manager link")
+            self._spawn(self._watch_notices(), "notices")
+            return await self._finished
+        finally:
+            self._finished.cancel()
+            await self._close()
+
+    def terminate(self, reason: str) -> None:
+        """End the workers, then return from `run`."""
+        self.handle(st.Terminate(reason))
+
+    def handle(self, event: Event) -> None:
+        """Let the state decide about the event, and do what it says. Events that arise meanwhile come after it."""
+        self._events.append(event)
+        if self._is_handling or self._finished is None or self._finished.done():
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                for instruction in self._state.handle(self._events.popleft(), _now()):
+                    self._carry_out(instruction)
+            self._set_timer()
+        except Exception as error:
+            self._fail(error)  # a defect: it must not pass silently in some callback
+        finally:
+            self._is_handling = False
+
+    def expects(self, key: WorkerKey) -> bool:
+        """Whether a worker that says it is `key` may connect."""
+        return self._state.expects(key)
+
+    # ------------------------------------------------------------ instructions
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case st.Send(message):
+                self._manager.send(message)
+                return
+            case st.ReadLogs(request):
+                self._spawn(self._send_logs(request), "logs")
+                return
+            case st.StartWorker():
+                self._start_worker(instruction)
+            case st.TellWorkerToLeave(key, mode, _):
+                self._link.leave(key, mode)
+            case st.KillWorker(key, _):
+                self._processes.kill(key)
+            case st.ClaimRendezvous(port):
+                self._rendezvous.claim(port)
+                self.handle(st.RendezvousOpened(self._rendezvous.open()))
+            case st.ReleaseRendezvous(port):
+                self._rendezvous.release(port)
+            case st.HangUp():
+                self._manager.hang_up()
+            case st.ExitAgent(code, _):
+                if self._finished is not None and not self._finished.done():
+                    self._finished.set_result(code)
+            case _:
+                assert_never(instruction)
+        _log.info("agent acts", **_described(instruction))
+
+    def _start_worker(self, start: st.StartWorker) -> None:
+        rendezvous = self._rendezvous.take(start.rendezvous_port) if start.rendezvous_port else None
+        environment = replace(
+            start.environment,
+            agent_socket=str(self._link.path),
+            rendezvous_fd=rendezvous.fileno() if rendezvous is not None else -1,
+        )
+        environ = worker_environ(
+            self._base_environ,
+            start.extra_environment,
+            environment.to_environ(),
+            on_cpu=environment.device == "cpu",
+        )
+        self._processes.start(
+            ProcessSpec(
+                key=start.key,
+                command=start.command,
+                workdir=start.workdir,
+                environment=environ,
+                log=logs.log_path(self._settings.vm_dir, start.key),
+                rendezvous=rendezvous,
+            )
+        )
+
+    async def _process_ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
+        if isinstance(end, ProcessNotStartedError):
+            self.handle(st.ProcessNotStarted(key, str(end)))
+            return
+        await self._link.drained(key, _DRAIN_SOCKET_S)  # its last words come before its end
+        _log.info("worker ended", worker=str(key), exit_code=end.exit_code)
+        self.handle(st.ProcessEnded(key, end.exit_code, end.log_tail))
+
+    async def _send_logs(self, request: agent_pb2.FetchLogs) -> None:
+        key = WorkerKey(request.job_id, request.generation, request.rank)
+        path = logs.log_path(self._settings.vm_dir, key)
+        wanted = min(request.max_bytes or _DEFAULT_LOG_BYTES, _MAX_LOG_BYTES)
+        try:
+            if not path.resolve().is_relative_to(self._settings.vm_dir.resolve()):
+                raise ValueError(f"job id {request.job_id!r} does not name a folder of this VM")
+            data = await asyncio.to_thread(logs.read_range, path, request.offset, wanted)
+        except (OSError, ValueError) as error:
+            text = f"no log of {key} on VM {self._settings.vm_id}: {error}"
+            self._send_chunk(agent_pb2.LogChunk(request_id=request.request_id, last=True, error=text))
+            return
+        for start in range(0, max(len(data), 1), _LOG_CHUNK_BYTES):
+            end = start + _LOG_CHUNK_BYTES
+            chunk = agent_pb2.LogChunk(request_id=request.request_id, data=data[start:end], last=end >= len(data))
+            self._send_chunk(chunk)
+
+    def _send_chunk(self, chunk: agent_pb2.LogChunk) -> None:
+        self._manager.send(agent_pb2.AgentMessage(log_chunk=chunk))
+
+    # ------------------------------------------------------------ sources of events
+
+    async def _watch_notices(self) -> None:
+        async for notice in self._notice_source.notices():
+            seconds_left = notice.seconds_left(unix_now_s())
+            _log.warning("this VM will be taken away", notice=notice.notice_id, seconds_left=round(seconds_left, 1))
+            self.handle(st.NoticeSeen(notice.notice_id, seconds_left, notice.source))
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._state.next_deadline()
+        if deadline is not None:
+            wait_s = min(max(0.0, deadline - _now()), _MAX_TIMER_S)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.handle, st.Tick())
+
+    # ------------------------------------------------------------ tasks
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_exception(error)
+
+    async def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._processes.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._link.close()
+        self._rendezvous.close()
+
+
+class _FromManager:
+    """The manager's words as events."""
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self._runner = runner
+
+    def opened(self) -> None:
+        self._runner.handle(st.StreamOpened())
+
+    def received(self, message: agent_pb2.ManagerMessage) -> None:
+        self._runner.handle(st.ManagerSaid(message))
+
+    def closed(self, reason: str) -> None:
+        self._runner.handle(st.StreamClosed(reason))
+
+
+class _FromWorkers:
+    """The workers' words as events."""
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self._runner = runner
+
+    def connected(self, key: WorkerKey, pid: int) -> bool:
+        is_ours = self._runner.expects(key)
+        if is_ours:
+            self._runner.handle(st.WorkerConnected(key, pid))
+        return is_ours
+
+    def said(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
+        self._runner.handle(st.WorkerSaid(key, message))
+
+    def disconnected(self, key: WorkerKey) -> None:
+        self._runner.handle(st.WorkerDisconnected(key))
+
+
+def _now() -> float:
+    """Seconds; counts the time for which the VM was suspended, where the system can tell: leases run on meanwhile."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _described(instruction: Instruction) -> dict[str, object]:
+    """For the log: what is done, to whom, why."""
+    fields: dict[str, object] = {"action": type(instruction).__name__}
+    for name in ("key", "reason", "port", "code", "command"):
+        if hasattr(instruction, name):
+            fields["worker" if name == "key" else name] = str(getattr(instruction, name))
+    return fields

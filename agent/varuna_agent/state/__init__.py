@@ -1,0 +1,8 @@
+"""All decisions of the agent: events in, instructions out. No IO, no clock, no asyncio; every decision takes `now`."""
+
+from varuna_agent.state.admission import Identity
+from varuna_agent.state.agent import AgentState, Timings
+from varuna_agent.state.stimuli import Event, Instruction, WorkerKey
+from varuna_agent.state.worker import IllegalTransitionError
+
+__all__ = ["AgentState", "Event", "Identity", "IllegalTransitionError", "Instruction", "Timings", "WorkerKey"]

@@ -1,0 +1,201 @@
+"""What can happen to an agent (events) and what it can be told to do about it (instructions)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.v1 import agent_pb2, worker_pb2
+
+
+@dataclass(frozen=True, order=True)
+class WorkerKey:
+    """One worker: a rank of a generation of a job."""
+
+    job_id: str
+    generation: int
+    rank: int
+
+    @property
+    def generation_key(self) -> tuple[str, int]:
+        return self.job_id, self.generation
+
+    def __str__(self) -> str:
+        return f"{self.job_id}/g{self.generation}/rank{self.rank}"
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class StreamOpened:
+    """A stream to the manager is there; nothing has been said on it yet."""
+
+
+@dataclass(frozen=True)
+class StreamClosed:
+    reason: str
+
+
+@dataclass(frozen=True)
+class ManagerSaid:
+    message: agent_pb2.ManagerMessage
+
+
+@dataclass(frozen=True)
+class WorkerConnected:
+    key: WorkerKey
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerDisconnected:
+    """The worker's connection closed; its process may still run."""
+
+    key: WorkerKey
+
+
+@dataclass(frozen=True)
+class WorkerSaid:
+    key: WorkerKey
+    message: worker_pb2.WorkerMessage
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """The worker and its whole process group are gone, and all that it said has been handled."""
+
+    key: WorkerKey
+    exit_code: int
+    """As the process left it; negative: the signal."""
+    log_tail: str
+
+
+@dataclass(frozen=True)
+class ProcessNotStarted:
+    key: WorkerKey
+    reason: str
+
+
+@dataclass(frozen=True)
+class RendezvousOpened:
+    port: int
+
+
+@dataclass(frozen=True)
+class NoticeSeen:
+    """The provider is going to take this VM away."""
+
+    notice_id: str
+    seconds_left: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed: `AgentState.next_deadline` is reached."""
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """Someone on this VM asked the agent to leave."""
+
+    reason: str
+
+
+Event = (
+    StreamOpened
+    | StreamClosed
+    | ManagerSaid
+    | WorkerConnected
+    | WorkerDisconnected
+    | WorkerSaid
+    | ProcessEnded
+    | ProcessNotStarted
+    | RendezvousOpened
+    | NoticeSeen
+    | Tick
+    | Terminate
+)
+
+# ---------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True)
+class Send:
+    """To the manager, on the stream that is open."""
+
+    message: agent_pb2.AgentMessage
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Give up the stream and dial again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    key: WorkerKey
+    environment: WorkerEnvironment
+    """Without agent_socket and rendezvous_fd: those are for whoever starts the process."""
+    extra_environment: Mapping[str, str]
+    command: str
+    workdir: str
+    rendezvous_port: int
+    """The claimed port whose socket this worker inherits; 0: none."""
+
+
+@dataclass(frozen=True)
+class TellWorkerToLeave:
+    key: WorkerKey
+    mode: agent_pb2.StopMode.ValueType
+    reason: str
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """SIGKILL the worker's process group; `ProcessEnded` follows."""
+
+    key: WorkerKey
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClaimRendezvous:
+    """Set the held socket with this port aside for a rank 0, and open another; `RendezvousOpened` follows."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class ReleaseRendezvous:
+    """Close the claimed socket: its rank 0 will not start."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class ReadLogs:
+    request: agent_pb2.FetchLogs
+
+
+@dataclass(frozen=True)
+class ExitAgent:
+    code: int
+    reason: str
+
+
+Instruction = (
+    Send
+    | HangUp
+    | StartWorker
+    | TellWorkerToLeave
+    | KillWorker
+    | ClaimRendezvous
+    | ReleaseRendezvous
+    | ReadLogs
+    | ExitAgent
+)

@@ -1,0 +1,190 @@
+"""The life of one worker: phases, their transitions, and what its exit means.
+
+    WAITING ──start──> STARTING ──hello──> CONNECTED ──ready──> READY
+                           │                   │                  │
+                           └───────leave───────┴──> LEAVING <─────┘
+    any started phase ──kill──> KILLED           any started phase ──exit──> GONE           WAITING ──cancel──> GONE
+
+A worker may still speak after it was told to leave or killed (messages under way); that changes nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
+from varuna_proto.v1 import agent_pb2
+
+from varuna_agent.state.stimuli import StartWorker, WorkerKey
+
+MAX_ERROR_TEXT_CHARS = 16_000
+_SHELL_CANNOT_RUN = (126, 127)
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    """Accepted; older workers on its devices have to end first."""
+    STARTING = "starting"
+    CONNECTED = "connected"
+    READY = "ready"
+    LEAVING = "leaving"
+    KILLED = "killed"
+    GONE = "gone"
+
+
+class Stimulus(StrEnum):
+    START = "start"
+    CANCEL = "cancel"
+    HELLO = "hello"
+    READY = "ready"
+    LEAVE = "leave"
+    KILL = "kill"
+    EXIT = "exit"
+
+
+_TRANSITIONS: dict[Phase, dict[Stimulus, Phase]] = {
+    Phase.WAITING: {Stimulus.START: Phase.STARTING, Stimulus.CANCEL: Phase.GONE},
+    Phase.STARTING: {
+        Stimulus.HELLO: Phase.CONNECTED,
+        Stimulus.LEAVE: Phase.LEAVING,
+        Stimulus.KILL: Phase.KILLED,
+        Stimulus.EXIT: Phase.GONE,
+    },
+    Phase.CONNECTED: {
+        Stimulus.READY: Phase.READY,
+        Stimulus.LEAVE: Phase.LEAVING,
+        Stimulus.KILL: Phase.KILLED,
+        Stimulus.EXIT: Phase.GONE,
+    },
+    Phase.READY: {
+        Stimulus.READY: Phase.READY,
+        Stimulus.LEAVE: Phase.LEAVING,
+        Stimulus.KILL: Phase.KILLED,
+        Stimulus.EXIT: Phase.GONE,
+    },
+    Phase.LEAVING: {
+        Stimulus.HELLO: Phase.LEAVING,
+        Stimulus.READY: Phase.LEAVING,
+        Stimulus.LEAVE: Phase.LEAVING,
+        Stimulus.KILL: Phase.KILLED,
+        Stimulus.EXIT: Phase.GONE,
+    },
+    Phase.KILLED: {
+        Stimulus.HELLO: Phase.KILLED,
+        Stimulus.READY: Phase.KILLED,
+        Stimulus.EXIT: Phase.GONE,
+    },
+    Phase.GONE: {},
+}
+
+
+class IllegalTransitionError(RuntimeError):
+    """A stimulus that the worker's phase does not know: a defect of the agent. Carries the worker's story."""
+
+
+@dataclass
+class Worker:
+    """One worker as the agent sees it."""
+
+    key: WorkerKey
+    local_rank: int
+    start: StartWorker
+    reports_steps: bool
+    """The lowest rank of its generation on this VM speaks for all of them: they have the same losses."""
+    phase: Phase = Phase.WAITING
+    connected: bool = False
+    """Whether its connection stands now."""
+    has_connected: bool = False
+    pid: int = 0
+    health: agent_pb2.WorkerHealth = field(default_factory=agent_pb2.WorkerHealth)
+    failure: str = ""
+    """The traceback that it sent."""
+    failed_before_leave: bool = False
+    leave_mode: agent_pb2.StopMode.ValueType = agent_pb2.STOP_MODE_UNSPECIFIED
+    kill_at: float | None = None
+    end_reason: str = ""
+    """Why the agent ends it; empty: the agent does not."""
+    has_reported_step: bool = False
+    _story: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.health.job_id = self.key.job_id
+        self.health.generation = self.key.generation
+        self.health.rank = self.key.rank
+
+    def move(self, stimulus: Stimulus, now: float) -> None:
+        """Go to the next phase. Raises IllegalTransitionError with all that has happened to the worker."""
+        target = _TRANSITIONS[self.phase].get(stimulus)
+        if target is None:
+            story = ", ".join(self._story) or "nothing before"
+            raise IllegalTransitionError(f"worker {self.key} is {self.phase}: no {stimulus} then (story: {story})")
+        if target != self.phase:
+            self._story.append(f"{stimulus} at {now:.3f}")
+        self.phase = target
+
+    @property
+    def has_process(self) -> bool:
+        return self.phase not in (Phase.WAITING, Phase.GONE)
+
+    def exited(self, exit_code: int, log_tail: str) -> agent_pb2.WorkerExited:
+        """What to report about its end."""
+        code = _signal_of_shell(exit_code)
+        cause = self._cause(code)
+        return agent_pb2.WorkerExited(
+            job_id=self.key.job_id,
+            generation=self.key.generation,
+            rank=self.key.rank,
+            cause=cause,
+            exit_code=code,
+            error_text=self._error_text(cause, code, log_tail)[-MAX_ERROR_TEXT_CHARS:],
+        )
+
+    def never_ran(self, cause: agent_pb2.ExitCause.ValueType, reason: str) -> agent_pb2.WorkerExited:
+        return agent_pb2.WorkerExited(
+            job_id=self.key.job_id,
+            generation=self.key.generation,
+            rank=self.key.rank,
+            cause=cause,
+            error_text=reason,
+        )
+
+    def _cause(self, code: int) -> agent_pb2.ExitCause.ValueType:
+        if code in _CAUSES:
+            return _CAUSES[code]
+        if code < 0 or self.phase is Phase.KILLED:
+            return agent_pb2.EXIT_CAUSE_KILLED
+        if code in _SHELL_CANNOT_RUN and self.phase is Phase.STARTING:
+            return agent_pb2.EXIT_CAUSE_LAUNCH_FAILED
+        if self.phase is Phase.LEAVING and not self.failed_before_leave:
+            # Told to leave, it left, if not tidily (user code may catch and raise anew). To call that the script's
+            # own fault would fail the job; a script that really is at fault fails again in the next generation.
+            return agent_pb2.EXIT_CAUSE_GENERATION_ENDED
+        return agent_pb2.EXIT_CAUSE_SCRIPT_FAILED
+
+    def _error_text(self, cause: agent_pb2.ExitCause.ValueType, code: int, log_tail: str) -> str:
+        if cause == agent_pb2.EXIT_CAUSE_FINISHED:
+            return ""
+        if self.phase is Phase.KILLED:
+            return self.failure or self.end_reason
+        if code == EXIT_GENERATION_ENDED:
+            return self.failure
+        if self.failure:
+            return self.failure
+        if cause == agent_pb2.EXIT_CAUSE_KILLED:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return f"ended by {name}, which Varuna did not send. Last lines of its log:\n{log_tail}"
+        return log_tail or f"exit code {code}; its log is empty"
+
+
+_CAUSES: dict[int, agent_pb2.ExitCause.ValueType] = {
+    0: agent_pb2.EXIT_CAUSE_FINISHED,
+    EXIT_GENERATION_ENDED: agent_pb2.EXIT_CAUSE_GENERATION_ENDED,
+    EXIT_PEER_LOST: agent_pb2.EXIT_CAUSE_PEER_LOST,
+}
+
+
+def _signal_of_shell(exit_code: int) -> int:
+    """The commands run under a shell, which tells a child's death by signal n as 128+n; to us it is −n."""
+    return -(exit_code - 128) if 128 < exit_code <= 128 + 64 else exit_code

@@ -1,0 +1,629 @@
+"""An agent between a manager that speaks agent.proto over real gRPC and workers that speak worker.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, TypeVar
+
+import grpc.aio
+import psutil
+import pytest
+from varuna_agent.notices import FileNoticeSource
+from varuna_agent.runner import AgentRunner
+from varuna_agent.settings import AgentSettings
+from varuna_agent.state import Identity, Timings
+from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import agent_pb2_grpc
+
+T = TypeVar("T")
+DEADLINE_S = 20.0
+
+PREAMBLE = """
+import os, socket, subprocess, sys
+from varuna_proto import framing
+from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.v1 import worker_pb2 as w
+
+env = WorkerEnvironment.from_environ(os.environ)
+agent = socket.socket(socket.AF_UNIX)
+agent.connect(env.agent_socket)
+
+def say(**body):
+    agent.sendall(framing.frame(w.WorkerMessage(**body)))
+
+def wait_for_leave():
+    message = framing.receive(agent, w.AgentToWorker)
+    if message is None:
+        os._exit(1)
+    return message.leave.mode
+
+def step(number):
+    say(step_done=w.StepDone(step=number, loss=1.0 / number, step_us=1000, examples=8, forward_us=11, backward_us=22))
+
+say(hello=w.WorkerHello(job_id=env.job_id, generation=env.generation, rank=env.rank, pid=os.getpid()))
+"""
+
+STEPS_THEN_LEAVE = """
+say(ready=w.WorkerReady(resumed_step=3))
+step(4)
+step(5)
+say(checkpoint_done=w.CheckpointDone(step=5, url="file:///ckpt", total_bytes=7))
+print("mode", wait_for_leave())
+sys.exit(75)
+"""
+READY_THEN_LEAVE = "say(ready=w.WorkerReady())\nwait_for_leave()\nsys.exit(75)\n"
+IGNORES_LEAVE = "import time\nsay(ready=w.WorkerReady())\nwhile True: time.sleep(60)\n"
+
+
+class Manager(agent_pb2_grpc.AgentServiceServicer):
+    """Welcomes agents, acknowledges while `acks` is set, and remembers what it hears."""
+
+    def __init__(self, *, lease_s: float = 60.0, heartbeat_interval_s: float = 0.1) -> None:
+        self.welcome = pb.Welcome(lease_s=lease_s, heartbeat_interval_s=heartbeat_interval_s)
+        self.refuse = ""
+        self.acks = True
+        self.heard: list[pb.AgentMessage] = []
+        self._news = asyncio.Condition()
+        self._outgoing: asyncio.Queue[pb.ManagerMessage | None] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.ManagerMessage]:  # noqa: N802
+        self._outgoing = outgoing = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, outgoing))
+        try:
+            while (message := await outgoing.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+
+    async def _read(self, messages: AsyncIterator[pb.AgentMessage], outgoing: asyncio.Queue[Any]) -> None:
+        sequence = 0
+        async for message in messages:
+            match message.WhichOneof("body"):
+                case "hello":
+                    if self.refuse:
+                        outgoing.put_nowait(pb.ManagerMessage(refused=pb.Refused(reason=self.refuse)))
+                    else:
+                        outgoing.put_nowait(pb.ManagerMessage(welcome=self.welcome))
+                case "heartbeat":
+                    sequence = message.heartbeat.sequence
+            async with self._news:
+                self.heard.append(message)
+                self._news.notify_all()
+            if self.acks and message.WhichOneof("body") in ("heartbeat", "report"):
+                through = max((r.number for r in self.reports), default=0)
+                outgoing.put_nowait(pb.ManagerMessage(ack=pb.Ack(heartbeat_sequence=sequence, reports_through=through)))
+
+    def say(self, **body: Any) -> None:
+        self._outgoing.put_nowait(pb.ManagerMessage(**body))
+
+    def hang_up(self) -> None:
+        self._outgoing.put_nowait(None)
+
+    @property
+    def reports(self) -> list[pb.Report]:
+        return [m.report for m in self.heard if m.WhichOneof("body") == "report"]
+
+    @property
+    def hellos(self) -> list[pb.Hello]:
+        return [m.hello for m in self.heard if m.WhichOneof("body") == "hello"]
+
+    @property
+    def heartbeats(self) -> list[pb.Heartbeat]:
+        return [m.heartbeat for m in self.heard if m.WhichOneof("body") == "heartbeat"]
+
+    def facts(self, kind: str) -> list[Any]:
+        """Each report once, however often it was sent."""
+        by_number = {r.number: getattr(r, kind) for r in self.reports if r.WhichOneof("fact") == kind}
+        return [by_number[number] for number in sorted(by_number)]
+
+    async def until(self, probe: Callable[[], T]) -> T:
+        """Wait until `probe` gives something true of what was heard; returns that."""
+        async with asyncio.timeout(DEADLINE_S), self._news:
+            while not (result := probe()):
+                await self._news.wait()
+        return result
+
+    async def fact(self, kind: str, count: int = 1) -> list[Any]:
+        def enough() -> list[Any]:
+            facts = self.facts(kind)
+            return facts if len(facts) >= count else []
+
+        return await self.until(enough)
+
+
+class Vm:
+    """An agent in this process, with its manager."""
+
+    def __init__(self, manager: Manager, vm_dir: Path, gpus: int = 4) -> None:
+        settings = AgentSettings(
+            manager=f"127.0.0.1:{manager.port}",
+            vm_id="vm-1",
+            vm_dir=vm_dir,
+            gpus=gpus,
+            reconnect_most_s=0.2,
+            notice_poll_s=0.02,
+        )
+        identity = Identity(vm_id="vm-1", incarnation="i", version="0", host="127.0.0.1", gpus=gpus)
+        notices = FileNoticeSource(vm_dir / "notice.json", settings.notice_poll_s)
+        environ = {**os.environ, "VARUNA_MANAGER_TOKEN": "secret"}
+        self.runner = AgentRunner(settings, identity, notices, environ)
+        self.task = asyncio.create_task(self.runner.run())
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, manager: Manager | None = None) -> AsyncIterator[tuple[Manager, Vm]]:
+    """An agent that the manager has welcomed. At the end nothing that it started is left."""
+    manager = manager or Manager()
+    await manager.start()
+    vm = Vm(manager, tmp_path)
+    try:
+        await manager.until(lambda: manager.heartbeats)
+        yield manager, vm
+    finally:
+        vm.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await vm.task
+        await manager.stop()
+    left = [p for p in psutil.Process().children(recursive=True) if "guard.py" in " ".join(_cmdline(p))]
+    assert left == []
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def launch(tmp_path: Path, script: str, *, ranks: int = 1, generation: int = 1, **changes: Any) -> pb.Launch:
+    name = f"worker-{generation}.py"
+    (tmp_path / name).write_text(PREAMBLE + dedent(script))
+    fields: dict[str, Any] = {
+        "job_id": "job",
+        "generation": generation,
+        "kind": pb.GENERATION_KIND_TRAINING,
+        "workers": [pb.WorkerAssignment(rank=rank + 1, local_rank=rank) for rank in range(ranks)],
+        "plan": pb.PlanSpec(p=1, d=ranks + 1, micro_batch=2, global_batch=8),
+        "command": f"python {name}",
+        "workdir": str(tmp_path),
+        "rendezvous_host": "127.0.0.1",
+        "rendezvous_port": 9,
+        "world_size": ranks + 1,
+    }
+    return pb.Launch(**{**fields, **changes})
+
+
+def log_of(tmp_path: Path, rank: int = 1, generation: int = 1) -> str:
+    return (tmp_path / "jobs" / "job" / f"g{generation}" / f"rank{rank}.log").read_text()
+
+
+async def test_a_generation_starts_makes_steps_and_leaves_when_told(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, STEPS_THEN_LEAVE, ranks=2))
+        started = await manager.fact("worker_started", 2)
+        assert {(s.rank, s.resumed_step) for s in started} == {(1, 3), (2, 3)}
+        assert all(psutil.pid_exists(s.pid) for s in started)
+
+        await manager.until(lambda: [s for f in manager.facts("steps_completed") for s in f.steps if s.step == 5])
+        steps = [s for fact in manager.facts("steps_completed") for s in fact.steps]
+        assert [(s.step, s.loss, s.examples) for s in steps] == [(4, 0.25, 8), (5, 0.2, 8)]  # once, of two ranks
+
+        health = await manager.until(lambda: [h for h in manager.heartbeats[-1].workers if h.step == 5])
+        assert (health[0].forward_us, health[0].backward_us) == (11, 22)
+        assert (await manager.fact("checkpoint_committed"))[0].url == "file:///ckpt"
+
+        manager.say(stop=pb.Stop(job_id="job", generation=1, mode=pb.STOP_MODE_SAVE_FIRST, grace_s=10))
+        exits = await manager.fact("worker_exited", 2)
+        assert {(e.rank, e.cause, e.exit_code) for e in exits} == {
+            (1, pb.EXIT_CAUSE_GENERATION_ENDED, 75),
+            (2, pb.EXIT_CAUSE_GENERATION_ENDED, 75),
+        }
+        assert log_of(tmp_path) == f"mode {pb.STOP_MODE_SAVE_FIRST}\n"
+
+
+async def test_the_script_runs_in_a_clean_environment_with_the_agents_python(tmp_path: Path) -> None:
+    script = """
+        print(env.device, env.global_batch, os.environ.get("VARUNA_MANAGER_TOKEN"), os.environ["OMP_NUM_THREADS"])
+        print(os.path.dirname(sys.executable), os.environ["MINE"])
+    """
+    async with running(tmp_path) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, script, environment={"MINE": "yes", "OMP_NUM_THREADS": "2"}))
+        exited = (await manager.fact("worker_exited"))[0]
+    assert (exited.cause, exited.error_text) == (pb.EXIT_CAUSE_FINISHED, "")
+    assert log_of(tmp_path) == f"cpu 8 None 2\n{Path(sys.executable).parent} yes\n"
+
+
+async def test_the_traceback_of_a_script_arrives(tmp_path: Path) -> None:
+    tells = "say(failure=w.WorkerFailure(traceback='Traceback: boom'))\nsys.exit(1)"
+    async with running(tmp_path) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, tells))
+        exited = (await manager.fact("worker_exited"))[0]
+        assert (exited.cause, exited.exit_code) == (pb.EXIT_CAUSE_SCRIPT_FAILED, 1)
+        assert exited.error_text == "Traceback: boom"
+
+        manager.say(launch=launch(tmp_path, "raise KeyError('the reason')", generation=2))
+        exited = (await manager.fact("worker_exited", 2))[1]
+        assert exited.cause == pb.EXIT_CAUSE_SCRIPT_FAILED
+        assert exited.error_text.startswith("Traceback")
+        assert exited.error_text.endswith("KeyError: 'the reason'")
+
+
+async def test_a_worker_that_a_signal_ends_is_told_from_one_that_fails(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        script = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
+        manager.say(launch=launch(tmp_path, script))
+        exited = (await manager.fact("worker_exited"))[0]
+        assert (exited.cause, exited.exit_code) == (pb.EXIT_CAUSE_KILLED, -9)
+        assert "SIGKILL" in exited.error_text
+
+        wrapped = launch(tmp_path, script, generation=2, command="bash -c 'python worker-2.py; exit $?'")
+        manager.say(launch=wrapped)
+        exited = (await manager.fact("worker_exited", 2))[1]
+        assert (exited.cause, exited.exit_code) == (pb.EXIT_CAUSE_KILLED, -9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"command": "no-such-program --x"}, "not found"),
+        ({"workdir": "/no/such/folder"}, "workdir '/no/such/folder' is not a folder"),
+    ],
+)
+async def test_what_cannot_start_is_a_failed_launch(tmp_path: Path, changes: dict[str, str], words: str) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, "", **changes))
+        exited = (await manager.fact("worker_exited"))[0]
+    assert exited.cause == pb.EXIT_CAUSE_LAUNCH_FAILED
+    assert words in exited.error_text
+
+
+async def test_stale_and_repeated_launches(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        second = launch(tmp_path, READY_THEN_LEAVE, generation=2)
+        manager.say(launch=second)
+        await manager.fact("worker_started")
+        manager.say(launch=second)
+        manager.say(launch=launch(tmp_path, READY_THEN_LEAVE, generation=1))
+        refused = (await manager.fact("command_refused"))[0]
+        assert (refused.job_id, refused.generation) == ("job", 1)
+        assert "generation 2" in refused.reason
+        await manager.until(lambda: [w.generation for w in manager.heartbeats[-1].workers] == [2])
+
+        manager.say(launch=launch(tmp_path, READY_THEN_LEAVE, generation=3))  # takes the place of 2
+        await manager.until(lambda: [s for s in manager.facts("worker_started") if s.generation == 3])
+        exits = manager.facts("worker_exited")
+        assert [(e.generation, e.cause) for e in exits] == [(2, pb.EXIT_CAUSE_GENERATION_ENDED)]
+        assert len(manager.facts("worker_started")) == 2
+
+
+async def test_rank_0_gets_the_socket_that_the_agent_has_held(tmp_path: Path) -> None:
+    script = """
+        held = socket.socket(fileno=env.rendezvous_fd)
+        held.listen()
+        socket.create_connection(("127.0.0.1", env.rendezvous_port)).close()
+        assert held.getsockname()[1] == env.rendezvous_port
+    """
+    async with running(tmp_path) as (manager, _vm):
+        port = manager.heartbeats[-1].rendezvous_port
+        assert port == manager.hellos[-1].rendezvous_port != 0
+        rank_0 = {"workers": [pb.WorkerAssignment(rank=0, local_rank=0)], "rendezvous_port": port}
+        manager.say(launch=launch(tmp_path, script, **rank_0))
+        exited = (await manager.fact("worker_exited"))[0]
+        assert exited.error_text == ""
+        assert exited.cause == pb.EXIT_CAUSE_FINISHED
+        await manager.until(lambda: manager.heartbeats[-1].rendezvous_port not in (0, port))
+
+        manager.say(launch=launch(tmp_path, script, generation=2, **rank_0))
+        exited = (await manager.fact("worker_exited", 2))[1]
+        assert exited.cause == pb.EXIT_CAUSE_LAUNCH_FAILED
+        assert "rendezvous port stale" in exited.error_text
+
+
+async def test_a_worker_that_does_not_leave_is_killed_after_the_grace(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, IGNORES_LEAVE))
+        pid = (await manager.fact("worker_started"))[0].pid
+        manager.say(stop=pb.Stop(job_id="job", generation=1, mode=pb.STOP_MODE_LEAVE_NOW, grace_s=0.05))
+        exited = (await manager.fact("worker_exited"))[0]
+        assert exited.cause == pb.EXIT_CAUSE_KILLED
+        assert "had not left after 0.05 s" in exited.error_text
+        assert not psutil.pid_exists(pid)
+
+
+async def test_training_goes_on_without_the_manager(tmp_path: Path) -> None:
+    script = """
+        import time
+        say(ready=w.WorkerReady())
+        step(1)
+        while not os.path.exists("cut"): time.sleep(0.01)
+        for number in range(2, 6): step(number)
+        say(checkpoint_done=w.CheckpointDone(step=5, url="file:///ckpt"))
+        open("told", "w").close()
+        wait_for_leave()
+    """
+    async with running(tmp_path) as (first, _vm):
+        first.say(launch=launch(tmp_path, script))
+        await first.fact("steps_completed")
+        first.acks = False
+        await first.stop()
+        (tmp_path / "cut").touch()
+        await _until(lambda: (tmp_path / "told").exists())
+
+        second = Manager()
+        await second.start(first.port)
+        try:
+            hello = (await second.until(lambda: second.hellos))[0]
+            assert [(w.job_id, w.generation, w.rank) for w in hello.workers] == [("job", 1, 1)]
+            assert [(s.job_id, s.generation) for s in hello.seen_generations] == [("job", 1)]
+            await second.fact("checkpoint_committed")
+            await second.until(lambda: [s for f in second.facts("steps_completed") for s in f.steps if s.step == 5])
+            steps = [s.step for fact in second.facts("steps_completed") for s in fact.steps]
+            assert steps in ([1, 2, 3, 4, 5], [2, 3, 4, 5])  # step 1: if its acknowledgement was lost
+            numbers = [r.number for r in second.reports]
+            assert numbers == list(range(hello.first_report, hello.first_report + len(numbers)))
+        finally:
+            await second.stop()
+
+
+async def test_reports_are_sent_again_until_they_are_acknowledged(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        manager.acks = False
+        manager.say(launch=launch(tmp_path, STEPS_THEN_LEAVE))
+        await manager.fact("checkpoint_committed")
+        before = [r.number for r in manager.reports]
+        manager.hang_up()
+        await manager.until(lambda: len(manager.hellos) == 2)
+        await manager.until(lambda: [r.number for r in manager.reports][: 2 * len(before)] == before * 2)
+        manager.acks = True
+        heartbeats = len(manager.heartbeats)
+        await manager.until(lambda: len(manager.heartbeats) > heartbeats)
+        manager.hang_up()
+        await manager.until(lambda: len(manager.hellos) == 3)
+        assert manager.hellos[2].first_report > before[-1]
+
+
+async def test_workers_end_with_the_lease_and_that_is_reported_later(tmp_path: Path) -> None:
+    manager = Manager(lease_s=1.0)
+    async with running(tmp_path, manager) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, IGNORES_LEAVE))
+        pid = (await manager.fact("worker_started"))[0].pid
+        await manager.stop()
+        await _until(lambda: not psutil.pid_exists(pid))
+        await manager.start(manager.port)
+        exited = (await manager.fact("worker_exited"))[0]
+        assert exited.cause == pb.EXIT_CAUSE_KILLED
+        assert "lease is over" in exited.error_text
+        assert list(manager.hellos[-1].workers) == []
+
+
+async def test_a_notice_in_the_file_is_reported_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        (tmp_path / "notice.json").write_text('{"id": "n-1", ')  # half written
+        (tmp_path / "notice.json").write_text(json.dumps({"id": "n-1", "deadline_unix_s": time.time() + 30}))
+        notice = (await manager.fact("preemption_notice"))[0]
+        assert notice.notice_id == "n-1"
+        assert 25 < notice.seconds_left <= 30
+        (tmp_path / "notice.json").write_text(json.dumps({"id": "n-2", "deadline_unix_s": time.time() + 9}))
+        notices = await manager.fact("preemption_notice", 2)
+        assert [n.notice_id for n in notices] == ["n-1", "n-2"]
+
+
+async def test_logs_are_read_from_any_place(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, "print('a' * 10); print('b' * 600_000)"))
+        await manager.fact("worker_exited")
+
+        async def fetch(request_id: str, **fields: Any) -> list[pb.LogChunk]:
+            manager.say(fetch_logs=pb.FetchLogs(request_id=request_id, generation=1, **fields))
+
+            def chunks() -> list[pb.LogChunk]:
+                logs = [m.log_chunk for m in manager.heard if m.WhichOneof("body") == "log_chunk"]
+                own = [chunk for chunk in logs if chunk.request_id == request_id]
+                return own if own and own[-1].last else []
+
+            return await manager.until(chunks)
+
+        start = await fetch("1", job_id="job", rank=1, offset=0, max_bytes=5)
+        assert [c.data for c in start] == [b"aaaaa"]
+        end = await fetch("2", job_id="job", rank=1, offset=-3, max_bytes=100)
+        assert [c.data for c in end] == [b"bb\n"]
+        everything = await fetch("3", job_id="job", rank=1, offset=0, max_bytes=1_000_000)
+        assert len(everything) > 1
+        assert b"".join(c.data for c in everything) == b"a" * 10 + b"\n" + b"b" * 600_000 + b"\n"
+        missing = await fetch("4", job_id="job", rank=9)
+        assert "no log of job/g1/rank9" in missing[0].error
+        outside = await fetch("5", job_id="../../..", rank=1)
+        assert "does not name a folder" in outside[0].error
+
+
+async def test_a_drained_agent_goes_when_its_workers_have_gone(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, vm):
+        manager.say(launch=launch(tmp_path, READY_THEN_LEAVE))
+        await manager.fact("worker_started")
+        manager.say(drain=pb.Drain(reason="preempted"))
+        manager.say(launch=launch(tmp_path, READY_THEN_LEAVE, job_id="other"))
+        refused = (await manager.fact("command_refused"))[0]
+        assert "draining: preempted" in refused.reason
+        assert not vm.task.done()
+        manager.say(stop=pb.Stop(job_id="job", generation=1, mode=pb.STOP_MODE_LEAVE_NOW, grace_s=10))
+        async with asyncio.timeout(DEADLINE_S):
+            assert await vm.task == 0
+        assert manager.facts("worker_exited")[0].cause == pb.EXIT_CAUSE_GENERATION_ENDED
+
+
+async def test_a_silent_manager_is_dialled_again(tmp_path: Path) -> None:
+    manager = Manager(heartbeat_interval_s=0.02)
+    await manager.start()
+    settings = AgentSettings(
+        manager=f"127.0.0.1:{manager.port}", vm_id="vm-1", vm_dir=tmp_path, timings=Timings(silence_s=0.1)
+    )
+    identity = Identity(vm_id="vm-1", incarnation="i", version="0", host="127.0.0.1", gpus=1)
+    notices = FileNoticeSource(tmp_path / "notice.json", 1.0)
+    task = asyncio.create_task(AgentRunner(settings, identity, notices, os.environ).run())
+    try:
+        await manager.until(lambda: manager.heartbeats)
+        manager.acks = False
+        await manager.until(lambda: len(manager.hellos) >= 2)
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await manager.stop()
+
+
+async def _until(probe: Callable[[], bool]) -> None:
+    """For conditions outside of this process: poll them."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not probe():  # noqa: ASYNC110 - the condition lies in another process
+            await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- the agent as a process of its own
+
+
+@pytest.fixture
+def agents() -> Iterator[list[asyncio.subprocess.Process]]:
+    started: list[asyncio.subprocess.Process] = []
+    yield started
+    for agent in started:
+        with suppress(ProcessLookupError):
+            os.kill(agent.pid, signal.SIGKILL)
+
+
+async def start_agent(
+    agents: list[asyncio.subprocess.Process], manager: str, vm_dir: Path, *more: str
+) -> asyncio.subprocess.Process:
+    arguments = ["--manager", manager, "--vm-id", "vm-1", "--vm-dir", str(vm_dir), "--gpus", "4", *more]
+    agent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "varuna_agent.main", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    agents.append(agent)
+    return agent
+
+
+async def ended(agent: asyncio.subprocess.Process) -> tuple[int, str]:
+    async with asyncio.timeout(DEADLINE_S):
+        _, errors = await agent.communicate()
+    assert agent.returncode is not None
+    return agent.returncode, errors.decode()
+
+
+FAMILY = """
+child = subprocess.Popen(["sleep", "600"])
+session = subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True)
+with open(f"pids-{env.rank}", "w") as file:
+    file.write(f"{os.getpid()} {os.getppid()} {child.pid} {session.pid}")
+say(ready=w.WorkerReady())
+import time
+while True: time.sleep(60)  # deaf: does not even notice that its agent has gone
+"""
+
+
+async def test_no_orphan_survives_a_kill_of_the_agents_process_group(
+    tmp_path: Path, agents: list[asyncio.subprocess.Process]
+) -> None:
+    manager = Manager()
+    await manager.start()
+    agent = await start_agent(agents, f"127.0.0.1:{manager.port}", tmp_path)
+    try:
+        await manager.until(lambda: manager.heartbeats)
+        command = "bash -c 'python worker-1.py; echo never'"
+        manager.say(launch=launch(tmp_path, FAMILY, ranks=2, command=command))
+        await manager.fact("worker_started", 2)
+        family = psutil.Process(agent.pid).children(recursive=True)
+        named = {int(pid) for rank in (1, 2) for pid in (tmp_path / f"pids-{rank}").read_text().split()}
+        assert named < {process.pid for process in family}
+
+        os.killpg(agent.pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        await _until(lambda: not any(_runs(process) for process in family))
+        assert time.monotonic() - killed_at < 2.0
+        await agent.communicate()
+    finally:
+        await manager.stop()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_sigterm_ends_the_workers_and_the_agent(tmp_path: Path, agents: list[asyncio.subprocess.Process]) -> None:
+    manager = Manager()
+    await manager.start()
+    agent = await start_agent(agents, f"127.0.0.1:{manager.port}", tmp_path, "--log-format", "json")
+    try:
+        await manager.until(lambda: manager.heartbeats)
+        manager.say(launch=launch(tmp_path, READY_THEN_LEAVE))
+        await manager.fact("worker_started")
+        agent.terminate()
+        exited = (await manager.fact("worker_exited"))[0]
+        assert exited.cause == pb.EXIT_CAUSE_GENERATION_ENDED
+        code, errors = await ended(agent)
+        assert code == 0
+        assert all(json.loads(line)["vm"] == "vm-1" for line in errors.splitlines())
+    finally:
+        await manager.stop()
+
+
+async def test_a_refused_agent_says_why_and_fails(tmp_path: Path, agents: list[asyncio.subprocess.Process]) -> None:
+    manager = Manager()
+    manager.refuse = "vm-1 is not of this fleet"
+    await manager.start()
+    try:
+        agent = await start_agent(agents, f"127.0.0.1:{manager.port}", tmp_path)
+        code, errors = await ended(agent)
+        assert code == 1
+        assert "vm-1 is not of this fleet" in errors
+    finally:
+        await manager.stop()
+
+
+async def test_wrong_settings_give_one_line(tmp_path: Path, agents: list[asyncio.subprocess.Process]) -> None:
+    elsewhere = await start_agent(agents, "10.1.2.3:7443", tmp_path)
+    code, errors = await ended(elsewhere)
+    assert code == 2
+    assert len(errors.splitlines()) == 1
+    assert "only talks to a manager on a loopback address" in errors
+
+
+async def test_one_agent_per_folder(tmp_path: Path, agents: list[asyncio.subprocess.Process]) -> None:
+    manager = Manager()
+    await manager.start()
+    try:
+        await start_agent(agents, f"127.0.0.1:{manager.port}", tmp_path)
+        await manager.until(lambda: manager.hellos)
+        code, errors = await ended(await start_agent(agents, f"127.0.0.1:{manager.port}", tmp_path))
+        assert code == 2
+        assert "another agent runs in" in errors
+        agents[0].terminate()
+        assert (await ended(agents[0]))[0] == 0
+    finally:
+        await manager.stop()

@@ -1,0 +1,484 @@
+"""The agent's decisions: events in, instructions out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from varuna_agent.state import AgentState, Identity, IllegalTransitionError, Timings, WorkerKey
+from varuna_agent.state import stimuli as st
+from varuna_agent.state.worker import Phase, Stimulus
+from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import worker_pb2 as w
+
+LEASE_S = 60.0
+PORT = 4000
+
+
+class Vm:
+    """An AgentState with a clock, and what it has told to do."""
+
+    def __init__(self, *, gpus: int = 4, welcome: bool = True, timings: Timings | None = None) -> None:
+        identity = Identity(vm_id="vm-1", incarnation="i", version="1", host="h", gpus=gpus, device="cuda")
+        self.state = AgentState(identity, timings)
+        self.now = 100.0
+        self.told: list[st.Instruction] = []
+        self.handle(st.RendezvousOpened(PORT))
+        if welcome:
+            self.connect()
+
+    def handle(self, event: st.Event) -> list[st.Instruction]:
+        instructions = list(self.state.handle(event, self.now))
+        self.told += instructions
+        return instructions
+
+    def says(self, **body: Any) -> list[st.Instruction]:
+        return self.handle(st.ManagerSaid(pb.ManagerMessage(**body)))
+
+    def connect(self) -> list[st.Instruction]:
+        self.handle(st.StreamOpened())
+        return self.says(welcome=pb.Welcome(lease_s=LEASE_S, heartbeat_interval_s=1.0))
+
+    def tick(self, at: float) -> list[st.Instruction]:
+        self.now = at
+        return self.handle(st.Tick())
+
+    def ready(self, key: WorkerKey, resumed_step: int = 0) -> list[st.Instruction]:
+        self.handle(st.WorkerConnected(key, 77))
+        return self.worker_says(key, ready=w.WorkerReady(resumed_step=resumed_step))
+
+    def worker_says(self, key: WorkerKey, **body: Any) -> list[st.Instruction]:
+        return self.handle(st.WorkerSaid(key, w.WorkerMessage(**body)))
+
+    def step(self, key: WorkerKey, step: int) -> list[st.Instruction]:
+        return self.worker_says(key, step_done=w.StepDone(step=step, loss=1.0, forward_us=5))
+
+    def ended(self, key: WorkerKey, code: int, tail: str = "") -> list[st.Instruction]:
+        return self.handle(st.ProcessEnded(key, code, tail))
+
+    def phases(self) -> dict[WorkerKey, Phase]:
+        return {worker.key: worker.phase for worker in self.state.workers}
+
+
+def launch(generation: int = 1, ranks: Iterable[int] = (1,), job_id: str = "job", **changes: Any) -> pb.Launch:
+    fields: dict[str, Any] = {
+        "job_id": job_id,
+        "generation": generation,
+        "kind": pb.GENERATION_KIND_TRAINING,
+        "workers": [pb.WorkerAssignment(rank=rank, local_rank=index) for index, rank in enumerate(ranks)],
+        "plan": pb.PlanSpec(p=2, d=4, micro_batch=2, global_batch=16, stage_starts=[0, 3], recompute=[True, False]),
+        "command": "python train.py",
+        "rendezvous_host": "10.0.0.1",
+        "rendezvous_port": PORT,
+        "world_size": 8,
+    }
+    return pb.Launch(**{**fields, **changes})
+
+
+def stop(generation: int = 1, mode: pb.StopMode.ValueType = pb.STOP_MODE_LEAVE_NOW, grace_s: float = 5) -> pb.Stop:
+    return pb.Stop(job_id="job", generation=generation, mode=mode, grace_s=grace_s)
+
+
+def key(generation: int = 1, rank: int = 1, job_id: str = "job") -> WorkerKey:
+    return WorkerKey(job_id, generation, rank)
+
+
+def sent(instructions: Iterable[st.Instruction], kind: str) -> list[Any]:
+    messages = [i.message for i in instructions if isinstance(i, st.Send)]
+    bodies = [getattr(m, kind) for m in messages if m.WhichOneof("body") == kind]
+    return bodies + [getattr(m.report, kind) for m in messages if m.report.WhichOneof("fact") == kind]
+
+
+def exits(instructions: Iterable[st.Instruction]) -> list[tuple[int, int, str]]:
+    return [(e.generation, e.rank, pb.ExitCause.Name(e.cause)[11:]) for e in sent(instructions, "worker_exited")]
+
+
+def of(kind: type, instructions: Iterable[st.Instruction]) -> list[Any]:
+    return [instruction for instruction in instructions if isinstance(instruction, kind)]
+
+
+# ---------------------------------------------------------------- launches
+
+
+def test_a_launch_starts_its_workers() -> None:
+    vm = Vm()
+    started = of(st.StartWorker, vm.says(launch=launch(ranks=[5, 3])))
+    assert [start.key.rank for start in started] == [5, 3]
+    environment = started[0].environment
+    assert (environment.rank, environment.local_rank, environment.world_size) == (5, 0, 8)
+    assert (environment.p, environment.d, environment.stage_starts, environment.recompute) == (2, 4, (0, 3), (1, 0))
+    assert (environment.device, environment.policy, environment.mode) == ("cuda:0", "work-conserving", "train")
+    assert [start.rendezvous_port for start in started] == [0, 0]
+
+
+def test_a_repeated_launch_changes_nothing_even_after_its_workers_have_gone() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    assert vm.says(launch=launch()) == []
+    vm.ended(key(), 0)
+    assert vm.says(launch=launch()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (launch(generation=1), "generation 1 is over: VM vm-1 has seen generation 2"),
+        (launch(generation=0), "generation 0 is over"),
+        (launch(generation=3, job_id="../x"), "job id '../x'"),
+        (launch(generation=3, kind=pb.GENERATION_KIND_UNSPECIFIED), "generation kind 0"),
+        (launch(generation=3, world_size=7), "plan 2×4 does not have the world size 7"),
+        (launch(generation=3, ranks=[1, 1]), "only once"),
+        (launch(generation=3, ranks=[8]), "do not fit into a world of 8"),
+        (launch(generation=3, workers=[pb.WorkerAssignment(rank=1, local_rank=4)]), "VM vm-1 has 4"),
+        (launch(generation=1, job_id="other"), "device 0 is in use by job/g2/rank1"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_and_disturbs_nothing(command: pb.Launch, words: str) -> None:
+    vm = Vm()
+    vm.says(launch=launch(generation=2))
+    before = vm.phases()
+    (refusal,) = sent(vm.says(launch=command), "command_refused")
+    assert (refusal.job_id, refusal.generation) == (command.job_id, command.generation)
+    assert words in refusal.reason
+    assert vm.phases() == before
+
+
+def test_a_generation_that_was_stopped_before_its_launch_does_not_start() -> None:
+    vm = Vm()
+    vm.says(stop=stop(generation=3))
+    (refusal,) = sent(vm.says(launch=launch(generation=3)), "command_refused")
+    assert "generation 3 is over" in refusal.reason
+
+
+def test_a_newer_generation_starts_when_the_older_ones_workers_are_gone() -> None:
+    vm = Vm()
+    vm.says(launch=launch(1, ranks=[1, 2]))
+    vm.ready(key(1, 1))
+    told = vm.says(launch=launch(2, ranks=[4]))
+    assert [leave.key for leave in of(st.TellWorkerToLeave, told)] == [key(1, 1)]
+    assert [kill.key for kill in of(st.KillWorker, told)] == [key(1, 2)]  # it had never connected
+    assert of(st.StartWorker, told) == []
+    assert of(st.StartWorker, vm.ended(key(1, 1), 75)) == []
+    assert [start.key for start in of(st.StartWorker, vm.ended(key(1, 2), -9))] == [key(2, 4)]
+
+
+def test_a_waiting_generation_that_is_overtaken_is_reported_as_ended() -> None:
+    vm = Vm()
+    vm.says(launch=launch(1))
+    vm.ready(key(1))
+    vm.says(launch=launch(2, ranks=[0]))
+    vm.handle(st.RendezvousOpened(PORT + 1))
+    told = vm.says(launch=launch(3, ranks=[0], rendezvous_port=PORT + 1))
+    assert exits(told) == [(2, 0, "GENERATION_ENDED")]
+    assert of(st.ReleaseRendezvous, told) == [st.ReleaseRendezvous(PORT)]
+    assert [s.rendezvous_port for s in of(st.StartWorker, vm.ended(key(1), 75))] == [PORT + 1]
+
+
+def test_a_waiting_generation_is_cancelled_as_a_whole() -> None:
+    vm = Vm()
+    vm.says(launch=launch(1, job_id="other"))
+    vm.handle(st.WorkerConnected(key(1, job_id="other"), 7))
+    vm.says(stop=pb.Stop(job_id="other", generation=1, grace_s=9))
+    vm.says(launch=launch(1, ranks=[1, 2]))  # rank 1 waits for the device of the other job, rank 2 for rank 1
+    assert of(st.StartWorker, vm.says(stop=stop(1))) == []
+    assert vm.phases() == {key(1, job_id="other"): Phase.LEAVING}
+
+
+def test_another_job_waits_for_a_device_that_is_about_to_be_free() -> None:
+    vm = Vm()
+    vm.says(launch=launch(1))
+    vm.ready(key(1))
+    vm.says(stop=stop(1))
+    assert of(st.StartWorker, vm.says(launch=launch(1, job_id="other"))) == []
+    assert [start.key.job_id for start in of(st.StartWorker, vm.ended(key(1), 75))] == ["other"]
+
+
+def test_rank_0_claims_the_held_port_and_the_next_one_is_told_at_once() -> None:
+    vm = Vm()
+    told = vm.says(launch=launch(1, ranks=[0]))
+    assert of(st.ClaimRendezvous, told) == [st.ClaimRendezvous(PORT)]
+    assert of(st.StartWorker, told)[0].rendezvous_port == PORT
+    (heartbeat,) = sent(vm.handle(st.RendezvousOpened(PORT + 1)), "heartbeat")
+    assert heartbeat.rendezvous_port == PORT + 1
+
+
+def test_a_stale_rendezvous_port_fails_the_launch() -> None:
+    vm = Vm()
+    vm.says(launch=launch(1, ranks=[0, 1]))
+    told = vm.says(
+        launch=launch(
+            1,
+            ranks=[0, 1],
+            job_id="other",
+            workers=[pb.WorkerAssignment(rank=0, local_rank=2), pb.WorkerAssignment(rank=1, local_rank=3)],
+        )
+    )  # the port is spoken for
+    assert exits(told) == [(1, 0, "LAUNCH_FAILED"), (1, 1, "LAUNCH_FAILED")]
+    assert "rendezvous port stale" in sent(told, "worker_exited")[0].error_text
+
+
+# ---------------------------------------------------------------- stopping
+
+
+def test_a_stop_is_passed_on_and_enforced_after_its_grace() -> None:
+    vm = Vm(timings=Timings(silence_s=1000.0))
+    vm.says(launch=launch())
+    vm.ready(key())
+    (leave,) = of(st.TellWorkerToLeave, vm.says(stop=stop(mode=pb.STOP_MODE_SAVE_FIRST, grace_s=30)))
+    assert leave.mode == pb.STOP_MODE_SAVE_FIRST
+    assert of(st.KillWorker, vm.tick(at=129.9)) == []
+    (kill,) = of(st.KillWorker, vm.tick(at=130.0))
+    assert "had not left after 30 s" in kill.reason
+    vm.ended(key(), -9)
+    assert exits(vm.told) == [(1, 1, "KILLED")]
+
+
+def test_a_second_stop_can_only_hurry() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.says(stop=stop(mode=pb.STOP_MODE_SAVE_FIRST, grace_s=30))
+    (leave,) = of(st.TellWorkerToLeave, vm.says(stop=stop(grace_s=5)))
+    assert leave.mode == pb.STOP_MODE_LEAVE_NOW
+    assert vm.says(stop=stop(mode=pb.STOP_MODE_SAVE_FIRST, grace_s=300)) == []
+    assert len(of(st.KillWorker, vm.tick(at=105.0))) == 1
+
+
+def test_leaving_now_kills_what_never_connected_and_saving_first_waits_for_it() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    assert vm.says(stop=stop(mode=pb.STOP_MODE_SAVE_FIRST)) == []
+    (leave,) = of(st.TellWorkerToLeave, vm.handle(st.WorkerConnected(key(), 7)))
+    assert leave.mode == pb.STOP_MODE_SAVE_FIRST
+
+    vm = Vm()
+    vm.says(launch=launch())
+    assert len(of(st.KillWorker, vm.says(stop=stop()))) == 1
+    assert vm.says(stop=stop()) == []
+
+
+def test_a_stop_of_another_generation_leaves_newer_workers_alone() -> None:
+    vm = Vm()
+    vm.says(launch=launch(2))
+    vm.ready(key(2))
+    assert vm.says(stop=stop(1)) == []
+
+
+# ---------------------------------------------------------------- exits
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "reported"),
+    [
+        (0, "FINISHED", 0),
+        (75, "GENERATION_ENDED", 75),
+        (76, "PEER_LOST", 76),
+        (1, "SCRIPT_FAILED", 1),
+        (127, "SCRIPT_FAILED", 127),
+        (-9, "KILLED", -9),
+        (137, "KILLED", -9),
+        (139, "KILLED", -11),
+        (255, "SCRIPT_FAILED", 255),
+    ],
+)
+def test_what_an_exit_means(code: int, cause: str, reported: int) -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    told = vm.ended(key(), code, "last line")
+    assert exits(told) == [(1, 1, cause)]
+    (exited,) = sent(told, "worker_exited")
+    assert exited.exit_code == reported
+    assert ("last line" in exited.error_text) == (cause in ("SCRIPT_FAILED", "PEER_LOST", "KILLED"))
+
+
+def test_a_command_that_the_shell_cannot_run_is_a_failed_launch() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    assert exits(vm.ended(key(), 127, "sh: no: not found")) == [(1, 1, "LAUNCH_FAILED")]
+
+
+def test_the_traceback_comes_before_the_log() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.worker_says(key(), failure=w.WorkerFailure(traceback="Traceback: x"))
+    vm.says(stop=stop())  # too late to be the reason
+    (exited,) = sent(vm.ended(key(), 1, "noise"), "worker_exited")
+    assert (exited.cause, exited.error_text) == (pb.EXIT_CAUSE_SCRIPT_FAILED, "Traceback: x")
+
+
+def test_an_untidy_end_after_being_told_to_leave_is_not_the_scripts_fault() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.says(stop=stop())
+    vm.worker_says(key(), failure=w.WorkerFailure(traceback="Traceback: pipeline was left"))
+    assert exits(vm.ended(key(), 1)) == [(1, 1, "GENERATION_ENDED")]
+
+
+def test_words_of_a_worker_that_is_gone_are_dropped() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ended(key(), 0)
+    assert vm.step(key(), 1) == []
+    assert vm.handle(st.WorkerDisconnected(key())) == []
+    assert not vm.state.expects(key())
+
+
+def test_an_impossible_event_raises_with_the_workers_story() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    with pytest.raises(IllegalTransitionError, match=r"job/g1/rank1 is ready: no cancel .*hello at 100"):
+        vm.state.workers[0].move(Stimulus.CANCEL, vm.now)
+
+
+# ---------------------------------------------------------------- reports and heartbeats
+
+
+def test_steps_go_out_at_once_for_the_first_then_with_each_heartbeat_and_before_an_exit() -> None:
+    vm = Vm()
+    vm.says(launch=launch(ranks=[1, 2]))
+    for rank in (1, 2):
+        vm.ready(key(rank=rank), resumed_step=6)
+    assert [[s.step for s in f.steps] for f in sent(vm.step(key(), 7), "steps_completed")] == [[7]]
+    assert vm.step(key(), 8) == vm.step(key(), 9) == vm.step(key(rank=2), 9) == []
+    told = vm.tick(at=101.0)
+    assert [[s.step for s in f.steps] for f in sent(told, "steps_completed")] == [[8, 9]]
+    assert [(h.rank, h.step, h.forward_us) for h in sent(told, "heartbeat")[0].workers] == [(1, 9, 5), (2, 9, 5)]
+    vm.step(key(), 10)
+    told = vm.ended(key(), 0)
+    assert [m.message.report.WhichOneof("fact") for m in of(st.Send, told)] == ["steps_completed", "worker_exited"]
+
+
+def test_reports_wait_for_the_manager_and_come_in_order() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.handle(st.StreamClosed("gone"))
+    assert vm.ready(key()) == []
+    assert vm.step(key(), 1) == vm.step(key(), 2) == []
+    assert vm.worker_says(key(), checkpoint_done=w.CheckpointDone(step=2)) == []
+    vm.handle(st.StreamOpened())
+    (hello,) = sent(vm.told, "hello")[-1:]
+    assert [(r.generation, r.rank, r.step) for r in hello.workers] == [(1, 1, 2)]
+    assert [(s.job_id, s.generation) for s in hello.seen_generations] == [("job", 1)]
+    assert hello.first_report == 1
+    told = vm.says(welcome=pb.Welcome(lease_s=LEASE_S))
+    facts = [m.message.report.WhichOneof("fact") for m in of(st.Send, told)]
+    assert facts == ["worker_started", "checkpoint_committed", "steps_completed", None]
+    vm.says(ack=pb.Ack(reports_through=2))
+    assert [report.number for report in vm.state.unacknowledged] == [3]
+
+
+def test_a_notice_is_reported_once() -> None:
+    vm = Vm()
+    (notice,) = sent(vm.handle(st.NoticeSeen("n", 30.0, "file")), "preemption_notice")
+    assert (notice.notice_id, notice.seconds_left) == ("n", 30.0)
+    assert vm.handle(st.NoticeSeen("n", 29.0, "file")) == []
+
+
+# ---------------------------------------------------------------- lease and silence
+
+
+def test_the_lease_runs_from_the_sending_of_the_acknowledged_heartbeat() -> None:
+    vm = Vm(timings=Timings(silence_s=1000.0))
+    vm.says(launch=launch())
+    vm.ready(key())
+    (heartbeat,) = sent(vm.tick(at=110.0), "heartbeat")
+    vm.now = 114.0
+    vm.says(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence))
+    vm.handle(st.StreamClosed("gone"))
+    assert vm.state.next_deadline() == 110.0 + LEASE_S
+    assert of(st.KillWorker, vm.tick(at=169.9)) == []
+    (kill,) = of(st.KillWorker, vm.tick(at=170.0))
+    assert "the lease is over" in kill.reason
+    assert vm.state.next_deadline() is None  # nothing more to wait for but the process
+    vm.ended(key(), -9)
+    assert exits(vm.told) == []
+    assert exits(vm.connect()) == [(1, 1, "KILLED")]
+
+
+def test_a_lease_that_ran_out_while_the_vm_was_suspended_is_not_revived_by_a_welcome() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.now = 500.0
+    assert [kill.key for kill in of(st.KillWorker, vm.handle(st.StreamClosed("gone")))] == [key()]
+    assert of(st.KillWorker, vm.connect()) == []
+
+
+def test_without_a_lease_nothing_is_launched() -> None:
+    vm = Vm()
+    vm.now = 160.0
+    (refusal,) = sent(vm.says(launch=launch()), "command_refused")
+    assert "has no lease" in refusal.reason
+
+
+def test_an_acknowledgement_of_nothing_renews_nothing() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.now = 150.0
+    vm.says(ack=pb.Ack(reports_through=1))
+    assert len(of(st.KillWorker, vm.tick(at=160.0))) == 1
+
+
+def test_a_silent_stream_is_given_up_once() -> None:
+    vm = Vm()
+    vm.handle(st.StreamClosed("gone"))
+    vm.handle(st.StreamOpened())
+    assert of(st.HangUp, vm.tick(at=104.9)) == []
+    assert len(of(st.HangUp, vm.tick(at=105.0))) == 1
+    assert of(st.HangUp, vm.tick(at=106.0)) == []
+
+
+# ---------------------------------------------------------------- the agent's end
+
+
+def test_a_drained_agent_launches_nothing_and_goes_when_its_reports_are_stored() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    assert vm.says(drain=pb.Drain(reason="spot")) == []
+    assert "draining: spot" in sent(vm.says(launch=launch(2)), "command_refused")[0].reason
+    assert vm.phases() == {key(): Phase.READY}
+    assert of(st.ExitAgent, vm.ended(key(), 0)) == []
+    assert of(st.ExitAgent, vm.says(ack=pb.Ack(reports_through=99))) == [st.ExitAgent(0, "draining: spot")]
+
+
+def test_a_drained_agent_does_not_wait_for_a_lost_manager_for_ever() -> None:
+    vm = Vm()
+    vm.handle(st.NoticeSeen("n", 30.0, "file"))
+    vm.says(drain=pb.Drain())
+    vm.handle(st.StreamClosed("gone"))
+    assert vm.state.next_deadline() == 110.0
+    assert len(of(st.ExitAgent, vm.tick(at=110.0))) == 1
+    assert of(st.ExitAgent, vm.tick(at=111.0)) == []
+
+
+def test_an_idle_agent_that_is_drained_goes_at_once() -> None:
+    assert of(st.ExitAgent, Vm().says(drain=pb.Drain())) == [st.ExitAgent(0, "draining: the manager said so")]
+
+
+def test_an_agent_that_is_asked_to_end_lets_its_workers_leave() -> None:
+    vm = Vm()
+    vm.says(launch=launch(ranks=[1, 2]))
+    vm.ready(key())
+    told = vm.handle(st.Terminate("SIGTERM"))
+    assert [type(i) for i in told] == [st.TellWorkerToLeave, st.KillWorker]
+    vm.ended(key(rank=2), -9)
+    vm.ended(key(), 75)
+    assert of(st.ExitAgent, vm.told) == []
+    assert of(st.ExitAgent, vm.tick(at=101.0)) == [st.ExitAgent(0, "SIGTERM")]
+
+
+def test_a_refused_agent_kills_and_fails() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    assert len(of(st.KillWorker, vm.says(refused=pb.Refused(reason="unknown VM")))) == 1
+    (exit_agent,) = of(st.ExitAgent, vm.ended(key(), -9))
+    assert exit_agent.code == 1
+    assert "unknown VM" in exit_agent.reason
