@@ -1,0 +1,87 @@
+"""What workers tell their agent, and how they leave when it says so."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+from agent_end import AgentEnd
+from small_gpt import Task, train_plainly
+from training_world import World, Zygote
+from varuna.checkpoint import newest_complete
+from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
+from varuna_proto.v1 import agent_pb2
+
+
+def test_save_first_reaches_every_rank_and_nothing_is_lost(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=500, learning_rate=1e-3)
+    store = str(tmp_path / "store")
+    with (
+        AgentEnd() as first,
+        AgentEnd() as second,
+        World(
+            zygote,
+            tmp_path,
+            task,
+            2,
+            1,
+            checkpoint_url=store,
+            agent_socket=[first.path, second.path].__getitem__,
+            wanted={"forever": True},
+        ) as world,
+    ):
+        assert first.wait_for(lambda said: said.HasField("ready")).ready.resumed_step == 0
+        second.wait_for(lambda said: said.step_done.step == 10)
+        second.tell_to_leave(agent_pb2.STOP_MODE_SAVE_FIRST)
+        codes = world.exit_codes()
+
+    assert codes == [EXIT_GENERATION_ENDED] * 2, world.logs()
+    done = first.steps()
+    saved = newest_complete(store)
+    assert saved == done[-1].step
+    assert [said.checkpoint_done.step for said in first.said if said.HasField("checkpoint_done")][-1] == saved
+    expected = train_plainly(Task(steps=saved, learning_rate=1e-3))
+    assert [step.loss for step in done] == pytest.approx(expected.losses, rel=1e-4)
+    assert all(step.examples == task.global_batch and step.memory_bytes > 0 for step in done)
+    # Waits must end by being woken: their safety net looks only once a second.
+    assert statistics.median(step.step_us for step in done) < 500_000
+    assert all(step.forward_us > 0 and step.backward_us > 0 for step in done)
+
+
+def test_leave_now_and_a_closed_socket_end_workers_at_once(zygote: Zygote, tmp_path: Path) -> None:
+    forever = {"forever": True}
+    with (
+        AgentEnd() as told,
+        AgentEnd() as other,
+        AgentEnd() as closing,
+        World(
+            zygote, tmp_path / "a", Task(), 2, 1, agent_socket=[told.path, other.path].__getitem__, wanted=forever
+        ) as pair,
+        World(zygote, tmp_path / "b", Task(), 1, 1, agent_socket=lambda _: closing.path, wanted=forever) as alone,
+    ):
+        told.wait_for(lambda said: said.step_done.step == 2)
+        told.tell_to_leave(agent_pb2.STOP_MODE_LEAVE_NOW)
+        closing.wait_for(lambda said: said.step_done.step == 2)
+        closing.hang_up()
+        codes = pair.exit_codes()
+        assert alone.exit_codes() == [EXIT_GENERATION_ENDED]
+
+    assert codes == [EXIT_GENERATION_ENDED, EXIT_PEER_LOST]
+
+
+def test_a_script_that_raises_is_reported_with_its_traceback(zygote: Zygote, tmp_path: Path) -> None:
+    failing = {"raise": {"rank": 1, "step": 2}}
+    with (
+        AgentEnd() as first,
+        AgentEnd() as second,
+        World(
+            zygote, tmp_path, Task(), 2, 1, agent_socket=[first.path, second.path].__getitem__, wanted=failing
+        ) as world,
+    ):
+        failure = second.wait_for(lambda said: said.HasField("failure")).failure
+        codes = world.exit_codes()
+
+    assert codes == [EXIT_PEER_LOST, 1]
+    assert "ArithmeticError: rank 1 was told to raise at step 2" in failure.traceback
+    assert "training_script.py" in failure.traceback

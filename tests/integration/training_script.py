@@ -1,0 +1,61 @@
+"""The script that the workers of the training tests run: an ordinary Varuna training script, with faults on demand.
+
+Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
+"die": {"rank", "step"}, "raise": {"rank", "step"}, "save": {"step", "url"}, "forever": bool}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler
+from varuna import Varuna
+from varuna.data import Batches
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    wanted = json.loads(Path(sys.argv[1]).read_text())
+    task, rank = Task(**wanted["task"]), int(os.environ.get("RANK", "0"))
+
+    plain = make_model(replace(task, tied=task.tied and not task.declared))
+    pairs = [("embedding.weight", "head.weight")] if task.declared else None
+    model = Varuna(plain, get_batch_fn=example_batch, batch_size=task.global_batch, shared_weights=pairs)
+    optimizer = make_optimizer(model.parameters(), task)
+    scheduler = make_scheduler(optimizer)
+    model.set_optimizer(optimizer)
+    model.register_state("scheduler", scheduler)
+    first = model.resume() + 1
+
+    steps: list[dict[str, float]] = []
+    last = None if wanted.get("forever") else task.steps
+    for step, batch in Batches(Examples(), global_batch=task.global_batch, first_step=first, last_step=last):
+        fault = {"rank": rank, "step": step}
+        if wanted.get("die") == fault:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if wanted.get("raise") == fault:
+            raise ArithmeticError(f"rank {rank} was told to raise at step {step}")
+        before = torch.get_rng_state()
+        loss, overflow, norm = model.step(batch, clip_grad_max_norm=task.clip)
+        assert torch.equal(before, torch.get_rng_state())
+        assert not overflow
+        scheduler.step()
+        steps.append({"step": step, "loss": loss, "norm": norm})
+        if wanted.get("save", {}).get("step") == step:
+            assert model.checkpoint(wanted["save"]["url"])
+    evaluated = model.evaluate(batch, batch_size=task.global_batch)
+    assert model.training
+
+    out = Path(wanted["out"])
+    torch.save({name: p.detach() for name, p in model.named_parameters()}, out / f"rank{rank}.pt")
+    (out / f"rank{rank}.json").write_text(json.dumps({"first": first, "steps": steps, "evaluated": evaluated}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Starts the ranks of one generation as real processes, without an agent, and gathers what they made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from small_gpt import Task
+from torch import Tensor
+from varuna_proto.environment import Mode, WorkerEnvironment
+
+SCRIPT = Path(__file__).with_name("training_script.py")
+ZYGOTE = Path(__file__).with_name("training_zygote.py")
+DEADLINE_S = 90.0
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """What `condition` returns as soon as that is true. Fails when it is not in time."""
+    ends_s = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < ends_s, f"waited {DEADLINE_S} s in vain"
+        time.sleep(0.005)
+    return value
+
+
+class Zygote:
+    """The process from which the ranks are forked."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(ZYGOTE)],
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, spec: Path) -> None:
+        """Starts the ranks of a world."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{spec}\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(DEADLINE_S)
+
+
+@dataclass
+class World:
+    """The processes of a generation. Use it in a `with` block: what still runs at its end is killed."""
+
+    zygote: Zygote
+    folder: Path
+    task: Task
+    p: int
+    d: int
+    micro_batch: int = 2
+    generation: int = 1
+    recompute: tuple[bool, ...] = ()
+    policy: str = "work-conserving"
+    run_ahead: int = 0
+    checkpoint_url: str = ""
+    agent_socket: Callable[[int], str] = lambda rank: ""
+    wanted: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def out(self) -> Path:
+        return self.folder / f"generation{self.generation}"
+
+    def environment(self, rank: int) -> WorkerEnvironment:
+        return WorkerEnvironment(
+            job_id="test",
+            generation=self.generation,
+            mode=Mode.TRAIN,
+            rank=rank,
+            local_rank=0,
+            world_size=self.p * self.d,
+            rendezvous_host="127.0.0.1",
+            rendezvous_port=0,
+            p=self.p,
+            d=self.d,
+            micro_batch=self.micro_batch,
+            global_batch=self.task.global_batch,
+            policy=self.policy,
+            run_ahead=self.run_ahead,
+            recompute=self.recompute,
+            checkpoint_url=self.checkpoint_url,
+            agent_socket=self.agent_socket(rank),
+        )
+
+    def __enter__(self) -> World:
+        self.out.mkdir(parents=True)
+        job = self.out / "job.json"
+        job.write_text(json.dumps({"task": asdict(self.task), "out": str(self.out), **self.wanted}))
+        environ = [self.environment(rank).to_environ() for rank in range(self.p * self.d)]
+        spec = self.out / "world.json"
+        spec.write_text(json.dumps({"environ": environ, "script": str(SCRIPT), "job": str(job)}))
+        self.zygote.start(spec)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pid in (self._pids() or {}).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.exit_codes()
+
+    def exit_codes(self) -> list[int]:
+        """Waits for all ranks."""
+        ends = self.ends()
+        return [ends[rank]["code"] for rank in sorted(ends)]
+
+    def ends(self) -> dict[int, dict[str, Any]]:
+        """By rank: its exit code, and when it ended on the monotonic clock. Waits for all ranks."""
+        return wait_for(lambda: ends if len(ends := self._events("code")) == self.p * self.d else None)
+
+    def _pids(self) -> dict[int, int] | None:
+        started = self._events("pid")
+        return {rank: event["pid"] for rank, event in started.items() if rank not in self._events("code")}
+
+    def _events(self, key: str) -> dict[int, dict[str, Any]]:
+        path = self.out / "events.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {event["rank"]: event for event in events if key in event}
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.out.glob("rank*.log")))
+
+    def finish(self) -> Outcome:
+        """Waits for all ranks, which must end well, and gathers their results."""
+        codes = self.exit_codes()
+        assert codes == [0] * len(codes), f"exit codes {codes}\n{self.logs()}"
+        ranks = [json.loads((self.out / f"rank{rank}.json").read_text()) for rank in range(len(codes))]
+        parameters = [torch.load(self.out / f"rank{rank}.pt") for rank in range(len(codes))]
+        return Outcome(ranks, parameters)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks wrote."""
+
+    ranks: list[dict[str, Any]]
+    held: list[dict[str, Tensor]]
+
+    @property
+    def losses(self) -> list[float]:
+        """By step; the same on every rank."""
+        return self._same("loss")
+
+    @property
+    def norms(self) -> list[float]:
+        return self._same("norm")
+
+    def _same(self, key: str) -> list[float]:
+        columns = [[step[key] for step in rank["steps"]] for rank in self.ranks]
+        assert all(column == columns[0] for column in columns), f"ranks differ in {key}: {columns}"
+        return columns[0]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Those of all stages; where several ranks hold one, they must hold the same to the last bit."""
+        merged: dict[str, Tensor] = {}
+        for held in self.held:
+            for name, tensor in held.items():
+                assert torch.equal(merged.setdefault(name, tensor), tensor), f"ranks differ in {name}"
+        return merged

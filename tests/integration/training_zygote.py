@@ -1,0 +1,76 @@
+"""Imports torch and Varuna once, then forks the ranks of one world after the other: importing takes longer than a test.
+
+Each line on standard input is the path of a world's `world.json`. For it a supervisor is forked, in a process group of
+its own, which forks the ranks and notes in `events.jsonl` beside the file when each starts and ends. Nothing here
+starts a thread before forking. The ranks come back to this module's top level and so begin and end as scripts do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import varuna
+from small_gpt import Task, example_batch, make_model
+from varuna.partition import trace
+
+
+def serve() -> dict[str, str] | None:
+    """Returns, in each rank, what to run; None at the end of input."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors need no waiting for
+    for line in sys.stdin:
+        if os.fork() == 0:
+            return supervise(Path(line.strip()))
+    return None
+
+
+def supervise(spec: Path) -> dict[str, str]:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setpgid(0, 0)
+    world = json.loads(spec.read_text())
+    with spec.with_name("events.jsonl").open("a", buffering=1) as events, socket.socket() as held:
+        events.write(json.dumps({"supervisor": os.getpid()}) + "\n")
+        # The port is held open from here and handed to rank 0, as an agent does it.
+        held.bind(("127.0.0.1", 0))
+        ranks: dict[int, int] = {}
+        for rank, environ in enumerate(world["environ"]):
+            environ["MASTER_PORT"] = str(held.getsockname()[1])
+            environ["VARUNA_RENDEZVOUS_FD"] = str(os.dup(held.fileno())) if rank == 0 else "-1"
+            pid = os.fork()
+            if pid == 0:
+                become_rank(spec.with_name(f"rank{rank}.log"), environ)
+                return {"script": world["script"], "job": world["job"]}
+            if rank == 0:
+                os.close(int(environ["VARUNA_RENDEZVOUS_FD"]))
+            ranks[pid] = rank
+            events.write(json.dumps({"rank": rank, "pid": pid}) + "\n")
+        while ranks:
+            pid, status = os.wait()
+            end = {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status), "at": time.monotonic()}
+            events.write(json.dumps(end) + "\n")
+    os._exit(0)
+
+
+def become_rank(log: Path, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.close(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    trace(make_model(Task()), example_batch(2))  # imports what torch imports at the first use of fake tensors
+    assert varuna.Varuna
+    told = serve()
+    if told is not None:
+        sys.argv = [told["script"], told["job"]]
+        runpy.run_path(told["script"], run_name="__main__")

@@ -1,0 +1,46 @@
+"""The one small reduction over all ranks at the end of a step: after it every rank knows the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from varuna.launch import Group
+from varuna.saves import Wishes
+
+__all__ = ["Totals", "agree"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What one rank adds, or what all ranks together came to."""
+
+    loss_sum: float
+    """Sum over examples of their micro-batch's mean loss."""
+    examples: int
+    squared_norm: float = 0.0
+    """Of the gradient."""
+    wishes: Wishes = field(default_factory=Wishes)
+
+    @property
+    def loss(self) -> float:
+        """The mean over the examples. Raises ValueError when there are none."""
+        if self.examples == 0:
+            raise ValueError("no rank had an example in this batch: inputs need at least one")
+        return self.loss_sum / self.examples
+
+
+def agree(group: Group, own: Totals) -> Totals:
+    """The sums over all ranks; a wish of any is a wish of all. In float64; equal to the last bit everywhere."""
+    wishes = own.wishes
+    values = [own.loss_sum, own.examples, own.squared_norm, wishes.save, wishes.busy, wishes.leave]
+    vector = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    group.all_reduce([vector])
+    loss_sum, examples, squared_norm, save, busy, leave = vector.tolist()
+    return Totals(
+        loss_sum=loss_sum,
+        examples=round(examples),
+        squared_norm=squared_norm,
+        wishes=Wishes(save=save > 0, busy=busy > 0, leave=leave > 0),
+    )

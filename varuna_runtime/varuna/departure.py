@@ -1,0 +1,117 @@
+"""Why and how a worker leaves its generation.
+
+A worker never sits in a call that cannot be left: whatever waits, waits on `Departure.condition` and looks at
+`Departure` each time it is woken. The two ways out are `SystemExit`s, so that a script's `except Exception` does not
+swallow them and `finally` blocks still run; a watchdog ends the process when they take longer than a grace period.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import structlog
+from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
+
+__all__ = ["Departure", "GenerationEnded", "PeerLost", "end_process"]
+
+_log = structlog.get_logger("varuna")
+
+LEAVE_GRACE_S = 0.5
+"""What a script's `finally` blocks have before the process is ended under them."""
+
+_RECHECK_S = 1.0
+"""Every wait looks again after this long, so that a lost wake-up would cost time and not the job."""
+
+
+class GenerationEnded(SystemExit):
+    """This worker was told to leave: its generation is over. The process exits with code 75."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_GENERATION_ENDED)
+        self.reason = reason
+
+
+class PeerLost(SystemExit):
+    """Another rank of the generation is gone, so no further step can be finished. The process exits with code 76."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_PEER_LOST)
+        self.reason = reason
+
+
+def end_process(code: int) -> None:
+    """Ends this process at once. Interpreter shutdown would wait for threads that sit inside gloo."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # the log's reader is gone or the script closed the stream: there is nobody to tell
+    os._exit(code)
+
+
+class Departure:
+    """Whether this worker must leave; set by any thread, watched by everything that waits.
+
+    `condition` is the one condition variable of the worker: arriving data, finished sends and collectives notify it
+    too, so a wait ends as soon as what it waits for, or a reason to leave, is there.
+    """
+
+    def __init__(self, end: Callable[[int], None] = end_process, grace_s: float = LEAVE_GRACE_S) -> None:
+        self.condition = threading.Condition()
+        self._end = end
+        self._grace_s = grace_s
+        self._exit: GenerationEnded | PeerLost | None = None
+        self._failure: BaseException | None = None
+        self._save_first = False
+
+    @property
+    def exit_code(self) -> int | None:
+        """The code with which this worker leaves; None while it stays."""
+        return None if self._exit is None else int(str(self._exit.code))
+
+    @property
+    def save_first(self) -> bool:
+        """Whether this worker was asked to leave after a save at the end of the step."""
+        return self._save_first
+
+    def ask_save_first(self) -> None:
+        """Notes that the generation shall save at the end of the step and leave."""
+        with self.condition:
+            self._save_first = True
+            self.condition.notify_all()
+
+    def leave(self, exit_: GenerationEnded | PeerLost) -> None:
+        """Makes every wait raise `exit_` and ends the process after the grace period. The first reason stands."""
+        with self.condition:
+            if self._exit is not None:
+                return
+            self._exit = exit_
+            self.condition.notify_all()
+        _log.warning("leaving the generation", reason=exit_.reason, exit_code=exit_.code)
+        watchdog = threading.Timer(self._grace_s, self._end, args=(int(str(exit_.code)),))
+        watchdog.daemon = True
+        watchdog.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Makes every wait raise RuntimeError from `error`: a thread of the runtime itself broke."""
+        with self.condition:
+            self._failure = self._failure or error
+            self.condition.notify_all()
+
+    def check(self) -> None:
+        """Raises what makes this worker leave, if anything does."""
+        if self._exit is not None:
+            raise type(self._exit)(self._exit.reason)
+        if self._failure is not None:
+            raise RuntimeError(f"a thread of the Varuna runtime failed: {self._failure!r}") from self._failure
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Waits until `ready()`, which is called under `condition`. Raises as `check` does."""
+        with self.condition:
+            self.check()
+            while not ready():
+                self.condition.wait(_RECHECK_S)
+                self.check()

@@ -1,0 +1,217 @@
+"""How this process meets its peers: its environment, the rendezvous store, and the process groups of its generation.
+
+The groups are made directly over gloo and keyed by job and generation, apart from `torch.distributed`'s default group,
+so that the script may or may not call `init_process_group`, and two generations can never meet in one group.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from varuna_proto.environment import Mode, WorkerEnvironment, parse_stage_to_rank_map
+
+from varuna._gloo import NEVER, GlooGroup, Work, connect_group, first_line
+from varuna.departure import Departure, PeerLost
+
+__all__ = ["Group", "Rendezvous", "get_this_rank_config_varuna", "get_varuna_config", "worker_environment"]
+
+RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+"""How long the ranks of a generation wait for each other to come up."""
+
+
+def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
+    """(P, D): pipeline stages and data-parallel replicas of a stage-to-rank map. Raises ValueError when malformed."""
+    return parse_stage_to_rank_map(stage_to_rank_map)
+
+
+def get_this_rank_config_varuna(stage_to_rank_map: str, rank: int) -> tuple[int, int]:
+    """(stage, replica) of `rank`. Raises ValueError when the map is malformed or the rank is not in it."""
+    p, d = parse_stage_to_rank_map(stage_to_rank_map)
+    for stage, ranks in enumerate(stage_to_rank_map.split(";")):
+        for replica, text in enumerate(ranks.split(",")):
+            if int(text) == rank:
+                return stage, replica
+    raise ValueError(f"rank {rank} is not in stage_to_rank_map {stage_to_rank_map!r}, which has ranks 0 to {p * d - 1}")
+
+
+def worker_environment(
+    environ: Mapping[str, str] | None = None,
+    *,
+    stage_to_rank_map: str | None = None,
+    batch_size: int | None = None,
+    chunk_size: int | None = None,
+) -> WorkerEnvironment:
+    """What the launcher says about this process, or, without a launcher, a single process: P = D = 1.
+
+    The arguments are the script's own; one that is None is left to the launcher. Sizes that nobody gives are 0.
+    Raises ValueError when an argument contradicts the launcher.
+    """
+    environment = WorkerEnvironment.from_environ(os.environ if environ is None else environ)
+    if environment is None:
+        if stage_to_rank_map is not None and get_varuna_config(stage_to_rank_map) != (1, 1):
+            raise ValueError(
+                f"stage_to_rank_map={stage_to_rank_map!r} has more than one rank, but this process was not started by "
+                "the varuna launcher: submit the script as a job, or leave the argument out to run as a single process"
+            )
+        return _single_process(batch_size or 0, chunk_size or batch_size or 0)
+    if environment.mode is Mode.CALIBRATE:
+        return environment  # sizes and shape of the coming plan are what is being found out
+    for name, value, known in (
+        ("stage_to_rank_map", stage_to_rank_map, environment.stage_to_rank_map),
+        ("batch_size", batch_size, environment.global_batch),
+        ("chunk_size", chunk_size, environment.micro_batch),
+    ):
+        if value is not None and value != known:
+            raise ValueError(
+                f"{name}={value!r} contradicts the launcher, which says {known!r}: leave the argument out"
+                + (" or submit the job with this global batch" if name == "batch_size" else "")
+            )
+    return environment
+
+
+def _single_process(global_batch: int, micro_batch: int) -> WorkerEnvironment:
+    return WorkerEnvironment(
+        job_id="local",
+        generation=1,
+        mode=Mode.TRAIN,
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        rendezvous_host="127.0.0.1",
+        rendezvous_port=0,
+        p=1,
+        d=1,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+
+class Group:
+    """Collectives among some ranks, which are left when the worker must leave.
+
+    They run asynchronously inside gloo; its completion callbacks wake the caller, who waits on the departure.
+    """
+
+    def __init__(self, group: GlooGroup | None, ranks: Sequence[int], departure: Departure) -> None:
+        self.ranks = tuple(ranks)
+        self._group = group
+        self._departure = departure
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Sums each tensor over the ranks, in place. Every rank passes the same shapes in the same order."""
+        if self._group is None:
+            return
+        options = AllreduceOptions()
+        options.timeout = NEVER
+        self._run([partial(self._group.allreduce, [t], options) for t in tensors])
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Copies each tensor from the group's first rank to the others, in place."""
+        if self._group is None:
+            return
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = NEVER
+        self._run([partial(self._group.broadcast, [t], options) for t in tensors])
+
+    def _run(self, operations: Sequence[Callable[[], Work]]) -> None:
+        self._departure.check()
+        try:
+            works = [operation() for operation in operations]
+        except RuntimeError as error:
+            return self._lost(error)
+        unfinished = len(works)
+
+        def finished(_: object) -> None:
+            nonlocal unfinished
+            with self._departure.condition:
+                unfinished -= 1
+                self._departure.condition.notify_all()
+
+        # Counted here, and not read from `is_completed`, which turns true only after the callbacks have run.
+        for work in works:
+            work.get_future().then(finished)
+        self._departure.wait_until(lambda: unfinished == 0)
+        try:
+            for work in works:
+                work.wait(NEVER)  # returns or raises at once, for it is finished
+        except RuntimeError as error:
+            return self._lost(error)
+
+    def _lost(self, error: RuntimeError) -> None:
+        self._departure.leave(PeerLost(f"a collective among ranks {self.ranks} failed: {first_line(error)}"))
+        self._departure.check()
+
+
+class Rendezvous:
+    """The store through which the ranks of a generation find each other, and the maker of their groups."""
+
+    def __init__(self, environment: WorkerEnvironment, departure: Departure) -> None:
+        """Connects to the store, which rank 0 serves. Raises PeerLost when it cannot be reached in time."""
+        self._environment = environment
+        self._departure = departure
+        self.store: Store = HashStore()
+        if environment.world_size > 1:
+            self.store = PrefixStore(f"varuna/{environment.job_id}/{environment.generation}", self._connect())
+
+    def _connect(self) -> Store:
+        environment = self._environment
+        serves = environment.rank == 0
+        # Passing the agent's own socket closes the gap in which another process could take the port.
+        fd = environment.rendezvous_fd if serves and environment.rendezvous_fd >= 0 else None
+        try:
+            return TCPStore(
+                environment.rendezvous_host,
+                environment.rendezvous_port,
+                environment.world_size,
+                serves,
+                RENDEZVOUS_TIMEOUT,
+                wait_for_workers=False,
+                multi_tenant=True,  # the script's own init_process_group may share it
+                master_listen_fd=fd,
+            )
+        except RuntimeError as error:
+            self._unreachable(error)
+            raise
+
+    def group(self, name: str, ranks: Sequence[int]) -> Group:
+        """The group of `ranks`, which must include this one. All of them call this in the same order of names."""
+        return Group(self.gloo(name, ranks) if len(ranks) > 1 else None, ranks, self._departure)
+
+    def gloo(self, name: str, ranks: Sequence[int]) -> GlooGroup:
+        """As `group`, but gloo's own object, whose operations the caller must be able to leave."""
+        own = list(ranks).index(self._environment.rank)
+        self._departure.check()
+        try:
+            store = PrefixStore(name, self.store)
+            return connect_group(store, own, len(ranks), address=self._own_address(), timeout=RENDEZVOUS_TIMEOUT)
+        except RuntimeError as error:
+            self._unreachable(error)
+            raise
+
+    def _own_address(self) -> str:
+        """The address of this machine on the network that leads to rank 0; a host's name may resolve to loopback."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self._environment.rendezvous_host, self._environment.rendezvous_port))  # sends nothing
+            address: str = probe.getsockname()[0]
+            return address
+
+    def _unreachable(self, error: RuntimeError) -> None:
+        where = f"{self._environment.rendezvous_host}:{self._environment.rendezvous_port}"
+        self._departure.leave(PeerLost(f"the ranks did not find each other through {where}: {first_line(error)}"))
+        self._departure.check()

@@ -1,0 +1,354 @@
+"""The engine: runs one stage's share of a mini-batch, one action at a time, as the planner's `choose` says.
+
+Letters: P stages, N micro-batches of this replica in this pass, F forward, R recompute, B backward.
+
+Nothing is planned ahead here. After each action the engine asks `choose` with what is done and what has arrived; WAIT
+means waiting until a message arrives or the worker must leave. Micro-batches go in order on every link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from varuna_planner.schedule import WAIT, Op, Policy, choose, stash_cap
+
+from varuna.departure import Departure
+from varuna.partition.batch import take_examples
+from varuna.pipeline.randomness import generators_left_as_found, seed_generators, stream_seed
+from varuna.pipeline.timing import PassTimer
+from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
+
+__all__ = ["Boundary", "Engine", "Links", "MicroBatch", "PassResult", "Position", "Stage", "cut_inputs"]
+
+
+class Boundary(Protocol):
+    """What the engine needs to know of one tensor that crosses between stages (`varuna.partition.Boundary`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def requires_grad(self) -> bool: ...
+    def shape_for(self, batch: int, /) -> tuple[int, ...]: ...
+
+
+class Stage(Protocol):
+    """What the engine runs (`varuna.partition.Stage`)."""
+
+    on_section: Callable[[int], None] | None
+
+    @property
+    def receives(self) -> Sequence[Boundary]: ...
+    @property
+    def sends(self) -> Sequence[Boundary]: ...
+    @property
+    def is_last(self) -> bool: ...
+    def forward(self, inputs: dict[str, Any], received: list[Tensor], /) -> list[Tensor] | Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where the stage stands in the pipeline, and how it orders its work."""
+
+    stage: int
+    p: int
+    policy: Policy
+    run_ahead: int
+    recompute: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The stage's connections; None where the pipeline ends."""
+
+    activations_in: Inbox | None = None
+    activations_out: Outbox | None = None
+    gradients_in: Inbox | None = None
+    gradients_out: Outbox | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the model gets for one micro-batch."""
+
+    index: int
+    """In the global batch: the key of its random streams."""
+    examples: int
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassResult:
+    """What a pass over the replica's micro-batches came to on this rank."""
+
+    loss_sum: float
+    """Sum over micro-batches of mean loss times examples; 0 except on the last stage."""
+    examples: int
+    """That `loss_sum` is over; 0 except on the last stage."""
+    forward_us: int
+    """Median per micro-batch."""
+    backward_us: int
+    wait_us: int
+    """Time in which no op ran."""
+
+
+@dataclass
+class _InFlight:
+    """What a micro-batch leaves in memory between its forward and its backward."""
+
+    micro_batch: MicroBatch
+    received: list[Tensor]
+    outputs: list[Tensor] | None = None
+    """None after a forward that is to be recomputed."""
+
+
+@dataclass
+class _Pass:
+    """The state of one pass."""
+
+    micro_batches: Sequence[MicroBatch]
+    timer: PassTimer
+    activations: _Intake
+    gradients: _Intake
+    forwards: int = 0
+    recomputes: int = 0
+    backwards: int = 0
+    in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Engine:
+    """Runs a stage for whole passes: `train` with backward, `evaluate` without."""
+
+    def __init__(
+        self, stage: Stage, position: Position, links: Links, device: torch.device, departure: Departure
+    ) -> None:
+        self._stage = stage
+        self._position = position
+        self._links = links
+        self._device = device
+        self._departure = departure
+        self._gradients_sent = [b for b in stage.receives if b.requires_grad]
+        self._gradients_received = [b for b in stage.sends if b.requires_grad]
+
+    def train(self, micro_batches: Sequence[MicroBatch], *, global_batch: int, seed: int, step: int) -> PassResult:
+        """Forward and backward of all micro-batches. Adds to the parameters' gradients the gradient of
+        sum over micro-batches of examples/global_batch * mean loss.
+        """
+        run = self._begin(micro_batches, self._gradients_received)
+        n = len(micro_batches)
+        with generators_left_as_found(self._device):
+            while run.backwards < n:
+                action = self._choose_or_wait(run)
+                with run.timer.measure(Op(action).name):
+                    if action == Op.F:
+                        self._forward(run, seed, step)
+                    elif action == Op.R:
+                        self._recompute(run, seed, step)
+                    else:
+                        self._backward(run, global_batch)
+        return self._finish(run)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> PassResult:
+        """Forward of all micro-batches, in order, without gradients."""
+        run = self._begin(micro_batches, ())
+        with torch.no_grad(), generators_left_as_found(self._device):
+            for number, micro_batch in enumerate(micro_batches):
+                self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
+                with run.timer.measure(Op.F.name):
+                    outputs = self._run_stage(micro_batch, run.activations.take(number, self._device))
+                    self._emit(run, outputs)
+                run.forwards += 1
+        return self._finish(run)
+
+    def _begin(self, micro_batches: Sequence[MicroBatch], gradients: Sequence[Boundary]) -> _Pass:
+        position, sizes = self._position, [micro_batch.examples for micro_batch in micro_batches]
+        ahead = max(1, stash_cap(position.policy.code, position.stage, position.p, len(sizes), position.run_ahead))
+        return _Pass(
+            micro_batches,
+            PassTimer(self._device),
+            _Intake(self._links.activations_in, self._stage.receives, sizes, ahead),
+            _Intake(self._links.gradients_in, gradients, sizes, ahead),
+        )
+
+    def _finish(self, run: _Pass) -> PassResult:
+        for outbox in (self._links.activations_out, self._links.gradients_out):
+            if outbox is not None:
+                outbox.drain()
+        medians, wait_us = run.timer.finish()
+        losses = [float(loss) for loss in run.losses]
+        return PassResult(
+            loss_sum=sum(loss * mb.examples for loss, mb in zip(losses, run.micro_batches, strict=False)),
+            examples=sum(mb.examples for mb in run.micro_batches) if self._stage.is_last else 0,
+            forward_us=medians.get("F", 0),
+            backward_us=medians.get("B", 0),
+            wait_us=wait_us,
+        )
+
+    def _choose_or_wait(self, run: _Pass) -> int:
+        action = WAIT
+
+        def can_act() -> bool:
+            nonlocal action
+            action = self._choose(run)
+            return action != WAIT
+
+        self._departure.wait_until(can_act)
+        return action
+
+    def _choose(self, run: _Pass) -> int:
+        position = self._position
+        return choose(
+            position.policy.code,
+            position.stage,
+            position.p,
+            len(run.micro_batches),
+            position.run_ahead,
+            position.recompute,
+            run.forwards,
+            run.recomputes,
+            run.backwards,
+            run.activations.arrived,
+            # Where no gradient comes from below, a backward may follow its forward at once.
+            run.gradients.arrived if run.gradients.has_source else run.forwards,
+        )
+
+    def _forward(self, run: _Pass, seed: int, step: int) -> None:
+        number, micro_batch = run.forwards, run.micro_batches[run.forwards]
+        received = run.activations.take(number, self._device)
+        for tensor, boundary in zip(received, self._stage.receives, strict=False):
+            tensor.requires_grad_(boundary.requires_grad)
+        in_flight = _InFlight(micro_batch, received)
+        with torch.set_grad_enabled(not self._position.recompute), self._streams(seed, step, micro_batch):
+            outputs = self._run_stage(micro_batch, received)
+        self._emit(run, outputs)
+        if not self._position.recompute:
+            in_flight.outputs = outputs
+        run.in_flight[number] = in_flight
+        run.forwards += 1
+
+    def _recompute(self, run: _Pass, seed: int, step: int) -> None:
+        in_flight = run.in_flight[run.recomputes]
+        with torch.enable_grad(), self._streams(seed, step, in_flight.micro_batch):
+            in_flight.outputs = self._run_stage(in_flight.micro_batch, in_flight.received)
+        run.recomputes += 1
+
+    def _backward(self, run: _Pass, global_batch: int) -> None:
+        number = run.backwards
+        in_flight = run.in_flight.pop(number)
+        assert in_flight.outputs is not None, "choose gave B before R"
+        if self._stage.is_last:
+            weight = in_flight.micro_batch.examples / global_batch
+            gradients = [torch.full_like(loss, weight) for loss in in_flight.outputs]
+            outputs = in_flight.outputs
+        else:
+            gradients = run.gradients.take(number, self._device)
+            outputs = [o for o, b in zip(in_flight.outputs, self._stage.sends, strict=True) if b.requires_grad]
+        # A boundary that needs gradients in general may still hold a tensor that nothing trainable led to.
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        if self._links.gradients_out is not None and self._gradients_sent:
+            wanted = [t for t, b in zip(in_flight.received, self._stage.receives, strict=True) if b.requires_grad]
+            self._links.gradients_out.send([torch.zeros_like(t) if t.grad is None else t.grad for t in wanted])
+        run.backwards += 1
+
+    def _run_stage(self, micro_batch: MicroBatch, received: list[Tensor]) -> list[Tensor]:
+        """The stage's forward; guards what must stay as it is for a recompute, which would else be silently wrong."""
+        inputs = tree_map(partial(_to_device, device=self._device), micro_batch.inputs)
+        kept = {
+            **{f"the input {name!r}": v for name, v in micro_batch.inputs.items() if isinstance(v, Tensor)},
+            **{f"what it receives, {b.name!r},": t for b, t in zip(self._stage.receives, received, strict=True)},
+        }
+        versions = {name: tensor._version for name, tensor in kept.items()}
+        outputs = self._stage.forward(inputs, received)
+        for name, tensor in kept.items():
+            if tensor._version != versions[name]:
+                raise RuntimeError(
+                    f"stage {self._position.stage}: the model changes {name} in place, which Varuna needs unchanged: "
+                    "write it out of place (y = x + 1, not x += 1)"
+                )
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    def _emit(self, run: _Pass, outputs: list[Tensor]) -> None:
+        if self._stage.is_last:
+            run.losses.append(outputs[0].detach())
+        elif self._links.activations_out is not None and outputs:
+            self._links.activations_out.send(outputs)
+
+    def _streams(self, seed: int, step: int, micro_batch: MicroBatch) -> _SectionStreams:
+        return _SectionStreams(self._stage, partial(self._seed_section, seed, step, micro_batch.index))
+
+    def _seed_section(self, seed: int, step: int, micro_batch: int, section: int) -> None:
+        seed_generators(self._device, stream_seed(seed, step, micro_batch, section))
+
+
+class _SectionStreams:
+    """Has the stage call `on_section` within a `with` block."""
+
+    def __init__(self, stage: Stage, on_section: Callable[[int], None]) -> None:
+        self._stage = stage
+        self._on_section = on_section
+
+    def __enter__(self) -> None:
+        self._stage.on_section = self._on_section
+
+    def __exit__(self, *_: object) -> None:
+        self._stage.on_section = None
+
+
+class _Intake:
+    """The messages of one pass from one link, with room made ahead for as many as can be in flight."""
+
+    def __init__(self, inbox: Inbox | None, boundaries: Sequence[Boundary], sizes: Sequence[int], ahead: int) -> None:
+        self.has_source = inbox is not None and len(boundaries) > 0
+        self._inbox = inbox if self.has_source else None
+        self._boundaries = boundaries
+        self._sizes = sizes
+        self._before = 0 if self._inbox is None else self._inbox.arrived
+        self._posted = 0
+        for _ in range(min(ahead, len(sizes))):
+            self._post()
+
+    @property
+    def arrived(self) -> int:
+        """Messages of this pass that are here; all of them when there is nobody to send any."""
+        return len(self._sizes) if self._inbox is None else self._inbox.arrived - self._before
+
+    def take(self, number: int, device: torch.device) -> list[Tensor]:
+        """The tensors of one micro-batch, on the device."""
+        if self._inbox is None:
+            return []
+        tensors = self._inbox.take(self._before + number)
+        if self._posted < len(self._sizes):
+            self._post()
+        return [t.to(device, non_blocking=True) for t in tensors]
+
+    def _post(self) -> None:
+        assert self._inbox is not None or not self.has_source
+        if self._inbox is not None:
+            examples = self._sizes[self._posted]
+            self._inbox.post([TensorSpec(b.shape_for(examples), b.dtype) for b in self._boundaries])
+        self._posted += 1
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def cut_inputs(inputs: Mapping[str, Any], sizes: Sequence[int], first_index: int) -> list[MicroBatch]:
+    """Cuts a replica's inputs into micro-batches of `sizes`, numbered from `first_index` in the global batch."""
+    batches = []
+    start = 0
+    for offset, size in enumerate(sizes):
+        part = take_examples(inputs, slice(start, start + size))
+        batches.append(MicroBatch(first_index + offset, size, part))
+        start += size
+    return batches

@@ -1,0 +1,94 @@
+"""Checkpoints that nobody asks for: how often, at which step boundary, and the last one before leaving.
+
+All ranks must save at the same boundary. So every rank adds its wishes to the reduction at the end of a step, and what
+comes back, the same everywhere, is done at the start of the next: by then the script has stepped its scheduler too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from varuna.checkpoint import Checkpointer, SaveOutcome, TrainingState, next_save_due
+from varuna.departure import Departure, GenerationEnded
+
+__all__ = ["AutomaticSaves", "Wishes", "wait_for_save"]
+
+_log = structlog.get_logger("varuna")
+
+_LOOK_UP_S = 0.1
+"""How often a wait for a save looks whether the worker must leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What one rank, or after the reduction any rank, wants at the coming step boundary."""
+
+    save: bool = False
+    busy: bool = False
+    """An earlier save is in flight, so another must not start."""
+    leave: bool = False
+    """Save, then leave the generation."""
+
+
+class AutomaticSaves:
+    """The automatic checkpoints of one rank; does nothing but leave when there is no checkpointer."""
+
+    def __init__(self, checkpointer: Checkpointer | None, departure: Departure, *, decides: bool) -> None:
+        """`decides`: whether this rank is the one that says when a save is due."""
+        self._checkpointer = checkpointer
+        self._departure = departure
+        self._decides = decides
+        self._last_save_s = time.monotonic()
+        self._agreed = Wishes()
+
+    def wishes(self) -> Wishes:
+        """What this rank wants, for the reduction at the end of a step."""
+        leave = self._departure.save_first
+        if self._checkpointer is None:
+            return Wishes(leave=leave)
+        due = False
+        if self._decides:
+            due, _ = next_save_due(
+                time.monotonic(),
+                last_save_s=self._last_save_s,
+                last_stall_s=self._checkpointer.last_stall_s,
+                last_write_s=self._checkpointer.last_write_s,
+                in_flight=self._checkpointer.in_flight,
+            )
+        return Wishes(save=due, busy=self._checkpointer.in_flight, leave=leave)
+
+    def agree(self, wishes: Wishes) -> None:
+        """Takes note of what all ranks together want."""
+        self._agreed = wishes
+
+    def at_boundary(self, step: int, state: Callable[[], TrainingState]) -> None:
+        """Does what was agreed, for the state after `step` steps. Raises GenerationEnded when that was to leave."""
+        agreed, self._agreed = self._agreed, Wishes()
+        if agreed.leave:
+            self._save_and_leave(step, state)
+        elif agreed.save and not agreed.busy and self._checkpointer is not None:
+            self._last_save_s = time.monotonic()
+            self._checkpointer.save(step, state())
+
+    def _save_and_leave(self, step: int, state: Callable[[], TrainingState]) -> None:
+        outcome = "not saved: the job has no checkpoint store"
+        if self._checkpointer is not None:
+            wait_for_save(self._checkpointer, self._departure)
+            self._checkpointer.save(step, state())
+            saved = wait_for_save(self._checkpointer, self._departure)
+            outcome = "not saved" if saved is None else f"{saved.result} {saved.error}".strip()
+        self._departure.leave(GenerationEnded(f"the agent said to save and leave; step {step}: {outcome}"))
+        self._departure.check()
+
+
+def wait_for_save(checkpointer: Checkpointer, departure: Departure) -> SaveOutcome | None:
+    """Waits for the save in flight and returns the newest outcome. Raises what makes the worker leave."""
+    outcome = checkpointer.wait(_LOOK_UP_S)
+    while checkpointer.in_flight:
+        departure.check()
+        outcome = checkpointer.wait(_LOOK_UP_S)
+    return outcome

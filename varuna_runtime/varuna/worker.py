@@ -1,0 +1,75 @@
+"""This process as a worker of a generation: what it was told, whom it reports to, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import dataclass
+
+import torch
+from varuna_proto.environment import WorkerEnvironment
+
+from varuna.agent_link import AgentLink, install_excepthook
+from varuna.departure import Departure, end_process
+from varuna.launch import Rendezvous
+from varuna.topology import Topology
+
+__all__ = ["Worker", "choose_device"]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What every part of the runtime needs of this process."""
+
+    environment: WorkerEnvironment
+    topology: Topology
+    departure: Departure
+    link: AgentLink
+    rendezvous: Rendezvous
+
+    @classmethod
+    def join(cls, environment: WorkerEnvironment) -> Worker:
+        """Reports to the agent, meets the other ranks, and sees to it that this process never hangs when it ends.
+
+        Raises ConnectionError when the agent is not there, PeerLost when the other ranks do not come.
+        """
+        departure = Departure()
+        # A process that leaves has threads inside gloo, for which interpreter shutdown would wait: it ends before that.
+        atexit.register(_end_if_leaving, departure)
+        link = AgentLink(environment, departure)
+        if environment.world_size > 1 or environment.agent_socket:
+            install_excepthook(link)
+        rendezvous = Rendezvous(environment, departure)
+        topology = Topology(environment.p, environment.d, environment.rank)
+        return cls(environment, topology, departure, link, rendezvous)
+
+
+def _end_if_leaving(departure: Departure) -> None:
+    if departure.exit_code is not None:
+        end_process(departure.exit_code)
+
+
+def choose_device(
+    environment: WorkerEnvironment, device: int | str | torch.device | None, local_rank: int
+) -> torch.device:
+    """The device of this worker: the launcher's kind, and the script's index (else the local rank).
+
+    Raises ValueError when the script asks for another kind of device than the launcher gave it.
+    """
+    given = torch.device(environment.device)
+    index: int | None
+    if isinstance(device, str | torch.device):
+        asked = torch.device(device)
+        if asked.type != given.type:
+            raise ValueError(
+                f"device={str(asked)!r}, but the launcher gave this worker a {given.type!r} device: leave it out"
+            )
+        index = asked.index if ":" in str(asked) else None
+    else:
+        index = device if device is not None and device >= 0 else None
+    if given.type != "cuda":
+        return given
+    if index is None and ":" in environment.device:
+        index = given.index
+    if index is None:
+        index = local_rank if local_rank >= 0 else environment.local_rank
+    return torch.device("cuda", index)
