@@ -1,0 +1,1 @@
+"""What the manager shows to the outside: the agents' gRPC stream and REST."""

@@ -1,0 +1,1 @@
+"""The agents' end of the manager."""

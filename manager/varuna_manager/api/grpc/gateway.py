@@ -1,0 +1,157 @@
+"""The agents' stream: Hello and Heartbeat into the registry, reports into the store, commands out.
+
+A report is acknowledged after the transaction that holds it is committed; reports that came meanwhile go into the next
+one together. A heartbeat is acknowledged at once: that renews the agent's lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+import grpc
+import structlog
+from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import agent_pb2_grpc
+
+from varuna_manager.domain.observed import Rules
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.fleet import FleetService
+from varuna_manager.services.reports import ReportService
+from varuna_manager.services.sessions import AgentSession, AgentSessions
+from varuna_manager.services.vm_registry import Health, VmRegistry
+
+_REPORTS_AT_ONCE = 200
+
+
+class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
+    def __init__(
+        self,
+        *,
+        fleet: FleetService,
+        reports: ReportService,
+        registry: VmRegistry,
+        sessions: AgentSessions,
+        bell: Bell,
+        rules: Rules,
+    ) -> None:
+        self._fleet = fleet
+        self._reports = reports
+        self._registry = registry
+        self._sessions = sessions
+        self._bell = bell
+        self._rules = rules
+        self._log = structlog.get_logger("varuna.agents")
+
+    async def Connect(  # noqa: N802 - the protocol's name
+        self,
+        request_iterator: AsyncIterator[pb.AgentMessage],
+        context: grpc.aio.ServicerContext[pb.AgentMessage, pb.ManagerMessage],
+    ) -> AsyncIterator[pb.ManagerMessage]:
+        """One agent's stream, from its Hello to its end."""
+        first = await anext(request_iterator, None)
+        if first is None:
+            return
+        if first.WhichOneof("body") != "hello":
+            yield _refused(f"the first message must be Hello, not {first.WhichOneof('body')}")
+            return
+        hello = first.hello
+        refusal = await self._fleet.admit(hello)
+        if refusal is not None:
+            self._log.warning("an agent was refused", vm=hello.vm_id, reason=refusal)
+            yield _refused(refusal)
+            return
+        session = self._open(hello)
+        reading = asyncio.create_task(self._read(request_iterator, session))
+        try:
+            while (message := await session.next_message()) is not None:
+                yield message
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            self._end(session)
+
+    def _open(self, hello: pb.Hello) -> AgentSession:
+        running = {(worker.job_id, worker.generation) for worker in hello.workers}
+        seen = {(seen.job_id, seen.generation) for seen in hello.seen_generations}
+        session = AgentSession(hello.vm_id, hello.incarnation, running | seen)
+        welcome = pb.Welcome(lease_s=self._rules.lease_s, heartbeat_interval_s=self._rules.heartbeat_interval_s)
+        session.send(pb.ManagerMessage(welcome=welcome))
+        self._sessions.open(session)
+        workers = [
+            Health(job_id=worker.job_id, generation=worker.generation, rank=worker.rank, step=worker.step)
+            for worker in hello.workers
+        ]
+        self._registry.hello(hello.vm_id, rendezvous_port=hello.rendezvous_port, workers=workers)
+        self._log.info("an agent connected", vm=hello.vm_id, workers=len(workers), version=hello.agent_version)
+        self._bell.ring()
+        return session
+
+    def _end(self, session: AgentSession) -> None:
+        if self._sessions.end(session):
+            self._registry.disconnected(session.vm_id)
+            self._log.info("an agent's stream ended", vm=session.vm_id)
+            self._bell.ring()
+
+    # ------------------------------------------------------------ what comes in
+
+    async def _read(self, messages: AsyncIterator[pb.AgentMessage], session: AgentSession) -> None:
+        """Take what the agent sends until its stream ends; then end the session."""
+        reports: asyncio.Queue[pb.Report] = asyncio.Queue()
+        writer = asyncio.create_task(self._write_reports(reports, session))
+        try:
+            async for message in messages:
+                match message.WhichOneof("body"):
+                    case "heartbeat":
+                        self._heartbeat(message.heartbeat, session)
+                    case "report":
+                        reports.put_nowait(message.report)
+                    case "log_chunk":
+                        session.deliver_log(message.log_chunk)
+                    case other:
+                        self._log.warning("an agent sent what only starts a stream", vm=session.vm_id, kind=other)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            session.close()
+
+    def _heartbeat(self, heartbeat: pb.Heartbeat, session: AgentSession) -> None:
+        if self._sessions.get(session.vm_id) is not session:
+            return  # a newer stream of this VM is open
+        workers = tuple(_healths(heartbeat.workers))
+        if self._registry.heartbeat(session.vm_id, rendezvous_port=heartbeat.rendezvous_port, workers=workers):
+            self._bell.ring()
+        session.send(pb.ManagerMessage(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence)))
+
+    async def _write_reports(self, reports: asyncio.Queue[pb.Report], session: AgentSession) -> None:
+        while True:
+            batch = [await reports.get()]
+            while not reports.empty() and len(batch) < _REPORTS_AT_ONCE:
+                batch.append(reports.get_nowait())
+            try:
+                await self._reports.apply(session.vm_id, batch)
+            except Exception:
+                # Not stored, so not acknowledged: the agent sends them again on its next stream.
+                self._log.exception("reports could not be stored: the stream ends", vm=session.vm_id)
+                session.close()
+                return
+            through = max(report.number for report in batch)
+            session.send(pb.ManagerMessage(ack=pb.Ack(reports_through=through)))
+
+
+def _healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
+    for worker in workers:
+        yield Health(
+            job_id=worker.job_id,
+            generation=worker.generation,
+            rank=worker.rank,
+            step=worker.step,
+            forward_us=worker.forward_us,
+            backward_us=worker.backward_us,
+            memory_bytes=worker.memory_bytes,
+            wait_us=worker.wait_us,
+        )
+
+
+def _refused(reason: str) -> pb.ManagerMessage:
+    return pb.ManagerMessage(refused=pb.Refused(reason=reason))

@@ -1,0 +1,64 @@
+"""Errors as RFC 9457 problem documents whose `detail` is one line for a person."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from varuna_manager.services.errors import ConflictError, NotFoundError, ServiceError, UnavailableError
+
+_TITLES = {404: "Not found", 409: "Conflict", 422: "Invalid request", 503: "Not available now", 500: "Internal error"}
+_STATUS: dict[type[ServiceError], int] = {NotFoundError: 404, ConflictError: 409, UnavailableError: 503}
+
+
+def problem(status: int, detail: str, **extra: Any) -> JSONResponse:
+    document = {"type": "about:blank", "title": _TITLES.get(status, "Error"), "status": status, "detail": detail}
+    return JSONResponse({**document, **extra}, status_code=status, media_type="application/problem+json")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the app with a problem document."""
+    log = structlog.get_logger("varuna.http")
+
+    async def service_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ServiceError)
+        return problem(_STATUS[type(error)], str(error))
+
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        errors = [_field_error(entry) for entry in error.errors()]
+        return problem(422, "; ".join(entry["text"] for entry in errors), errors=errors)
+
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        log.error("a request failed", path=request.url.path, exc_info=error)
+        return problem(500, f"{type(error).__name__}: the manager's log has the traceback")
+
+    app.add_exception_handler(ServiceError, service_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _field_error(entry: dict[str, Any]) -> dict[str, str]:
+    """The field, its value, and what is wanted of it."""
+    path = ".".join(str(part) for part in entry["loc"] if part != "body")
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    kind = entry["type"]
+    if kind == "missing":
+        text = f"{path or 'the body'} is missing: give it"
+    elif kind == "extra_forbidden":
+        text = f"{path} is not a field of this: take it out, or check its spelling"
+    elif not path:
+        text = message
+    else:
+        text = f"{path} is {entry.get('input')!r}: {message[:1].lower()}{message[1:]}"
+    return {"field": path, "text": " ".join(text.split())}

@@ -1,0 +1,200 @@
+"""Loads what the job controller decides on: rows and live state, as the domain's frozen views."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
+from varuna_manager.domain.commands import Presence
+from varuna_manager.domain.observed import Device, GenerationView, JobView, Plan, Rules, StopView, VmView, WorkerView
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.domain.states import (
+    TERMINAL_JOB_STATES,
+    EndCause,
+    GenerationKind,
+    GenerationState,
+    VmState,
+)
+from varuna_manager.services.fleet import live_workers
+from varuna_manager.services.vm_registry import VmRegistry
+
+_BLAMELESS = frozenset({EndCause.VM_LOST, EndCause.NOTICE, EndCause.GROWTH, EndCause.CANCELLED, EndCause.PROFILED})
+"""Ends that say nothing against the job: the breaker does not count them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedJob:
+    """A job with its newest generation: the rows (detached, to read only) and the view for the decision."""
+
+    row: JobRow
+    version: int
+    spec: JobSpec
+    generation: GenerationRow | None
+    workers: tuple[WorkerRow, ...]
+    """Of that generation, by rank."""
+    view: JobView
+    """Without devices and proposal: these depend on the older jobs' decisions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    jobs: tuple[LoadedJob, ...]
+    """All that are not over, oldest first."""
+    vms: Mapping[str, VmView]
+    """All that are not gone."""
+    occupied: Mapping[Device, str]
+    """Devices with a worker that has not stopped, and the id of its job."""
+    presence: Mapping[str, tuple[Presence, ...]]
+    """By VM: every generation with a worker there that has not stopped."""
+
+    def devices_for(self, job: LoadedJob, claimed: frozenset[Device]) -> tuple[Device, ...]:
+        """The devices that the job may be launched on: of usable VMs, not another job's or claimed by an older one."""
+        devices = [Device(vm.id, index) for vm in self.vms.values() if vm.usable for index in range(vm.gpus)]
+        return tuple(sorted(d for d in devices if self.occupied.get(d, job.row.id) == job.row.id and d not in claimed))
+
+
+class SnapshotLoader:
+    def __init__(
+        self, database: Database, registry: VmRegistry, rules: Rules, now: Callable[[], float] = time.time
+    ) -> None:
+        self._database = database
+        self._registry = registry
+        self._rules = rules
+        self._now = now
+        self._started_at = now()
+
+    async def load(self) -> Snapshot:
+        """What is so now, from one read of the store and the registry."""
+        async with self._database.read() as session:
+            vm_rows = (await session.scalars(select(VmRow).where(VmRow.state != VmState.GONE.value))).all()
+            alive = await live_workers(session)
+            vms = self._vm_views(vm_rows, alive)
+            query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
+            rows = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
+            coming = sum(vm.state is VmState.REQUESTED for vm in vms.values())
+            jobs = [await self._load_job(session, row, vms, coming) for row in rows]
+            presence = await self._presence(session, alive)
+        occupied = {Device(worker.vm_id, worker.local_rank): worker.job_id for worker in alive}
+        return Snapshot(jobs=tuple(jobs), vms=vms, occupied=occupied, presence=presence)
+
+    def _vm_views(self, rows: Sequence[VmRow], alive: Sequence[WorkerRow]) -> dict[str, VmView]:
+        now = self._now()
+        return {
+            row.id: self._registry.view(row, now=now, workers=sum(worker.vm_id == row.id for worker in alive))
+            for row in rows
+        }
+
+    async def _load_job(self, session: AsyncSession, row: JobRow, vms: Mapping[str, VmView], coming: int) -> LoadedJob:
+        query = select(GenerationRow).where(GenerationRow.job_id == row.id).order_by(GenerationRow.number)
+        generations = (await session.scalars(query)).all()
+        newest = generations[-1] if generations else None
+        workers: tuple[WorkerRow, ...] = ()
+        if newest is not None:
+            of_newest = (WorkerRow.job_id == row.id, WorkerRow.generation == newest.number)
+            workers = tuple((await session.scalars(select(WorkerRow).where(*of_newest).order_by(WorkerRow.rank))).all())
+        spec = JobSpec.model_validate(row.spec)
+        failures, last_failure_at = _failures(generations)
+        view = JobView(
+            id=row.id,
+            name=row.name,
+            state=row.job_state,
+            created_at=row.created_at,
+            global_batch=spec.global_batch,
+            min_gpus=spec.resources.min_gpus,
+            max_gpus=spec.resources.max_gpus,
+            profiled_at=row.profiled_at,
+            generation=None if newest is None else self._generation_view(newest, workers, vms),
+            failures=failures,
+            last_failure_at=last_failure_at,
+            coming_vms=coming,
+        )
+        return LoadedJob(row=row, version=row.version, spec=spec, generation=newest, workers=workers, view=view)
+
+    def _generation_view(
+        self, row: GenerationRow, workers: Sequence[WorkerRow], vms: Mapping[str, VmView]
+    ) -> GenerationView:
+        stop = None
+        if row.stop_requested_at is not None:
+            mode, cause = row.mode_of_stop, row.stop_cause
+            assert mode is not None
+            assert cause is not None
+            stop = StopView(
+                mode=mode, cause=EndCause(cause), reason=row.stop_reason or "", requested_at=row.stop_requested_at
+            )
+        return GenerationView(
+            number=row.number,
+            kind=row.generation_kind,
+            state=row.generation_state,
+            workers=tuple(self._worker_view(worker, vms) for worker in workers),
+            # A manager that was away has missed the steps of that time: the clock starts with it.
+            progress_at=max(row.last_step_at or row.created_at, self._started_at),
+            plan=Plan.from_document(row.plan),
+            last_step=row.last_step,
+            stop=stop,
+            end_reason=row.end_reason or "",
+        )
+
+    def _worker_view(self, row: WorkerRow, vms: Mapping[str, VmView]) -> WorkerView:
+        vm = vms.get(row.vm_id)
+        return WorkerView(
+            rank=row.rank,
+            device=Device(row.vm_id, row.local_rank),
+            state=row.worker_state,
+            cause=row.exit_cause,
+            error=row.error_text or "",
+            stopped_at=row.stopped_at,
+            lease_over=vm is not None and vm.state is VmState.LOST and vm.silent_s >= self._rules.lease_s,
+        )
+
+    async def _presence(self, session: AsyncSession, alive: Sequence[WorkerRow]) -> dict[str, tuple[Presence, ...]]:
+        parts: dict[tuple[str, str, int], list[WorkerRow]] = {}
+        for worker in alive:
+            parts.setdefault((worker.vm_id, worker.job_id, worker.generation), []).append(worker)
+        found: dict[str, tuple[Presence, ...]] = {}
+        for (vm_id, job_id, number), workers in parts.items():
+            query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
+            generation = (await session.scalars(query)).one()
+            part = Presence(
+                job_id=job_id,
+                generation=number,
+                state=GenerationState(generation.state),
+                stop_mode=generation.mode_of_stop,
+                worker_states=tuple(worker.worker_state for worker in workers),
+            )
+            found[vm_id] = (*found.get(vm_id, ()), part)
+        return found
+
+
+def _failures(generations: Sequence[GenerationRow]) -> tuple[tuple[str, ...], float]:
+    """Why the last generations in a row ended without a step, and when the newest of them did."""
+    reasons: list[str] = []
+    last_at = 0.0
+    for generation in reversed(generations):
+        if generation.state != GenerationState.ENDED:
+            continue
+        good = generation.last_step is not None or generation.cause_of_end is EndCause.PROFILED
+        if good:
+            break
+        if generation.cause_of_end in _BLAMELESS:
+            continue
+        reasons.append(generation.end_reason or "no reason is known")
+        last_at = max(last_at, generation.ended_at or 0.0)
+    return tuple(reversed(reasons)), last_at
+
+
+def with_devices(job: LoadedJob, devices: tuple[Device, ...]) -> JobView:
+    return replace(job.view, devices=devices)
+
+
+def previous_placement(job: LoadedJob) -> tuple[tuple[Device, ...], int | None]:
+    """Where the ranks of the newest generation are or were, and its P; ((), None) when it did not train."""
+    if job.generation is None or job.generation.kind != GenerationKind.TRAINING:
+        return (), None
+    devices = tuple(Device(worker.vm_id, worker.local_rank) for worker in job.workers)
+    return devices, Plan.from_document(job.generation.plan).p

@@ -1,0 +1,68 @@
+"""Commands for agents, built from the store's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from varuna_proto.v1 import agent_pb2 as pb
+
+from varuna_manager.controllers.job_view import LoadedJob
+from varuna_manager.domain.commands import StopKey
+from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.states import GenerationKind, StopMode
+
+_KINDS = {
+    GenerationKind.CALIBRATION: pb.GENERATION_KIND_CALIBRATION,
+    GenerationKind.TRAINING: pb.GENERATION_KIND_TRAINING,
+}
+_MODES = {StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW, StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST}
+
+
+def launch_message(job: LoadedJob, vm_id: str, default_checkpoint_url: str) -> pb.ManagerMessage:
+    """The part of the job's newest generation that runs on the VM."""
+    generation = job.generation
+    assert generation is not None, f"job {job.row.id} has nothing to launch"
+    plan = Plan.from_document(generation.plan)
+    assignments = [
+        pb.WorkerAssignment(rank=worker.rank, local_rank=worker.local_rank)
+        for worker in job.workers
+        if worker.vm_id == vm_id
+    ]
+    launch = pb.Launch(
+        job_id=job.row.id,
+        generation=generation.number,
+        kind=_KINDS[generation.generation_kind],
+        workers=assignments,
+        plan=pb.PlanSpec(
+            p=plan.p,
+            d=plan.d,
+            micro_batch=plan.micro_batch,
+            global_batch=plan.global_batch,
+            stage_starts=plan.stage_starts,
+            policy=plan.policy,
+            run_ahead=plan.run_ahead,
+            recompute=plan.recompute,
+        ),
+        command=job.spec.run,
+        workdir=job.spec.workdir,
+        environment=job.spec.env,
+        checkpoint_url=job.spec.checkpoint.url or default_checkpoint_url,
+        rendezvous_host=generation.rendezvous_host,
+        rendezvous_port=generation.rendezvous_port,
+        world_size=len(job.workers),
+    )
+    return pb.ManagerMessage(launch=launch)
+
+
+def stop_message(key: StopKey, rules: Rules, *, now: float, deadlines: Mapping[str, float]) -> pb.ManagerMessage:
+    """`deadlines`: notice deadlines of the generation's VMs; a save must be over before the first of them."""
+    grace_s = rules.stop_grace_s
+    if key.mode is StopMode.SAVE_FIRST:
+        left = [deadline - now - 1.0 for deadline in deadlines.values()]
+        grace_s = max(min([rules.save_grace_s, *left]), 1.0)
+    stop = pb.Stop(job_id=key.job_id, generation=key.generation, mode=_MODES[key.mode], grace_s=grace_s)
+    return pb.ManagerMessage(stop=stop)
+
+
+def drain_message(reason: str) -> pb.ManagerMessage:
+    return pb.ManagerMessage(drain=pb.Drain(reason=reason))

@@ -1,0 +1,256 @@
+"""What the decisions look at, and what they may ask for. Frozen, with no way to reach the store or the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from varuna_manager.domain.states import (
+    STOPPED_WORKER_STATES,
+    EndCause,
+    ExitCause,
+    GenerationKind,
+    GenerationState,
+    JobState,
+    StopMode,
+    VmState,
+    WorkerState,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Thresholds of the decisions; the defaults are the settings' defaults."""
+
+    heartbeat_interval_s: float = 1.0
+    suspect_after_s: float = 5.0
+    """Silence after which nothing new is launched on a VM."""
+    lost_after_s: float = 10.0
+    """Silence after which a VM's workers are given up."""
+    restart_grace_s: float = 30.0
+    """Silence allowed to a VM that has not been heard since the manager started: agents redial with backoff."""
+    lease_s: float = 60.0
+    """An agent that hears nothing for so long has ended its workers."""
+    growth_settle_s: float = 2.0
+    """How long new devices must have been there before a job grows into them."""
+    growth_ratio: float = 1.05
+    """Predicted rate of the bigger plan over the present one that makes growing worthwhile."""
+    hang_minimum_s: float = 30.0
+    hang_steps: float = 20.0
+    """Predicted steps without progress that make a hang (but not before hang_minimum_s)."""
+    first_step_timeout_s: float = 120.0
+    """Time that a generation has from its launch to its first step."""
+    calibration_timeout_s: float = 300.0
+    root_cause_wait_s: float = 2.0
+    """When all that is known is that ranks lost a peer: how long to wait to hear of the peer."""
+    profile_exit_wait_s: float = 10.0
+    """After the profile has come: how long calibrating workers may take to leave."""
+    stop_grace_s: float = 5.0
+    """Leave-now: how long workers may take before they are killed."""
+    save_grace_s: float = 60.0
+    """Save-first: the same; a notice's deadline shortens it."""
+    breaker: int = 5
+    """Generations in a row without a step that fail the job."""
+    start_settle_s: float = 5.0
+    """How long a new job waits for VMs that are already on their way."""
+    request_timeout_s: float = 120.0
+    """How long a requested VM may take to say Hello."""
+
+
+@dataclass(frozen=True, order=True)
+class Device:
+    """One accelerator (or CPU slot): the place of one worker."""
+
+    vm_id: str
+    local_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The shape of a training generation, as the planner chose it."""
+
+    p: int
+    d: int
+    micro_batch: int
+    global_batch: int
+    stage_starts: tuple[int, ...] = ()
+    policy: str = "work-conserving"
+    run_ahead: int = 0
+    recompute: tuple[bool, ...] = ()
+    predicted_minibatch_s: float = 0.0
+    examples_per_s: float = 0.0
+    memory_bytes: tuple[int, ...] = ()
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "p": self.p,
+            "d": self.d,
+            "micro_batch": self.micro_batch,
+            "global_batch": self.global_batch,
+            "stage_starts": list(self.stage_starts),
+            "policy": self.policy,
+            "run_ahead": self.run_ahead,
+            "recompute": list(self.recompute),
+            "predicted_minibatch_s": self.predicted_minibatch_s,
+            "examples_per_s": self.examples_per_s,
+            "memory_bytes": list(self.memory_bytes),
+        }
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Plan:
+        tuples = {name: tuple(document[name]) for name in ("stage_starts", "recompute", "memory_bytes")}
+        return cls(**{**document, **tuples})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """The planner's answer for the devices that the job could have now."""
+
+    plan: Plan | None
+    placement: tuple[Device, ...] = ()
+    """Index = rank."""
+    candidates: tuple[Mapping[str, Any], ...] = ()
+    reason: str = ""
+    possible: bool = True
+    """False: no number of GPUs would do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VmView:
+    id: str
+    state: VmState
+    gpus: int = 1
+    device_memory_bytes: int | None = None
+    connected: bool = True
+    heard_since_start: bool = True
+    """False: not since the manager started."""
+    silent_s: float = 0.0
+    """Since anything was heard from its agent (or since the manager started)."""
+    ready_for_s: float = 0.0
+    age_s: float = 0.0
+    listed: bool | None = None
+    """What the provider says: it has the VM, it has not; None: not asked yet."""
+    notice_deadline: float | None = None
+    workers: int = 0
+    """Workers there that have not stopped."""
+    has_rendezvous_port: bool = True
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.state is VmState.READY and self.connected
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerView:
+    rank: int
+    device: Device
+    state: WorkerState
+    cause: ExitCause | None = None
+    error: str = ""
+    stopped_at: float | None = None
+    lease_over: bool = False
+    """Its VM has been silent for a whole lease: its agent has ended it."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in STOPPED_WORKER_STATES or self.lease_over
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopView:
+    mode: StopMode
+    cause: EndCause
+    reason: str
+    requested_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationView:
+    number: int
+    kind: GenerationKind
+    state: GenerationState
+    workers: tuple[WorkerView, ...]
+    progress_at: float
+    """When it last completed a step; before that, when it was launched (never before the manager started)."""
+    plan: Plan | None = None
+    last_step: int | None = None
+    stop: StopView | None = None
+    end_reason: str = ""
+
+    @property
+    def live(self) -> bool:
+        return self.state is not GenerationState.ENDED
+
+    @property
+    def devices(self) -> frozenset[Device]:
+        return frozenset(worker.device for worker in self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView:
+    id: str
+    name: str
+    state: JobState
+    created_at: float
+    global_batch: int
+    min_gpus: int = 1
+    max_gpus: int | None = None
+    profiled_at: float | None = None
+    generation: GenerationView | None = None
+    """The newest."""
+    failures: tuple[str, ...] = ()
+    """Why each of the last generations in a row ended without a step through no fault of a VM, oldest first."""
+    last_failure_at: float = 0.0
+    devices: tuple[Device, ...] = ()
+    """Those that it could be launched on now: on usable VMs, free or its own."""
+    proposal: Proposal | None = None
+    """For `next_devices`; None when the planner was not asked."""
+    coming_vms: int = 0
+    """VMs that were requested and are not here yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartGeneration:
+    number: int
+    kind: GenerationKind
+    placement: tuple[Device, ...]
+    plan: Plan
+    candidates: tuple[Mapping[str, Any], ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopGeneration:
+    number: int
+    mode: StopMode
+    cause: EndCause
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndGeneration:
+    number: int
+    cause: EndCause
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishJob:
+    state: JobState
+    error: str | None = None
+
+
+Action = StartGeneration | StopGeneration | EndGeneration | FinishJob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    reason: str
+    """Why these actions, or why none."""
+    actions: tuple[Action, ...] = ()
+    claims: frozenset[Device] = frozenset()
+    """Devices that younger jobs must leave alone."""
+    notable: bool = True
+    """Whether a new reason is worth an event."""

@@ -1,0 +1,1 @@
+"""Where VMs come from."""

@@ -1,0 +1,238 @@
+"""VMs that are agent processes on this machine, out of an emulated spot market.
+
+Each VM is a process group of its own with a folder `<data_dir>/vms/<id>/`: `vm.json` says which process it is (pid
+and start time, so that a pid used again is not mistaken for it), `agent.log` has its output, `notice.json` the notice
+that its agent polls for. VMs outlive the manager: one that starts again on the same folder finds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from varuna_manager.providers.base import Notice, ProviderRefusedError, ProviderVm, UnknownVmError
+
+_KILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMachine:
+    """What each VM of the local provider is like."""
+
+    gpus: int = 1
+    device_memory_bytes: int = 2 * 1024**3
+    host: str = "127.0.0.1"
+    agent_command: tuple[str, ...] = (sys.executable, "-m", "varuna_agent.main")
+
+
+class LocalProvider:
+    """See the module's text. `manager_address`: host:port that the agents dial."""
+
+    name = "local"
+
+    def __init__(self, data_dir: Path, manager_address: str, machine: LocalMachine, capacity: int | None) -> None:
+        self._vms_dir = data_dir / "vms"
+        self._vms_dir.mkdir(parents=True, exist_ok=True)
+        self._market_file = data_dir / "local.json"
+        self._manager_address = manager_address
+        self._machine = machine
+        market = _read_json(self._market_file) or {}
+        self._capacity: int | None = market.get("capacity", capacity)
+        self._next = int(market.get("next", 1))
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._deadlines: dict[str, asyncio.Task[None]] = {}
+
+    # ------------------------------------------------------------ Provider
+
+    async def list(self) -> Sequence[ProviderVm]:
+        """The VMs whose agent process lives."""
+        vms = []
+        for folder in sorted(self._vms_dir.iterdir()):
+            vm = self._read_vm(folder.name)
+            if vm is not None and self._process(vm) is not None:
+                vms.append(vm)
+        self._watch_notices(vms)
+        return vms
+
+    async def create(self) -> ProviderVm:
+        """Start an agent process. Raises ProviderRefusedError when the market's capacity is used up."""
+        alive = await self.list()
+        if self._capacity is not None and len(alive) >= self._capacity:
+            raise ProviderRefusedError(f"the local market grants {self._capacity} VMs and {len(alive)} are there")
+        vm_id = f"local-{self._next}"
+        self._next += 1
+        self._write_market()
+        return await asyncio.to_thread(self._start, vm_id)
+
+    async def delete(self, vm_id: str) -> None:
+        vm = self._read_vm(vm_id)
+        if vm is not None:
+            await asyncio.to_thread(self._kill, vm)
+
+    async def notices(self) -> Sequence[Notice]:
+        found = []
+        for vm in await self.list():
+            document = _read_json(self._vms_dir / vm.id / "notice.json")
+            if document is not None:
+                found.append(Notice(id=document["id"], vm_id=vm.id, deadline_unix_s=document["deadline_unix_s"]))
+        return found
+
+    # ------------------------------------------------------------ EmulatedProvider
+
+    @property
+    def capacity(self) -> int | None:
+        return self._capacity
+
+    async def set_capacity(self, capacity: int | None) -> None:
+        """Grant so many VMs from now on. Those that are there stay."""
+        self._capacity = capacity
+        self._write_market()
+
+    async def preempt(self, vm_id: str, notice_s: float) -> None:
+        """Take the VM as a spot market does: at once (SIGKILL to all of it), or after a notice."""
+        vm = self._read_vm(vm_id)
+        if vm is None or self._process(vm) is None:
+            raise UnknownVmError(f"the local provider has no running VM {vm_id!r}: see GET /api/v1/vms")
+        if notice_s <= 0:
+            await asyncio.to_thread(self._kill, vm)
+            return
+        notice = {"id": str(uuid.uuid4()), "deadline_unix_s": time.time() + notice_s}
+        _write_json(self._vms_dir / vm_id / "notice.json", notice)
+        self._watch_notices([vm])
+
+    def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
+        """Where the agent keeps the log of a worker."""
+        return self._vms_dir / vm_id / "jobs" / job_id / f"g{generation}" / f"rank{rank}.log"
+
+    async def close(self, *, end_vms: bool) -> None:
+        """Stop watching; the VMs live on unless `end_vms`."""
+        for task in self._deadlines.values():
+            task.cancel()
+        await asyncio.gather(*self._deadlines.values(), return_exceptions=True)
+        if end_vms:
+            for vm in await self.list():
+                await asyncio.to_thread(self._kill, vm)
+
+    # ------------------------------------------------------------ how
+
+    def _start(self, vm_id: str) -> ProviderVm:
+        folder = self._vms_dir / vm_id
+        folder.mkdir()
+        machine = self._machine
+        flags = {
+            "manager": self._manager_address,
+            "vm-id": vm_id,
+            "vm-dir": str(folder),
+            "gpus": str(machine.gpus),
+            "device-memory-bytes": str(machine.device_memory_bytes),
+            "host": machine.host,
+        }
+        arguments = [text for name, value in flags.items() for text in (f"--{name}", value)]
+        with (folder / "agent.log").open("ab") as log:
+            child = subprocess.Popen(
+                [*machine.agent_command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._children[vm_id] = child
+        document = {
+            "pid": child.pid,
+            "process_created_at": psutil.Process(child.pid).create_time(),
+            "created_at": time.time(),
+            "gpus": machine.gpus,
+            "device_memory_bytes": machine.device_memory_bytes,
+            "host": machine.host,
+        }
+        _write_json(folder / "vm.json", document)
+        vm = self._read_vm(vm_id)
+        assert vm is not None, f"{folder / 'vm.json'} was just written"
+        return vm
+
+    def _read_vm(self, vm_id: str) -> ProviderVm | None:
+        document = _read_json(self._vms_dir / vm_id / "vm.json") if "/" not in vm_id else None
+        if document is None:
+            return None
+        return ProviderVm(
+            id=vm_id,
+            gpus=document["gpus"],
+            device_memory_bytes=document["device_memory_bytes"],
+            host=document["host"],
+            created_at=document["created_at"],
+            ref={"pid": document["pid"], "process_created_at": document["process_created_at"]},
+        )
+
+    def _process(self, vm: ProviderVm) -> psutil.Process | None:
+        """The VM's agent, when it lives; what is left of a dead child is reaped."""
+        child = self._children.get(vm.id)
+        if child is not None and child.poll() is not None:
+            del self._children[vm.id]
+            return None
+        try:
+            process = psutil.Process(vm.ref["pid"])
+            # The start time is a float that went through JSON and through the kernel's clock ticks.
+            same = abs(process.create_time() - vm.ref["process_created_at"]) < 0.1
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def _kill(self, vm: ProviderVm) -> None:
+        """End the agent's process group and everything that it started: a VM goes with all that runs on it."""
+        process = self._process(vm)
+        if process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            children = process.children(recursive=True)
+            os.killpg(process.pid, signal.SIGKILL)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            psutil.wait_procs([process, *children], timeout=_KILL_TIMEOUT_S)
+        if vm.id in self._children:
+            self._children.pop(vm.id).wait(timeout=_KILL_TIMEOUT_S)
+
+    def _watch_notices(self, vms: Sequence[ProviderVm]) -> None:
+        """Take each VM with a notice at its deadline, also when another manager process gave the notice."""
+        for vm in vms:
+            document = _read_json(self._vms_dir / vm.id / "notice.json")
+            if document is not None and vm.id not in self._deadlines:
+                self._deadlines[vm.id] = asyncio.create_task(self._take_at(vm, document["deadline_unix_s"]))
+
+    async def _take_at(self, vm: ProviderVm, deadline_unix_s: float) -> None:
+        while (left_s := deadline_unix_s - time.time()) > 0:
+            await asyncio.sleep(min(left_s, 1.0))
+            if self._process(vm) is None:
+                return  # it has left by itself
+        await asyncio.to_thread(self._kill, vm)
+
+    def _write_market(self) -> None:
+        _write_json(self._market_file, {"capacity": self._capacity, "next": self._next})
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return document
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    """Whole or not at all: readers never see half a file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(document))
+    part.replace(path)

@@ -1,0 +1,19 @@
+"""What the API's callers can get wrong. The text names the thing, the value and the way out."""
+
+from __future__ import annotations
+
+
+class ServiceError(Exception):
+    """A request that cannot be met; `str()` is one line for the person who made it."""
+
+
+class NotFoundError(ServiceError):
+    """There is no such thing."""
+
+
+class ConflictError(ServiceError):
+    """It cannot be done as things are."""
+
+
+class UnavailableError(ServiceError):
+    """It cannot be done now; later it may."""

@@ -1,0 +1,85 @@
+"""The event log: what happened and what was decided, with the reason, in the order of commits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import structlog
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.engine import Database, after_commit
+from varuna_manager.db.models import EventRow
+from varuna_manager.services.bell import Bell, wait
+
+_PAGE = 500
+
+
+class EventLog:
+    """Writes events within the transaction of what they tell of, and feeds those who follow them."""
+
+    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._now = now
+        self._bell = Bell()
+        self._closed = False
+        self._log = structlog.get_logger("varuna.events")
+
+    def add(
+        self,
+        session: AsyncSession,
+        kind: str,
+        message: str,
+        *,
+        job_id: str | None = None,
+        generation: int | None = None,
+        vm_id: str | None = None,
+        data: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the event when (and only when) the session's transaction commits."""
+        row = EventRow(
+            at=self._now(),
+            job_id=job_id,
+            generation=generation,
+            vm_id=vm_id,
+            kind=kind,
+            message=message,
+            data=data or {},
+        )
+        session.add(row)
+        after_commit(session, lambda: self._announce(row))
+
+    def _announce(self, row: EventRow) -> None:
+        bound = {"job": row.job_id, "generation": row.generation, "vm": row.vm_id}
+        self._log.info(row.message, kind=row.kind, **{key: value for key, value in bound.items() if value is not None})
+        self._bell.ring()
+
+    def close(self) -> None:
+        """End every follower: the manager is going away."""
+        self._closed = True
+        self._bell.ring()
+
+    async def after(self, after_id: int, *, job_id: str | None = None, limit: int = _PAGE) -> list[EventRow]:
+        """The events that follow `after_id`, oldest first."""
+        query = select(EventRow).where(EventRow.id > after_id).order_by(EventRow.id).limit(limit)
+        if job_id is not None:
+            query = query.where(EventRow.job_id == job_id)
+        async with self._database.read() as session:
+            return list(await session.scalars(query))
+
+    async def follow(self, after_id: int, *, keep_alive_s: float = 15.0) -> AsyncIterator[EventRow | None]:
+        """Every event after `after_id`, past and to come; None each `keep_alive_s` in which nothing happens."""
+        rung = self._bell.listen()
+        try:
+            while not self._closed:
+                rung.clear()
+                rows = await self.after(after_id)
+                for row in rows:
+                    after_id = row.id
+                    yield row
+                if not rows and not await wait(rung, keep_alive_s):
+                    yield None
+        finally:
+            self._bell.leave(rung)

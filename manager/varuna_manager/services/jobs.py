@@ -1,0 +1,140 @@
+"""Jobs as their users see them: submit, look, cancel."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.engine import Database, after_commit
+from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.domain.states import TERMINAL_JOB_STATES, JobState
+from varuna_manager.services import documents
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.documents import Document
+from varuna_manager.services.errors import ConflictError, NotFoundError
+from varuna_manager.services.events import EventLog
+
+
+class JobService:
+    def __init__(self, database: Database, events: EventLog, bell: Bell, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._events = events
+        self._bell = bell
+        self._now = now
+
+    async def submit(self, spec: JobSpec, idempotency_key: str | None) -> Document:
+        """Queue the job. The same key with the same spec gives the same job again.
+
+        Raises ConflictError when the key came with another spec, or the name is that of a job that is not over.
+        """
+        document = spec.model_dump()
+        async with self._database.write() as session:
+            if idempotency_key is not None:
+                before = await session.scalar(select(JobRow).where(JobRow.idempotency_key == idempotency_key))
+                if before is not None and before.spec != document:
+                    raise ConflictError(
+                        f"Idempotency-Key {idempotency_key!r} was used for job {before.id} with another spec: "
+                        "send a new key with a new job"
+                    )
+                if before is not None:
+                    return documents.job_document(before, await _generations(session, before.id))
+            rival = await session.scalar(select(JobRow).where(JobRow.active_name == spec.name))
+            if rival is not None:
+                raise ConflictError(
+                    f"job {spec.name!r} is already {rival.state} ({rival.id}): choose another name or cancel it first"
+                )
+            job = self._new_row(spec, document, idempotency_key)
+            session.add(job)
+            self._events.add(session, "job_submitted", f"job {spec.name!r} was submitted", job_id=job.id)
+            after_commit(session, self._bell.ring)
+        return documents.job_document(job, ())
+
+    def _new_row(self, spec: JobSpec, document: Document, idempotency_key: str | None) -> JobRow:
+        now = self._now()
+        return JobRow(
+            id=f"job-{secrets.token_hex(4)}",
+            name=spec.name,
+            active_name=spec.name,
+            idempotency_key=idempotency_key,
+            spec=document,
+            state=JobState.QUEUED.value,
+            history=[{"at": now, "state": JobState.QUEUED.value, "reason": "submitted"}],
+            created_at=now,
+        )
+
+    async def all(self) -> list[Document]:
+        """Every job, newest first."""
+        async with self._database.read() as session:
+            jobs = await session.scalars(select(JobRow).order_by(JobRow.created_at.desc()))
+            return [documents.job_document(job, await _generations(session, job.id)) for job in jobs.all()]
+
+    async def one(self, id_or_name: str) -> Document:
+        async with self._database.read() as session:
+            job = await find(session, id_or_name)
+            return documents.job_document(job, await _generations(session, job.id))
+
+    async def cancel(self, id_or_name: str) -> Document:
+        """Ask for the job's end; asking again changes nothing. Raises ConflictError when it is over."""
+        async with self._database.write() as session:
+            job = await find(session, id_or_name)
+            if job.state == JobState.SUCCEEDED or job.state == JobState.FAILED:
+                raise ConflictError(f"job {id_or_name!r} has {job.state} already: there is nothing to cancel")
+            if job.job_state not in TERMINAL_JOB_STATES and job.state != JobState.CANCELLING:
+                job.move(JobState.CANCELLING, now=self._now(), reason="cancelled by the user")
+                self._events.add(session, "job_cancelling", f"job {job.name!r} is being cancelled", job_id=job.id)
+                after_commit(session, self._bell.ring)
+            generations = await _generations(session, job.id)
+        return documents.job_document(job, generations)
+
+    async def generations(self, id_or_name: str) -> list[Document]:
+        """The job's generations, oldest first."""
+        async with self._database.read() as session:
+            job = await find(session, id_or_name)
+            workers = await session.scalars(
+                select(WorkerRow).where(WorkerRow.job_id == job.id).order_by(WorkerRow.generation, WorkerRow.rank)
+            )
+            by_number: dict[int, list[WorkerRow]] = {}
+            for worker in workers:
+                by_number.setdefault(worker.generation, []).append(worker)
+            rows = await _generations(session, job.id)
+            return [documents.generation_document(row, by_number.get(row.number, [])) for row in rows]
+
+    async def metrics(self, id_or_name: str, after_step: int, limit: int) -> list[Document]:
+        """The steps after `after_step`, in order."""
+        async with self._database.read() as session:
+            job = await find(session, id_or_name)
+            query = select(MetricRow).where(MetricRow.job_id == job.id, MetricRow.step > after_step)
+            rows = await session.scalars(query.order_by(MetricRow.step).limit(limit))
+            return [documents.metric_document(row) for row in rows]
+
+    async def checkpoints(self, id_or_name: str) -> list[Document]:
+        """What was committed, oldest first."""
+        async with self._database.read() as session:
+            job = await find(session, id_or_name)
+            query = select(CheckpointRow).where(CheckpointRow.job_id == job.id)
+            rows = await session.scalars(query.order_by(CheckpointRow.generation, CheckpointRow.step))
+            return [documents.checkpoint_document(row) for row in rows]
+
+    async def events(self, id_or_name: str, after: int, limit: int) -> Sequence[EventRow]:
+        async with self._database.read() as session:
+            job = await find(session, id_or_name)
+        return await self._events.after(after, job_id=job.id, limit=limit)
+
+
+async def find(session: AsyncSession, id_or_name: str) -> JobRow:
+    """The job of this id; else the newest of this name. Raises NotFoundError."""
+    query = select(JobRow).where(or_(JobRow.id == id_or_name, JobRow.name == id_or_name))
+    jobs = (await session.scalars(query.order_by(JobRow.created_at.desc()))).all()
+    if not jobs:
+        raise NotFoundError(f"job {id_or_name!r} does not exist: see GET /api/v1/jobs")
+    return next((job for job in jobs if job.id == id_or_name), jobs[0])
+
+
+async def _generations(session: AsyncSession, job_id: str) -> Sequence[GenerationRow]:
+    query = select(GenerationRow).where(GenerationRow.job_id == job_id).order_by(GenerationRow.number)
+    return (await session.scalars(query)).all()

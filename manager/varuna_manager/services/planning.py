@@ -1,0 +1,128 @@
+"""Asks the planner, in a thread, and remembers its answers.
+
+The planner brings numba with it, so it is imported in that thread and at the first question: a manager without jobs
+never loads it, and the event loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from varuna_manager.domain.observed import Device, Plan, Proposal
+from varuna_manager.domain.spec import JobSpec
+
+_REMEMBERED = 256
+_CANDIDATES_KEPT = 64
+"""Of the planner's table, best first: what is stored with a generation."""
+_PLENTY_OF_GPUS = 1024
+"""When no plan fits the GPUs that are there, this many tell whether one could ever fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """All that an answer depends on."""
+
+    profile_json: str
+    spec: JobSpec
+    devices: tuple[Device, ...]
+    device_memory_bytes: int | None
+    """Of the smallest device; None: not known."""
+    gpus_per_vm: int
+    previous: tuple[Device, ...] = ()
+    """Placement of the generation before: index = rank."""
+    previous_p: int | None = None
+    """Its stages."""
+
+    def key(self) -> str:
+        parts = (
+            hashlib.sha256(self.profile_json.encode()).hexdigest(),
+            str(self.spec.global_batch),
+            repr(self.spec.plan),
+            repr(self.spec.resources.max_gpus),
+            repr((self.devices, self.device_memory_bytes, self.gpus_per_vm, self.previous, self.previous_p)),
+        )
+        return "|".join(parts)
+
+
+class PlanningService:
+    def __init__(self) -> None:
+        self._answers: OrderedDict[str, Proposal] = OrderedDict()
+        self._log = structlog.get_logger("varuna.planning")
+
+    async def propose(self, question: Question) -> Proposal:
+        """The best plan for the question's devices and where its ranks go; a reason when there is none."""
+        key = question.key()
+        if key not in self._answers:
+            self._answers[key] = await asyncio.to_thread(_answer, question)
+            if len(self._answers) > _REMEMBERED:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return self._answers[key]
+
+    async def check_profile(self, profile_json: str) -> str | None:
+        """What is wrong with a profile document; None when nothing is."""
+        return await asyncio.to_thread(_profile_error, profile_json)
+
+
+def _profile_error(profile_json: str) -> str | None:
+    from varuna_planner.profile import Profile
+
+    try:
+        Profile.from_json(profile_json)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _answer(question: Question) -> Proposal:
+    """In a thread. The planner's ValueError means that no fleet would do."""
+    try:
+        return _choose(question)
+    except ValueError as error:
+        return Proposal(plan=None, possible=False, reason=str(error))
+
+
+def _choose(question: Question) -> Proposal:
+    from varuna_planner.auto_config import Choice, Pins, choose_plan
+    from varuna_planner.profile import Profile
+
+    profile = Profile.from_json(question.profile_json)
+    pins = question.spec.plan
+
+    def choose(gpus: int) -> Choice:
+        return choose_plan(
+            profile,
+            gpus=gpus,
+            global_batch=question.spec.global_batch,
+            device_memory_bytes=question.device_memory_bytes,
+            gpus_per_vm=question.gpus_per_vm,
+            pins=Pins(p=pins.p, d=pins.d, micro_batch=pins.micro_batch),
+        )
+
+    choice = choose(len(question.devices))
+    candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
+    if choice.best is None:
+        plenty = choose(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
+        possible = plenty.best is not None
+        reason = choice.reason if possible else plenty.reason
+        return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
+    plan = Plan.from_document(choice.best.to_dict())
+    placement = _place(plan, question)
+    return Proposal(plan=plan, placement=placement, candidates=candidates, reason=choice.reason)
+
+
+def _place(plan: Plan, question: Question) -> tuple[Device, ...]:
+    from varuna_planner import placement
+
+    def planners(devices: Sequence[Device]) -> list[placement.Device]:
+        return [placement.Device(device.vm_id, device.local_rank) for device in devices]
+
+    previous = {device: rank for rank, device in enumerate(planners(question.previous))}
+    placed = placement.place(plan.p, plan.d, planners(question.devices), previous, previous_p=question.previous_p)
+    return tuple(Device(device.vm_id, device.local_rank) for device in placed)

@@ -1,0 +1,612 @@
+"""The whole manager as a process. Agents are scripted: they speak agent.proto over real gRPC streams.
+
+The local provider starts idle processes as VMs (`agent_command`), and the test dials in as those VMs, so that VMs come
+and go for real while each agent says exactly what the test wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import agent_pb2_grpc
+
+DEADLINE_S = 40.0
+IDLE_VM = json.dumps(["/bin/sh", "-c", "exec sleep 600", "vm"])
+
+
+def profile_json(sections: int = 8) -> str:
+    """A model of equal sections, quick enough that pipelines and replicas both pay."""
+    measurements = [
+        {
+            "micro_batch": m,
+            "forward_us": 1000.0 * m,
+            "backward_us": 2000.0 * m,
+            "recompute_us": 1000.0 * m,
+            "output_bytes": 1000 * m,
+            "input_bytes": 1000 * m,
+            "activation_bytes": 10_000 * m,
+        }
+        for m in (1, 2, 4)
+    ]
+    return json.dumps(
+        {
+            "schema": "varuna.profile/1",
+            "environment": {},
+            "sections": [
+                {
+                    "index": i,
+                    "name": f"block {i}",
+                    "parameter_bytes": 1000,
+                    "optimizer_bytes": 2000,
+                    "gradient_bytes": 1000,
+                    "measurements": measurements,
+                }
+                for i in range(sections)
+            ],
+            "shared_parameters": [],
+            "links": {
+                "same_vm": {"latency_us": 10.0, "bandwidth_bytes_per_s": 1e9, "jitter_us": 0.0},
+                "other_vm": {"latency_us": 50.0, "bandwidth_bytes_per_s": 1e9, "jitter_us": 0.0},
+            },
+            "all_reduce": [{"ranks": 2, "bytes": 1000, "us": 100.0}],
+        }
+    )
+
+
+async def until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait for a true value of a function (or coroutine function); fail after the deadline."""
+    value: Any = None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                value = condition()
+                if asyncio.iscoroutine(value):
+                    value = await value
+                if value:
+                    return value
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"waited {DEADLINE_S} s for {what}; last seen: {value!r}")
+
+
+class ScriptedAgent:
+    """One VM's agent: connects, heartbeats, keeps every command, and reports what the test says."""
+
+    def __init__(self, address: str, vm_id: str, port: int) -> None:
+        self.address, self.vm_id, self.port = address, vm_id, port
+        self.incarnation = str(uuid.uuid4())
+        self.received: list[pb.ManagerMessage] = []
+        self.acked = 0
+        self.beats_acked = 0
+        self.running: list[pb.RunningWorker] = []
+        self.seen: list[pb.SeenGeneration] = []
+        self.unacked: list[pb.Report] = []
+        self._number = 0
+        self._outgoing: asyncio.Queue[pb.AgentMessage] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._channel: grpc.aio.Channel | None = None
+
+    async def connect(self) -> None:
+        self._outgoing = asyncio.Queue()
+        hello = pb.Hello(
+            vm_id=self.vm_id,
+            incarnation=self.incarnation,
+            host="127.0.0.1",
+            gpus=1,
+            device_memory_bytes=2**30,
+            rendezvous_port=self.port,
+            workers=self.running,
+            seen_generations=self.seen,
+        )
+        self._outgoing.put_nowait(pb.AgentMessage(hello=hello))
+        for report in self.unacked:
+            self._outgoing.put_nowait(pb.AgentMessage(report=report))
+        self._channel = grpc.aio.insecure_channel(self.address)
+        call = agent_pb2_grpc.AgentServiceStub(self._channel).Connect(self._messages())
+        self._tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._beat())]
+        await until(lambda: any(m.WhichOneof("body") in ("welcome", "refused") for m in self.received), "a welcome")
+
+    async def _messages(self) -> AsyncIterator[pb.AgentMessage]:
+        while True:
+            yield await self._outgoing.get()
+
+    async def _read(self, call: Any) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for message in call:
+                self.received.append(message)
+                if message.WhichOneof("body") == "ack":
+                    self.acked = max(self.acked, message.ack.reports_through)
+                    self.beats_acked = max(self.beats_acked, message.ack.heartbeat_sequence)
+                    self.unacked = [r for r in self.unacked if r.number > self.acked]
+                if message.WhichOneof("body") == "launch":
+                    self.port += 1  # the old one belongs to rank 0 now
+                    launch = message.launch
+                    self.seen.append(pb.SeenGeneration(job_id=launch.job_id, generation=launch.generation))
+                if message.WhichOneof("body") == "fetch_logs":
+                    request = message.fetch_logs
+                    chunk = pb.LogChunk(request_id=request.request_id, data=b"a line\n", last=True)
+                    self._outgoing.put_nowait(pb.AgentMessage(log_chunk=chunk))
+
+    async def _beat(self) -> None:
+        sequence = 0
+        while True:
+            sequence += 1
+            workers = [
+                pb.WorkerHealth(job_id=w.job_id, generation=w.generation, rank=w.rank, step=w.step)
+                for w in self.running
+            ]
+            beat = pb.Heartbeat(sequence=sequence, rendezvous_port=self.port, workers=workers)
+            self._outgoing.put_nowait(pb.AgentMessage(heartbeat=beat))
+            await asyncio.sleep(0.1)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+        self.received = []
+
+    def report(self, **fact: Any) -> None:
+        self._number += 1
+        report = pb.Report(number=self._number, **fact)
+        self.unacked.append(report)
+        self._outgoing.put_nowait(pb.AgentMessage(report=report))
+
+    def commands(self, kind: str) -> list[Any]:
+        return [getattr(m, kind) for m in self.received if m.WhichOneof("body") == kind]
+
+    async def launch(self, generation: int) -> pb.Launch:
+        """Wait for the launch of this generation."""
+        found: list[pb.Launch] = await until(
+            lambda: [m for m in self.commands("launch") if m.generation == generation],
+            f"a launch of generation {generation} on {self.vm_id}",
+        )
+        assert len(found) == 1, "told twice on one stream"
+        return found[0]
+
+    async def stop(self, generation: int) -> pb.Stop:
+        found: list[pb.Stop] = await until(
+            lambda: [m for m in self.commands("stop") if m.generation == generation],
+            f"a stop of generation {generation} on {self.vm_id}",
+        )
+        return found[0]
+
+    def started(self, launch: pb.Launch, resumed_step: int = 0) -> None:
+        for worker in launch.workers:
+            fact = pb.WorkerStarted(
+                job_id=launch.job_id, generation=launch.generation, rank=worker.rank, pid=1, resumed_step=resumed_step
+            )
+            self.report(worker_started=fact)
+
+    def exited(self, launch: pb.Launch, cause: pb.ExitCause, error: str = "") -> None:
+        for worker in launch.workers:
+            fact = pb.WorkerExited(
+                job_id=launch.job_id, generation=launch.generation, rank=worker.rank, cause=cause, error_text=error
+            )
+            self.report(worker_exited=fact)
+
+    def steps(self, launch: pb.Launch, *steps: int) -> None:
+        results = [pb.StepResult(step=step, loss=1.0 / step, step_us=1000, examples=8) for step in steps]
+        fact = pb.StepsCompleted(job_id=launch.job_id, generation=launch.generation, steps=results)
+        self.report(steps_completed=fact)
+
+
+class RunningManager:
+    """The manager's process, its REST, and the agents of the test."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.real_agents = False
+        self.process: subprocess.Popen[bytes] | None = None
+        self.rest = httpx.AsyncClient(trust_env=False, timeout=20)
+        self.agents: dict[str, ScriptedAgent] = {}
+
+    async def start(self, *flags: str) -> None:
+        arguments = ["--data-dir", str(self.data_dir), "--http-port", "0", "--grpc-port", "0"]
+        arguments += ["--growth-settle-s", "0.3", "--start-settle-s", "20", *flags]
+        if not self.real_agents:
+            arguments += ["--agent-command", IDLE_VM]
+        self.process = await asyncio.to_thread(self._spawn, arguments)
+        await until(self._ready, "the manager to be ready")
+
+    def _spawn(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        with (self.data_dir.parent / "manager.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "varuna_manager.main", *arguments], stderr=log)
+
+    async def _ready(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.data_dir.parent / "manager.log").read_text()
+        try:
+            addresses = json.loads((self.data_dir / "manager.json").read_text())
+            if addresses["pid"] != self.process.pid:
+                return False
+            self.rest.base_url = httpx.URL(f"http://{addresses['http']}/api/v1/")
+            self.grpc = addresses["grpc"]
+            return (await self.rest.get("readyz")).status_code == 200
+        except (FileNotFoundError, httpx.TransportError):
+            return False
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(timeout=DEADLINE_S)
+
+    async def get(self, path: str) -> Any:
+        response = await self.rest.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def connect_vms(self, count: int) -> list[ScriptedAgent]:
+        """Dial in as each VM that the provider has."""
+
+        async def new() -> list[Any]:
+            return [vm for vm in await self.get("vms") if vm["state"] != "gone" and vm["id"] not in self.agents]
+
+        async def enough() -> Any:
+            found = await new()
+            return found if len(found) >= count else None
+
+        agents = []
+        for vm in await until(enough, f"{count} VMs"):
+            agent = ScriptedAgent(self.grpc, vm["id"], 20_000 + 100 * len(self.agents))
+            self.agents[vm["id"]] = agent
+            agents.append(agent)
+            await agent.connect()
+        return agents
+
+    async def submit(self, **changes: Any) -> Any:
+        spec = {"name": "train", "workdir": "/tmp", "run": "true", "global_batch": 8, **changes}
+        response = await self.rest.post("jobs", json=spec)
+        assert response.status_code == 201, response.text
+        return response.json()
+
+    async def job_in(self, state: str) -> Any:
+        async def there() -> Any:
+            job = await self.get("jobs/train")
+            return job if job["state"] == state else None
+
+        return await until(there, f"the job to be {state}")
+
+    async def calibrate(self) -> list[pb.Launch]:
+        """Play the calibration to its end; the launches of generation 2, by agent."""
+        launches = {a.vm_id: await a.launch(1) for a in self.agents.values()}
+        first = next(a for a in self.agents.values() if launches[a.vm_id].workers[0].rank == 0)
+        fact = pb.ProfileMeasured(job_id=launches[first.vm_id].job_id, generation=1, profile_json=profile_json())
+        first.report(profile_measured=fact)
+        for agent in self.agents.values():
+            agent.exited(launches[agent.vm_id], pb.EXIT_CAUSE_FINISHED)
+        return [await agent.launch(2) for agent in self.agents.values()]
+
+    async def close(self) -> None:
+        for agent in self.agents.values():
+            await agent.close()
+        await self.rest.aclose()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(timeout=DEADLINE_S)
+        for file in self.data_dir.glob("vms/*/vm.json"):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                os.killpg(json.loads(file.read_text())["pid"], signal.SIGKILL)
+
+
+@pytest.fixture
+async def manager(tmp_path: Path) -> AsyncIterator[RunningManager]:
+    running = RunningManager(tmp_path / "data")
+    yield running
+    await running.close()
+
+
+async def start_training(manager: RunningManager, vms: int, *, first_steps: tuple[int, ...] = (1, 2, 3)) -> list[Any]:
+    """A job in generation 2 with some steps done: [(agent, its launch)]."""
+    await manager.start("--vms", str(vms))
+    await manager.submit()
+    agents = await manager.connect_vms(vms)
+    launches = await manager.calibrate()
+    pairs = list(zip(agents, launches, strict=True))
+    for agent, launch in pairs:
+        agent.started(launch)
+    rank0 = next(pair for pair in pairs if pair[1].workers[0].rank == 0)
+    rank0[0].steps(rank0[1], *first_steps)
+    await until(lambda: not rank0[0].unacked, "the steps to be stored")
+    return pairs
+
+
+async def test_a_job_calibrates_then_trains_by_the_planners_plan_and_succeeds(manager: RunningManager) -> None:
+    await manager.start("--vms", "2")
+    await manager.submit(env={"A": "b"}, run="python train.py")
+    agents = await manager.connect_vms(2)
+    calibration = [await agent.launch(1) for agent in agents]
+    assert {m.kind for m in calibration} == {pb.GENERATION_KIND_CALIBRATION}
+    assert {(m.plan.p, m.plan.d, m.plan.micro_batch, m.world_size) for m in calibration} == {(1, 2, 1, 2)}
+    assert sorted(worker.rank for m in calibration for worker in m.workers) == [0, 1]
+    assert calibration[0].command == "python train.py"
+    assert dict(calibration[0].environment) == {"A": "b"}
+    assert calibration[0].checkpoint_url.startswith("file://")
+    launches = await manager.calibrate()
+    assert {m.kind for m in launches} == {pb.GENERATION_KIND_TRAINING}
+    plan = launches[0].plan
+    assert plan.p * plan.d == 2
+    assert len(plan.stage_starts) == plan.p
+    assert plan.global_batch == 8
+    port = launches[0].rendezvous_port
+    assert port not in {m.rendezvous_port for m in calibration}, "a rendezvous port is used once"
+    rank0 = next(a for a, m in zip(agents, launches, strict=True) if m.workers[0].rank == 0)
+    for agent, launch in zip(agents, launches, strict=True):
+        agent.started(launch)
+    rank0.steps(launches[0], 1, 2)
+    rank0.steps(launches[0], 2, 3)
+    committed = pb.CheckpointCommitted(job_id=launches[0].job_id, generation=2, step=3, url="file:///x", total_bytes=9)
+    rank0.report(checkpoint_committed=committed)
+    for agent, launch in zip(agents, launches, strict=True):
+        agent.exited(launch, pb.EXIT_CAUSE_FINISHED)
+    job = await manager.job_in("succeeded")
+    assert (job["step"], job["generation"], job["error"]) == (3, 2, None)
+    metrics = await manager.get("jobs/train/metrics?after_step=1")
+    assert [(m["step"], m["loss"], m["generation"]) for m in metrics] == [(2, 0.5, 2), (3, 1 / 3, 2)]
+    assert [c["step"] for c in await manager.get("jobs/train/checkpoints")] == [3]
+    generations = await manager.get("jobs/train/generations")
+    assert [(g["kind"], g["state"]) for g in generations] == [("calibration", "ended"), ("training", "ended")]
+    assert generations[1]["candidates"]
+    assert generations[1]["seconds_without_progress"] > 0
+    assert generations[1]["steps_redone"] == 0
+    logs = await manager.rest.get("jobs/train/logs?generation=2&rank=0")
+    assert logs.content == b"a line\n"
+
+
+async def test_a_vm_that_is_killed_costs_a_generation_and_no_more(manager: RunningManager) -> None:
+    pairs = await start_training(manager, 3)
+    await manager.rest.put("providers/local", json={"capacity": 2})
+    victim, survivors = pairs[0], pairs[1:]
+    assert (await manager.rest.post(f"vms/{victim[0].vm_id}/preempt", json={"notice_s": 0})).status_code == 200
+    await victim[0].close()
+    relaunched = [await agent.launch(3) for agent, _ in survivors]
+    assert {m.world_size for m in relaunched} <= {1, 2}
+    for (agent, old), new in zip(survivors, relaunched, strict=True):
+        agent.exited(old, pb.EXIT_CAUSE_PEER_LOST)  # comes late: the new generation did not wait for it
+        agent.started(new, resumed_step=2)
+    rank0 = next(a for (a, _), m in zip(survivors, relaunched, strict=True) if m.workers[0].rank == 0)
+    rank0.steps(relaunched[0], 3)
+    await until(lambda: not rank0.unacked, "the step to be stored")
+    _, second, third = await manager.get("jobs/train/generations")
+    assert victim[0].vm_id in second["end_reason"]
+    assert victim[0].vm_id not in {place["vm_id"] for place in third["placement"]}
+    assert (third["resumed_step"], third["steps_redone"]) == (2, 1)
+    assert third["seconds_without_progress"] > 0
+    events = [event["kind"] for event in await manager.get("jobs/train/events")]
+    assert events.count("generation_started") == 3
+
+
+async def test_a_script_that_raises_fails_the_job_with_its_traceback(manager: RunningManager) -> None:
+    (first, launch), (second, other) = await start_training(manager, 2)
+    traceback = "Traceback (most recent call last):\n  train.py\nValueError: my own bug"
+    second.exited(other, pb.EXIT_CAUSE_PEER_LOST)
+    first.exited(launch, pb.EXIT_CAUSE_SCRIPT_FAILED, traceback)
+    job = await manager.job_in("failed")
+    assert job["error"] == traceback
+    assert job["generation"] == 2
+    generations = await manager.get("jobs/train/generations")
+    assert "my own bug" in generations[1]["end_reason"]
+
+
+async def test_a_killed_manager_adopts_its_vms_and_the_running_generation(manager: RunningManager) -> None:
+    pairs = await start_training(manager, 2)
+    pids = {vm["id"]: vm["ref"]["pid"] for vm in await manager.get("vms")}
+    manager.kill()
+    for agent, launch in pairs:
+        await agent.close()
+        agent.running = [
+            pb.RunningWorker(job_id=launch.job_id, generation=2, rank=w.rank, step=3) for w in launch.workers
+        ]
+    rank0 = next(pair for pair in pairs if pair[1].workers[0].rank == 0)
+    rank0[0].steps(rank0[1], 4)  # done while nobody listened
+    await manager.start()
+    for agent, _ in pairs:
+        assert agent.address == manager.grpc, "agents redial the port that they know"
+        await agent.connect()
+    await until(lambda: not rank0[0].unacked, "the report to be stored")
+    beats = [agent.beats_acked for agent, _ in pairs]
+    await until(lambda: all(a.beats_acked > b for (a, _), b in zip(pairs, beats, strict=True)), "heartbeats")
+    job = await manager.job_in("running")
+    assert (job["step"], job["generation"]) == (4, 2)
+    assert {vm["id"]: vm["ref"]["pid"] for vm in await manager.get("vms")} == pids
+    for agent, launch in pairs:
+        assert not agent.commands("launch")
+        assert not agent.commands("stop")
+        agent.exited(launch, pb.EXIT_CAUSE_FINISHED)
+    await manager.job_in("succeeded")
+
+
+async def test_a_launch_that_a_killed_manager_had_not_sent_is_sent_again(manager: RunningManager) -> None:
+    await manager.start("--vms", "1")
+    await manager.submit()
+    (agent,) = await manager.connect_vms(1)
+    await agent.launch(1)
+    manager.kill()
+    await agent.close()
+    agent.seen = []  # as if it had never arrived
+    await manager.start()
+    await agent.connect()
+    again = await agent.launch(1)
+    assert again.kind == pb.GENERATION_KIND_CALIBRATION
+    assert len(await manager.get("jobs/train/generations")) == 1
+
+
+async def test_a_zombie_worker_is_told_to_stop(manager: RunningManager) -> None:
+    await manager.start("--vms", "1")
+    await until(lambda: list(manager.data_dir.glob("vms/*/vm.json")), "a VM")
+    zombie = ScriptedAgent(manager.grpc, "local-1", 20_000)
+    manager.agents["local-1"] = zombie
+    zombie.running = [pb.RunningWorker(job_id="job-unknown", generation=7, rank=0, step=1)]
+    await zombie.connect()
+    stop = await zombie.stop(7)
+    assert (stop.job_id, stop.mode) == ("job-unknown", pb.STOP_MODE_LEAVE_NOW)
+
+
+async def test_a_notice_saves_first_and_leaves_the_vm_out(manager: RunningManager) -> None:
+    pairs = await start_training(manager, 2)
+    await manager.rest.put("providers/local", json={"capacity": 0})
+    (leaver, _), (stayer, _) = pairs
+    leaver.report(preemption_notice=pb.PreemptionNotice(notice_id="n1", seconds_left=30, source="test"))
+    for agent, launch in pairs:
+        stop = await agent.stop(2)
+        assert stop.mode == pb.STOP_MODE_SAVE_FIRST
+        assert 0 < stop.grace_s < 30
+        agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED)
+    launch = await stayer.launch(3)
+    assert (launch.world_size, launch.plan.p, launch.plan.d) == (1, 1, 1)
+    await until(lambda: leaver.commands("drain"), "a drain")
+    assert not [m for m in leaver.commands("launch") if m.generation == 3]
+    reason = (await manager.get("jobs/train/generations"))[1]["end_reason"]
+    assert leaver.vm_id in reason
+    assert "notice" in reason
+
+
+async def test_a_new_vm_makes_the_job_grow_after_a_save(manager: RunningManager) -> None:
+    ((first, launch),) = await start_training(manager, 1)
+    await manager.rest.put("fleet", json={"target": 2})
+    (second,) = await manager.connect_vms(1)
+    stop = await first.stop(2)
+    assert stop.mode == pb.STOP_MODE_SAVE_FIRST
+    first.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED)
+    grown = [await first.launch(3), await second.launch(3)]
+    assert {m.world_size for m in grown} == {2}
+    assert "growth" in (await manager.get("jobs/train/generations"))[2]["reason"]
+
+
+async def test_cancel_stops_the_workers_and_ends_the_job(manager: RunningManager) -> None:
+    ((agent, launch),) = await start_training(manager, 1)
+    assert (await manager.rest.post("jobs/train/cancel")).json()["state"] == "cancelling"
+    stop = await agent.stop(2)
+    assert stop.mode == pb.STOP_MODE_LEAVE_NOW
+    agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED)
+    await manager.job_in("cancelled")
+
+
+async def test_an_unknown_vm_is_refused(manager: RunningManager) -> None:
+    await manager.start()
+    stranger = ScriptedAgent(manager.grpc, "stranger", 20_000)
+    manager.agents["stranger"] = stranger
+    await stranger.connect()
+    assert "none of this manager's" in stranger.commands("refused")[0].reason
+
+
+async def test_events_stream_from_where_the_reader_was(manager: RunningManager) -> None:
+    await manager.start()
+    await manager.submit()
+    events = await manager.get("events")
+    seen = []
+    headers = {"Last-Event-ID": str(events[0]["id"] - 1)}
+    async with manager.rest.stream("GET", "events/stream", headers=headers) as stream:
+        async for line in stream.aiter_lines():
+            if line.startswith("data: "):
+                seen.append(json.loads(line.removeprefix("data: ")))
+            if len(seen) == 1:
+                # A reader that stays does not keep the manager from ending when it is told to.
+                assert manager.process is not None
+                manager.process.terminate()
+    assert seen[0]["id"] == events[0]["id"]
+    assert await asyncio.to_thread(manager.process.wait, DEADLINE_S) == 0
+    log = (manager.data_dir.parent / "manager.log").read_text()
+    assert "Traceback" not in log
+    assert "left running" in log
+
+
+# ---------------------------------------------------------------- with the real agent
+
+
+async def test_a_command_that_fails_under_a_real_agent_fails_the_job_with_what_it_said(manager: RunningManager) -> None:
+    manager.real_agents = True
+    await manager.start("--vms", "1")
+    await manager.submit(run="echo 'no such model' >&2; exit 3")
+    job = await manager.job_in("failed")
+    assert "no such model" in job["error"]
+    logs = await manager.rest.get("jobs/train/logs")
+    assert b"no such model" in logs.content
+    generations = await manager.get("jobs/train/generations")
+    assert [g["end_cause"] for g in generations] == ["script_failed"], "it is not started again"
+
+
+async def test_real_workers_outlive_the_manager_and_are_adopted(manager: RunningManager) -> None:
+    manager.real_agents = True
+    await manager.start("--vms", "1")
+    pid_file = manager.data_dir / "worker.pid"
+    await manager.submit(run=f"echo $$ > {pid_file}; exec sleep 300")
+    pid = int(await until(lambda: pid_file.exists() and pid_file.read_text().strip(), "the worker"))
+    manager.kill()
+    await manager.start()
+
+    async def adopted() -> Any:
+        (vm,) = await manager.get("vms")
+        return vm["state"] == "ready" and vm["last_heard_s"] is not None
+
+    await until(adopted, "the agent to come back")
+    assert psutil.pid_exists(pid)
+    assert len(await manager.get("jobs/train/generations")) == 1
+    assert (await manager.rest.post("jobs/train/cancel")).status_code == 200
+    await manager.job_in("cancelled")
+    await until(lambda: not psutil.pid_exists(pid), "the worker to be gone")
+
+
+async def test_a_real_vm_with_notice_leaves_and_its_worker_with_it(manager: RunningManager) -> None:
+    manager.real_agents = True
+    await manager.start("--vms", "1", "--capacity", "1")
+    pid_file = manager.data_dir / "worker.pid"
+    await manager.submit(run=f"echo $$ > {pid_file}; exec sleep 300")
+    pid = int(await until(lambda: pid_file.exists() and pid_file.read_text().strip(), "the worker"))
+    await manager.rest.put("providers/local", json={"capacity": 0})
+    await manager.rest.post("vms/local-1/preempt", json={"notice_s": 20})
+
+    async def gone() -> Any:
+        (vm,) = await manager.get("vms")
+        return vm if vm["state"] == "gone" else None
+
+    vm = await until(gone, "the VM to leave")
+    assert "notice" in vm["reason"]
+    assert not psutil.pid_exists(pid)
+    job = await manager.get("jobs/train")
+    assert job["state"] == "running"
+    assert "waiting for more" in job["reason"]
+
+
+# ---------------------------------------------------------------- starting
+
+
+def _run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "varuna_manager.main", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+async def test_what_keeps_it_from_starting_is_told_in_one_line(manager: RunningManager, tmp_path: Path) -> None:
+    await manager.start()
+    port = str(manager.rest.base_url.port)
+    grpc_port = manager.grpc.rpartition(":")[2]
+    elsewhere = ("--data-dir", str(tmp_path / "other"))
+    refused = {
+        "another manager": await asyncio.to_thread(_run, "--data-dir", str(manager.data_dir)),
+        f"HTTP port {port}": await asyncio.to_thread(_run, *elsewhere, "--http-port", port, "--grpc-port", "0"),
+        f"gRPC port {grpc_port}": await asyncio.to_thread(
+            _run, *elsewhere, "--http-port", "0", "--grpc-port", grpc_port
+        ),
+        "not a loopback": await asyncio.to_thread(_run, *elsewhere, "--host", "0.0.0.0"),
+    }
+    for text, outcome in refused.items():
+        assert outcome.returncode != 0
+        lines = outcome.stderr.strip().splitlines()
+        assert len(lines) == 1, outcome.stderr
+        assert text in lines[0]

