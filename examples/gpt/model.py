@@ -1,0 +1,90 @@
+"""A byte-level GPT, written as one would without Varuna, plus one CutPoint after each block.
+
+Shapes: B examples, T tokens, H width, V = 256 byte values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from varuna import CutPoint
+
+BYTE_VALUES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """What decides the model's size. The defaults make a step take a fraction of a second on a laptop."""
+
+    blocks: int = 10
+    width: int = 128
+    heads: int = 4
+    window: int = 128
+    """Tokens of one example."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+
+
+class Block(nn.Module):
+    """Causal self-attention and a two-layer perceptron, each after a norm and beside a residual path."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.attention_out = nn.Linear(config.width, config.width, bias=False)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp_in = nn.Linear(config.width, 4 * config.width)
+        self.mlp_out = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, H) to (B, T, H)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
+
+    def attention(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        query, key, value = (
+            part.view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.query_key_value(x).split(width, dim=2)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class GPT(nn.Module):
+    """Predicts each byte from those before it. `forward` returns the mean loss, as Varuna expects of a model."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(BYTE_VALUES, config.width)
+        self.position_embedding = nn.Embedding(config.window, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        self.cut_points = nn.ModuleList(CutPoint() for _ in range(config.blocks))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, BYTE_VALUES, bias=False)
+        self.apply(_initialise)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) and (B, T) byte values to the mean cross-entropy, in nats per byte."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block, cut_point in zip(self.blocks, self.cut_points, strict=True):
+            x = cut_point(block(x))
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

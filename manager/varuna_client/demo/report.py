@@ -1,0 +1,188 @@
+"""What the demo found: the report's document, the checks behind its verdict, and the closing table. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+
+from varuna_client.demo.scenario import SCENES, Observation
+from varuna_client.documents import Generation
+from varuna_client.render import shape
+
+TOLERANCE = 1e-4
+"""Greatest relative difference of a step's loss to the uninterrupted run's (fp32)."""
+MIN_MORPHS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """What the demo did beside watching."""
+
+    disturbances: tuple[dict[str, Any], ...] = ()
+    """Each with kind, story, step, generation and, for the notice, `left_after_s` and `notice_s`."""
+    problems: tuple[str, ...] = ()
+    """What went wrong outside the training: a deadline passed, a process that would not end."""
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The document of `demo-report.json` and the list of what failed."""
+
+    document: dict[str, Any]
+    failures: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+def make_report(steps: int, observed: Observation, reference: Sequence[float], played: Played) -> Report:
+    """Compares the run with `reference` (loss of step k at k-1) and checks that the play was played."""
+    trained = [g for g in observed.generations if g["kind"] == "training"]
+    losses = _losses(observed, steps)
+    differences = _differences(observed, reference)
+    largest = max(differences.values(), default=None)
+    if largest == math.inf:
+        largest = None  # JSON has no infinity; the failures say which step it was
+    failures = [*played.problems, *_job_failures(observed)]
+    if not failures:  # else these would only repeat that the job did not come to its end
+        failures = [*_loss_failures(losses, differences, reference, steps), *_morph_failures(trained, played)]
+    document = {
+        "ok": not failures,
+        "failures": failures,
+        "steps": steps,
+        "max_loss_difference": largest,
+        "tolerance": TOLERANCE,
+        "generations": [_generation(g, observed) for g in trained],
+        "calibration": [_generation(g, observed) for g in observed.generations if g["kind"] == "calibration"],
+        "disturbances": list(played.disturbances),
+        "elapsed_s": round(played.elapsed_s, 1),
+        "losses": losses,
+        "reference_losses": list(reference),
+    }
+    return Report(document=document, failures=tuple(failures))
+
+
+def closing_table(document: dict[str, Any]) -> Table:
+    """The generations of the run: shape, why, and what each change cost."""
+    table = Table("generation", "P×D", "m", "why", "seconds without progress", "steps redone", "s/step (predicted)")
+    for generation in document["generations"]:
+        stalled, redone = generation["seconds_without_progress"], generation["steps_redone"]
+        actual, predicted = generation["minibatch_s"], generation["predicted_minibatch_s"]
+        table.add_row(
+            str(generation["number"]),
+            shape(generation["p"], generation["d"]),
+            str(generation["micro_batch"]),
+            generation["reason"],
+            "-" if stalled is None else f"{stalled:.1f}",
+            "-" if redone is None else str(redone),
+            "-" if actual is None else f"{actual:.2f}" + (f" ({predicted:.2f})" if predicted else ""),
+        )
+    return table
+
+
+def verdict(report: Report) -> str:
+    """One line for the end."""
+    document = report.document
+    if report.failures:
+        return "FAILED: " + "; ".join(report.failures)
+    return (
+        f"OK: {document['steps']} steps over {len(document['generations'])} generations; the loss of every step equals "
+        f"the uninterrupted plain PyTorch run (largest relative difference {document['max_loss_difference']:.1e}, "
+        f"allowed {TOLERANCE:.0e})"
+    )
+
+
+def _losses(observed: Observation, steps: int) -> list[float | None]:
+    """The loss of each step as its last generation had it; None where no generation made the step."""
+    losses: list[float | None] = [None] * steps
+    for metric in sorted(observed.metrics, key=lambda metric: metric["generation"]):
+        if 1 <= metric["step"] <= steps:
+            losses[metric["step"] - 1] = metric["loss"]
+    return losses
+
+
+def _differences(observed: Observation, reference: Sequence[float]) -> dict[int, float]:
+    """Per step the greatest relative difference to the reference, over all generations that made it."""
+    differences: dict[int, float] = {}
+    for metric in observed.metrics:
+        step = metric["step"]
+        if 1 <= step <= len(reference):
+            expected = reference[step - 1]
+            loss = metric["loss"]  # None: not a number, and so as far away as can be
+            difference = math.inf if loss is None else abs(loss - expected) / abs(expected)
+            differences[step] = max(differences.get(step, 0.0), difference)
+    return differences
+
+
+def _job_failures(observed: Observation) -> list[str]:
+    job = observed.job
+    if job["state"] == "succeeded":
+        return []
+    error = (job["error"] or "").strip().splitlines()
+    return [f"the job is {job['state']} at step {job['step']}{': ' + error[-1] if error else ''}"]
+
+
+def _loss_failures(
+    losses: Sequence[float | None], differences: dict[int, float], reference: Sequence[float], steps: int
+) -> list[str]:
+    failures = []
+    missing = [step for step, loss in enumerate(losses, 1) if loss is None]
+    if missing:
+        failures.append(f"{len(missing)} of {steps} steps have no loss, the first is step {missing[0]}")
+    if len(reference) != steps:
+        failures.append(f"the reference run has {len(reference)} losses for {steps} steps")
+    worst = max(differences, key=lambda step: differences[step], default=None)
+    if worst is not None and differences[worst] > TOLERANCE:
+        failures.append(
+            f"step {worst}: loss {losses[worst - 1]} is not the reference's {reference[worst - 1]} "
+            f"(relative difference {differences[worst]:.1e}, allowed {TOLERANCE:.0e})"
+        )
+    return failures
+
+
+def _morph_failures(trained: Sequence[Generation], played: Played) -> list[str]:
+    """The play: every disturbance happened and each was answered by a morph; some changed to P>1, some to D>1."""
+    failures = []
+    if len(played.disturbances) < SCENES:
+        failures.append(
+            f"only {len(played.disturbances)} of {SCENES} disturbances came about before the job ended (more --steps?)"
+        )
+    morphs = list(pairwise(trained))
+    if len(morphs) < MIN_MORPHS:
+        failures.append(f"{len(morphs)} morphs where at least {MIN_MORPHS} were due")
+    changed = [new for old, new in morphs if (old["p"], old["d"]) != (new["p"], new["d"])]
+    if not any(generation["p"] > 1 for generation in changed):
+        failures.append("no morph went to another P×D with P > 1")
+    if not any(generation["d"] > 1 for generation in changed):
+        failures.append("no morph went to another P×D with D > 1")
+    for disturbance in played.disturbances:
+        notice_s = disturbance.get("notice_s")
+        left_after_s = disturbance.get("left_after_s")
+        if notice_s is not None and (left_after_s is None or left_after_s > notice_s):
+            failures.append(f"{disturbance['vm_id']} had not left {notice_s:.0f} s after its notice")
+    return failures
+
+
+def _generation(generation: Generation, observed: Observation) -> dict[str, Any]:
+    times = [metric["step_s"] for metric in observed.metrics if metric["generation"] == generation["number"]]
+    return {
+        "number": generation["number"],
+        "p": generation["p"],
+        "d": generation["d"],
+        "micro_batch": generation["micro_batch"],
+        "reason": generation["reason"],
+        "end_reason": generation.get("end_reason"),
+        "seconds_without_progress": generation.get("seconds_without_progress"),
+        "steps_redone": generation.get("steps_redone"),
+        "steps": len(times),
+        "minibatch_s": statistics.median(times) if times else None,
+        "predicted_minibatch_s": (generation.get("plan") or {}).get("predicted_minibatch_s"),
+    }

@@ -1,0 +1,146 @@
+"""What the README and the docs tell a newcomer to type works as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from manager_world import PROGRAMS, ROOT, RunningManager, run_varuna, wait_until
+from varuna_client import Client
+from varuna_client.jobfile import KEYS
+
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
+
+
+def blocks(language: str) -> list[tuple[Path, str]]:
+    """The fenced blocks of a language on all pages."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [(page, block) for page in PAGES for block in pattern.findall(page.read_text())]
+
+
+def commands() -> list[str]:
+    """Every command on all pages, each once, in the order of the pages."""
+    lines = [line for _, block in blocks("console") for line in block.splitlines()]
+    assert all(line.startswith("$ ") for line in lines), "a console block shows commands, each after '$ '"
+    return list(dict.fromkeys(line.removeprefix("$ ") for line in lines))
+
+
+def varuna_commands(*names: str) -> list[list[str]]:
+    """The arguments of the pages' commands `.venv/bin/varuna <one of names>`."""
+    found = [shlex.split(command)[1:] for command in commands() if command.startswith(".venv/bin/varuna ")]
+    return [arguments for arguments in found if arguments[0] in names]
+
+
+RUN_BY_OTHERS = {"manager", "demo"}
+"""`varuna manager` is the fixture, and `varuna demo --short` is test_demo.py."""
+ASKING = ("ps", "show", "events", "logs", "vms")
+
+
+def test_the_pages_have_no_command_that_is_not_tried_here() -> None:
+    known = {"--help", "submit", "cancel", *ASKING, *RUN_BY_OTHERS}
+    for command in commands():
+        program, *arguments = shlex.split(command)
+        if program == ".venv/bin/varuna":
+            assert arguments[0] in known, command
+        else:
+            assert program in ("make", ".venv/bin/python"), command
+
+
+def test_the_first_screen_has_both_commands() -> None:
+    first = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("$ ")][:2]
+    assert first == ["$ make demo", "$ make test"]
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command.startswith("make ")])
+def test_every_make_target_exists(command: str) -> None:
+    program, *arguments = shlex.split(command)
+    done = subprocess.run(
+        [program, "-n", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    targets = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    assert f"make {arguments[0]} " in targets
+
+
+@pytest.mark.parametrize("arguments", varuna_commands(*RUN_BY_OTHERS), ids=" ".join)
+def test_the_long_running_commands_take_their_options(arguments: list[str]) -> None:
+    done = run_varuna(*arguments, "--help")
+    assert done.returncode == 0, done.stderr
+    for option in (argument for argument in arguments if argument.startswith("--")):
+        assert option in done.stdout
+
+
+def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager) -> None:
+    assert "submit" in running_manager.varuna("--help").stdout
+    (submit,) = varuna_commands("submit")
+    done = running_manager.varuna(*submit)
+    assert done.returncode == 0, done.stderr
+    with Client(running_manager.url) as client:
+        wait_until(lambda: client.job("gpt")["step"] > 0, "the first step", 180)
+
+    following = []
+    for arguments in varuna_commands(*ASKING):
+        if "-f" in arguments:
+            following.append(start(running_manager, arguments))
+            continue
+        done = running_manager.varuna(*arguments)
+        assert done.returncode == 0, (arguments, done.stderr)
+        assert done.stdout.strip(), arguments
+
+    (cancel,) = varuna_commands("cancel")
+    assert running_manager.varuna(*cancel).returncode == 0
+    with Client(running_manager.url) as client:
+        wait_until(lambda: client.job("gpt")["state"] == "cancelled", "the job's end")
+    for process in following:
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "step 1 loss" in output
+
+
+def start(manager: RunningManager, arguments: list[str]) -> subprocess.Popen[str]:
+    """A command that goes on until the job is over."""
+    command = [str(PROGRAMS / "varuna"), *arguments, "--manager-url", manager.url]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command.startswith(".venv/bin/python ")])
+def test_the_python_commands_run(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_python_in_the_pages_compiles_and_imports_what_there_is() -> None:
+    for page, block in blocks("python"):
+        tree = compile(block, str(page), "exec")
+        assert tree
+        for line in re.findall(r"^from varuna\S* import .*$", block, re.MULTILINE):
+            exec(line, {})
+
+
+def test_job_files_in_the_pages_say_what_a_job_file_may_say() -> None:
+    found = [yaml.safe_load(block) for _, block in blocks("yaml")]
+    assert found
+    for document in found:
+        assert set(document) <= set(KEYS)
+    started = (ROOT / "docs" / "getting-started.md").read_text()
+    assert all(f"| `{key}` |" in started for key in KEYS), "getting-started.md explains every key"

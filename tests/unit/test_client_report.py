@@ -1,0 +1,136 @@
+"""The demo's verdict: every way in which a run can be wrong fails it, by name."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from varuna_client.demo.report import Played, Report, closing_table, make_report, verdict
+from varuna_client.demo.scenario import Observation
+
+STEPS = 8
+REFERENCE = [5.0 - 0.1 * step for step in range(STEPS)]
+PLAYED = Played(
+    disturbances=(
+        {"kind": "KillVm", "vm_id": "vm-3"},
+        {"kind": "OfferVm"},
+        {"kind": "PreemptVm", "vm_id": "vm-0", "notice_s": 30.0, "left_after_s": 2.5},
+    )
+)
+SHAPES = [(2, 2), (3, 1), (2, 2), (3, 1)]
+
+
+def generation(number: int, p: int, d: int, kind: str = "training") -> dict[str, Any]:
+    return {
+        "number": number,
+        "kind": kind,
+        "p": p,
+        "d": d,
+        "micro_batch": 1,
+        "reason": f"reason {number}",
+        "seconds_without_progress": 3.25 if number > 2 else None,
+        "steps_redone": 0,
+        "plan": {"predicted_minibatch_s": 0.2},
+    }
+
+
+def metrics(losses: list[float]) -> list[dict[str, Any]]:
+    """Two steps to each generation, from generation 2 on."""
+    return [
+        {"step": step, "loss": loss, "step_s": 0.25, "generation": 2 + (step - 1) // 2, "at": 1.0}
+        for step, loss in enumerate(losses, 1)
+    ]
+
+
+def report_of(
+    *,
+    shapes: list[tuple[int, int]] = SHAPES,
+    seen: list[dict[str, Any]] | None = None,
+    reference: list[float] = REFERENCE,
+    played: Played = PLAYED,
+    job: dict[str, Any] | None = None,
+) -> Report:
+    trained = [generation(number, p, d) for number, (p, d) in enumerate(shapes, 2)]
+    observed = Observation(
+        job=job or {"state": "succeeded", "step": STEPS, "error": None},  # type: ignore[arg-type]
+        generations=(generation(1, 1, 4, "calibration"), *trained),  # type: ignore[arg-type]
+        metrics=tuple(metrics(REFERENCE) if seen is None else seen),  # type: ignore[arg-type]
+        events=(),
+        vms=(),
+    )
+    return make_report(STEPS, observed, reference, played)
+
+
+def test_a_run_that_did_all_of_it_is_ok_and_its_report_has_the_promised_keys() -> None:
+    report = report_of()
+    assert report.ok, report.failures
+    document = json.loads(json.dumps(report.document))
+    assert {"steps", "generations", "max_loss_difference", "reference_losses", "losses", "ok"} <= document.keys()
+    assert document["steps"] == STEPS
+    assert document["losses"] == document["reference_losses"] == REFERENCE
+    assert document["max_loss_difference"] == 0.0
+    assert [g["number"] for g in document["generations"]] == [2, 3, 4, 5]
+    wanted = {"number", "p", "d", "micro_batch", "reason", "seconds_without_progress", "steps_redone"}
+    assert all(wanted <= g.keys() for g in document["generations"])
+    assert verdict(report).startswith("OK: 8 steps over 4 generations")
+
+
+def test_a_loss_beyond_the_tolerance_fails_at_its_step() -> None:
+    within = [loss * (1 + 9e-5) for loss in REFERENCE]
+    assert report_of(seen=metrics(within)).ok
+    beyond = [*REFERENCE[:4], REFERENCE[4] * (1 + 2e-4), *REFERENCE[5:]]
+    report = report_of(seen=metrics(beyond))
+    assert "step 5: loss" in verdict(report)
+    assert not report.document["ok"]
+
+
+def test_a_loss_that_is_no_number_fails() -> None:
+    seen = [{**metrics(REFERENCE)[0], "loss": None}, *metrics(REFERENCE)[1:]]
+    assert report_of(seen=seen).failures[0].startswith("1 of 8 steps have no loss, the first is step 1")
+
+
+def test_a_step_that_was_redone_counts_both_times() -> None:
+    twice = [{**metrics(REFERENCE)[2], "loss": 9.9, "generation": 2}, *metrics(REFERENCE)]
+    report = report_of(seen=twice)
+    assert report.document["losses"] == REFERENCE
+    assert any("step 3" in failure for failure in report.failures)
+
+
+def test_a_missing_step_fails() -> None:
+    assert report_of(seen=metrics(REFERENCE)[:-1]).failures == ("1 of 8 steps have no loss, the first is step 8",)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ([(2, 2), (3, 1), (2, 2)], "2 morphs where at least 3 were due"),
+        ([(4, 1), (3, 1), (4, 1), (3, 1)], "no morph went to another P×D with D > 1"),
+        ([(1, 4), (1, 3), (1, 4), (1, 3)], "no morph went to another P×D with P > 1"),
+        ([(2, 2), (2, 2), (2, 2), (2, 2)], "no morph went to another P×D with P > 1"),
+    ],
+)
+def test_a_run_without_the_promised_morphs_fails(shapes: list[tuple[int, int]], says: str) -> None:
+    assert says in verdict(report_of(shapes=shapes))
+
+
+def test_a_vm_that_outstays_its_notice_fails() -> None:
+    for left in (None, 31.0):
+        late = Played(disturbances=(*PLAYED.disturbances[:2], {**PLAYED.disturbances[2], "left_after_s": left}))
+        assert "vm-0 had not left 30 s after its notice" in verdict(report_of(played=late))
+
+
+def test_a_job_that_failed_is_told_by_its_own_last_line_and_nothing_else() -> None:
+    job = {"state": "failed", "step": 3, "error": "Traceback ...\nRuntimeError: boom\n"}
+    report = report_of(job=job, reference=[], seen=metrics(REFERENCE)[:3])
+    assert verdict(report) == "FAILED: the job is failed at step 3: RuntimeError: boom"
+
+
+def test_the_closing_table_has_a_row_for_each_generation() -> None:
+    out = io.StringIO()
+    Console(file=out, width=160).print(closing_table(report_of().document))
+    text = out.getvalue()
+    assert all(f"reason {number}" in text for number in (2, 3, 4, 5))
+    assert "0.25 (0.20)" in text

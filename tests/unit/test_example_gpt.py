@@ -1,0 +1,109 @@
+"""The example: a model that can be cut after every block, text that every machine has, a reference that learns."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from varuna import CutPoint
+from varuna.data import replica_indices
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
+MODULES = ("model", "corpus", "recipe", "reference")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The example's modules, as its scripts import them; forgotten again afterwards."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    torch.set_num_threads(1)
+    yield {name: importlib.import_module(name) for name in MODULES}
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def test_the_model_has_at_least_eight_blocks_and_a_cut_point_after_each(example: dict[str, ModuleType]) -> None:
+    model = example["recipe"].build_model()
+    order: list[str] = []
+    for module in model.modules():
+        if isinstance(module, CutPoint | example["model"].Block):
+            module.register_forward_hook(lambda ran, *_: order.append(type(ran).__name__))
+    batch = example["recipe"].load_dataset().batch([0, 1])
+    loss = model(**batch)
+    assert loss.shape == ()
+    assert len(model.blocks) >= 8
+    assert order == ["Block", "CutPoint"] * len(model.blocks)
+
+
+def test_the_model_knows_nothing_at_first_and_cannot_see_the_future(example: dict[str, ModuleType]) -> None:
+    model = example["recipe"].build_model()
+    batch = example["recipe"].load_dataset().batch([3])
+    assert float(model(**batch).detach()) == pytest.approx(np.log(256), rel=0.1)
+    # A later token changes no earlier prediction: with the loss on the first half only, the second half has no say.
+    tokens, targets = batch["tokens"], batch["targets"].clone()
+    half = tokens.shape[1] // 2
+    targets[:, half:] = -100  # ignored by cross_entropy
+    changed = tokens.clone()
+    changed[:, half:] = 7
+    assert float(model(tokens, targets).detach()) == float(model(changed, targets).detach())
+
+
+def test_the_same_seed_gives_the_same_model(example: dict[str, ModuleType]) -> None:
+    first, second = example["recipe"].build_model(), example["recipe"].build_model()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_the_corpus_is_the_text_of_a_folder_in_the_order_of_names(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    (tmp_path / "b.py").write_text("second")
+    (tmp_path / "a.py").write_text("first")
+    assert example["corpus"].read_corpus(tmp_path).tobytes() == b"first\nsecond"
+    assert example["corpus"].read_corpus(tmp_path, max_bytes=4).tobytes() == b"firs"
+    with pytest.raises(ValueError, match=r"no \.py file"):
+        example["corpus"].read_corpus(tmp_path / "empty")
+    assert len(example["corpus"].read_corpus()) > 1_000_000
+
+
+def test_targets_are_the_bytes_that_follow(example: dict[str, ModuleType]) -> None:
+    windows = example["corpus"].Windows(np.arange(11, dtype=np.uint8), 5)
+    assert len(windows) == 2
+    assert windows[1]["tokens"].tolist() == [5, 6, 7, 8, 9]
+    assert windows[1]["targets"].tolist() == [6, 7, 8, 9, 10]
+    assert windows.batch([0, 1])["tokens"].shape == (2, 5)
+    with pytest.raises(IndexError):
+        windows[2]
+    with pytest.raises(ValueError, match="no window"):
+        example["corpus"].Windows(np.zeros(5, dtype=np.uint8), 5)
+
+
+def test_the_reference_is_plain_training_over_the_steps_samples(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    out = tmp_path / "losses.json"
+    command = [sys.executable, str(EXAMPLE / "reference.py"), "--steps", "3", "--global-batch", "4", "--out", str(out)]
+    subprocess.run(command, check=True, timeout=120, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"})
+    losses = json.loads(out.read_text())["losses"]
+    assert len(losses) == 3
+
+    recipe, dataset = example["recipe"], example["recipe"].load_dataset()
+    indices = replica_indices(
+        1, dataset_size=len(dataset), global_batch=4, micro_batch=1, replica=0, replicas=1, seed=recipe.SEED
+    )
+    first = float(recipe.build_model()(**dataset.batch(indices)).detach())
+    assert losses[0] == pytest.approx(first, rel=1e-6)
+    assert losses[2] < losses[0]
+
+
+def test_the_job_file_runs_the_script_on_a_batch_that_not_every_d_divides() -> None:
+    spec = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
+    assert "train.py" in spec["run"]
+    assert spec["global_batch"] % 3
+    assert spec["global_batch"] % 4
