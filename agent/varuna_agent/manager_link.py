@@ -10,6 +10,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 import structlog
+
 from varuna_proto.v1 import agent_pb2, agent_pb2_grpc
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 import structlog
-from varuna_proto.v1 import agent_pb2, worker_pb2
 
 from varuna_agent import logs
 from varuna_agent.manager_link import Backoff, ManagerLink
@@ -28,6 +27,7 @@ from varuna_agent.settings import AgentSettings
 from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey
 from varuna_agent.state import stimuli as st
 from varuna_agent.worker_link import WorkerLink, socket_path
+from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import structlog
 from google.protobuf.message import DecodeError
-from varuna_proto import framing
-from varuna_proto.v1 import agent_pb2, worker_pb2
 
 from varuna_agent.state import WorkerKey
+from varuna_proto import framing
+from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _HELLO_WITHIN_S = 10.0
 _MAX_SOCKET_PATH_CHARS = 100

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from varuna import CutPoint
 
 BYTE_VALUES = 256
@@ -19,7 +20,7 @@ BYTE_VALUES = 256
 class GPTConfig:
     """What decides the model's size. The defaults make a step take a fraction of a second on a laptop."""
 
-    blocks: int = 10
+    blocks: int = 9
     width: int = 128
     heads: int = 4
     window: int = 128

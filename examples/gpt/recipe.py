@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from corpus import Windows, read_corpus
-from model import GPT, GPTConfig
 from torch import nn
 
+from corpus import Windows, read_corpus
+from model import GPT, GPTConfig
+
 SEED = 0
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 CONFIG = GPTConfig()
 
 

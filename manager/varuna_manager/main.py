@@ -25,7 +25,6 @@ import grpc
 import structlog
 import uvicorn
 from pydantic import ValidationError
-from varuna_proto.v1 import agent_pb2_grpc
 
 from varuna_manager.api.grpc.gateway import AgentGateway
 from varuna_manager.api.http.app import Services, make_app
@@ -45,6 +44,7 @@ from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSessions
 from varuna_manager.services.vm_registry import VmRegistry
 from varuna_manager.settings import ManagerSettings
+from varuna_proto.v1 import agent_pb2_grpc
 
 __all__ = ["ManagerSettings", "StartError", "main", "run", "serve"]
 

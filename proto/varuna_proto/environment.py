@@ -126,7 +126,9 @@ def parse_stage_to_rank_map(text: str) -> tuple[int, int]:
     if len({len(stage) for stage in stages}) != 1:
         raise ValueError(f"stage_to_rank_map {text!r}: every stage needs the same number of ranks")
     if sorted(rank for stage in stages for rank in stage) != list(range(len(stages) * len(stages[0]))):
-        raise ValueError(f"stage_to_rank_map {text!r}: ranks must be 0 to {len(stages) * len(stages[0]) - 1}, each once")
+        raise ValueError(
+            f"stage_to_rank_map {text!r}: ranks must be 0 to {len(stages) * len(stages[0]) - 1}, each once"
+        )
     return len(stages), len(stages[0])
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+
 from manager_world import RunningManager, all_ready, wait_until
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from manager_world import RunningManager, run_varuna
 
 pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(240)]

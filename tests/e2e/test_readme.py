@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from manager_world import PROGRAMS, ROOT, RunningManager, run_varuna, wait_until
 from varuna_client import Client
 from varuna_client.jobfile import KEYS

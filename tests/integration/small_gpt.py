@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from varuna.cut_point import CutPoint
 
 V, T, H = 29, 6, 16

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+
 from varuna_agent.processes import (
     ProcessEnd,
     ProcessNotStartedError,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc.aio
 import psutil
 import pytest
+
 from varuna_agent.notices import FileNoticeSource
 from varuna_agent.runner import AgentRunner
 from varuna_agent.settings import AgentSettings

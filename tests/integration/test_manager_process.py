@@ -22,6 +22,7 @@ import grpc
 import httpx
 import psutil
 import pytest
+
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
 

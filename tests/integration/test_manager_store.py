@@ -13,6 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
+
 from varuna_manager.db.engine import Database, normalised_url
 from varuna_manager.db.models import Base, EventRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
 from varuna_manager.domain.spec import JobSpec

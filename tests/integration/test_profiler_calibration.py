@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from varuna import CutPoint
 from varuna.calibration.compute import measure_optimizer, worth_doubling
 from varuna.calibration.links import LinkSample, classify, ring_sizes

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+
 from agent_end import AgentEnd
 from small_gpt import Task, train_plainly
 from training_world import World, Zygote

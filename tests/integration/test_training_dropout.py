@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from small_gpt import Task
 from training_world import World, Zygote
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from small_gpt import Task, train_plainly
 from training_world import World, Zygote
 from varuna_proto.environment import EXIT_PEER_LOST

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from small_gpt import Task, Trained, train_plainly
 from training_world import Outcome, World, Zygote
 

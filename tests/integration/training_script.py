@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+
 from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler
 from varuna import Varuna
 from varuna.data import Batches

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from small_gpt import Task
 from torch import Tensor
+
+from small_gpt import Task
 from varuna_proto.environment import Mode, WorkerEnvironment
 
 SCRIPT = Path(__file__).with_name("training_script.py")

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+
 import varuna
 from small_gpt import Task, example_batch, make_model
 from varuna.partition import trace

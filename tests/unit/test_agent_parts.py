@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+
 from varuna_agent.manager_link import Backoff
 from varuna_agent.notices import Notice, parse_notice
 from varuna_agent.settings import AgentSettings

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
 from varuna_agent.state import AgentState, Identity, IllegalTransitionError, Timings, WorkerKey
 from varuna_agent.state import stimuli as st
 from varuna_agent.state.worker import Phase, Stimulus

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from varuna_agent.state import AgentState, Identity, WorkerKey
 from varuna_agent.state import stimuli as st
 from varuna_proto.v1 import agent_pb2 as pb

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from varuna.checkpoint import Cadence, next_save_due
 
 stalls = st.floats(min_value=0, max_value=5)

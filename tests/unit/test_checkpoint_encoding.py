@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from varuna.checkpoint import CheckpointError
 from varuna.checkpoint.encoding import decode, encode
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
 from varuna.checkpoint import (
     Checkpointer,
     CheckpointError,

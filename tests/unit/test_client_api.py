@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+
 from varuna_client import Client, NotFoundError, RefusedError, UnreachableError
 
 Handler = Callable[[httpx.Request], httpx.Response]

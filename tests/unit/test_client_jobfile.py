@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from varuna_client import UserError
 from varuna_client.jobfile import KEYS, load_job
 from varuna_manager.domain.spec import JobSpec

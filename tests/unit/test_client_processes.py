@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from varuna_client import UserError
 from varuna_client.demo.processes import MARK, DemoProcesses, fresh_folder, kill_group
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
+
 from varuna_client import render
 from varuna_client.documents import END_STATES, Event, Generation, Job, Metric, Vm
 from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationState, JobState, VmState

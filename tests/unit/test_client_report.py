@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+
 from varuna_client.demo.report import Played, Report, closing_table, make_report, verdict
 from varuna_client.demo.scenario import Observation
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from varuna_client.demo.scenario import KillVm, Observation, OfferVm, PreemptVm, next_disturbance
 
 

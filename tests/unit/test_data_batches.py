@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from varuna.data import Batches, replica_indices
 from varuna_proto.environment import Mode, WorkerEnvironment
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+
 from varuna import CutPoint
 from varuna.data import replica_indices
 

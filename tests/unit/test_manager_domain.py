@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
 from varuna_manager.domain import states
 from varuna_manager.domain.accounting import seconds_without_progress, steps_redone
 from varuna_manager.domain.commands import DrainKey, LaunchKey, Presence, StopKey, wanted_commands

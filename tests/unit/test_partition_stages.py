@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from varuna.cut_point import CutPoint
 from varuna.partition import PartitionError, Stage, build_stage, trace
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
 from varuna.cut_point import CutPoint
 from varuna.partition import Boundary, PartitionError, batch_size_of, build_stage, loss_of, take_examples, trace
 from varuna.partition.structure import take_apart

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from varuna_planner import balance as cutting
 from varuna_planner.auto_config import Choice, Pins, choose_plan
 from varuna_planner.batching import count_micro_batches, micro_batch_sizes

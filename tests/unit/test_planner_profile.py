@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from varuna_planner.batching import micro_batch_sizes, micro_batches
 from varuna_planner.memory import human, stage_bytes
 from varuna_planner.profile import Measurement, Profile, Section, interpolate

@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from varuna_planner.actions import Action, check, draw, format_schedule, generate, parse_schedule, timeline
 from varuna_planner.schedule import WAIT, Op, Policy, choose, most_in_flight, stash_cap
 from varuna_planner.simulator import Jitter, Pipeline, fixed_order, lower_bound, simulate, uniform

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+
 from varuna.departure import Departure, GenerationEnded, PeerLost
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+
 from varuna.departure import Departure
 from varuna.launch import Group
 from varuna.optim import GradientReducer, buckets, clip_factor, scale_gradients

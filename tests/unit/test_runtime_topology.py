@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import varuna
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import varuna
 from varuna.launch import get_this_rank_config_varuna, get_varuna_config, worker_environment
 from varuna.topology import Topology, share_of_batch, stage_sections, tied_over_stages
 from varuna.worker import choose_device

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from varuna import CutPoint, Varuna
 from varuna.checkpoint import CheckpointError
 

@@ -13,11 +13,10 @@ import threading
 import traceback
 from types import TracebackType
 
+from varuna.departure import Departure, GenerationEnded, end_process
 from varuna_proto import framing
 from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
 from varuna_proto.v1 import agent_pb2, worker_pb2
-
-from varuna.departure import Departure, GenerationEnded, end_process
 
 __all__ = ["AgentLink", "install_excepthook"]
 

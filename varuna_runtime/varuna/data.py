@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
+
 from varuna_planner.batching import micro_batches
 from varuna_proto.environment import Mode, WorkerEnvironment
 

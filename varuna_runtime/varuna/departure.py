@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 import structlog
+
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 
 __all__ = ["Departure", "GenerationEnded", "PeerLost", "end_process"]

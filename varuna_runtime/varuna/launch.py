@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import (
     Store,
     TCPStore,
 )
-from varuna_proto.environment import Mode, WorkerEnvironment, parse_stage_to_rank_map
 
 from varuna._gloo import NEVER, GlooGroup, Work, connect_group, first_line
 from varuna.departure import Departure, PeerLost
+from varuna_proto.environment import Mode, WorkerEnvironment, parse_stage_to_rank_map
 
 __all__ = ["Group", "Rendezvous", "get_this_rank_config_varuna", "get_varuna_config", "worker_environment"]
 

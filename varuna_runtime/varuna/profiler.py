@@ -20,7 +20,6 @@ import structlog
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from varuna_planner.profile import AllReduceMeasurement, Links, Measurement, Profile, Section, SharedParameter
 
 from varuna.calibration.compute import Clock, OptimizerMemory, SectionMeter, measure_optimizer, worth_doubling
 from varuna.calibration.links import Connect, LinkSample, classify, measure_all_reduce, measure_links
@@ -28,6 +27,7 @@ from varuna.calibration.peers import KeyValueStore, Peers
 from varuna.launch import worker_environment
 from varuna.partition import ModelMap, trace
 from varuna.worker import Worker, choose_device
+from varuna_planner.profile import AllReduceMeasurement, Links, Measurement, Profile, Section, SharedParameter
 
 __all__ = ["Profiler", "calibrate"]
 

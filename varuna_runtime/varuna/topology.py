@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from varuna_planner.batching import micro_batch_sizes, micro_batches
-from varuna_proto.environment import WorkerEnvironment
 
 from varuna.departure import Departure
 from varuna.launch import Rendezvous
 from varuna.optim import TiedGroup
 from varuna.pipeline.engine import Links
 from varuna.pipeline.transport import Inbox, Outbox
+from varuna_planner.batching import micro_batch_sizes, micro_batches
+from varuna_proto.environment import WorkerEnvironment
 
 __all__ = ["Topology", "connect_links", "connect_tied", "share_of_batch", "stage_sections", "tied_over_stages"]
 

@@ -18,9 +18,6 @@ import structlog
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from varuna_planner.schedule import Policy
-from varuna_proto.environment import Mode
-from varuna_proto.v1 import worker_pb2
 
 from varuna._gloo import first_line
 from varuna.agreement import Totals, agree
@@ -35,6 +32,9 @@ from varuna.profiler import calibrate
 from varuna.saves import AutomaticSaves, wait_for_save
 from varuna.topology import connect_links, connect_tied, share_of_batch, stage_sections, tied_over_stages
 from varuna.worker import Worker, choose_device
+from varuna_planner.schedule import Policy
+from varuna_proto.environment import Mode
+from varuna_proto.v1 import worker_pb2
 
 __all__ = ["Varuna"]
 
@@ -235,7 +235,7 @@ class Varuna(nn.Module):
             connect=self._worker.rendezvous.gloo,
         )
         if profile is not None:
-            self._worker.link.profile_done(profile.model_dump_json())
+            self._worker.link.profile_done(profile.to_json())
         raise SystemExit(0)
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:

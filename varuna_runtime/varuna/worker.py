@@ -6,12 +6,12 @@ import atexit
 from dataclasses import dataclass
 
 import torch
-from varuna_proto.environment import WorkerEnvironment
 
 from varuna.agent_link import AgentLink, install_excepthook
 from varuna.departure import Departure, end_process
 from varuna.launch import Rendezvous
 from varuna.topology import Topology
+from varuna_proto.environment import WorkerEnvironment
 
 __all__ = ["Worker", "choose_device"]
 

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from varuna_proto.environment import Mode, WorkerEnvironment
-from varuna_proto.v1 import agent_pb2
-
 from varuna_agent.state.stimuli import StartWorker, WorkerKey
 from varuna_agent.state.worker import Phase, Worker
+from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.v1 import agent_pb2
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 """Job ids become names of folders."""

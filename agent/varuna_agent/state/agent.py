@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-from varuna_proto.v1 import agent_pb2, worker_pb2
-
 from varuna_agent.state.admission import Identity, device_in_use, flaw_of, new_worker
 from varuna_agent.state.conversation import Conversation
 from varuna_agent.state.outbox import Outbox
@@ -37,6 +35,7 @@ from varuna_agent.state.stimuli import (
     WorkerSaid,
 )
 from varuna_agent.state.worker import Phase, Stimulus, Worker
+from varuna_proto.v1 import agent_pb2, worker_pb2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ import signal
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from varuna_agent.state.stimuli import StartWorker, WorkerKey
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2
-
-from varuna_agent.state.stimuli import StartWorker, WorkerKey
 
 MAX_ERROR_TEXT_CHARS = 16_000
 _SHELL_CANNOT_RUN = (126, 127)

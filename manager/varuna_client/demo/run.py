@@ -34,7 +34,7 @@ from varuna_client.jobfile import load_job
 from varuna_client.options import make_console
 
 FULL_STEPS, SHORT_STEPS = 120, 60
-DEVICE_MEMORY_BYTES = 38 * 1024 * 1024
+DEVICE_MEMORY_BYTES = 34 * 1024 * 1024
 """Of each emulated device: less than the model with its gradients and Adam's state, so one device cannot hold it."""
 POLL_S = 0.25
 MANAGER_DEADLINE_S = 60.0

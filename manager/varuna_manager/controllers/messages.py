@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from varuna_proto.v1 import agent_pb2 as pb
-
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
 from varuna_manager.domain.observed import Plan, Rules
 from varuna_manager.domain.states import GenerationKind, StopMode
+from varuna_proto.v1 import agent_pb2 as pb
 
 _KINDS = {
     GenerationKind.CALIBRATION: pb.GENERATION_KIND_CALIBRATION,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
-from varuna_proto.v1 import agent_pb2 as pb
 
 from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import FleetRow, VmRow, WorkerRow
@@ -20,6 +19,7 @@ from varuna_manager.services.errors import ConflictError, NotFoundError
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.reports import ReportService, note_notice
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_proto.v1 import agent_pb2 as pb
 
 
 class FleetService:

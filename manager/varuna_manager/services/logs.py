@@ -7,7 +7,6 @@ import uuid
 from pathlib import Path
 
 from sqlalchemy import select
-from varuna_proto.v1 import agent_pb2 as pb
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, WorkerRow
@@ -15,6 +14,7 @@ from varuna_manager.providers.base import EmulatedProvider
 from varuna_manager.services.errors import NotFoundError, UnavailableError
 from varuna_manager.services.jobs import find
 from varuna_manager.services.sessions import AgentSession, AgentSessions
+from varuna_proto.v1 import agent_pb2 as pb
 
 MAX_BYTES = 1024 * 1024
 _TIMEOUT_S = 10.0

@@ -15,7 +15,6 @@ import structlog
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
-from varuna_proto.v1 import agent_pb2 as pb
 
 from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
@@ -31,6 +30,7 @@ from varuna_manager.domain.states import (
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.planning import PlanningService
+from varuna_proto.v1 import agent_pb2 as pb
 
 _EXIT_CAUSES = {
     pb.EXIT_CAUSE_FINISHED: ExitCause.FINISHED,

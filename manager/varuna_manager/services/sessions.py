@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from varuna_proto.v1 import agent_pb2 as pb
-
 from varuna_manager.domain.commands import CommandKey
+from varuna_proto.v1 import agent_pb2 as pb
 
 
 class AgentSession:

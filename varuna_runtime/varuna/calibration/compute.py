@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
-from varuna_planner.profile import Measurement
 
 from varuna.partition import ModelMap, Stage, build_stage
 from varuna.partition.shapes import Boundary
+from varuna_planner.profile import Measurement
 
 __all__ = ["Clock", "OptimizerMemory", "SectionMeter", "measure_optimizer", "worth_doubling"]
 

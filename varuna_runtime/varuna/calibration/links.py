@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllreduceOptions
-from varuna_planner.profile import AllReduceMeasurement, Link, Links
 
 from varuna._gloo import GlooGroup
+from varuna_planner.profile import AllReduceMeasurement, Link, Links
 
 __all__ = ["Connect", "LinkSample", "classify", "measure_all_reduce", "measure_links"]
 

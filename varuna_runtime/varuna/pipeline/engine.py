@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from varuna_planner.schedule import WAIT, Op, Policy, choose, stash_cap
 
 from varuna.departure import Departure
 from varuna.partition.batch import take_examples
 from varuna.pipeline.randomness import generators_left_as_found, seed_generators, stream_seed
 from varuna.pipeline.timing import PassTimer
 from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
+from varuna_planner.schedule import WAIT, Op, Policy, choose, stash_cap
 
 __all__ = ["Boundary", "Engine", "Links", "MicroBatch", "PassResult", "Position", "Stage", "cut_inputs"]
 

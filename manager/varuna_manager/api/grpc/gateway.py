@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import structlog
-from varuna_proto.v1 import agent_pb2 as pb
-from varuna_proto.v1 import agent_pb2_grpc
 
 from varuna_manager.domain.observed import Rules
 from varuna_manager.services.bell import Bell
@@ -20,6 +18,8 @@ from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_manager.services.vm_registry import Health, VmRegistry
+from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import agent_pb2_grpc
 
 _REPORTS_AT_ONCE = 200
 
