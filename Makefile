@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format proto proto-check clean
+.PHONY: help venv demo test soak lint format proto proto-check clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ demo: venv ## Train a GPT on four local spot VMs, lose one, gain one, drain one;
 
 test: venv ## Run all tests
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+soak: venv ## Train the example under random disturbances for some minutes; check every loss (not part of test)
+	$(BIN)/python tests/soak/soak.py $(SOAK)
 
 lint: venv ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import suppress
 from typing import Protocol
 
@@ -30,12 +31,12 @@ class Backoff:
 
     def __init__(self, first_s: float, most_s: float, chance: random.Random) -> None:
         self._first_s = first_s
-        self._most_s = most_s
+        self.most_s = most_s
         self._chance = chance
         self._failures = 0
 
     def next_s(self) -> float:
-        wait_s = min(self._most_s, self._first_s * 2.0 ** min(self._failures, 32))
+        wait_s = min(self.most_s, self._first_s * 2.0 ** min(self._failures, 32))
         self._failures += 1
         return wait_s * self._chance.uniform(0.5, 1.0)
 
@@ -74,7 +75,12 @@ class ManagerLink:
 
     async def run(self) -> None:
         while True:
+            began = time.monotonic()
             reason = await self._converse()
+            # Not at the Welcome: a manager that takes us and drops us again (its disk is full) must not be dialled
+            # ten times a second by a whole fleet.
+            if time.monotonic() - began >= self._backoff.most_s:
+                self._backoff.reset()
             wait_s = self._backoff.next_s()
             _log.info("no stream to the manager", manager=self._address, reason=reason, next_try_s=round(wait_s, 3))
             await asyncio.sleep(wait_s)
@@ -105,8 +111,6 @@ class ManagerLink:
                 message = await call.read()
                 if not isinstance(message, agent_pb2.ManagerMessage):
                     return "the manager closed the stream"
-                if message.WhichOneof("body") == "welcome":
-                    self._backoff.reset()
                 self._listener.received(message)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"

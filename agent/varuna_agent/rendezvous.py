@@ -24,6 +24,8 @@ class RendezvousSockets:
         try:
             # Without SO_REUSEADDR: two sockets that have it may be bound to one port as long as neither listens.
             held.bind(address)
+            # But with it from now on: the script's own init_process_group may listen there before Varuna does.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except OSError as error:
             held.close()
             raise OSError(f"cannot bind a port on {self._host}: {error}; is it an address of this VM?") from error

@@ -15,16 +15,21 @@ from varuna.data import Batches
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120, help="steps to train in all, over all restarts")
-    steps = parser.parse_args().steps
+    parser.add_argument("--global-batch", type=int, help="to run it by hand, without a job that says so")
+    arguments = parser.parse_args()
 
     dataset = load_dataset()
     model = Varuna(build_model(), get_batch_fn=lambda size, device=None: dataset.batch(list(range(size))))
     model.set_optimizer(build_optimizer(model.parameters()))
     start = model.resume()  # steps already done by earlier generations; 0 at first
 
-    for step, batch in Batches(dataset, seed=SEED, first_step=start + 1, last_step=steps):
+    for step, batch in Batches(
+        dataset, global_batch=arguments.global_batch, seed=SEED, first_step=start + 1, last_step=arguments.steps
+    ):
         loss, _overflow, _gradient_norm = model.step(batch)
         print(f"step {step} loss {loss:.6f}", flush=True)
+    if model.checkpoint_url:  # not when run by hand, in a plain process
+        model.checkpoint()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -49,6 +50,15 @@ def manager(context: typer.Context) -> None:
 def agent(context: typer.Context) -> None:
     """Run the agent of a VM (its own options: varuna agent --help)."""
     _become("varuna_agent.main", context.args)
+
+
+@app.command(context_settings=PASS_ON)
+def export(context: typer.Context) -> None:
+    """Write a checkpoint's model as one safetensors file (its own options: varuna export --help)."""
+    # A process of its own: the client starts fast and runs on machines that have no PyTorch.
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("obstore") is None:
+        raise UserError("varuna export reads checkpoints, which needs the runtime: pip install 'varuna-spot[runtime]'")
+    _become("varuna.checkpoint.export", context.args)
 
 
 @app.command()

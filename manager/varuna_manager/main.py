@@ -121,7 +121,7 @@ async def _serve(
     )
     provider = LocalProvider(data_dir, grpc_address, machine, settings.capacity)
     events = EventLog(database)
-    planning = PlanningService()
+    planning = PlanningService(cache_dir=data_dir / "numba")
     reports = ReportService(database, events, planning, bell)
     fleet = FleetService(database, events, registry, provider, reports, bell)
     if settings.vms is not None:
@@ -142,6 +142,7 @@ async def _serve(
     log.info("the manager serves", http=f"http://{http_address}/", grpc=grpc_address, data_dir=str(data_dir))
     tasks = [asyncio.create_task(run_controller(controller, bell)) for controller in controllers]
     tasks.append(asyncio.create_task(http.serve(sockets=[http_socket])))
+    warming_up = asyncio.create_task(planning.warm_up())
     try:
         await _until_told_to_end(tasks)
     finally:
@@ -149,7 +150,8 @@ async def _serve(
         events.close()
         for task in tasks[:-1]:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        warming_up.cancel()
+        await asyncio.gather(*tasks, warming_up, return_exceptions=True)
         sessions.close_all()
         await server.stop(grace=1.0)
         await provider.close(end_vms=settings.local_ephemeral)

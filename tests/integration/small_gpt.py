@@ -5,7 +5,10 @@ Letters: B examples, T tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +33,21 @@ class Task:
     clip: float | None = None
     learning_rate: float = 1e-2
     weight_decay: float = 0.01
+    optimizer: str = "adamw"
+    """Or "momentum", or "lamb"."""
+    precision: str = "float32"
+    """The name of a torch type."""
+    loss_scale: float | None = None
+    """A fixed one; None: a dynamic one that starts at 2**10."""
+    offload: bool = False
+    """The optimizer is on the host."""
+    skip: bool = False
+    """What the embedding gives goes past all blocks, too, through a projection."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.precision)
+        return dtype
 
 
 class Block(nn.Module):
@@ -42,7 +60,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        scores = (x @ x.transpose(1, 2) / H**0.5).masked_fill(~mask, -1e9)
+        scores = (x @ x.transpose(1, 2) / H**0.5).masked_fill(~mask, -torch.inf)
         x = x + self.dropout(scores.softmax(-1) @ self.mix(self.norm(x)))
         return x + self.dropout(self.feed(x))
 
@@ -55,16 +73,18 @@ class SmallGPT(nn.Module):
         self.cut_points = [CutPoint() for _ in range(task.blocks - 1)]
         self.norm = nn.LayerNorm(H)
         self.head = nn.Linear(H, V, bias=False)
+        self.skip = nn.Linear(H, H) if task.skip else None
         if task.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        past = 0 if self.skip is None else self.skip(x)
         for block, cut_point in zip(self.blocks, [*self.cut_points, None], strict=True):
             x = block(x)
             if cut_point is not None:
                 x = cut_point(x)
-        return F.cross_entropy(self.head(self.norm(x)).transpose(1, 2), targets)
+        return F.cross_entropy(self.head(self.norm(x + past)).transpose(1, 2), targets)
 
 
 def make_model(task: Task) -> SmallGPT:
@@ -72,7 +92,32 @@ def make_model(task: Task) -> SmallGPT:
     return SmallGPT(task)
 
 
+class Lamb(torch.optim.Optimizer):
+    """Layerwise Adam (You et al., 2020), without its corrections; `step` after clipping to the global norm."""
+
+    def __init__(self, parameters: object, lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(mean=torch.zeros_like(p), square=torch.zeros_like(p))
+                state["mean"].lerp_(p.grad, 0.1)
+                state["square"].lerp_(p.grad.square(), 0.01)
+                update = state["mean"] / (state["square"].sqrt() + 1e-6) + group["weight_decay"] * p
+                size, length = p.norm(), update.norm()
+                trust = (size / length).item() if size > 0 and length > 0 else 1.0
+                p.add_(update, alpha=-group["lr"] * trust)
+
+
 def make_optimizer(parameters: object, task: Task) -> torch.optim.Optimizer:
+    if task.optimizer == "momentum":
+        return torch.optim.SGD(parameters, lr=task.learning_rate, momentum=0.9, weight_decay=task.weight_decay)
+    if task.optimizer == "lamb":
+        return Lamb(parameters, lr=task.learning_rate, weight_decay=task.weight_decay)
     return torch.optim.AdamW(parameters, lr=task.learning_rate, weight_decay=task.weight_decay)
 
 
@@ -103,24 +148,51 @@ class Trained:
     evaluated: float
     """The loss of the last batch after training."""
     parameters: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]
+    """Of the optimizer, by parameter."""
 
 
-def train_plainly(task: Task) -> Trained:
-    """One process, the whole global batch at once, no Varuna."""
+def states_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:
+    return {name: dict(optimizer.state[parameter]) for name, parameter in named}
+
+
+def train_plainly(task: Task, micro_batch: int | None = None, skipped: int | None = None) -> Trained:
+    """One process, no Varuna; the whole global batch at once, or gradients summed up over micro-batches.
+
+    In the step `skipped` the optimizer does not step.
+    """
     from varuna.data import Batches
 
     model = make_model(task)
     optimizer = make_optimizer(model.parameters(), task)
     scheduler = make_scheduler(optimizer)
     losses, norms = [], []
-    for _, batch in Batches(Examples(), global_batch=task.global_batch, last_step=task.steps, environ={}):
+    scale = (task.loss_scale or 2.0**10) if task.dtype is torch.float16 else 1.0
+    for step, batch in Batches(Examples(), global_batch=task.global_batch, last_step=task.steps, environ={}):
         optimizer.zero_grad()
-        loss = model(**batch)
-        loss.backward()
+        loss = torch.zeros(())
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):  # the casts of the weights last until its end
+            for start in range(0, task.global_batch, micro_batch or task.global_batch):
+                part = {k: v[start : start + (micro_batch or task.global_batch)] for k, v in batch.items()}
+                share = len(part["tokens"]) / task.global_batch
+                with precisely(task):
+                    part_loss = model(**part)
+                (part_loss * share * scale).backward()
+                loss += part_loss.detach() * share
+        for parameter in model.parameters():
+            parameter.grad /= scale
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), task.clip or float("inf"))))
-        optimizer.step()
+        if step != skipped:
+            optimizer.step()
         scheduler.step()
         losses.append(loss.item())
-    with torch.no_grad():
+    with torch.no_grad(), precisely(task):
         evaluated = model.eval()(**batch).item()
-    return Trained(losses, norms, evaluated, {name: p.detach() for name, p in model.named_parameters()})
+    named = dict(model.named_parameters())
+    parameters = {name: parameter.detach() for name, parameter in named.items()}
+    return Trained(losses, norms, evaluated, parameters, states_of(optimizer, named.items()))
+
+
+def precisely(task: Task) -> AbstractContextManager[object]:
+    """For around plain PyTorch's forwards."""
+    return torch.autocast("cpu", task.dtype) if task.dtype is not torch.float32 else nullcontext()

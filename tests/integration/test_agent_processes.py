@@ -140,14 +140,24 @@ async def test_a_worker_inherits_the_rendezvous_socket_and_no_other_descriptor(w
     assert held.fileno() == -1  # closed here: the port is the worker's alone
 
 
-def test_a_held_port_is_nobody_elses() -> None:
+def test_a_held_port_is_nobody_elses_by_chance() -> None:
     sockets = RendezvousSockets("127.0.0.1")
     port = sockets.open()
     try:
-        with socket.socket() as other:
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with pytest.raises(OSError, match="in use"):
-                other.bind(("127.0.0.1", port))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    finally:
+        sockets.close()
+
+
+def test_a_scripts_own_process_group_may_listen_on_the_held_port() -> None:
+    sockets = RendezvousSockets("127.0.0.1")
+    port = sockets.open()
+    try:
+        with socket.socket() as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(("127.0.0.1", port))
+            own.listen()
     finally:
         sockets.close()
 

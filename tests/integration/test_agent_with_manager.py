@@ -21,7 +21,7 @@ import pytest
 from varuna_agent.notices import FileNoticeSource
 from varuna_agent.runner import AgentRunner
 from varuna_agent.settings import AgentSettings
-from varuna_agent.state import Identity, Timings
+from varuna_agent.state import Identity, Timings, WorkerKey
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
 
@@ -407,11 +407,14 @@ async def test_reports_are_sent_again_until_they_are_acknowledged(tmp_path: Path
 
 async def test_workers_end_with_the_lease_and_that_is_reported_later(tmp_path: Path) -> None:
     manager = Manager(lease_s=1.0)
-    async with running(tmp_path, manager) as (manager, _vm):
+    async with running(tmp_path, manager) as (manager, vm):
         manager.say(launch=launch(tmp_path, IGNORES_LEAVE))
         pid = (await manager.fact("worker_started"))[0].pid
+        key = WorkerKey("job", 1, 1)
         await manager.stop()
         await _until(lambda: not psutil.pid_exists(pid))
+        # Its guard tells the agent a moment later; from then on no Hello names it.
+        await _until(lambda: key not in [worker.key for worker in vm.runner._state.workers])
         await manager.start(manager.port)
         exited = (await manager.fact("worker_exited"))[0]
         assert exited.cause == pb.EXIT_CAUSE_KILLED

@@ -14,8 +14,11 @@ from sqlalchemy import Connection, select, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
+from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.db.engine import Database, normalised_url
 from varuna_manager.db.models import Base, EventRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
+from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import IllegalTransitionError, JobState, WorkerState
 from varuna_manager.services.bell import Bell
@@ -24,6 +27,7 @@ from varuna_manager.services.events import EventLog
 from varuna_manager.services.jobs import JobService
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.reports import ReportService
+from varuna_manager.services.vm_registry import VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
 
 SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
@@ -224,10 +228,39 @@ async def test_reports_that_come_again_change_nothing(
 
     await reports.apply("vm", batch)
     before = await everything()
-    await reports.apply("vm", [report for report in batch if report.number != 5])
+    await reports.apply("vm", batch)
     assert await everything() == before
     assert before[1:4] == [130.0, WorkerState.EXITED.value, "killed"]
     assert "profile_rejected" in [kind for kind, _ in before[0]]
+
+
+async def test_a_report_that_cannot_be_stored_is_dropped_and_the_others_are_not(
+    database: Database, jobs: JobService, reports: ReportService
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    absurd = pb.CheckpointCommitted(job_id=job_id, generation=1, step=2**64 - 1, url="u", total_bytes=1)
+    await reports.apply("vm", [pb.Report(number=1, checkpoint_committed=absurd), steps(job_id, 1, 1)])
+    assert [metric["step"] for metric in await jobs.metrics(job_id, 0, 10)] == [1]
+    assert await jobs.checkpoints(job_id) == []
+
+
+async def test_the_log_tells_of_the_first_checkpoint_of_a_generation_and_the_table_has_all(
+    database: Database, jobs: JobService, reports: ReportService
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    saved = [
+        pb.CheckpointCommitted(job_id=job_id, generation=generation, step=step, url="u", total_bytes=10**6)
+        for generation, step in ((1, 2), (1, 4), (2, 6), (1, 8))
+    ]
+    for number, fact in enumerate(saved, 1):
+        await reports.apply("vm", [pb.Report(number=number, checkpoint_committed=fact)])
+    told = [event.message for event in await jobs.events(job_id, 0, 100) if event.kind == "checkpoint"]
+    assert told == [
+        "step 2 is saved (1.0 MB), the first of generation 1",
+        "step 6 is saved (1.0 MB), the first of generation 2",
+    ]
+    assert sorted(one["step"] for one in await jobs.checkpoints(job_id)) == [2, 4, 6, 8]
 
 
 async def test_events_are_followed_in_order_and_only_once_committed(database: Database, events: EventLog) -> None:
@@ -261,3 +294,37 @@ async def test_events_are_followed_in_order_and_only_once_committed(database: Da
 def test_other_databases_are_refused_with_what_is_taken(url: str) -> None:
     with pytest.raises(ValueError, match="give sqlite:///"):
         normalised_url(url)
+
+
+async def test_a_snapshot_tells_what_past_generations_say_against_a_job(database: Database, jobs: JobService) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    past = [("growth", 3), ("worker_failed", 5), ("worker_failed", 5), ("vm_lost", 4), ("hang", None)]
+    for number, (cause, last_step) in enumerate(past, 1):
+        await add_generation(database, job_id, number)
+        async with database.write() as session:
+            row = (await session.scalars(select(GenerationRow).where(GenerationRow.number == number))).one()
+            row.state, row.end_cause, row.end_reason = "ended", cause, f"{cause} at {last_step}"
+            row.last_step, row.ended_at = last_step, 10.0 * number
+            row.plan = Plan(p=1, d=1, micro_batch=1, global_batch=8).to_document()
+    loader = SnapshotLoader(database, VmRegistry(), Rules())
+    (loaded,) = (await loader.load()).jobs
+    assert loaded.view.setbacks == Setbacks(
+        reasons=("worker_failed at 5", "hang at None"), last_at=50.0, best_step=5, hangs=1
+    )
+    assert loaded.generation is not None
+    assert loaded.generation.number == 5
+
+
+async def test_a_manager_that_has_just_started_counts_on_the_vms_that_it_has_not_heard_yet(
+    database: Database, jobs: JobService, clock: Clock
+) -> None:
+    await jobs.submit(SPEC, None)
+    registry, rules = VmRegistry(), Rules()
+    async with database.write() as session:
+        for name in ("heard", "silent"):
+            session.add(VmRow(id=name, provider="local", state="ready", history=[], gpus=1, ref={}, created_at=1.0))
+    registry.hello("heard", rendezvous_port=1, workers=())
+    loader = SnapshotLoader(database, registry, rules, clock)
+    assert [job.view.returning_vms for job in (await loader.load()).jobs] == [1]
+    clock.now += rules.start_settle_s
+    assert [job.view.returning_vms for job in (await loader.load()).jobs] == [0]

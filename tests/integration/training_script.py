@@ -1,7 +1,7 @@
 """The script that the workers of the training tests run: an ordinary Varuna training script, with faults on demand.
 
 Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
-"die": {"rank", "step"}, "raise": {"rank", "step"}, "save": {"step", "url"}, "forever": bool}.
+"die", "overflow", "raise": {"rank", "step"}, "save": {"step", "url", "fails"}, "forever": bool}.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler
+from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
 from varuna import Varuna
 from varuna.data import Batches
 
@@ -27,10 +27,19 @@ def main() -> None:
 
     plain = make_model(replace(task, tied=task.tied and not task.declared))
     pairs = [("embedding.weight", "head.weight")] if task.declared else None
-    model = Varuna(plain, get_batch_fn=example_batch, batch_size=task.global_batch, shared_weights=pairs)
+    before = torch.get_rng_state()
+    model = Varuna(
+        plain,
+        get_batch_fn=example_batch,
+        batch_size=task.global_batch,
+        shared_weights=pairs,
+        dtype=task.dtype,
+        offload_optimizer=task.offload,
+    )
+    assert torch.equal(before, torch.get_rng_state())
     optimizer = make_optimizer(model.parameters(), task)
     scheduler = make_scheduler(optimizer)
-    model.set_optimizer(optimizer)
+    model.set_optimizer(optimizer, loss_scale=task.loss_scale or "dynamic", init_loss_scale=2**10)
     model.register_state("scheduler", scheduler)
     first = model.resume() + 1
 
@@ -42,19 +51,25 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if wanted.get("raise") == fault:
             raise ArithmeticError(f"rank {rank} was told to raise at step {step}")
+        spoilt = [
+            p.register_hook(lambda g: g + torch.inf) for p in model.parameters() if wanted.get("overflow") == fault
+        ]
         before = torch.get_rng_state()
         loss, overflow, norm = model.step(batch, clip_grad_max_norm=task.clip)
         assert torch.equal(before, torch.get_rng_state())
-        assert not overflow
+        assert overflow == (wanted.get("overflow", {}).get("step") == step)
+        for hook in spoilt:
+            hook.remove()
         scheduler.step()
-        steps.append({"step": step, "loss": loss, "norm": norm})
+        steps.append({"step": step, "loss": loss, "norm": norm, "overflow": overflow, "next_scale": model.loss_scale})
         if wanted.get("save", {}).get("step") == step:
-            assert model.checkpoint(wanted["save"]["url"])
+            assert model.checkpoint(wanted["save"]["url"]) != wanted["save"].get("fails", False)
     evaluated = model.evaluate(batch, batch_size=task.global_batch)
     assert model.training
 
     out = Path(wanted["out"])
     torch.save({name: p.detach() for name, p in model.named_parameters()}, out / f"rank{rank}.pt")
+    torch.save(states_of(optimizer, model.named_parameters()), out / f"rank{rank}.optimizer.pt")
     (out / f"rank{rank}.json").write_text(json.dumps({"first": first, "steps": steps, "evaluated": evaluated}))
 
 

@@ -75,6 +75,9 @@ class World:
     checkpoint_url: str = ""
     agent_socket: Callable[[int], str] = lambda rank: ""
     wanted: Mapping[str, Any] = field(default_factory=dict)
+    script: Path = SCRIPT
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """More of it, for every rank."""
 
     @property
     def out(self) -> Path:
@@ -105,9 +108,9 @@ class World:
         self.out.mkdir(parents=True)
         job = self.out / "job.json"
         job.write_text(json.dumps({"task": asdict(self.task), "out": str(self.out), **self.wanted}))
-        environ = [self.environment(rank).to_environ() for rank in range(self.p * self.d)]
+        environ = [{**self.environment(rank).to_environ(), **self.environ} for rank in range(self.p * self.d)]
         spec = self.out / "world.json"
-        spec.write_text(json.dumps({"environ": environ, "script": str(SCRIPT), "job": str(job)}))
+        spec.write_text(json.dumps({"environ": environ, "script": str(self.script), "job": str(job)}))
         self.zygote.start(spec)
         return self
 
@@ -147,7 +150,8 @@ class World:
         assert codes == [0] * len(codes), f"exit codes {codes}\n{self.logs()}"
         ranks = [json.loads((self.out / f"rank{rank}.json").read_text()) for rank in range(len(codes))]
         parameters = [torch.load(self.out / f"rank{rank}.pt") for rank in range(len(codes))]
-        return Outcome(ranks, parameters)
+        states = [torch.load(self.out / f"rank{rank}.optimizer.pt") for rank in range(len(codes))]
+        return Outcome(ranks, parameters, states)
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ class Outcome:
 
     ranks: list[dict[str, Any]]
     held: list[dict[str, Tensor]]
+    optimized: list[dict[str, dict[str, Tensor]]]
 
     @property
     def losses(self) -> list[float]:
@@ -178,4 +183,15 @@ class Outcome:
         for held in self.held:
             for name, tensor in held.items():
                 assert torch.equal(merged.setdefault(name, tensor), tensor), f"ranks differ in {name}"
+        return merged
+
+    @property
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's, by parameter."""
+        merged: dict[str, dict[str, Tensor]] = {}
+        for kept in self.optimized:
+            for name, state in kept.items():
+                for key, tensor in state.items():
+                    first = merged.setdefault(name, {}).setdefault(key, tensor)
+                    assert torch.equal(first, tensor), f"ranks differ in the optimizer's {key} of {name}"
         return merged

@@ -354,6 +354,18 @@ def test_steps_go_out_at_once_for_the_first_then_with_each_heartbeat_and_before_
     assert [m.message.report.WhichOneof("fact") for m in of(st.Send, told)] == ["steps_completed", "worker_exited"]
 
 
+def test_steps_go_out_before_the_checkpoint_that_holds_them() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.step(key(), 1)
+    assert vm.step(key(), 2) == vm.step(key(), 3) == []
+    told = vm.worker_says(key(), checkpoint_done=w.CheckpointDone(step=3))
+    facts = [m.message.report.WhichOneof("fact") for m in of(st.Send, told)]
+    assert facts == ["steps_completed", "checkpoint_committed"]
+    assert [[s.step for s in f.steps] for f in sent(told, "steps_completed")] == [[2, 3]]
+
+
 def test_reports_wait_for_the_manager_and_come_in_order() -> None:
     vm = Vm()
     vm.says(launch=launch())
@@ -368,7 +380,7 @@ def test_reports_wait_for_the_manager_and_come_in_order() -> None:
     assert hello.first_report == 1
     told = vm.says(welcome=pb.Welcome(lease_s=LEASE_S))
     facts = [m.message.report.WhichOneof("fact") for m in of(st.Send, told)]
-    assert facts == ["worker_started", "checkpoint_committed", "steps_completed", None]
+    assert facts == ["worker_started", "steps_completed", "checkpoint_committed", None]
     vm.says(ack=pb.Ack(reports_through=2))
     assert [report.number for report in vm.state.unacknowledged] == [3]
 

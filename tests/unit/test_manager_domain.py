@@ -30,6 +30,7 @@ from varuna_manager.domain.observed import (
     VmView,
     WorkerView,
 )
+from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import (
     EndCause,
@@ -155,6 +156,16 @@ def test_a_new_job_waits_for_vms_on_their_way_but_not_for_ever() -> None:
     assert kinds(decide(view, vm("a"), now=NOW + RULES.start_settle_s)) == [StartGeneration]
 
 
+def test_after_the_managers_restart_a_generation_waits_for_the_agents_to_come_back() -> None:
+    lost = generation(worker(0, "gone", ExitCause.VM_GONE), state=GenerationState.ENDED, end_reason="VM gone is gone")
+    view = job(lost, devices=devices("a"), proposal=proposal(devices("a")), returning_vms=2)
+    decision = decide(view, vm("a"))
+    assert not decision.actions
+    assert "come back" in decision.reason
+    assert kinds(decide(replace(view, returning_vms=0), vm("a"))) == [StartGeneration]
+    assert kinds(decide(replace(view, max_gpus=1), vm("a"))) == [StartGeneration]
+
+
 def test_too_few_gpus_wait_with_the_numbers() -> None:
     decision = decide(job(devices=devices("a"), min_gpus=2), vm("a"))
     assert not decision.actions
@@ -186,8 +197,8 @@ def test_a_gone_vm_stops_the_generation_ends_it_and_starts_the_next() -> None:
     assert (stop.mode, stop.cause) == (StopMode.LEAVE_NOW, EndCause.VM_LOST)
     ending = stopping(StopMode.LEAVE_NOW, EndCause.VM_LOST, lost, worker(1, "b"))
     assert kinds(decide(job(ending), vm("b"))) == [EndGeneration]
-    ended = replace(ending, state=GenerationState.ENDED, end_reason="VM a is gone")
-    (start,) = decide(job(ended, devices=devices("b"), proposal=proposal(devices("b"))), vm("b")).actions
+    over = replace(ending, state=GenerationState.ENDED, end_reason="VM a is gone")
+    (start,) = decide(job(over, devices=devices("b"), proposal=proposal(devices("b"))), vm("b")).actions
     assert isinstance(start, StartGeneration)
     assert (start.number, start.reason) == (3, "VM a is gone")
 
@@ -227,6 +238,22 @@ def test_scripts_that_raise_because_a_vm_went_away_do_not_fail_the_job() -> None
     assert decision.actions[0].cause is EndCause.VM_LOST  # type: ignore[union-attr]
 
 
+def test_a_script_that_raised_before_the_loss_of_a_vm_was_known_does_not_fail_the_job() -> None:
+    raised = worker(1, "b", ExitCause.SCRIPT_FAILED, error="DistNetworkError: broken pipe", stopped_at=NOW - 2)
+    gone = worker(0, "a", ExitCause.VM_GONE, error="VM a is gone", stopped_at=NOW - 1)
+    everyone = decide(job(stopping(StopMode.LEAVE_NOW, EndCause.SCRIPT_FAILED, gone, raised)), vm("b"))
+    assert kinds(everyone) == [EndGeneration]
+    assert everyone.actions[0].cause is EndCause.VM_LOST  # type: ignore[union-attr]
+    with_others = stopping(StopMode.LEAVE_NOW, EndCause.SCRIPT_FAILED, gone, raised, worker(2, "c"))
+    (stop,) = decide(job(with_others), vm("b"), vm("c")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.cause is EndCause.VM_LOST
+    silent = stopping(StopMode.LEAVE_NOW, EndCause.SCRIPT_FAILED, worker(0, "a"), raised)
+    (stop,) = decide(job(silent), vm("a", state=VmState.LOST, reason="silent"), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.cause is EndCause.VM_LOST
+
+
 def test_a_lost_peer_alone_waits_a_moment_for_its_cause() -> None:
     peer = worker(0, "a", ExitCause.PEER_LOST, stopped_at=NOW - 0.5)
     view = job(generation(peer, worker(1, "b")))
@@ -240,6 +267,14 @@ def test_all_finished_succeeds_and_one_finished_waits_for_the_others() -> None:
     assert not decide(job(generation(done[0], worker(1, "b"))), vm("a"), vm("b")).actions
     saving = stopping(StopMode.SAVE_FIRST, EndCause.GROWTH, done[0], worker(1, "b"))
     assert not decide(job(saving), vm("a"), vm("b")).actions
+
+
+def test_a_rejected_profile_is_the_jobs_error() -> None:
+    done = generation(worker(0, "a", ExitCause.FINISHED), kind=GenerationKind.CALIBRATION, last_step=None)
+    rejected = job(done, profiled_at=None, profile_error="the measured profile cannot be used: links are missing")
+    _, finish = decide(rejected, vm("a")).actions
+    assert isinstance(finish, FinishJob)
+    assert finish.error == "the measured profile cannot be used: links are missing"
 
 
 def test_a_calibration_that_gives_no_profile_fails_the_job() -> None:
@@ -296,14 +331,122 @@ def test_no_progress_is_a_hang() -> None:
 
 
 def test_five_failures_in_a_row_fail_the_job_with_their_reasons() -> None:
-    ended = generation(worker(0, "a", ExitCause.KILLED), state=GenerationState.ENDED, end_reason="killed")
-    view = job(ended, devices=devices("a"), proposal=proposal(devices("a")), failures=("killed",) * 5)
+    over = generation(worker(0, "a", ExitCause.KILLED), state=GenerationState.ENDED, end_reason="killed")
+    view = job(over, devices=devices("a"), proposal=proposal(devices("a")), setbacks=Setbacks(reasons=("killed",) * 5))
     (finish,) = decide(view, vm("a")).actions
     assert isinstance(finish, FinishJob)
-    assert "5. killed" in (finish.error or "")
-    early = replace(view, failures=("killed",) * 4, last_failure_at=NOW - 1)
-    assert not decide(early, vm("a")).actions
+    text = "5 generations in a row ended without a completed step"
+    assert finish.error == f"{text}: each time since killed"
+    several = replace(view, setbacks=Setbacks(reasons=(*("killed",) * 4, "hang")))
+    (finish,) = decide(several, vm("a")).actions
+    assert isinstance(finish, FinishJob)
+    assert finish.error == f"{text}: 1. killed; 2. killed; 3. killed; 4. killed; 5. hang"
+    stuck = replace(view, setbacks=replace(view.setbacks, best_step=7))
+    (finish,) = decide(stuck, vm("a")).actions
+    assert isinstance(finish, FinishJob)
+    assert "before they got beyond step 7" in (finish.error or "")
+    early = replace(view, setbacks=Setbacks(reasons=("killed",) * 4, last_at=NOW - 1))
+    waiting = decide(early, vm("a"))
+    assert not waiting.actions
+    assert "waiting 4 s before the next one (the last: killed)" in waiting.reason
     assert kinds(decide(early, vm("a"), now=NOW + 4)) == [StartGeneration]
+
+
+def ended(cause: EndCause, last_step: int | None, at: float = NOW) -> PastGeneration:
+    return PastGeneration(cause=cause, reason=cause.value, last_step=last_step, ended_at=at)
+
+
+def test_a_job_that_dies_at_the_same_step_again_and_again_runs_into_the_breaker() -> None:
+    past = [ended(EndCause.PROFILED, None), *(ended(EndCause.WORKER_FAILED, 8, at) for at in (1.0, 2.0, 3.0))]
+    found = count_setbacks(past)
+    assert found == Setbacks(reasons=("worker_failed",) * 2, last_at=3.0, best_step=8)
+
+
+def test_a_job_that_gets_on_each_time_is_left_alone() -> None:
+    past = [ended(EndCause.WORKER_FAILED, step) for step in (3, 3, 2, 4)]
+    assert count_setbacks(past) == Setbacks(best_step=4)
+
+
+@given(st.lists(st.tuples(st.sampled_from([EndCause.VM_LOST, EndCause.NOTICE, EndCause.GROWTH]), st.integers(0, 9))))
+def test_what_vms_do_never_speaks_against_a_job(past: list[tuple[EndCause, int]]) -> None:
+    assert count_setbacks(ended(cause, step or None) for cause, step in past).reasons == ()
+
+
+def test_the_loss_of_a_vm_neither_counts_nor_forgives() -> None:
+    killed = ended(EndCause.WORKER_FAILED, None)
+    found = count_setbacks([killed, ended(EndCause.VM_LOST, None), killed])
+    assert len(found.reasons) == 2
+
+
+def test_a_limit_that_was_too_short_for_an_evaluation_is_stretched() -> None:
+    quick = job(generation(worker(0, "a"), progress_at=NOW - 31))
+    assert kinds(decide(quick, vm("a"))) == [StopGeneration]
+    assert count_setbacks([ended(EndCause.HANG, 5)]).hangs == 1
+    again = replace(quick, setbacks=Setbacks(hangs=1))
+    assert not decide(again, vm("a")).actions
+    assert kinds(decide(again, vm("a"), now=NOW + 30)) == [StopGeneration]
+
+
+def test_who_writes_the_result_while_others_have_finished_is_not_hanging() -> None:
+    writing = generation(worker(0, "a"), worker(1, "b", ExitCause.FINISHED), progress_at=NOW - 60)
+    assert not decide(job(writing), vm("a"), vm("b")).actions
+    assert kinds(decide(job(writing), vm("a"), vm("b"), now=NOW + RULES.finish_timeout_s)) == [StopGeneration]
+
+
+def test_the_first_training_generation_says_what_the_planner_chose() -> None:
+    calibrated = generation(
+        worker(0, "a", ExitCause.FINISHED),
+        kind=GenerationKind.CALIBRATION,
+        state=GenerationState.ENDED,
+        end_reason="the profile is measured",
+    )
+    (start,) = decide(job(calibrated, devices=devices("a"), proposal=proposal(devices("a"))), vm("a")).actions
+    assert isinstance(start, StartGeneration)
+    choice = "1×1 with micro-batch 1 is predicted fastest, 1.00 s per mini-batch"
+    assert start.reason == f"the profile is measured: {choice}"
+
+
+# ---------------------------------------------------------------- saving first
+
+
+SAVED = ExitCause.GENERATION_ENDED
+
+
+def saving(*workers: WorkerView) -> JobView:
+    return job(stopping(StopMode.SAVE_FIRST, EndCause.GROWTH, *workers))
+
+
+def test_a_save_first_stop_waits_for_every_rank() -> None:
+    vms = (vm("a"), vm("b"))
+    waiting = decide(saving(worker(0, "a"), worker(1, "b", SAVED)), *vms)
+    assert not waiting.actions
+    assert "waiting for its workers" in waiting.reason
+    decision = decide(saving(worker(0, "a", SAVED), worker(1, "b", SAVED)), *vms)
+    assert kinds(decision) == [EndGeneration]
+    assert decision.actions[0].cause is EndCause.GROWTH  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cause", [ExitCause.KILLED, ExitCause.PEER_LOST, ExitCause.VM_GONE])
+def test_a_rank_that_did_not_get_to_save_ends_the_wait(cause: ExitCause) -> None:
+    """A rank that hangs in its save is killed by its agent after the grace; one may go with its VM."""
+    half = saving(worker(0, "a"), worker(1, "b", SAVED), worker(2, "c", cause))
+    decision = decide(half, vm("a"), vm("b"), vm("c"))
+    assert kinds(decision) == [EndGeneration]
+    assert decision.actions[0].cause is EndCause.GROWTH  # type: ignore[union-attr]
+
+
+def test_a_vm_that_falls_silent_during_a_save_ends_the_saving() -> None:
+    silent = vm("a", state=VmState.LOST, reason="nothing was heard from it for 10 s")
+    half = saving(worker(0, "a"), worker(1, "b", SAVED), worker(2, "c"))
+    (stop,) = decide(half, silent, vm("b"), vm("c")).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.LEAVE_NOW, EndCause.VM_LOST)
+    assert "nothing was heard" in stop.reason
+
+
+def test_a_vm_that_leaves_after_its_rank_has_saved_does_not_end_the_saving() -> None:
+    half = saving(worker(0, "a"), worker(1, "gone", SAVED))
+    assert not decide(half, vm("a")).actions
 
 
 def test_cancelling_stops_then_cancels() -> None:

@@ -111,8 +111,8 @@ def test_resume_without_a_job_starts_at_nothing() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="fp16"):
-        Varuna(Regression(), get_batch_fn=batch, fp16=True)
+    with pytest.raises(ValueError, match="contradicts"):
+        Varuna(Regression(), get_batch_fn=batch, fp16=True, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="get_batch_fn is missing"):
         Varuna(Regression())
     model = Varuna(Regression(), get_batch_fn=batch)

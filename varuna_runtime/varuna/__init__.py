@@ -1,11 +1,21 @@
-"""Varuna: train PyTorch models too large for one GPU on spot VMs. What training scripts import."""
+"""Varuna: train PyTorch models too large for one GPU on spot VMs. What training scripts import.
 
-from varuna import data
-from varuna.cut_point import CutPoint
-from varuna.departure import GenerationEnded, PeerLost
-from varuna.launch import get_this_rank_config_varuna, get_varuna_config
-from varuna.profiler import Profiler
-from varuna.training import Varuna
+The names are looked up when they are first used: importing PyTorch takes seconds, which `varuna.launcher` and
+`varuna.run_varuna`, who live in this package too, have no use for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from varuna import data
+    from varuna.cut_point import CutPoint
+    from varuna.departure import GenerationEnded, PeerLost
+    from varuna.launch import get_this_rank_config_varuna, get_varuna_config
+    from varuna.profiler import Profiler
+    from varuna.training import Varuna
 
 __all__ = [
     "CutPoint",
@@ -17,3 +27,27 @@ __all__ = [
     "get_this_rank_config_varuna",
     "get_varuna_config",
 ]
+
+_HOMES = {
+    "CutPoint": "cut_point",
+    "GenerationEnded": "departure",
+    "PeerLost": "departure",
+    "Profiler": "profiler",
+    "Varuna": "training",
+    "get_this_rank_config_varuna": "launch",
+    "get_varuna_config": "launch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return importlib.import_module("varuna.data")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'varuna' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"varuna.{_HOMES[name]}"), name)
+    globals()[name] = value  # from now on without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

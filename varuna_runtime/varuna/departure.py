@@ -109,10 +109,13 @@ class Departure:
         if self._failure is not None:
             raise RuntimeError(f"a thread of the Varuna runtime failed: {self._failure!r}") from self._failure
 
-    def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Waits until `ready()`, which is called under `condition`. Raises as `check` does."""
+    def wait_until(self, ready: Callable[[], bool], recheck_s: Callable[[], float] | None = None) -> None:
+        """Waits until `ready()`, which is called under `condition`. Raises as `check` does.
+
+        `recheck_s`: for an answer that may change with time alone, in how many seconds to look again at the latest.
+        """
         with self.condition:
             self.check()
             while not ready():
-                self.condition.wait(_RECHECK_S)
+                self.condition.wait(_RECHECK_S if recheck_s is None else min(_RECHECK_S, recheck_s()))
                 self.check()

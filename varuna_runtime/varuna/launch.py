@@ -114,11 +114,15 @@ class Group:
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sums each tensor over the ranks, in place. Every rank passes the same shapes in the same order."""
+        self.start_all_reduce(tensors)()
+
+    def start_all_reduce(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begins `all_reduce` and returns what waits for its end. All ranks begin collectives in the same order."""
         if self._group is None:
-            return
+            return lambda: None
         options = AllreduceOptions()
         options.timeout = NEVER
-        self._run([partial(self._group.allreduce, [t], options) for t in tensors])
+        return self._start([partial(self._group.allreduce, [t], options) for t in tensors])
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copies each tensor from the group's first rank to the others, in place."""
@@ -127,14 +131,15 @@ class Group:
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = NEVER
-        self._run([partial(self._group.broadcast, [t], options) for t in tensors])
+        self._start([partial(self._group.broadcast, [t], options) for t in tensors])()
 
-    def _run(self, operations: Sequence[Callable[[], Work]]) -> None:
+    def _start(self, operations: Sequence[Callable[[], Work]]) -> Callable[[], None]:
         self._departure.check()
         try:
             works = [operation() for operation in operations]
         except RuntimeError as error:
-            return self._lost(error)
+            self._lost(error)
+            raise
         unfinished = len(works)
 
         def finished(_: object) -> None:
@@ -146,12 +151,17 @@ class Group:
         # Counted here, and not read from `is_completed`, which turns true only after the callbacks have run.
         for work in works:
             work.get_future().then(finished)
-        self._departure.wait_until(lambda: unfinished == 0)
-        try:
-            for work in works:
-                work.wait(NEVER)  # returns or raises at once, for it is finished
-        except RuntimeError as error:
-            return self._lost(error)
+
+        def wait() -> None:
+            self._departure.wait_until(lambda: unfinished == 0)
+            try:
+                for work in works:
+                    work.wait(NEVER)  # returns or raises at once, for it is finished
+            except RuntimeError as error:
+                self._lost(error)
+                raise
+
+        return wait
 
     def _lost(self, error: RuntimeError) -> None:
         self._departure.leave(PeerLost(f"a collective among ranks {self.ranks} failed: {first_line(error)}"))

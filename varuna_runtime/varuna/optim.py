@@ -11,13 +11,16 @@ last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from varuna.launch import Group
+from varuna.pipeline.timeline import ALL_REDUCE, Timeline
 
 __all__ = ["GradientReducer", "TiedGroup", "clip_factor", "copy_from_first", "scale_gradients"]
 
@@ -34,7 +37,13 @@ class TiedGroup:
 
 
 class GradientReducer:
-    """Sums this rank's gradients with those of the other ranks that hold the same parameters."""
+    """Sums this rank's gradients with those of the other ranks that hold the same parameters.
+
+    With `start` before the last backward of a step, the sums overlap it: a bucket is on its way as soon as its
+    gradients are final. Buckets go in one fixed order, last parameters first, for that is how a backward finishes
+    them, and collectives must begin in the same order on all replicas. `reduce` sends what is left and waits.
+    Parameters that several stages hold come after all others.
+    """
 
     def __init__(
         self,
@@ -44,24 +53,62 @@ class GradientReducer:
         *,
         counted: Iterable[str],
         bucket_bytes: int = BUCKET_BYTES,
+        timeline: Timeline | None = None,
     ) -> None:
         """`counted`: the parameters whose gradient this rank adds to the global norm (over all ranks, each once)."""
         self._parameters = parameters
         self._replicas = replicas
         self._counted = tuple(counted)
+        self._timeline = timeline or Timeline()
         among_tied = {name for group in tied for name in group.names}
         alone = [parameter for name, parameter in parameters.items() if name not in among_tied]
-        self._buckets = buckets(alone, bucket_bytes)
+        self._buckets = [_Bucket(members, replicas) for members in reversed(buckets(alone, bucket_bytes))]
         self._tied_buckets = [
-            (group.group, buckets([parameters[name] for name in group.names], bucket_bytes)) for group in tied
+            _Bucket(members, group.group)
+            for group in tied
+            for members in buckets([parameters[name] for name in group.names], bucket_bytes)
         ]
+        self._started = False
+        self._launched = 0
+        if len(replicas.ranks) > 1:
+            for bucket in self._buckets:
+                for parameter in bucket.members:
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        partial(self._final, bucket)
+                    )
+
+    def start(self) -> None:
+        """From now on every gradient that a backward adds to is final; called before the last backward of a step."""
+        self._started = True
+
+    def _final(self, bucket: _Bucket, parameter: Tensor) -> None:
+        if not self._started:
+            return
+        bucket.final.add(id(parameter))
+        if bucket.wait is not None:
+            raise RuntimeError(
+                f"a parameter of shape {list(parameter.shape)} got a second gradient in one backward after its first "
+                "was on its way to the other replicas: use torch.utils.checkpoint with use_reentrant=False"
+            )
+        while self._launched < len(self._buckets) and self._buckets[self._launched].is_final:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._buckets[self._launched].launch()
+        self._launched += 1
 
     def reduce(self) -> None:
         """Replaces every `.grad` by its sum. A gradient that no rank has stays None, as it would in one process."""
-        for group, members in ((self._replicas, self._buckets), *self._tied_buckets):
-            if len(group.ranks) > 1:
-                for bucket in members:
-                    _sum_gradients(bucket, group)
+        self._started = False
+        if len(self._replicas.ranks) > 1:
+            while self._launched < len(self._buckets):
+                self._launch_next()
+            for number, bucket in enumerate(self._buckets):
+                bucket.finish(self._timeline, f"bucket {number}")
+        self._launched = 0
+        for number, bucket in enumerate(self._tied_buckets):
+            bucket.launch()
+            bucket.finish(self._timeline, f"tied {number}")
 
     def squared_norm(self) -> float:
         """This rank's share of the squared L2 norm of the whole model's gradient."""
@@ -70,6 +117,57 @@ class GradientReducer:
             return 0.0
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
         return float(norms.square().sum())
+
+
+class _Bucket:
+    """Gradients that are summed in one collective."""
+
+    def __init__(self, members: Sequence[nn.Parameter], group: Group) -> None:
+        self.members = members
+        self.final: set[int] = set()
+        self.wait: Callable[[], None] | None = None
+        """Waits for the collective; None when it has not begun."""
+        self._group = group
+        self._flat = torch.empty(0)
+        self._began_ns = 0
+
+    @property
+    def is_final(self) -> bool:
+        return len(self.final) == len(self.members)
+
+    def launch(self) -> None:
+        """Begins the sum of the gradients as they are now."""
+        first = self.members[0]
+        # Behind the gradients: who has one at all. A parameter without a gradient must stay without, not get zeros,
+        # for the optimizer leaves the one alone and decays the other.
+        flags = torch.tensor([float(p.grad is not None) for p in self.members], dtype=first.dtype, device=first.device)
+        parts = [
+            torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else p.grad.flatten()
+            for p in self.members
+        ]
+        self._began_ns = time.perf_counter_ns()
+        self._flat = torch.cat([*parts, flags])
+        self.wait = self._group.start_all_reduce([self._flat])
+
+    def finish(self, timeline: Timeline, name: str) -> None:
+        """Waits for the sum and puts it into the gradients."""
+        assert self.wait is not None, "finish before launch"
+        self.wait()
+        timeline.add(ALL_REDUCE, name, self._began_ns, time.perf_counter_ns(), bytes=self._flat.nbytes)
+        flat, self._flat = self._flat, torch.empty(0)
+        self.wait = None
+        self.final.clear()
+        present = flat[-len(self.members) :].tolist()
+        offset = 0
+        for parameter, has_gradient in zip(self.members, present, strict=True):
+            summed = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+            if not has_gradient:
+                continue
+            if parameter.grad is None:
+                parameter.grad = summed.clone()
+            else:
+                parameter.grad.copy_(summed)
 
 
 def buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
@@ -86,29 +184,6 @@ def buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[
         runs[-1].append(parameter)
         filled += size
     return runs
-
-
-def _sum_gradients(bucket: Sequence[nn.Parameter], group: Group) -> None:
-    first = bucket[0]
-    # Behind the gradients: who has one at all. A parameter without a gradient must stay without, not get zeros,
-    # for the optimizer leaves the one alone and decays the other.
-    flags = torch.tensor([float(p.grad is not None) for p in bucket], dtype=first.dtype, device=first.device)
-    parts = [
-        torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else p.grad.flatten() for p in bucket
-    ]
-    flat = torch.cat([*parts, flags])
-    group.all_reduce([flat])
-    present = flat[-len(bucket) :].tolist()
-    offset = 0
-    for parameter, has_gradient in zip(bucket, present, strict=True):
-        summed = flat[offset : offset + parameter.numel()].view_as(parameter)
-        offset += parameter.numel()
-        if not has_gradient:
-            continue
-        if parameter.grad is None:
-            parameter.grad = summed.clone()
-        else:
-            parameter.grad.copy_(summed)
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

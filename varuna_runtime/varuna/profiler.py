@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 from varuna.calibration.compute import Clock, OptimizerMemory, SectionMeter, measure_optimizer, worth_doubling
 from varuna.calibration.links import Connect, LinkSample, classify, measure_all_reduce, measure_links
 from varuna.calibration.peers import KeyValueStore, Peers
+from varuna.generators import global_generators_kept
 from varuna.launch import worker_environment
 from varuna.partition import ModelMap, trace
+from varuna.precision import Precision
 from varuna.worker import Worker, choose_device
 from varuna_planner.profile import AllReduceMeasurement, Links, Measurement, Profile, Section, SharedParameter
 
@@ -50,6 +52,8 @@ def calibrate(
     optimizer: Optimizer,
     device: torch.device,
     global_batch: int,
+    precision: Precision | None = None,
+    optimizer_on_device: bool = True,
     rank: int = 0,
     world_size: int = 1,
     store: KeyValueStore | None = None,
@@ -65,6 +69,8 @@ def calibrate(
         get_batch: makes example inputs of a given size.
         optimizer: the one that training will use: how much it keeps per parameter is measured on a copy.
         global_batch: no micro-batch larger than this is measured.
+        precision: the one that training will use, and `model_map` was traced under; None: fp32.
+        optimizer_on_device: whether the optimizer's state takes the device's memory; else the host's.
         store: the rendezvous store; needed when there are other ranks.
         connect: makes gloo groups (`Rendezvous.gloo`); without it links keep the planner's defaults.
         budget_s: about how long measuring sections may take. The smallest size is measured however long it takes.
@@ -75,14 +81,16 @@ def calibrate(
         ValueError: not even the smallest micro-batch fits on the device.
     """
     peers = Peers(rank, world_size, store)
-    meters = _Meters(model, model_map, device)
+    precision = precision or Precision(torch.float32, device.type)
+    meters = _Meters(model, model_map, device, precision)
     mine = range(len(model_map.sections))[rank::world_size]
     sizes = _doubling(global_batch) if micro_batches is None else sorted(set(micro_batches))
     found = _measure_sections(meters, get_batch, peers, mine, sizes, budget_s, decide=micro_batches is None)
     network = _measure_network(peers, connect, device, host or socket.gethostname())
     if found is None or network is None:
         return None
-    return _document(model, model_map, found, network, measure_optimizer(optimizer))
+    memory = measure_optimizer(optimizer) if optimizer_on_device else OptimizerMemory(0.0, 0)
+    return _document(model, model_map, found, network, memory, precision)
 
 
 class _Meters:
@@ -91,8 +99,8 @@ class _Meters:
     On a CPU each is built once. On a GPU only one is there at a time: all sections of a rank may be more than fits.
     """
 
-    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device) -> None:
-        self._model, self._model_map, self._device = model, model_map, device
+    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, precision: Precision) -> None:
+        self._model, self._model_map, self._device, self._precision = model, model_map, device, precision
         self.clock = Clock(device)
         self._kept: dict[int, SectionMeter] = {}
 
@@ -107,7 +115,7 @@ class _Meters:
     def _of(self, section: int) -> SectionMeter:
         if section in self._kept:
             return self._kept[section]
-        meter = SectionMeter(self._model, self._model_map, section, self._device, self.clock)
+        meter = SectionMeter(self._model, self._model_map, section, self._device, self.clock, self._precision)
         if self._device.type == "cpu":
             self._kept[section] = meter
         return meter
@@ -231,9 +239,10 @@ def _document(
     found: Mapping[int, list[Measurement]],
     network: _Network,
     memory: OptimizerMemory,
+    precision: Precision,
 ) -> Profile:
     return Profile(
-        environment=network.environment,
+        environment={**network.environment, "precision": str(precision.dtype).removeprefix("torch.")},
         sections=tuple(_section(model, model_map, index, found[index], memory) for index in sorted(found)),
         shared_parameters=tuple(
             SharedParameter(name=name, sections=uses, bytes=model_map.parameter_bytes[name])
@@ -272,7 +281,7 @@ class Profiler:
         get_batch: `get_batch(size, device="cpu")` gives example inputs as a dict.
         device: index of the CUDA device; -1: the local rank's. Ignored on CPUs.
         gpus_per_node: ranks per VM, in order of ranks; None: ranks on one host name are on one VM.
-        fp16: must be False in this version.
+        fp16, dtype: the precision of the training, as for `Varuna`.
         out_folder: where the profile is kept.
         pstages_to_profile: sections to measure, the others being taken from the profile in `out_folder`; None: all.
         from_cache: return the profile in `out_folder` when it has all that is asked for.
@@ -290,21 +299,24 @@ class Profiler:
         pstages_to_profile: Sequence[int] | None = None,
         from_cache: bool = True,
         add_to_existing: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        if fp16:
-            raise ValueError("fp16=True: this version of Varuna measures fp32 only; leave fp16 out")
         if gpus_per_node is not None and gpus_per_node < 1:
             raise ValueError(f"gpus_per_node {gpus_per_node}: a node has at least one GPU")
         self._model = model
         self._get_batch: GetBatch = lambda size: get_batch(size, device="cpu")
         self._worker = Worker.join(worker_environment())
         self._device = choose_device(self._worker.environment, device, -1)
+        self._precision = Precision.of(fp16, dtype, self._device)
+        self._precision.check_parameters(model.named_parameters())
         self._gpus_per_node = gpus_per_node
         self._path = Path(out_folder) / _PROFILE_FILE
         self._from_cache = from_cache
         self._add_to_existing = add_to_existing
         self._optimizer: Optimizer | None = None
-        self._model_map = trace(model, self._get_batch(2))
+        with global_generators_kept(self._device), self._precision.dry_run():
+            self._model_map = trace(model, self._get_batch(2))
         count = len(self._model_map.sections)
         self._sections = list(range(count)) if pstages_to_profile is None else sorted(set(pstages_to_profile))
         if any(not 0 <= section < count for section in self._sections):
@@ -318,7 +330,7 @@ class Profiler:
         init_loss_scale: float = 2**20,
         min_loss_scale: float | None = None,
     ) -> None:
-        """The optimizer that training will use. The other arguments are for mixed precision alone."""
+        """The optimizer that training will use. The other arguments, which cost no time, are for the seeds' sake."""
         self._optimizer = optimizer
 
     def profile_all(self, microbatch_sizes: Sequence[int]) -> Profile | None:
@@ -337,14 +349,15 @@ class Profiler:
         enough = self._from_cache and before is not None and set(sizes) <= set(before.micro_batches)
         if peers.tell("cached", enough):
             return before
-        meters = _Meters(self._model, self._model_map, self._device)
+        meters = _Meters(self._model, self._model_map, self._device, self._precision)
         mine = self._sections[peers.rank :: peers.world_size]
         found = _measure_sections(meters, self._get_batch, peers, mine, sizes, budget_s=60.0, decide=False)
         network = _measure_network(peers, self._worker.rendezvous.gloo, self._device, self._host())
         if found is None or network is None:
             return None
         merged = _with_earlier(found, before, len(self._model_map.sections), every_size=self._add_to_existing)
-        profile = _document(self._model, self._model_map, merged, network, measure_optimizer(self._optimizer))
+        memory = measure_optimizer(self._optimizer)
+        profile = _document(self._model, self._model_map, merged, network, memory, self._precision)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(profile.to_json())
         return profile

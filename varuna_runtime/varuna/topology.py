@@ -14,6 +14,7 @@ from varuna.departure import Departure
 from varuna.launch import Rendezvous
 from varuna.optim import TiedGroup
 from varuna.pipeline.engine import Links
+from varuna.pipeline.timeline import Timeline
 from varuna.pipeline.transport import Inbox, Outbox
 from varuna_planner.batching import micro_batch_sizes, micro_batches
 from varuna_proto.environment import WorkerEnvironment
@@ -81,7 +82,13 @@ def share_of_batch(examples: int, environment: WorkerEnvironment, replica: int) 
     return sizes, run.start
 
 
-def connect_links(topology: Topology, rendezvous: Rendezvous, device: torch.device, departure: Departure) -> Links:
+def connect_links(
+    topology: Topology,
+    rendezvous: Rendezvous,
+    device: torch.device,
+    departure: Departure,
+    timeline: Timeline | None = None,
+) -> Links:
     """Connects this rank to the stages before and after it in its replica, and starts their threads.
 
     Groups are made stage by stage along the pipeline, so two neighbours never wait for each other's later group.
@@ -93,16 +100,16 @@ def connect_links(topology: Topology, rendezvous: Rendezvous, device: torch.devi
         down, up = (rendezvous.gloo(f"{way}/{peer}", (peer, topology.rank)) for way in ("down", "up"))
         links = replace(
             links,
-            activations_in=Inbox(down, peer, 0, pinned, departure),
-            gradients_out=Outbox(up, peer, 0, departure),
+            activations_in=Inbox(down, peer, 0, pinned, departure, carries="activations", timeline=timeline),
+            gradients_out=Outbox(up, peer, 0, departure, carries="gradients", timeline=timeline),
         )
     if topology.stage < topology.p - 1:
         peer = topology.rank + 1
         down, up = (rendezvous.gloo(f"{way}/{topology.rank}", (topology.rank, peer)) for way in ("down", "up"))
         links = replace(
             links,
-            gradients_in=Inbox(up, peer, 1, pinned, departure),
-            activations_out=Outbox(down, peer, 1, departure),
+            gradients_in=Inbox(up, peer, 1, pinned, departure, carries="gradients", timeline=timeline),
+            activations_out=Outbox(down, peer, 1, departure, carries="activations", timeline=timeline),
         )
     return links
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +22,18 @@ from torch.optim import Optimizer
 
 from varuna._gloo import first_line
 from varuna.agreement import Totals, agree
-from varuna.checkpoint import Checkpointer, Loaded, TrainingState, load, resume
+from varuna.checkpoint import Checkpointer, Loaded, TrainingState, load, resume, state_dict_names
 from varuna.departure import Departure, PeerLost
+from varuna.generators import global_generators_kept
 from varuna.launch import worker_environment
+from varuna.offload import HostParameters
 from varuna.optim import GradientReducer, clip_factor, copy_from_first, scale_gradients
 from varuna.partition import Stage, build_stage, trace
 from varuna.partition.batch import batch_size_of
+from varuna.partition.model_map import first_names
 from varuna.pipeline.engine import Engine, PassResult, Position, cut_inputs
+from varuna.pipeline.timeline import Timeline
+from varuna.precision import LossScaler, Precision
 from varuna.profiler import calibrate
 from varuna.saves import AutomaticSaves, wait_for_save
 from varuna.topology import connect_links, connect_tied, share_of_batch, stage_sections, tied_over_stages
@@ -42,6 +48,9 @@ _log = structlog.get_logger("varuna")
 
 _TRACE_EXAMPLES = 2
 """Examples in the batch that the dry run is shown."""
+
+_LOSS_SCALE = "varuna.loss_scale"
+"""The name under which checkpoints keep the state of the loss scale."""
 
 _LOAD_LIMIT = timedelta(minutes=30)
 """How long ranks wait for each other while they load a checkpoint."""
@@ -69,10 +78,14 @@ class Varuna(nn.Module):
         get_batch_fn: `get_batch_fn(size, device="cpu")` gives example inputs, a dict for `model(**inputs)`.
         batch_size: B.
         chunk_size: examples in a micro-batch.
-        fp16: mixed precision; not in this version.
+        fp16: mixed precision with fp16: parameters and optimizer stay fp32, and the loss is scaled (`set_optimizer`).
         local_rank, device: index of the CUDA device; -1: the launcher's.
         shared_weights: pairs of parameter names that train as one. Parameters that share memory are found without it.
         from_cache: accepted for the seeds' sake; the dry run takes no time worth a cache.
+        dtype: what the forward's matrix products run in; `torch.bfloat16` is mixed precision without a loss scale.
+        offload_optimizer: keep the optimizer and its state in host memory: `parameters()` are then copies there.
+
+    The global random generators are afterwards as they were before, on every rank.
 
     Raises:
         ValueError: an argument is missing, contradicts the launcher, or does not fit the model.
@@ -91,10 +104,11 @@ class Varuna(nn.Module):
         device: int | str | torch.device | None = -1,
         shared_weights: Sequence[tuple[str, str]] | None = None,
         from_cache: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        offload_optimizer: bool = False,
     ) -> None:
         super().__init__()
-        if fp16:
-            raise ValueError("fp16=True: this version of Varuna trains in fp32 only; leave fp16 out")
         if get_batch_fn is None:
             raise ValueError(
                 "get_batch_fn is missing: Varuna finds where to cut the model by running it on example inputs; "
@@ -105,9 +119,16 @@ class Varuna(nn.Module):
         )
         self._worker = Worker.join(environment)
         self._device = choose_device(environment, device, local_rank)
+        self._precision = Precision.of(fp16, dtype, self._device)
+        self._precision.check_parameters(model.named_parameters())
         self._get_batch: Callable[[int], dict[str, Any]] = lambda size: dict(get_batch_fn(size, device="cpu"))
-        self._model_map = trace(model, self._get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or ())
+        with global_generators_kept(self._device), self._precision.dry_run():
+            self._model_map = trace(model, self._get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or ())
+        buffer_names, _ = first_names(model.named_buffers(remove_duplicate=False))
+        self._state_dict_names = state_dict_names(model, {**self._model_map.first_name, **buffer_names})
         self._optimizer: Optimizer | None = None
+        self._scaler: LossScaler | None = None
+        self._offload_optimizer = offload_optimizer
         self._step = 0
         self._seed = torch.initial_seed()
         self._registered: dict[str, Stateful] = {}
@@ -122,7 +143,10 @@ class Varuna(nn.Module):
             self._calibrated_model = [model]  # in a list, so that it is no submodule
             self._parameters_here: Mapping[str, nn.Parameter] = dict(model.named_parameters())
         else:
-            self._build(model)
+            with global_generators_kept(self._device):
+                self._build(model)
+            self._host = HostParameters(self._stage.parameters) if offload_optimizer else None
+            self._parameters_here = self._stage.parameters if self._host is None else self._host.parameters
 
     def _build(self, model: nn.Module) -> None:
         """Builds this rank's stage and meets the ranks that it works with."""
@@ -132,25 +156,27 @@ class Varuna(nn.Module):
         stages = stage_sections(environment.stage_starts, topology.p, len(self._model_map.sections))
         own = stages[topology.stage]
         self._stage: Stage = build_stage(model, self._model_map, own.start, own.stop, self._device)
-        self._parameters_here = self._stage.parameters
+        parameters = self._stage.parameters
         tied = tied_over_stages(self._model_map.shared, stages)
-        links = connect_links(topology, rendezvous, self._device, self._worker.departure)
+        self._timeline = Timeline.from_environ(os.environ, rank=topology.rank, p=topology.p)
+        links = connect_links(topology, rendezvous, self._device, self._worker.departure, self._timeline)
         replicas = rendezvous.group(f"replicas/{topology.stage}", topology.ranks_of((topology.stage,)))
         tied_groups = connect_tied(topology, rendezvous, tied)
         self._everyone = rendezvous.group("everyone", topology.everyone)
         self._reducer = GradientReducer(
-            self._parameters_here,
+            parameters,
             replicas,
             tied_groups,
             counted=[
                 name
-                for name in self._parameters_here
+                for name in parameters
                 if topology.replica == 0 and tied.get(name, (topology.stage,))[0] == topology.stage
             ],
+            timeline=self._timeline,
         )
-        copy_from_first(list(self._parameters_here.values()), replicas)
+        copy_from_first(list(parameters.values()), replicas)
         for group in tied_groups:
-            copy_from_first([self._parameters_here[name] for name in group.names], group.group)
+            copy_from_first([parameters[name] for name in group.names], group.group)
         self._agree_on_seed()
         position = Position(
             stage=topology.stage,
@@ -159,7 +185,15 @@ class Varuna(nn.Module):
             run_ahead=environment.run_ahead,
             recompute=bool(environment.recompute) and environment.recompute[topology.stage],
         )
-        self._engine = Engine(self._stage, position, links, self._device, self._worker.departure)
+        self._engine = Engine(
+            self._stage,
+            position,
+            links,
+            self._device,
+            self._worker.departure,
+            forward_context=self._precision.forward,
+            timeline=self._timeline,
+        )
 
     def _agree_on_seed(self) -> None:
         # In halves: gloo's int64 would do, but a seed may use all 64 bits unsigned.
@@ -201,11 +235,17 @@ class Varuna(nn.Module):
         init_loss_scale: float = 2**20,
         min_loss_scale: float = 1.0,
     ) -> None:
-        """Connects the optimizer, made from this object's `parameters()`. The scales are for fp16 alone.
+        """Connects the optimizer, made from this object's `parameters()`: this object itself steps it.
 
         In a calibration generation this measures the profile and then ends the script (SystemExit with code 0).
 
-        Raises ValueError when the optimizer holds a parameter that is not of this stage.
+        Args:
+            loss_scale: for fp16 alone: a number, which then stays; or "dynamic": halved when gradients overflow,
+                doubled after 2000 steps without.
+            init_loss_scale, min_loss_scale: where a dynamic scale starts, and the least it becomes.
+
+        Raises:
+            ValueError: the optimizer holds a parameter that is not of this stage, or a scale is no positive number.
         """
         own = {id(parameter) for parameter in self._parameters_here.values()}
         for group in optimizer.param_groups:
@@ -216,24 +256,34 @@ class Varuna(nn.Module):
                         "make the optimizer after wrapping the model, from the Varuna object's parameters()"
                     )
         self._optimizer = optimizer
+        if self._precision.needs_scale:
+            self._scaler = LossScaler(loss_scale, init_loss_scale, min_loss_scale)
+            self._registered[_LOSS_SCALE] = self._scaler
         if self._worker.environment.mode is Mode.CALIBRATE:
             self._calibrate(optimizer)
 
     def _calibrate(self, optimizer: Optimizer) -> NoReturn:
         environment = self._worker.environment
         self._say_ready()
-        profile = calibrate(
-            self._calibrated_model[0],
-            self._model_map,
-            self._get_batch,
-            optimizer=optimizer,
-            device=self._device,
-            global_batch=environment.global_batch,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            store=self._worker.rendezvous.store,
-            connect=self._worker.rendezvous.gloo,
-        )
+        try:
+            profile = calibrate(
+                self._calibrated_model[0],
+                self._model_map,
+                self._get_batch,
+                optimizer=optimizer,
+                device=self._device,
+                precision=self._precision,
+                optimizer_on_device=not self._offload_optimizer,
+                global_batch=environment.global_batch,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                store=self._worker.rendezvous.store,
+                connect=self._worker.rendezvous.gloo,
+            )
+        except torch.distributed.DistError as error:  # a peer went away: that is no fault of the script's
+            self._worker.departure.leave(PeerLost(f"while calibrating: {first_line(error)}"))
+            self._worker.departure.check()
+            raise
         if profile is not None:
             self._worker.link.profile_done(profile.to_json())
         raise SystemExit(0)
@@ -247,7 +297,8 @@ class Varuna(nn.Module):
 
         Returns:
             (mean loss over the global batch, overflow, L2 norm of the gradient before clipping), the same on every
-            rank. Overflow is always False in fp32. The averaged gradients stay in `.grad` until the next step.
+            rank. The averaged gradients stay in `.grad` until the next step. Overflow, with fp16 only: a gradient was
+            not finite, so the optimizer has not stepped; the batch counts as used, and the norm is not finite either.
 
         Raises:
             GenerationEnded, PeerLost: this worker must leave (both are SystemExit).
@@ -261,8 +312,10 @@ class Varuna(nn.Module):
         self._saves.at_boundary(self._step, self._training_state)
         self._say_ready()
         self._broken = True
-        passed, expected = self._train_pass(inputs)
+        scale = self.loss_scale
+        passed, expected = self._train_pass(inputs, scale)
         self._reducer.reduce()
+        self._timeline.end()
         totals = agree(
             self._everyone,
             Totals(
@@ -274,29 +327,54 @@ class Varuna(nn.Module):
         )
         loss = totals.loss
         # Backwards were weighted for the agreed batch; the batch of this step may have been another.
-        correction = expected / totals.examples
+        correction = expected / totals.examples / scale
         norm = math.sqrt(totals.squared_norm) * correction
-        scale_gradients(self.parameters(), correction * clip_factor(norm, clip_grad_max_norm))
-        optimizer.step()
+        # Every gradient of the model is in this norm, which is the same on all ranks; so is what they conclude from it.
+        overflow = self._scaler is not None and not math.isfinite(totals.squared_norm)
+        self._update(optimizer, correction * clip_factor(norm, clip_grad_max_norm), skip=overflow)
         self._step += 1
         self._broken = False
         self._saves.agree(totals.wishes)
         self._report(loss, totals.examples, passed, time.perf_counter_ns() - began_ns)
-        return loss, False, norm
+        return loss, overflow, norm
 
-    def _train_pass(self, inputs: Mapping[str, Any]) -> tuple[PassResult, int]:
+    def _update(self, optimizer: Optimizer, factor: float, *, skip: bool) -> None:
+        """Multiplies the gradients with `factor` and steps the optimizer, unless they have overflowed (`skip`)."""
+        if not skip:
+            scale_gradients(self._stage.parameters.values(), factor)
+        if self._host is not None:
+            self._host.take_gradients()
+        if not skip:
+            optimizer.step()
+            if self._host is not None:
+                self._host.put_back()
+        if self._scaler is not None:
+            self._scaler.update(overflow=skip)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step will be multiplied with for its backward; 1 without fp16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def _train_pass(self, inputs: Mapping[str, Any], loss_scale: float) -> tuple[PassResult, int]:
         """Forward and backward; with it, the number of examples for which the gradients were weighted."""
-        for parameter in self.parameters():
+        for parameter in self._stage.parameters.values():
             parameter.grad = None
         environment = self._worker.environment
         examples = batch_size_of(inputs)
         sizes, first = share_of_batch(examples, environment, self._worker.topology.replica)
         expected = environment.global_batch or max(examples, 1)
         micro_batches = cut_inputs(inputs, sizes, first)
-        return (
-            self._engine.train(micro_batches, global_batch=expected, seed=self._seed, step=self._step + 1),
-            expected,
-        )
+        with self._precision.whole_pass():
+            passed = self._engine.train(
+                micro_batches,
+                global_batch=expected,
+                seed=self._seed,
+                step=self._step + 1,
+                loss_scale=loss_scale,
+                before_last_backward=self._reducer.start,
+            )
+        return passed, expected
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
         """The mean loss over all replicas' `inputs`, in evaluation mode and without gradients. Called by all ranks.
@@ -305,7 +383,7 @@ class Varuna(nn.Module):
         """
         self._worker.departure.check()
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
-        with _evaluating(self._stage.module):
+        with _evaluating(self._stage.module), self._precision.whole_pass():
             passed = self._engine.evaluate(cut_inputs(inputs, sizes, first))
         totals = agree(self._everyone, Totals(loss_sum=passed.loss_sum, examples=passed.examples))
         if batch_size is not None and totals.examples != batch_size:
@@ -317,6 +395,11 @@ class Varuna(nn.Module):
 
     # Checkpoints
 
+    @property
+    def checkpoint_url(self) -> str | None:
+        """Where the job's own checkpoints go; None when it has no such store, as in a plain process."""
+        return self._worker.environment.checkpoint_url or None
+
     def register_state(self, name: str, state: Stateful) -> None:
         """Saves and loads `state` (an LR scheduler, say) with every checkpoint. Raises ValueError for a name taken."""
         if name in self._registered:
@@ -327,23 +410,33 @@ class Varuna(nn.Module):
 
     def checkpoint(
         self,
-        global_store: str,
+        global_store: str | None = None,
         step: int | None = None,
         tmpdir: str | None = None,
         shard: bool = False,
         on_demand: bool = False,
+        *,
+        tempdir: str | None = None,
     ) -> bool:
         """Writes the checkpoint `varuna_ckpt_<step>` into `global_store`, a path or URL. Called by all ranks.
 
-        Returns when it is written, or, with `tmpdir`, as soon as the state is copied (to memory: `tmpdir` itself is
+        Without `global_store` it goes where the job's own checkpoints go (`checkpoint_url`), for `resume` to find.
+        Returns when it is written, or, with `tmpdir` (or `tempdir`), as soon as the state is copied (to memory: it is
         not needed), unless `on_demand`. Writing is always shared out over the replicas (`shard`).
 
         Returns whether it is committed (with `tmpdir`: begun). A failed save is logged and does not stop training.
         """
+        global_store = global_store or self.checkpoint_url
+        if global_store is None:
+            raise ValueError(
+                "checkpoint() without a path: this process has no checkpoint store of its own; give one, or submit the "
+                "script as a job"
+            )
         checkpointer = self._checkpointer(global_store)
         wait_for_save(checkpointer, self._worker.departure)
         checkpointer.save(self._step if step is None else step, self._training_state())
-        if tmpdir is not None and not on_demand:
+        in_background = tmpdir is not None or tempdir is not None
+        if in_background and not on_demand:
             return True
         outcome = wait_for_save(checkpointer, self._worker.departure)
         failed = outcome is None or outcome.result == "failed"
@@ -387,6 +480,8 @@ class Varuna(nn.Module):
         return self._step
 
     def _loaded(self, loaded: Loaded) -> None:
+        if self._host is not None:
+            self._host.put_back()
         self._step = loaded.step
         self._seed = loaded.seed
         self._unclaimed = dict(loaded.user)
@@ -398,7 +493,7 @@ class Varuna(nn.Module):
 
     def _training_state(self) -> TrainingState:
         model_map = self._model_map
-        changing = {name: b for name, b in self._stage.buffers.items() if name in model_map.graph.buffers_changed}
+        kept = model_map.graph.buffers_changed | set(self._state_dict_names.values())
         section_of = {name: model_map.sections_of(name)[0] for name in self._parameters_here}
         for section in reversed(model_map.sections):
             section_of |= dict.fromkeys(section.buffers, section.index)
@@ -407,11 +502,12 @@ class Varuna(nn.Module):
             section_count=len(model_map.sections),
             parameters=self._parameters_here,
             section_of=section_of,
-            buffers=changing,
+            buffers={name: buffer for name, buffer in self._stage.buffers.items() if name in kept},
             tied=model_map.shared,
             optimizer=self._optimizer,
             user={name: state.state_dict() for name, state in self._registered.items()},
             seed=self._seed,
+            state_dict=self._state_dict_names,
         )
 
     def _own_checkpointer(self) -> Checkpointer | None:

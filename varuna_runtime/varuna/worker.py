@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +37,7 @@ class Worker:
         """
         departure = Departure()
         # A process that leaves has threads inside gloo, for which interpreter shutdown would wait: it ends before that.
-        atexit.register(_end_if_leaving, departure)
+        atexit.register(_at_exit, departure)
         link = AgentLink(environment, departure)
         if environment.world_size > 1 or environment.agent_socket:
             install_excepthook(link)
@@ -43,9 +46,26 @@ class Worker:
         return cls(environment, topology, departure, link, rendezvous)
 
 
-def _end_if_leaving(departure: Departure) -> None:
+def _at_exit(departure: Departure) -> None:
     if departure.exit_code is not None:
         end_process(departure.exit_code)
+    _let_threads_hang()
+
+
+def _let_threads_hang() -> None:
+    """Keeps threads that sit inside gloo from ending this process with SIGABRT while the interpreter shuts down.
+
+    When a peer's process ends first, such a thread wakes, asks for the interpreter's lock and, before Python 3.14, is
+    made to exit by unwinding its stack; C++ frames that may not be unwound then call std::terminate. Here that makes
+    the thread wait for the end of the process, which is what Python does from 3.14 on.
+    """
+    if sys.platform != "linux" or sys.version_info >= (3, 14):
+        return
+    with suppress(OSError, AttributeError):  # another C++ library: then as it was
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate.argtypes = [ctypes.c_void_p]
+        set_terminate.restype = ctypes.c_void_p
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
 
 
 def choose_device(

@@ -377,6 +377,8 @@ class AgentState:
                     url=done.url,
                     total_bytes=done.total_bytes,
                 )
+                # Nobody does the steps before it again: their losses must not be lost with this VM.
+                yield from self._send_steps(even_if_full=True)
                 yield from self._report(agent_pb2.Report(checkpoint_committed=committed))
             case "profile_done":
                 measured = agent_pb2.ProfileMeasured(

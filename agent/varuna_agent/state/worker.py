@@ -173,7 +173,8 @@ class Worker:
             return self.failure
         if cause == agent_pb2.EXIT_CAUSE_KILLED:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            return f"ended by {name}, which Varuna did not send. Last lines of its log:\n{log_tail}"
+            # The log first: who shows one line of this shows the last.
+            return f"Last lines of its log:\n{log_tail}\nended by {name}, which Varuna did not send"
         return log_tail or f"exit code {code}; its log is empty"
 
 

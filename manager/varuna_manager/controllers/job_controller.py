@@ -7,18 +7,20 @@ short transaction per job, and at last compares what each agent should have been
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm.exc import StaleDataError
 
 from varuna_manager.controllers import messages
 from varuna_manager.controllers.job_view import LoadedJob, Snapshot, SnapshotLoader, previous_placement, with_devices
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
-from varuna_manager.domain.commands import LaunchKey, StopKey, wanted_commands
+from varuna_manager.domain.commands import LaunchKey, Presence, StopKey, wanted_commands
 from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
 from varuna_manager.domain.observed import (
     Action,
@@ -64,20 +66,34 @@ class JobController:
         self._data_dir = data_dir
         self._period_s = period_s
         self._now = now
+        self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
+        self._defects: dict[str, str] = {}
 
     async def reconcile(self) -> float:
         snapshot = await self._loader.load()
         claimed: frozenset[Device] = frozenset()
         changed = False
         for job in snapshot.jobs:
-            view = await self._complete_view(job, snapshot, claimed)
-            decision = decide_job(self._now(), view, snapshot.vms, self._rules)
-            claimed |= decision.claims
-            changed |= await self._apply(job, decision)
+            try:
+                view = await self._complete_view(job, snapshot, claimed)
+                decision = decide_job(self._now(), view, snapshot.vms, self._rules)
+                changed |= await self._apply(job, decision)
+                claimed |= decision.claims
+            except StaleDataError:
+                changed = True  # decided on what is no longer so: look again
+            except Exception as error:
+                # A defect that one job brings to light must not keep the others waiting, or their agents untold.
+                self._log_defect(job.row.id, error)
         if changed:
             return 0.0
         self._tell_agents(snapshot)
         return self._period_s
+
+    def _log_defect(self, job_id: str, error: Exception) -> None:
+        """Once for each job and error: it comes again with every look."""
+        if self._defects.get(job_id) != repr(error):
+            self._defects[job_id] = repr(error)
+            self._log.error("no decision about a job", job=job_id, exc_info=error)
 
     async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, claimed: frozenset[Device]) -> JobView:
         """The view with the devices that the older jobs left, and the planner's proposal for them."""
@@ -170,7 +186,7 @@ class JobController:
         self._events.add(
             session,
             "generation_started",
-            f"generation {action.number} ({action.kind.value}) starts as {plan.p}x{plan.d}, micro-batch "
+            f"generation {action.number} ({action.kind.value}) starts as {plan.p}×{plan.d}, micro-batch "
             f"{plan.micro_batch}: {action.reason}",
             job_id=row.id,
             generation=action.number,
@@ -262,7 +278,7 @@ class JobController:
             deadlines = {
                 vm.id: vm.notice_deadline
                 for vm in snapshot.vms.values()
-                if vm.notice_deadline is not None and vm.workers
+                if vm.notice_deadline is not None and _takes_part(key, snapshot.presence.get(vm.id, ()))
             }
             session.send(messages.stop_message(key, self._rules, now=self._now(), deadlines=deadlines))
         else:
@@ -270,6 +286,10 @@ class JobController:
 
 
 _VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
+
+
+def _takes_part(key: StopKey, parts: Sequence[Presence]) -> bool:
+    return any((part.job_id, part.generation) == (key.job_id, key.generation) for part in parts)
 
 
 def _number(job: LoadedJob) -> int | None:

@@ -13,6 +13,7 @@ from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.commands import Presence
 from varuna_manager.domain.observed import Device, GenerationView, JobView, Plan, Rules, StopView, VmView, WorkerView
+from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import (
     TERMINAL_JOB_STATES,
@@ -23,9 +24,6 @@ from varuna_manager.domain.states import (
 )
 from varuna_manager.services.fleet import live_workers
 from varuna_manager.services.vm_registry import VmRegistry
-
-_BLAMELESS = frozenset({EndCause.VM_LOST, EndCause.NOTICE, EndCause.GROWTH, EndCause.CANCELLED, EndCause.PROFILED})
-"""Ends that say nothing against the job: the breaker does not count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,8 @@ class SnapshotLoader:
             query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
             rows = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
             coming = sum(vm.state is VmState.REQUESTED for vm in vms.values())
-            jobs = [await self._load_job(session, row, vms, coming) for row in rows]
+            returning = self._returning(vms)
+            jobs = [await self._load_job(session, row, vms, coming, returning) for row in rows]
             presence = await self._presence(session, alive)
         occupied = {Device(worker.vm_id, worker.local_rank): worker.job_id for worker in alive}
         return Snapshot(jobs=tuple(jobs), vms=vms, occupied=occupied, presence=presence)
@@ -90,16 +89,22 @@ class SnapshotLoader:
             for row in rows
         }
 
-    async def _load_job(self, session: AsyncSession, row: JobRow, vms: Mapping[str, VmView], coming: int) -> LoadedJob:
-        query = select(GenerationRow).where(GenerationRow.job_id == row.id).order_by(GenerationRow.number)
-        generations = (await session.scalars(query)).all()
-        newest = generations[-1] if generations else None
+    def _returning(self, vms: Mapping[str, VmView]) -> int:
+        """Planning without them would give a small generation, and a morph as soon as they are back."""
+        if self._now() - self._started_at >= self._rules.start_settle_s:
+            return 0
+        return sum(vm.state is VmState.READY and not vm.heard_since_start for vm in vms.values())
+
+    async def _load_job(
+        self, session: AsyncSession, row: JobRow, vms: Mapping[str, VmView], coming: int, returning: int
+    ) -> LoadedJob:
+        query = select(GenerationRow).where(GenerationRow.job_id == row.id).order_by(GenerationRow.number.desc())
+        newest = await session.scalar(query.limit(1))
         workers: tuple[WorkerRow, ...] = ()
         if newest is not None:
             of_newest = (WorkerRow.job_id == row.id, WorkerRow.generation == newest.number)
             workers = tuple((await session.scalars(select(WorkerRow).where(*of_newest).order_by(WorkerRow.rank))).all())
         spec = JobSpec.model_validate(row.spec)
-        failures, last_failure_at = _failures(generations)
         view = JobView(
             id=row.id,
             name=row.name,
@@ -109,10 +114,11 @@ class SnapshotLoader:
             min_gpus=spec.resources.min_gpus,
             max_gpus=spec.resources.max_gpus,
             profiled_at=row.profiled_at,
+            profile_error=row.profile_error or "",
             generation=None if newest is None else self._generation_view(newest, workers, vms),
-            failures=failures,
-            last_failure_at=last_failure_at,
+            setbacks=await _setbacks(session, row.id),
             coming_vms=coming,
+            returning_vms=returning,
         )
         return LoadedJob(row=row, version=row.version, spec=spec, generation=newest, workers=workers, view=view)
 
@@ -171,21 +177,20 @@ class SnapshotLoader:
         return found
 
 
-def _failures(generations: Sequence[GenerationRow]) -> tuple[tuple[str, ...], float]:
-    """Why the last generations in a row ended without a step, and when the newest of them did."""
-    reasons: list[str] = []
-    last_at = 0.0
-    for generation in reversed(generations):
-        if generation.state != GenerationState.ENDED:
-            continue
-        good = generation.last_step is not None or generation.cause_of_end is EndCause.PROFILED
-        if good:
-            break
-        if generation.cause_of_end in _BLAMELESS:
-            continue
-        reasons.append(generation.end_reason or "no reason is known")
-        last_at = max(last_at, generation.ended_at or 0.0)
-    return tuple(reversed(reasons)), last_at
+async def _setbacks(session: AsyncSession, job_id: str) -> Setbacks:
+    """Without the rows' documents: a job on spot VMs comes to have thousands of generations."""
+    row = GenerationRow
+    query = select(row.end_cause, row.end_reason, row.last_step, row.ended_at)
+    query = query.where(row.job_id == job_id, row.state == GenerationState.ENDED.value).order_by(row.number)
+    return count_setbacks(
+        PastGeneration(
+            cause=None if cause is None else EndCause(cause),
+            reason=reason or "",
+            last_step=last_step,
+            ended_at=ended_at or 0.0,
+        )
+        for cause, reason, last_step, ended_at in await session.execute(query)
+    )
 
 
 def with_devices(job: LoadedJob, devices: tuple[Device, ...]) -> JobView:

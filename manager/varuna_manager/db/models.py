@@ -80,6 +80,8 @@ class JobRow(_Living, Base):
     finished_at: Mapped[float | None]
     profile_json: Mapped[str | None] = mapped_column(Text)
     profiled_at: Mapped[float | None]
+    profile_error: Mapped[str | None] = mapped_column(Text)
+    """Why the newest measured profile was rejected."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's own way
 

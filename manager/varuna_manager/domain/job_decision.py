@@ -54,7 +54,7 @@ def decide_job(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     if all(worker.stopped for worker in generation.workers):
         return _all_stopped(job, generation)
     if generation.state is GenerationState.STOPPING:
-        return _stopping(job, generation)
+        return _stopping(job, generation, vms)
     return _running(now, job, generation, vms, rules)
 
 
@@ -94,13 +94,12 @@ def wants_plan(job: JobView, devices: tuple[Device, ...]) -> bool:
 def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     if job.state is JobState.CANCELLING:
         return Decision(reason="cancelled by the user", actions=(FinishJob(state=JobState.CANCELLED),))
-    if len(job.failures) >= rules.breaker:
-        reasons = "; ".join(f"{number}. {reason}" for number, reason in enumerate(job.failures, 1))
-        error = f"{len(job.failures)} generations in a row ended without a completed step: {reasons}"
-        return _fail(error)
-    retry_at = job.last_failure_at + _backoff_s(len(job.failures))
-    if now < retry_at:
-        return Decision(reason=f"{len(job.failures)} generations failed in a row: waiting before the next one")
+    failures = job.setbacks.reasons
+    if len(failures) >= rules.breaker:
+        return _fail(_breaker_error(job))
+    if now < job.setbacks.last_at + _backoff_s(len(failures)):
+        reason = f"{len(failures)} generations failed in a row: waiting {_backoff_s(len(failures)):.0f} s"
+        return Decision(reason=f"{reason} before the next one (the last: {failures[-1]})")
     devices = next_devices(job, vms, rules)
     waiting = _too_few(now, job, devices, rules)
     if waiting:
@@ -118,6 +117,16 @@ def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> De
     return _start_training(job, proposal.plan, proposal, vms)
 
 
+def _breaker_error(job: JobView) -> str:
+    given = job.setbacks.reasons
+    reasons = "; ".join(f"{number}. {reason}" for number, reason in enumerate(given, 1))
+    if len(set(given)) == 1:
+        reasons = f"each time since {given[0]}"
+    best = job.setbacks.best_step
+    short = f"before they got beyond step {best}" if best else "without a completed step"
+    return f"{len(job.setbacks.reasons)} generations in a row ended {short}: {reasons}"
+
+
 def _backoff_s(failures: int) -> float:
     """The first failure is tried again at once; then 1, 2, 4, ... up to 30 seconds."""
     return 0.0 if failures <= 1 else min(2.0 ** (failures - 2), 30.0)
@@ -127,6 +136,8 @@ def _too_few(now: float, job: JobView, devices: tuple[Device, ...], rules: Rules
     if len(devices) < job.min_gpus:
         return f"{len(devices)} GPUs are free for this job and it needs {job.min_gpus}: waiting for more"
     enough = job.max_gpus is not None and len(devices) >= job.max_gpus
+    if job.returning_vms and not enough:
+        return "waiting for agents that are about to come back after the manager's restart"
     still_early = now - job.created_at < rules.start_settle_s
     if job.generation is None and job.coming_vms and not enough and still_early:
         return "waiting for VMs that were requested and are about to join"
@@ -142,8 +153,18 @@ def _start_calibration(job: JobView, devices: tuple[Device, ...], vms: Vms) -> D
 
 
 def _start_training(job: JobView, plan: Plan, proposal: Proposal, vms: Vms) -> Decision:
-    before = job.generation.end_reason if job.generation is not None else "the job was submitted"
-    return _start(job, GenerationKind.TRAINING, proposal.placement, plan, proposal.candidates, before, vms)
+    before = job.generation
+    reason = before.end_reason if before is not None else "the job was submitted"
+    if before is None or before.kind is GenerationKind.CALIBRATION:
+        reason += (
+            f": {plan.p}×{plan.d} with micro-batch {plan.micro_batch} is predicted fastest, "
+            f"{_seconds(plan.predicted_minibatch_s)} per mini-batch"
+        )
+    return _start(job, GenerationKind.TRAINING, proposal.placement, plan, proposal.candidates, reason, vms)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _start(
@@ -181,7 +202,7 @@ def _all_stopped(job: JobView, generation: GenerationView) -> Decision:
         elif end.cause is EndCause.FINISHED and generation.kind is GenerationKind.TRAINING:
             actions.append(FinishJob(state=JobState.SUCCEEDED))
         elif end.cause is EndCause.FINISHED:
-            error = (
+            error = job.profile_error or (
                 "the script ended while calibrating without handing in a profile: "
                 "it must call set_optimizer of its varuna.Varuna object"
             )
@@ -208,7 +229,7 @@ def _how_it_ended(job: JobView, generation: GenerationView) -> EndGeneration:
         return end(EndCause.SCRIPT_FAILED, f"the script failed on rank {root.rank}: {_last_line(root.error)}")
     if generation.kind is GenerationKind.CALIBRATION and job.profiled_at is not None:
         return end(EndCause.PROFILED, "the profile is measured")
-    if stop is not None:
+    if stop is not None and not (stop.cause is EndCause.SCRIPT_FAILED and root is not None and _is_gone(root)):
         return end(stop.cause, stop.reason)
     if root is not None:
         return end(_end_cause(root), _worker_line(root))
@@ -218,7 +239,7 @@ def _how_it_ended(job: JobView, generation: GenerationView) -> EndGeneration:
 def _root_cause(generation: GenerationView) -> WorkerView | None:
     """The rank whose stop explains the others': one that went with its VM, else the first that failed by itself."""
     for worker in generation.workers:
-        if worker.cause is ExitCause.VM_GONE or (worker.lease_over and worker.cause is None):
+        if _is_gone(worker):
             return worker
     failed = [worker for worker in generation.workers if worker.cause in _ROOT_CAUSES]
     if not failed:
@@ -226,8 +247,13 @@ def _root_cause(generation: GenerationView) -> WorkerView | None:
     return min(failed, key=lambda w: (w.stopped_at or 0.0, w.cause is not ExitCause.SCRIPT_FAILED, w.rank))
 
 
+def _is_gone(worker: WorkerView) -> bool:
+    """Whether it went with its VM."""
+    return worker.cause is ExitCause.VM_GONE or (worker.lease_over and worker.cause is None)
+
+
 def _end_cause(worker: WorkerView) -> EndCause:
-    if worker.cause is ExitCause.VM_GONE or worker.lease_over:
+    if _is_gone(worker):
         return EndCause.VM_LOST
     return EndCause.SCRIPT_FAILED if worker.cause is ExitCause.SCRIPT_FAILED else EndCause.WORKER_FAILED
 
@@ -265,21 +291,30 @@ def _last_line(text: str) -> str:
 # ---------------------------------------------------------------- stopping
 
 
-def _stopping(job: JobView, generation: GenerationView) -> Decision:
+def _stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
     stop = generation.stop
     assert stop is not None, f"generation {generation.number} of {job.id} is stopping and nobody asked it to"
     if job.state is JobState.CANCELLING and stop.cause is not EndCause.CANCELLED:
         return _stop(generation, StopMode.LEAVE_NOW, EndCause.CANCELLED, "cancelled by the user")
-    waiting = Decision(reason=f"{stop.reason}: waiting for its workers to stop", claims=generation.devices)
+    root = _root_cause(generation)
+    lost = _worker_line(root) if root is not None and _is_gone(root) else _lost_vm(generation, vms)
+    if lost and stop.cause is EndCause.SCRIPT_FAILED:
+        # A script that raised a moment before its VM's or a peer's VM's end was known: that is the consequence.
+        return _stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
+    if lost and stop.mode is StopMode.SAVE_FIRST and not (root is not None and _is_gone(root)):
+        return _stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, f"{lost}, while saving since {stop.reason}")
+    text = f"{stop.reason}: waiting for its workers to stop"
+    waiting = Decision(reason=text, claims=generation.devices, notable=False)
     stopped = [worker for worker in generation.workers if worker.stopped]
     if stop.cause in (EndCause.CANCELLED, EndCause.SCRIPT_FAILED) or not stopped:
         return waiting
     if any(worker.cause is ExitCause.FINISHED for worker in stopped):
         return waiting  # it was at its end anyway: the other ranks may be writing the result
     if stop.mode is StopMode.SAVE_FIRST and all(worker.cause is ExitCause.GENERATION_ENDED for worker in stopped):
-        return waiting  # those have written their part: the others may be committing the checkpoint of it
-    failed = _root_cause(generation)
-    if failed is not None and failed.cause is ExitCause.SCRIPT_FAILED and stop.cause not in _CONSEQUENCE_OF:
+        # Those have written their part: the others may be committing the checkpoint of it. One that hangs in there is
+        # killed by its agent when the grace is over.
+        return waiting
+    if root is not None and root.cause is ExitCause.SCRIPT_FAILED and stop.cause not in _CONSEQUENCE_OF:
         return waiting  # all ranks stopped, the job fails with this traceback
     end = EndGeneration(number=generation.number, cause=stop.cause, reason=stop.reason)
     return Decision(reason=stop.reason, actions=(end,), claims=generation.devices)
@@ -300,7 +335,7 @@ def _running(now: float, job: JobView, generation: GenerationView, vms: Vms, rul
         _broken(now, generation, vms, rules)
         or _calibrated(now, job, generation, rules)
         or _leaving_vm(generation, vms)
-        or _hang(now, generation, rules)
+        or _hang(now, job, generation, rules)
         or _growth(job, generation, vms, rules)
     )
     if decision is not None:
@@ -326,11 +361,9 @@ def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> D
         if root.cause is ExitCause.SCRIPT_FAILED:
             reason = f"the script failed on rank {root.rank}: {_last_line(root.error)}"
         return _stop(generation, StopMode.LEAVE_NOW, _end_cause(root), reason)
-    for vm_id in sorted({device.vm_id for device in generation.devices}):
-        vm = vms.get(vm_id)
-        if vm is None or vm.state in (VmState.LOST, VmState.GONE):
-            reason = vm.reason if vm is not None and vm.reason else "it is not known any more"
-            return _stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, f"VM {vm_id} is lost: {reason}")
+    lost = _lost_vm(generation, vms)
+    if lost:
+        return _stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
     normal_exit = ExitCause.FINISHED
     odd = [worker for worker in generation.workers if worker.stopped and worker.cause is not normal_exit]
     if not odd:
@@ -343,6 +376,16 @@ def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> D
     return _stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, _worker_line(odd[0]))
 
 
+def _lost_vm(generation: GenerationView, vms: Vms) -> str:
+    """Which VM is lost while workers of the generation may still run there; empty: none."""
+    for vm_id in sorted({worker.device.vm_id for worker in generation.workers if not worker.stopped}):
+        vm = vms.get(vm_id)
+        if vm is None or vm.state in (VmState.LOST, VmState.GONE):
+            reason = vm.reason if vm is not None and vm.reason else "it is not known any more"
+            return f"VM {vm_id} is lost: {reason}"
+    return ""
+
+
 def _calibrated(now: float, job: JobView, generation: GenerationView, rules: Rules) -> Decision | None:
     if generation.kind is not GenerationKind.CALIBRATION or job.profiled_at is None:
         return None
@@ -352,11 +395,12 @@ def _calibrated(now: float, job: JobView, generation: GenerationView, rules: Rul
         return Decision(reason=reason, actions=(end,), claims=generation.devices)
     if now - job.profiled_at > rules.profile_exit_wait_s:
         return _stop(generation, StopMode.LEAVE_NOW, EndCause.PROFILED, reason)
-    return Decision(reason=f"{reason}: waiting for the calibrating workers to leave", claims=generation.devices)
+    text = f"{reason}: waiting for the calibrating workers to leave"
+    return Decision(reason=text, claims=generation.devices, notable=False)
 
 
 def _leaving_vm(generation: GenerationView, vms: Vms) -> Decision | None:
-    for vm_id in sorted({device.vm_id for device in generation.devices}):
+    for vm_id in sorted({worker.device.vm_id for worker in generation.workers if not worker.stopped}):
         if vms[vm_id].state is VmState.DRAINING:
             saves = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
             mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
@@ -365,7 +409,7 @@ def _leaving_vm(generation: GenerationView, vms: Vms) -> Decision | None:
     return None
 
 
-def _hang(now: float, generation: GenerationView, rules: Rules) -> Decision | None:
+def _hang(now: float, job: JobView, generation: GenerationView, rules: Rules) -> Decision | None:
     if generation.kind is GenerationKind.CALIBRATION:
         limit, what = rules.calibration_timeout_s, "no profile"
     elif generation.last_step is None:
@@ -373,6 +417,10 @@ def _hang(now: float, generation: GenerationView, rules: Rules) -> Decision | No
     else:
         predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
         limit, what = max(rules.hang_minimum_s, rules.hang_steps * predicted), f"no step after {generation.last_step}"
+    # Scripts evaluate, and write results, for longer than we can know: a limit that was too short once is stretched.
+    limit *= 2.0 ** min(job.setbacks.hangs, rules.hang_doublings)
+    if any(worker.cause is ExitCause.FINISHED for worker in generation.workers):
+        limit = max(limit, rules.finish_timeout_s)
     if now - generation.progress_at <= limit:
         return None
     return _stop(generation, StopMode.LEAVE_NOW, EndCause.HANG, f"hang: {what} for {limit:.0f} s")
@@ -393,7 +441,7 @@ def _growth(job: JobView, generation: GenerationView, vms: Vms, rules: Rules) ->
     before, after = generation.plan, job.proposal.plan
     reason = (
         f"growth: {len(next_devices(job, vms, rules))} GPUs instead of {len(generation.workers)}, "
-        f"{before.p}x{before.d} to {after.p}x{after.d}, "
+        f"{before.p}×{before.d} to {after.p}×{after.d}, "
         f"{before.examples_per_s:.1f} to {after.examples_per_s:.1f} examples/s predicted"
     )
     return _stop(generation, StopMode.SAVE_FIRST, EndCause.GROWTH, reason)
@@ -406,7 +454,7 @@ def _why_no_growth(job: JobView, generation: GenerationView, rules: Rules) -> st
     if after is None:
         return f"; there are {len(job.devices)} GPUs for it, but no plan for them: {job.proposal.reason}"
     return (
-        f"; {after.p}x{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
+        f"; {after.p}×{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
         f"{generation.plan.examples_per_s:.1f}, less than {rules.growth_ratio:.2f} times as much"
     )
 

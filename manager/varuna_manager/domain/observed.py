@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
     EndCause,
@@ -39,6 +40,10 @@ class Rules:
     hang_minimum_s: float = 30.0
     hang_steps: float = 20.0
     """Predicted steps without progress that make a hang (but not before hang_minimum_s)."""
+    hang_doublings: int = 6
+    """Each hang that was seen doubles the limit, at most so often: a long evaluation looks like one."""
+    finish_timeout_s: float = 600.0
+    """After a rank has finished: how long the others may take without a step (they may be writing the result)."""
     first_step_timeout_s: float = 120.0
     """Time that a generation has from its launch to its first step."""
     calibration_timeout_s: float = 300.0
@@ -51,7 +56,7 @@ class Rules:
     save_grace_s: float = 60.0
     """Save-first: the same; a notice's deadline shortens it."""
     breaker: int = 5
-    """Generations in a row without a step that fail the job."""
+    """Generations in a row that a fault ended before they got beyond the best step so far: they fail the job."""
     start_settle_s: float = 5.0
     """How long a new job waits for VMs that are already on their way."""
     request_timeout_s: float = 120.0
@@ -198,17 +203,20 @@ class JobView:
     min_gpus: int = 1
     max_gpus: int | None = None
     profiled_at: float | None = None
+    profile_error: str = ""
+    """Why the profile that was measured could not be used."""
     generation: GenerationView | None = None
     """The newest."""
-    failures: tuple[str, ...] = ()
-    """Why each of the last generations in a row ended without a step through no fault of a VM, oldest first."""
-    last_failure_at: float = 0.0
+    setbacks: Setbacks = field(default_factory=Setbacks)
+    """What its past generations say against it."""
     devices: tuple[Device, ...] = ()
     """Those that it could be launched on now: on usable VMs, free or its own."""
     proposal: Proposal | None = None
     """For `next_devices`; None when the planner was not asked."""
     coming_vms: int = 0
     """VMs that were requested and are not here yet."""
+    returning_vms: int = 0
+    """VMs whose agents have not come back yet to a manager that has just started."""
 
 
 @dataclass(frozen=True, kw_only=True)

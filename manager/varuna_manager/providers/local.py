@@ -105,7 +105,9 @@ class LocalProvider:
         """Take the VM as a spot market does: at once (SIGKILL to all of it), or after a notice."""
         vm = self._read_vm(vm_id)
         if vm is None or self._process(vm) is None:
-            raise UnknownVmError(f"the local provider has no running VM {vm_id!r}: see GET /api/v1/vms")
+            raise UnknownVmError(
+                f"the local provider has no running VM {vm_id!r}: varuna vms (GET /api/v1/vms) lists those that do"
+            )
         if notice_s <= 0:
             await asyncio.to_thread(self._kill, vm)
             return

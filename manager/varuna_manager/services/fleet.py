@@ -102,7 +102,7 @@ class FleetService:
         async with self._database.read() as session:
             row = await session.get(VmRow, vm_id)
         if row is None:
-            raise NotFoundError(f"VM {vm_id!r} does not exist: see GET /api/v1/vms")
+            raise NotFoundError(f"VM {vm_id!r} does not exist: varuna vms (GET /api/v1/vms) lists those that do")
         try:
             await self._provider.preempt(vm_id, notice_s)
         except UnknownVmError as error:

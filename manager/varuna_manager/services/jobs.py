@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 
 from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, JobRow, MetricRow, WorkerRow
@@ -101,7 +102,7 @@ class JobService:
             by_number: dict[int, list[WorkerRow]] = {}
             for worker in workers:
                 by_number.setdefault(worker.generation, []).append(worker)
-            rows = await _generations(session, job.id)
+            rows = await _generations(session, job.id, whole=True)
             return [documents.generation_document(row, by_number.get(row.number, [])) for row in rows]
 
     async def metrics(self, id_or_name: str, after_step: int, limit: int) -> list[Document]:
@@ -131,10 +132,13 @@ async def find(session: AsyncSession, id_or_name: str) -> JobRow:
     query = select(JobRow).where(or_(JobRow.id == id_or_name, JobRow.name == id_or_name))
     jobs = (await session.scalars(query.order_by(JobRow.created_at.desc()))).all()
     if not jobs:
-        raise NotFoundError(f"job {id_or_name!r} does not exist: see GET /api/v1/jobs")
+        raise NotFoundError(f"job {id_or_name!r} does not exist: varuna ps (GET /api/v1/jobs) lists those that do")
     return next((job for job in jobs if job.id == id_or_name), jobs[0])
 
 
-async def _generations(session: AsyncSession, job_id: str) -> Sequence[GenerationRow]:
+async def _generations(session: AsyncSession, job_id: str, *, whole: bool = False) -> Sequence[GenerationRow]:
+    """Oldest first; only the `whole` ones can tell their candidates and history, which are long."""
     query = select(GenerationRow).where(GenerationRow.job_id == job_id).order_by(GenerationRow.number)
+    if not whole:
+        query = query.options(defer(GenerationRow.candidates), defer(GenerationRow.history))
     return (await session.scalars(query)).all()

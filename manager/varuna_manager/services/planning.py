@@ -1,16 +1,17 @@
 """Asks the planner, in a thread, and remembers its answers.
 
-The planner brings numba with it, so it is imported in that thread and at the first question: a manager without jobs
-never loads it, and the event loop never waits for it.
+The planner brings numba with it, so it is imported in such a thread only: the event loop never waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -51,9 +52,19 @@ class Question:
 
 
 class PlanningService:
-    def __init__(self) -> None:
+    """`cache_dir`: for compiled code, where neither the package's folder nor the user's cache can be written."""
+
+    def __init__(self, cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
         self._answers: OrderedDict[str, Proposal] = OrderedDict()
         self._log = structlog.get_logger("varuna.planning")
+
+    async def warm_up(self) -> None:
+        """Load the planner and compile it, so that the first question need not wait. Never fails."""
+        try:
+            await asyncio.to_thread(_warm_up, self._cache_dir)
+        except Exception:
+            self._log.exception("the planner could not be warmed up: the first question will tell")
 
     async def propose(self, question: Question) -> Proposal:
         """The best plan for the question's devices and where its ranks go; a reason when there is none."""
@@ -70,22 +81,51 @@ class PlanningService:
         return await asyncio.to_thread(_profile_error, profile_json)
 
 
+def _warm_up(cache_dir: Path | None) -> None:
+    load_planner(cache_dir)
+    from varuna_planner.auto_config import warm_up
+
+    warm_up()
+
+
+def load_planner(cache_dir: Path | None) -> None:
+    """Import the planner; see PlanningService for `cache_dir`. In a thread."""
+    try:
+        importlib.import_module("varuna_planner.auto_config")
+    except RuntimeError as error:
+        # numba looks for a folder for its cache when it is imported (the package's own, the user's), and gives up.
+        if cache_dir is None or "locator" not in str(error):
+            raise
+        import numba
+
+        numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
+        importlib.import_module("varuna_planner.auto_config")
+
+
 def _profile_error(profile_json: str) -> str | None:
     from varuna_planner.profile import Profile
 
     try:
         Profile.from_json(profile_json)
-    except ValueError as error:
-        return str(error)
+    except Exception as error:  # whatever a document does to the parser: it is not a profile
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return None
 
 
 def _answer(question: Question) -> Proposal:
-    """In a thread. The planner's ValueError means that no fleet would do."""
+    """In a thread. The planner's ValueError means that no fleet would do.
+
+    Any other error is a defect: a job that has trained waits for another fleet, a new one fails with what is known.
+    """
     try:
         return _choose(question)
     except ValueError as error:
         return Proposal(plan=None, possible=False, reason=str(error))
+    except Exception as error:
+        log = structlog.get_logger("varuna.planning")
+        log.exception("the planner failed", gpus=len(question.devices), global_batch=question.spec.global_batch)
+        reason = f"the planner failed on {len(question.devices)} GPUs: {type(error).__name__}: {error}"
+        return Proposal(plan=None, possible=question.previous_p is not None, reason=reason)
 
 
 def _choose(question: Question) -> Proposal:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database, after_commit
@@ -24,6 +25,7 @@ from varuna_manager.domain.states import (
     ExitCause,
     GenerationKind,
     GenerationState,
+    IllegalTransitionError,
     VmState,
     WorkerState,
 )
@@ -69,6 +71,19 @@ class ReportService:
             if report.WhichOneof("fact") == "profile_measured"
             and (problem := await self._planning.check_profile(report.profile_measured.profile_json)) is not None
         }
+        try:
+            await self._store(vm_id, reports, bad_profiles)
+        except Exception as error:
+            if not _lies_in_the_report(error):
+                raise
+            if len(reports) > 1:
+                for report in reports:
+                    await self.apply(vm_id, [report])
+                return
+            kind = reports[0].WhichOneof("fact")
+            self._log.error("a report cannot be stored: dropped", vm=vm_id, kind=kind, exc_info=error)
+
+    async def _store(self, vm_id: str, reports: Sequence[pb.Report], bad_profiles: Mapping[int, str]) -> None:
         async with self._database.write() as session:
             for report in reports:
                 await self._apply_one(session, vm_id, report, bad_profiles.get(report.number))
@@ -228,6 +243,8 @@ class ReportService:
         key = (fact.job_id, fact.generation, fact.step)
         if await session.get(JobRow, fact.job_id) is None or await session.get(CheckpointRow, key) is not None:
             return
+        of_generation = (CheckpointRow.job_id == fact.job_id, CheckpointRow.generation == fact.generation)
+        earlier = await session.scalar(select(func.count()).where(*of_generation))
         session.add(
             CheckpointRow(
                 job_id=fact.job_id,
@@ -238,10 +255,12 @@ class ReportService:
                 at=self._now(),
             )
         )
+        if earlier:
+            return  # a long job saves often: the table has them all, the log the first of each generation
         self._events.add(
             session,
             "checkpoint",
-            f"step {fact.step} is saved ({fact.total_bytes / 1e6:.1f} MB)",
+            f"step {fact.step} is saved ({fact.total_bytes / 1e6:.1f} MB), the first of generation {fact.generation}",
             job_id=fact.job_id,
             generation=fact.generation,
             data={"step": fact.step, "url": fact.url, "total_bytes": fact.total_bytes},
@@ -252,12 +271,24 @@ class ReportService:
         if job is None or job.profile_json is not None:
             return
         if problem is not None:
-            message = f"the measured profile is not one: {' '.join(problem.split())}"
-            kind = "profile_rejected"
+            message = f"the measured profile cannot be used: {' '.join(problem.split())}"
+            if job.profile_error == message:
+                return
+            job.profile_error, kind = message, "profile_rejected"
         else:
-            job.profile_json, job.profiled_at = fact.profile_json, self._now()
+            job.profile_json, job.profiled_at, job.profile_error = fact.profile_json, self._now(), None
             message, kind = "the job's profile is measured", "profile_measured"
         self._events.add(session, kind, message, job_id=job.id, generation=fact.generation)
+
+
+def _lies_in_the_report(error: Exception) -> bool:
+    """Whether it would come again with the report; else (the database is away) the report is to be sent again."""
+    if isinstance(error, IntegrityError | DataError):
+        return True
+    if isinstance(error, DBAPIError):  # what asyncpg says of a value that no column holds: class 22, or of its own
+        code = getattr(error.orig, "sqlstate", None)
+        return type(error) is DBAPIError and not error.connection_invalidated and (code is None or code[:2] == "22")
+    return isinstance(error, OverflowError | ValueError | TypeError | IllegalTransitionError)
 
 
 async def note_notice(

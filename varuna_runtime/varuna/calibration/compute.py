@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from varuna.partition import ModelMap, Stage, build_stage
 from varuna.partition.shapes import Boundary
+from varuna.precision import Precision
 from varuna_planner.profile import Measurement
 
 __all__ = ["Clock", "OptimizerMemory", "SectionMeter", "measure_optimizer", "worth_doubling"]
@@ -83,9 +84,18 @@ class Clock:
 class SectionMeter:
     """Measures section `section` of a model on `device`, at any micro-batch sizes."""
 
-    def __init__(self, model: nn.Module, model_map: ModelMap, section: int, device: torch.device, clock: Clock) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        model_map: ModelMap,
+        section: int,
+        device: torch.device,
+        clock: Clock,
+        precision: Precision,
+    ) -> None:
         self._stage: Stage = build_stage(model, model_map, section, section + 1, device)
         self._device = device
+        self._precision = precision
         self._clock = clock
 
     def measure(self, inputs: Mapping[str, Any], micro_batch: int, slice_s: float) -> Measurement:
@@ -95,7 +105,7 @@ class SectionMeter:
         recompute is the same work.
         """
         try:
-            with self._clock.watching():
+            with self._clock.watching(), self._precision.whole_pass():
                 return self._measure(_moved(inputs, self._device), micro_batch, slice_s)
         finally:
             for parameter in self._stage.parameters.values():
@@ -104,10 +114,8 @@ class SectionMeter:
     def _measure(self, inputs: dict[str, Any], micro_batch: int, slice_s: float) -> Measurement:
         stage = self._stage
         received = [_made_up(boundary, micro_batch, self._device) for boundary in stage.receives]
-        kept = _KeptBytes([*stage.parameters.values(), *stage.buffers.values(), *_tensors(inputs)])
         started_s = time.perf_counter()
-        with kept.counting():
-            self._once(inputs, received)
+        activation_bytes = self._activation_bytes(inputs, received)
         forwards_us: list[float] = []
         backwards_us: list[float] = []
         while len(forwards_us) < _MOST and (len(forwards_us) < _FEWEST or time.perf_counter() - started_s < slice_s):
@@ -123,15 +131,30 @@ class SectionMeter:
             recompute_us=statistics.median(forwards_us),
             output_bytes=sum(boundary.bytes_for(micro_batch) for boundary in stage.sends),
             input_bytes=sum(boundary.bytes_for(micro_batch) for boundary in stage.receives),
-            activation_bytes=kept.bytes,
+            activation_bytes=activation_bytes,
         )
+
+    def _activation_bytes(self, inputs: dict[str, Any], received: list[Tensor]) -> int:
+        stage = self._stage
+        anyway = [*stage.parameters.values(), *stage.buffers.values(), *_tensors(inputs)]
+        if self._precision.mixed:
+            # Autocast's casts of the parameters are there once, for all micro-batches: what this forward makes and
+            # the next one uses again. The rest of this one's is new memory in the next.
+            first = _KeptBytes(anyway)
+            with first.counting():
+                self._once(inputs, received)
+            anyway += first.tensors
+        kept = _KeptBytes(anyway)
+        with kept.counting():
+            self._once(inputs, received)
+        return kept.bytes
 
     def _once(self, inputs: dict[str, Any], received: list[Tensor]) -> tuple[float, float]:
         """(forward, backward) in microseconds."""
         for tensor in received:
             tensor.grad = None
         started_us = self._clock.now_us()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._precision.forward():
             result = self._stage.forward(inputs, received)
         forward_us = self._clock.now_us() - started_us
         outputs = [t for t in ([result] if isinstance(result, Tensor) else result) if t.requires_grad]
@@ -147,11 +170,16 @@ class _KeptBytes:
 
     def __init__(self, anyway: Sequence[Tensor]) -> None:
         self._anyway = {tensor.untyped_storage().data_ptr() for tensor in anyway}
-        self._kept: dict[int, int] = {}
+        self._kept: dict[int, Tensor] = {}
 
     @property
     def bytes(self) -> int:
-        return sum(self._kept.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """They are kept alive, so that no storage address is used twice."""
+        return list(self._kept.values())
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -159,10 +187,11 @@ class _KeptBytes:
             yield
 
     def _note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._anyway:
-            self._kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the tensor itself would be a reference cycle where an operation keeps its output
+        kept = tensor.detach()  # the tensor itself would be a reference cycle where an operation keeps its output
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._anyway:
+            self._kept[address] = kept
+        return kept
 
 
 def _made_up(boundary: Boundary, micro_batch: int, device: torch.device) -> Tensor:

@@ -2,9 +2,17 @@
 
 from varuna.checkpoint.cadence import Cadence, next_save_due
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.loading import Loaded, load, newest_complete, read_manifest, read_parameters, resume
+from varuna.checkpoint.loading import (
+    Loaded,
+    last_generation,
+    load,
+    newest_complete,
+    read_manifest,
+    read_parameters,
+    resume,
+)
 from varuna.checkpoint.saving import Checkpointer, SaveOutcome
-from varuna.checkpoint.state import TrainingState
+from varuna.checkpoint.state import TrainingState, state_dict_names
 
 __all__ = [
     "Cadence",
@@ -13,10 +21,12 @@ __all__ = [
     "Loaded",
     "SaveOutcome",
     "TrainingState",
+    "last_generation",
     "load",
     "newest_complete",
     "next_save_due",
     "read_manifest",
     "read_parameters",
     "resume",
+    "state_dict_names",
 ]

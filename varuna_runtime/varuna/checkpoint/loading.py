@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from varuna.checkpoint import tensor_file
 from varuna.checkpoint.encoding import decode
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.manifest import MANIFEST, FileEntry, FileKind, Manifest, parse
+from varuna.checkpoint.manifest import MANIFEST, FileEntry, FileKind, Manifest, file_generation, parse
 from varuna.checkpoint.state import TrainingState, fill, optimizer_name, optimizer_states
 from varuna.checkpoint.store import CheckpointStore, folder_of
 
-__all__ = ["Loaded", "Report", "load", "newest_complete", "read_manifest", "read_parameters", "resume"]
+__all__ = [
+    "Loaded",
+    "Report",
+    "last_generation",
+    "load",
+    "newest_complete",
+    "read_manifest",
+    "read_parameters",
+    "resume",
+]
 
 Report = Callable[[int, str], None]
 """Told the step of a checkpoint that was passed over, and what is wrong with it."""
 
 _KEY = "varuna.resume"
+_READERS = 4
 
 
 class KeyValueStore(Protocol):
@@ -57,6 +66,8 @@ def newest_complete(url: str, *, before: int | None = None, report: Report | Non
     for step in reversed(store.steps()):
         if before is not None and step >= before:
             continue
+        if not store.sizes(step):  # all that is left of a save that failed
+            continue
         try:
             _complete_manifest(store, step)
         except CheckpointError as error:
@@ -65,6 +76,13 @@ def newest_complete(url: str, *, before: int | None = None, report: Report | Non
             continue
         return step
     return None
+
+
+def last_generation(url: str) -> int:
+    """The highest generation that has written to the store, whole checkpoints or not; 0: none has."""
+    store = CheckpointStore(url)
+    written = (file_generation(name) or 0 for step in store.steps() for name in store.sizes(step))
+    return max(written, default=0)
 
 
 def read_manifest(url: str, step: int) -> Manifest:
@@ -205,36 +223,40 @@ class _Reader:
 
     def tensors(self, entry: FileEntry) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors and the metadata of a file."""
-        if entry.name not in self._read:
-            path = f"{folder_of(self.step)}/{entry.name}"
-            data = self.store.get(path)
-            if data is None:
-                raise CheckpointError(f"{self.store.url}/{path} is missing")
-            if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise CheckpointError(f"{self.store.url}/{path} is corrupt: its checksum is not the manifest's")
-            try:
-                self._read[entry.name] = safetensors.torch.load(data), _metadata(data)
-            except (SafetensorError, ValueError) as error:
-                raise CheckpointError(f"{self.store.url}/{path} is not a safetensors file: {error}") from error
-            self.bytes_read += len(data)
+        self.fetch([entry])
         return self._read[entry.name]
 
+    def fetch(self, entries: Iterable[FileEntry]) -> None:
+        """Reads and verifies files side by side: checksums take more time than the reading, and each takes one core."""
+        wanted = list({entry.name: entry for entry in entries if entry.name not in self._read}.values())
+        if not wanted:
+            return
+        with ThreadPoolExecutor(min(_READERS, len(wanted)), thread_name_prefix="checkpoint-read") as pool:
+            for entry, content in zip(wanted, pool.map(self._content, wanted), strict=True):
+                self._read[entry.name] = content
+                self.bytes_read += entry.bytes
 
-def _metadata(data: bytes) -> dict[str, str]:
-    """The free text in a safetensors header: 8 bytes of length, then JSON (the format's own specification)."""
-    (length,) = struct.unpack_from("<Q", data)
-    metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-    return metadata
+    def _content(self, entry: FileEntry) -> tuple[dict[str, Tensor], dict[str, str]]:
+        path = f"{folder_of(self.step)}/{entry.name}"
+        data = self.store.read(path, entry.bytes)
+        if data is None:
+            raise CheckpointError(f"{self.store.url}/{path} is missing")
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise CheckpointError(f"{self.store.url}/{path} is corrupt: its checksum is not the manifest's")
+        try:
+            return tensor_file.read(data)
+        except ValueError as error:
+            raise CheckpointError(f"{self.store.url}/{path} is not a safetensors file: {error}") from error
 
 
 def _values(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, Tensor]:
     files = manifest.by_name(FileKind.PARAMETERS)
-    values = {}
+    names = list(names)
     for name in names:
         if name not in files:
             raise CheckpointError(f"{reader.store.url_of(reader.step)} holds no {name}: it is another model's")
-        values[name] = reader.tensors(files[name])[0][name]
-    return values
+    reader.fetch(files[name] for name in names)
+    return {name: reader.tensors(files[name])[0][name] for name in names}
 
 
 def _decoded_state(manifest: Manifest, reader: _Reader) -> dict[str, Any]:
@@ -249,8 +271,10 @@ def _decoded_state(manifest: Manifest, reader: _Reader) -> dict[str, Any]:
 def _optimizer_state(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     files = manifest.by_name(FileKind.OPTIMIZER)
     states: dict[str, dict[str, Any]] = {}
+    names = [name for name in names if name in files]
+    reader.fetch(files[name] for name in names)
     for name in names:
-        if name in files and name not in states:
+        if name not in states:
             tensors, metadata = reader.tensors(files[name])
             states |= optimizer_states(metadata, tensors)
     return states

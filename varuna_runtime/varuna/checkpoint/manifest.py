@@ -87,6 +87,8 @@ class Receipt(_Document):
     sections: tuple[int, ...]
     """The sections that were this rank's to write, also those without a file."""
     files: tuple[FileEntry, ...]
+    error: str = ""
+    """Why this rank could not write its files: there will be no checkpoint of this step."""
 
 
 class Manifest(_Document):
@@ -107,6 +109,8 @@ class Manifest(_Document):
     """`user` and `optimizer_groups`, encoded as in `varuna.checkpoint.encoding`."""
     files: tuple[FileEntry, ...]
     total_bytes: int
+    state_dict: dict[str, str] = Field(default_factory=dict)
+    """For each name in the plain model's `state_dict()`: the name under which its value is stored. Empty: unknown."""
 
     def by_name(self, kind: FileKind) -> dict[str, FileEntry]:
         """The file of `kind` that holds each parameter."""

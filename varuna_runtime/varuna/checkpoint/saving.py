@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import safetensors.torch
 import structlog
 
 from varuna.checkpoint.errors import CheckpointError
@@ -25,9 +24,11 @@ from varuna.checkpoint.manifest import (
 )
 from varuna.checkpoint.state import HostBuffers, HostFile, Snapshot, TrainingState, snapshot
 from varuna.checkpoint.store import CheckpointStore, folder_of
+from varuna.checkpoint.tensor_file import pieces
 
 __all__ = ["Checkpointer", "SaveOutcome"]
 
+_PIECE_BYTES = 8 * 1024 * 1024
 _FIRST_POLL_S = 0.01
 _SLOWEST_POLL_S = 0.5
 
@@ -136,7 +137,20 @@ class Checkpointer:
             outcome = self._write(copied)
         except Exception as error:  # a failed save never stops training, whatever it failed by; it is logged and told
             outcome = self._failure(copied.step, str(error) or type(error).__name__)
+            self._give_up(copied, outcome.error)
         self._ended(outcome)
+
+    def _give_up(self, copied: Snapshot, error: str) -> None:
+        """Frees what the failed save has taken, of which a full disk is in need, and lets rank 0 know."""
+        mine = {file.name for file in copied.files}
+        try:
+            for name in self._store.sizes(copied.step):
+                if name in mine or (self._rank == 0 and file_generation(name) == self._generation):
+                    self._store.remove(f"{folder_of(copied.step)}/{name}")
+            if self._rank != 0:
+                self._put_receipt(copied, (), error)
+        except CheckpointError as further:  # rank 0 will miss the receipt, and the next commit deletes what is left
+            self._log.warning("after a failed checkpoint save", step=copied.step, error=str(further))
 
     def _write(self, copied: Snapshot) -> SaveOutcome:
         started_s = time.perf_counter()
@@ -144,15 +158,7 @@ class Checkpointer:
         if self._store.get(f"{folder}/{MANIFEST}") is not None:
             return SaveOutcome(step=step, result="dropped", url=self._store.url_of(step))
         entries = tuple(self._put(folder, file) for file in copied.files)
-        receipt = Receipt(
-            generation=self._generation,
-            step=step,
-            rank=self._rank,
-            world_size=self._p * self._d,
-            sections=copied.sections,
-            files=entries,
-        )
-        self._store.put(f"{folder}/{receipt_name(self._generation, self._rank)}", receipt.to_bytes())
+        self._put_receipt(copied, entries)
         self.last_write_s = write_s = time.perf_counter() - started_s
         if self._rank != 0:
             size = sum(entry.bytes for entry in entries)
@@ -160,16 +166,40 @@ class Checkpointer:
         return self._commit(copied, write_s)
 
     def _put(self, folder: str, file: HostFile) -> FileEntry:
-        data = safetensors.torch.save(file.tensors, metadata=file.metadata)
-        self._store.put(f"{folder}/{file.name}", data)
+        digest = hashlib.sha256()
+        size = 0
+
+        def summed() -> Iterator[memoryview]:
+            nonlocal size
+            for piece in pieces(file.tensors, file.metadata):
+                for start in range(0, len(piece), _PIECE_BYTES):
+                    part = piece[start : start + _PIECE_BYTES]
+                    digest.update(part)
+                    size += len(part)
+                    yield part
+
+        self._store.put(f"{folder}/{file.name}", summed())
         return FileEntry(
             name=file.name,
             kind=file.kind,
             section=file.section,
             holds=file.holds,
-            bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
+            bytes=size,
+            sha256=digest.hexdigest(),
         )
+
+    def _put_receipt(self, copied: Snapshot, entries: tuple[FileEntry, ...], error: str = "") -> None:
+        receipt = Receipt(
+            generation=self._generation,
+            step=copied.step,
+            rank=self._rank,
+            world_size=self._p * self._d,
+            sections=copied.sections,
+            files=entries,
+            error=error,
+        )
+        name = receipt_name(self._generation, self._rank)
+        self._store.put(f"{folder_of(copied.step)}/{name}", receipt.to_bytes())
 
     def _commit(self, copied: Snapshot, write_s: float) -> SaveOutcome:
         step, url = copied.step, self._store.url_of(copied.step)
@@ -189,23 +219,28 @@ class Checkpointer:
             state=copied.state,
             files=files,
             total_bytes=sum(entry.bytes for entry in files),
+            state_dict=copied.state_dict,
         )
         if not self._store.create(f"{folder_of(step)}/{MANIFEST}", manifest.to_bytes()):
             return dropped
         return SaveOutcome(step=step, result="committed", url=url, bytes=manifest.total_bytes, write_s=write_s)
 
     def _await_receipts(self, step: int) -> list[Receipt] | None:
-        """The receipts of all ranks; None when a manifest appears first. Raises CheckpointError when some stay away."""
+        """The receipts of all ranks; None when a manifest appears first. Raises CheckpointError when some
+        stay away or tell of a failure.
+        """
         expected = [receipt_name(self._generation, rank) for rank in range(self._p * self._d)]
+        read: dict[str, Receipt] = {}
         deadline_s = time.monotonic() + self._receipt_deadline_s
         poll_s = _FIRST_POLL_S
         while True:
             present = self._store.sizes(step)
             if MANIFEST in present:
                 return None
+            read |= {name: self._receipt(step, name) for name in expected if name in present and name not in read}
             missing = [name for name in expected if name not in present]
             if not missing:
-                return [self._receipt(step, name) for name in expected]
+                return [read[name] for name in expected]
             if self._closed.is_set() or time.monotonic() > deadline_s:
                 why = "closed" if self._closed.is_set() else f"after {self._receipt_deadline_s:g} s"
                 raise CheckpointError(
@@ -220,7 +255,10 @@ class Checkpointer:
         data = self._store.get(path)
         if data is None:
             raise CheckpointError(f"{self._store.url}/{path} vanished after it was listed")
-        return parse(Receipt, data, path)
+        receipt = parse(Receipt, data, path)
+        if receipt.error:
+            raise CheckpointError(f"rank {receipt.rank} could not write its part: {receipt.error}")
+        return receipt
 
     def _failure(self, step: int, error: str) -> SaveOutcome:
         return SaveOutcome(step=step, result="failed", url=self._store.url_of(step), error=error)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from varuna.checkpoint.encoding import decode, encode
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.manifest import FileKind
 
-__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot"]
+__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot", "state_dict_names"]
 
 _METADATA_STATE = "state"
 """Under this key a file's metadata holds the JSON that its tensors are part of."""
@@ -44,6 +44,8 @@ class TrainingState:
     user: Mapping[str, Any] = field(default_factory=dict)
     """What else must come back: scheduler, loss scale. Rank 0's is stored; JSON values and tensors, nested."""
     seed: int = 0
+    state_dict: Mapping[str, str] = field(default_factory=dict)
+    """`state_dict_names` of the user's model, so that the checkpoint can be exported as a plain model."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in (*self.parameters, *self.buffers) if name not in self.section_of]
@@ -79,6 +81,7 @@ class Snapshot:
     optimizer: str | None
     state: dict[str, Any]
     """User states and optimizer options, encoded; empty except on rank 0."""
+    state_dict: dict[str, str]
 
 
 class HostBuffers:
@@ -144,7 +147,14 @@ def snapshot(
         files=tuple(files),
         optimizer=optimizer_name(state.optimizer),
         state=encoded,
+        state_dict=dict(state.state_dict),
     )
+
+
+def state_dict_names(model: nn.Module, first_name: Mapping[str, str]) -> dict[str, str]:
+    """Every tensor's name in `model.state_dict()`, with its first name, which is the one that it is stored under."""
+    state = model.state_dict(keep_vars=True)
+    return {name: first_name.get(name, name) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _section_files(

@@ -5,8 +5,10 @@ Every put is atomic: a reader sees the whole object or none. `create` succeeds f
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -50,10 +52,26 @@ class CheckpointStore:
     def url_of(self, step: int) -> str:
         return f"{self.url}/{folder_of(step)}"
 
-    def put(self, path: str, data: bytes) -> None:
-        """Write or replace. Raises CheckpointError when the store refuses."""
+    def put(self, path: str, data: bytes | Iterator[memoryview]) -> None:
+        """Write or replace, the whole or piece by piece. Raises CheckpointError when the store refuses."""
         with _Explained(self.url, path):
             obstore.put(self._open(), path, data, chunk_size=_MULTIPART_BYTES)
+
+    def read(self, path: str, size: int) -> bytearray | None:
+        """The `size` bytes of an object, in memory of their own; None when there is no object, or a shorter one."""
+        data = bytearray(size)
+        with _Explained(self.url, path):
+            try:
+                if self._local is not None:
+                    with (self._local / path).open("rb", buffering=0) as file:
+                        return data if _fill(file, data) else None
+                at = 0
+                for chunk in obstore.get(self._open(), path).stream():
+                    data[at : at + len(chunk)] = chunk
+                    at += len(chunk)
+                return data if at == len(data) == size else None
+            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                return None
 
     def create(self, path: str, data: bytes) -> bool:
         """Write unless it is there already; whether this call wrote it."""
@@ -74,6 +92,17 @@ class CheckpointStore:
             except (FileNotFoundError, obstore.exceptions.NotFoundError):
                 return None
 
+    def get_range(self, path: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start` on, fewer at the object's end. Raises CheckpointError when there is no object."""
+        with _Explained(self.url, path):
+            return bytes(obstore.get_range(self._open(), path, start=start, length=length))
+
+    def stream(self, path: str) -> Iterator[bytes]:
+        """The object's bytes, piece by piece. Raises CheckpointError when there is no object."""
+        with _Explained(self.url, path):
+            for chunk in obstore.get(self._open(), path).stream():
+                yield bytes(chunk)
+
     def sizes(self, step: int) -> dict[str, int]:
         """Bytes of each file in the folder of `step`, by its name within the folder."""
         if not self._exists():
@@ -92,16 +121,20 @@ class CheckpointStore:
         matches = (_FOLDER.fullmatch(prefix.rsplit("/", 1)[-1]) for prefix in prefixes)
         return sorted(int(match[1]) for match in matches if match)
 
+    def remove(self, path: str) -> None:
+        """Delete one object; that it is gone already is no error."""
+        with _Explained(self.url, path):
+            try:
+                obstore.delete(self._open(), path)
+            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+                return
+
     def delete(self, step: int, *, first: str) -> None:
         """Delete the folder of `step`, the file `first` before the others. What is gone already is no error."""
         folder = folder_of(step)
         names = sorted(self.sizes(step), key=lambda name: name != first)
-        with _Explained(self.url, folder):
-            for name in names:
-                try:
-                    obstore.delete(self._open(), f"{folder}/{name}")
-                except (FileNotFoundError, obstore.exceptions.NotFoundError):
-                    continue
+        for name in names:
+            self.remove(f"{folder}/{name}")
         if self._local is not None:
             # A writer that was killed leaves a part of a file, which obstore neither lists nor deletes.
             shutil.rmtree(self._local / folder, ignore_errors=True)
@@ -114,6 +147,17 @@ class CheckpointStore:
             assert self._local is not None
             self._opened = LocalStore(self._local, mkdir=True)
         return self._opened
+
+
+def _fill(file: io.FileIO, data: bytearray) -> bool:
+    """Reads until `data` is full; whether the file had so much."""
+    view = memoryview(data)
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            return False
+        view = view[count:]
+    return True
 
 
 class _Explained:

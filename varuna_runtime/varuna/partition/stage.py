@@ -169,11 +169,16 @@ class Stage:
                 raise PartitionError(
                     f"{boundary.name} was not produced, as it was in the dry run; it cannot be sent on"
                 )
-            if tensor.shape != expected or tensor.dtype != boundary.dtype:
+            if tensor.shape != expected:
                 raise PartitionError(
-                    f"{boundary.name} has shape {tuple(tensor.shape)} and type {tensor.dtype}; after the dry run, "
-                    f"{expected} and {boundary.dtype} were expected for {running.batch} examples. Sizes other than the "
-                    "batch's (sequence length) must be those of the example inputs: pad to them"
+                    f"{boundary.name} has shape {tuple(tensor.shape)}; after the dry run, {expected} was expected for "
+                    f"{running.batch} examples. Sizes other than the batch's (sequence length) must be those of the "
+                    "example inputs: pad to them"
+                )
+            if tensor.dtype != boundary.dtype:
+                raise PartitionError(
+                    f"{boundary.name} is {tensor.dtype} on {tensor.device.type}, but was {boundary.dtype} in the dry "
+                    f"run on the CPU. Make its type explicit before the cut: {boundary.name}.to({boundary.dtype})"
                 )
             tensors.append(tensor)
         return tensors

@@ -8,7 +8,9 @@ means waiting until a message arrives or the worker must leave. Micro-batches go
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -19,12 +21,17 @@ from torch.utils._pytree import tree_map
 
 from varuna.departure import Departure
 from varuna.partition.batch import take_examples
+from varuna.pipeline.forecast import GradientForecast
 from varuna.pipeline.randomness import generators_left_as_found, seed_generators, stream_seed
-from varuna.pipeline.timing import PassTimer
+from varuna.pipeline.timeline import Timeline
+from varuna.pipeline.timing import PassTimer, Usual
 from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
 from varuna_planner.schedule import WAIT, Op, Policy, choose, stash_cap
 
 __all__ = ["Boundary", "Engine", "Links", "MicroBatch", "PassResult", "Position", "Stage", "cut_inputs"]
+
+_OP_NAMES = tuple(op.name for op in Op)
+"""By number: looking an enum's member up for every op would take as long as choosing it."""
 
 
 class Boundary(Protocol):
@@ -128,32 +135,69 @@ class Engine:
     """Runs a stage for whole passes: `train` with backward, `evaluate` without."""
 
     def __init__(
-        self, stage: Stage, position: Position, links: Links, device: torch.device, departure: Departure
+        self,
+        stage: Stage,
+        position: Position,
+        links: Links,
+        device: torch.device,
+        departure: Departure,
+        *,
+        forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        timeline: Timeline | None = None,
     ) -> None:
+        """`forward_context` is entered around every forward of the stage, recomputes too (autocast, say).
+
+        Boundaries must have the dtypes that tensors have under it. The timeline is told of every op.
+        """
         self._stage = stage
+        self._forward_context = forward_context
         self._position = position
         self._links = links
         self._device = device
         self._departure = departure
+        self._timeline = timeline or Timeline()
+        # What the policy `varuna` knows of time; the others do not ask.
+        self._forecast: GradientForecast | None = None
+        if position.policy is Policy.VARUNA:
+            self._forecast = GradientForecast(position.p - 1 - position.stage)
+        self._usual = Usual()
         self._gradients_sent = [b for b in stage.receives if b.requires_grad]
         self._gradients_received = [b for b in stage.sends if b.requires_grad]
 
-    def train(self, micro_batches: Sequence[MicroBatch], *, global_batch: int, seed: int, step: int) -> PassResult:
+    def train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        global_batch: int,
+        seed: int,
+        step: int,
+        loss_scale: float = 1.0,
+        before_last_backward: Callable[[], None] | None = None,
+    ) -> PassResult:
         """Forward and backward of all micro-batches. Adds to the parameters' gradients the gradient of
-        sum over micro-batches of examples/global_batch * mean loss.
+        sum over micro-batches of loss_scale * examples/global_batch * mean loss.
+
+        `before_last_backward` is called when one backward is left to do, after which gradients are final; not at all
+        when there are no micro-batches. `PassResult.loss_sum` is unscaled.
         """
+        self._timeline.begin(step)
         run = self._begin(micro_batches, self._gradients_received)
         n = len(micro_batches)
+        if self._forecast is not None:
+            self._forecast.begin(self._usual)
         with generators_left_as_found(self._device):
             while run.backwards < n:
                 action = self._choose_or_wait(run)
-                with run.timer.measure(Op(action).name):
+                number = (run.forwards, run.recomputes, run.backwards)[action]
+                with run.timer.measure(_OP_NAMES[action], number):
                     if action == Op.F:
                         self._forward(run, seed, step)
                     elif action == Op.R:
                         self._recompute(run, seed, step)
                     else:
-                        self._backward(run, global_batch)
+                        if before_last_backward is not None and run.backwards == n - 1:
+                            before_last_backward()
+                        self._backward(run, loss_scale / global_batch)
         return self._finish(run)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> PassResult:
@@ -162,33 +206,37 @@ class Engine:
         with torch.no_grad(), generators_left_as_found(self._device):
             for number, micro_batch in enumerate(micro_batches):
                 self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
-                with run.timer.measure(Op.F.name):
+                with run.timer.measure(Op.F.name, number):
                     outputs = self._run_stage(micro_batch, run.activations.take(number, self._device))
-                    self._emit(run, outputs)
+                    self._emit(run, outputs, number)
                 run.forwards += 1
+                run.activations.release()
         return self._finish(run)
 
     def _begin(self, micro_batches: Sequence[MicroBatch], gradients: Sequence[Boundary]) -> _Pass:
         position, sizes = self._position, [micro_batch.examples for micro_batch in micro_batches]
-        ahead = max(1, stash_cap(position.policy.code, position.stage, position.p, len(sizes), position.run_ahead))
+        cap = max(1, stash_cap(position.policy.code, position.stage, position.p, len(sizes), position.run_ahead))
+        # The stage before this one has at most one micro-batch more in flight. So with room for one more here, its
+        # messages never have to wait, and the next one is here when a backward has made place for its forward.
         return _Pass(
             micro_batches,
             PassTimer(self._device),
-            _Intake(self._links.activations_in, self._stage.receives, sizes, ahead),
-            _Intake(self._links.gradients_in, gradients, sizes, ahead),
+            _Intake(self._links.activations_in, self._stage.receives, sizes, cap + 1),
+            _Intake(self._links.gradients_in, gradients, sizes, cap),
         )
 
     def _finish(self, run: _Pass) -> PassResult:
         for outbox in (self._links.activations_out, self._links.gradients_out):
             if outbox is not None:
                 outbox.drain()
-        medians, wait_us = run.timer.finish()
+        usual, wait_us = run.timer.finish(self._timeline)
+        self._usual = usual
         losses = [float(loss) for loss in run.losses]
         return PassResult(
             loss_sum=sum(loss * mb.examples for loss, mb in zip(losses, run.micro_batches, strict=False)),
             examples=sum(mb.examples for mb in run.micro_batches) if self._stage.is_last else 0,
-            forward_us=medians.get("F", 0),
-            backward_us=medians.get("B", 0),
+            forward_us=usual.forward_us,
+            backward_us=usual.backward_us,
             wait_us=wait_us,
         )
 
@@ -200,11 +248,17 @@ class Engine:
             action = self._choose(run)
             return action != WAIT
 
-        self._departure.wait_until(can_act)
+        self._departure.wait_until(can_act, None if self._forecast is None else self._recheck_s)
         return action
 
     def _choose(self, run: _Pass) -> int:
         position = self._position
+        # Where no gradient comes from below, a backward may follow its forward at once.
+        gradients = run.gradients.arrived if run.gradients.has_source else run.forwards
+        due_us = -1.0
+        if self._forecast is not None and run.gradients.has_source:
+            self._forecast.arrived(gradients, run.gradients.last_arrival_ns)
+            due_us = self._forecast.due_us(time.perf_counter_ns())
         return choose(
             position.policy.code,
             position.stage,
@@ -216,9 +270,16 @@ class Engine:
             run.recomputes,
             run.backwards,
             run.activations.arrived,
-            # Where no gradient comes from below, a backward may follow its forward at once.
-            run.gradients.arrived if run.gradients.has_source else run.forwards,
+            gradients,
+            self._usual.forward_us,
+            self._usual.recompute_us,
+            due_us,
         )
+
+    def _recheck_s(self) -> float:
+        """When a stage that waits should choose again although nothing has arrived."""
+        assert self._forecast is not None
+        return self._forecast.changes_in_s(time.perf_counter_ns())
 
     def _forward(self, run: _Pass, seed: int, step: int) -> None:
         number, micro_batch = run.forwards, run.micro_batches[run.forwards]
@@ -228,11 +289,13 @@ class Engine:
         in_flight = _InFlight(micro_batch, received)
         with torch.set_grad_enabled(not self._position.recompute), self._streams(seed, step, micro_batch):
             outputs = self._run_stage(micro_batch, received)
-        self._emit(run, outputs)
+        self._emit(run, outputs, number)
         if not self._position.recompute:
             in_flight.outputs = outputs
         run.in_flight[number] = in_flight
         run.forwards += 1
+        if self._forecast is not None and number == 0:
+            self._forecast.first_forward(time.perf_counter_ns())
 
     def _recompute(self, run: _Pass, seed: int, step: int) -> None:
         in_flight = run.in_flight[run.recomputes]
@@ -240,13 +303,12 @@ class Engine:
             in_flight.outputs = self._run_stage(in_flight.micro_batch, in_flight.received)
         run.recomputes += 1
 
-    def _backward(self, run: _Pass, global_batch: int) -> None:
+    def _backward(self, run: _Pass, weight: float) -> None:
         number = run.backwards
         in_flight = run.in_flight.pop(number)
         assert in_flight.outputs is not None, "choose gave B before R"
         if self._stage.is_last:
-            weight = in_flight.micro_batch.examples / global_batch
-            gradients = [torch.full_like(loss, weight) for loss in in_flight.outputs]
+            gradients = [torch.full_like(loss, in_flight.micro_batch.examples * weight) for loss in in_flight.outputs]
             outputs = in_flight.outputs
         else:
             gradients = run.gradients.take(number, self._device)
@@ -257,8 +319,10 @@ class Engine:
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if self._links.gradients_out is not None and self._gradients_sent:
             wanted = [t for t, b in zip(in_flight.received, self._stage.receives, strict=True) if b.requires_grad]
-            self._links.gradients_out.send([torch.zeros_like(t) if t.grad is None else t.grad for t in wanted])
+            self._links.gradients_out.send([torch.zeros_like(t) if t.grad is None else t.grad for t in wanted], number)
         run.backwards += 1
+        run.activations.release()
+        run.gradients.release()
 
     def _run_stage(self, micro_batch: MicroBatch, received: list[Tensor]) -> list[Tensor]:
         """The stage's forward; guards what must stay as it is for a recompute, which would else be silently wrong."""
@@ -268,7 +332,8 @@ class Engine:
             **{f"what it receives, {b.name!r},": t for b, t in zip(self._stage.receives, received, strict=True)},
         }
         versions = {name: tensor._version for name, tensor in kept.items()}
-        outputs = self._stage.forward(inputs, received)
+        with self._forward_context():
+            outputs = self._stage.forward(inputs, received)
         for name, tensor in kept.items():
             if tensor._version != versions[name]:
                 raise RuntimeError(
@@ -277,11 +342,11 @@ class Engine:
                 )
         return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
-    def _emit(self, run: _Pass, outputs: list[Tensor]) -> None:
+    def _emit(self, run: _Pass, outputs: list[Tensor], number: int) -> None:
         if self._stage.is_last:
             run.losses.append(outputs[0].detach())
         elif self._links.activations_out is not None and outputs:
-            self._links.activations_out.send(outputs)
+            self._links.activations_out.send(outputs, number)
 
     def _streams(self, seed: int, step: int, micro_batch: MicroBatch) -> _SectionStreams:
         return _SectionStreams(self._stage, partial(self._seed_section, seed, step, micro_batch.index))
@@ -305,16 +370,18 @@ class _SectionStreams:
 
 
 class _Intake:
-    """The messages of one pass from one link, with room made ahead for as many as can be in flight."""
+    """The messages of one pass from one link. At any time there are buffers for at most `room` of them: room is made
+    ahead, and a message takes its own until it is released.
+    """
 
-    def __init__(self, inbox: Inbox | None, boundaries: Sequence[Boundary], sizes: Sequence[int], ahead: int) -> None:
+    def __init__(self, inbox: Inbox | None, boundaries: Sequence[Boundary], sizes: Sequence[int], room: int) -> None:
         self.has_source = inbox is not None and len(boundaries) > 0
         self._inbox = inbox if self.has_source else None
         self._boundaries = boundaries
         self._sizes = sizes
         self._before = 0 if self._inbox is None else self._inbox.arrived
         self._posted = 0
-        for _ in range(min(ahead, len(sizes))):
+        for _ in range(min(room, len(sizes))):
             self._post()
 
     @property
@@ -322,20 +389,26 @@ class _Intake:
         """Messages of this pass that are here; all of them when there is nobody to send any."""
         return len(self._sizes) if self._inbox is None else self._inbox.arrived - self._before
 
+    @property
+    def last_arrival_ns(self) -> int:
+        """When the newest message came; only with a source."""
+        return 0 if self._inbox is None else self._inbox.last_arrival_ns
+
     def take(self, number: int, device: torch.device) -> list[Tensor]:
         """The tensors of one micro-batch, on the device."""
         if self._inbox is None:
             return []
-        tensors = self._inbox.take(self._before + number)
+        return [t.to(device, non_blocking=True) for t in self._inbox.take(self._before + number)]
+
+    def release(self) -> None:
+        """The oldest message taken is needed no more: its room is the next one's."""
         if self._posted < len(self._sizes):
             self._post()
-        return [t.to(device, non_blocking=True) for t in tensors]
 
     def _post(self) -> None:
-        assert self._inbox is not None or not self.has_source
         if self._inbox is not None:
             examples = self._sizes[self._posted]
-            self._inbox.post([TensorSpec(b.shape_for(examples), b.dtype) for b in self._boundaries])
+            self._inbox.post([TensorSpec(b.shape_for(examples), b.dtype) for b in self._boundaries], self._posted)
         self._posted += 1
 
 

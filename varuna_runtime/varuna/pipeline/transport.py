@@ -13,6 +13,7 @@ link, both ends count alike, and each tensor has a tag of its own: (number * ten
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -22,8 +23,12 @@ from torch import Tensor
 
 from varuna._gloo import NEVER, GlooGroup, Work, first_line, record_event
 from varuna.departure import Departure, PeerLost
+from varuna.pipeline.timeline import Timeline
 
 __all__ = ["Inbox", "Outbox", "TensorSpec"]
+
+_SMALL_BYTES = 64 * 1024
+"""Up to this size a message is sent without a change of threads. A choice by judgement, not tuned by measurement."""
 
 _TAGS = 1 << 30
 """Tags wrap around here; far fewer messages than this are ever in flight."""
@@ -40,6 +45,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class _Posted:
     number: int
+    micro_batch: int
+    posted_ns: int
     buffers: list[Tensor]
     works: list[Work]
 
@@ -47,8 +54,21 @@ class _Posted:
 class Inbox:
     """Receives from one neighbour, in message order."""
 
-    def __init__(self, group: GlooGroup, peer: int, peer_in_group: int, pinned: bool, departure: Departure) -> None:
+    def __init__(
+        self,
+        group: GlooGroup,
+        peer: int,
+        peer_in_group: int,
+        pinned: bool,
+        departure: Departure,
+        *,
+        carries: str = "messages",
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`carries`: what the timeline calls the link's messages."""
         self._group = group
+        self._track = f"{carries} from rank {peer}"
+        self._timeline = timeline or Timeline()
         self._peer = peer
         self._peer_in_group = peer_in_group
         self._pinned = pinned
@@ -56,6 +76,7 @@ class Inbox:
         self._posted: SimpleQueue[_Posted] = SimpleQueue()
         self._arrived: dict[int, list[Tensor]] = {}
         self._arrived_count = 0
+        self._last_arrival_ns = 0
         self._next = 0
         _start_thread(self._wait_for_all, f"varuna-from-rank-{peer}", departure)
 
@@ -64,7 +85,12 @@ class Inbox:
         """Messages that have arrived over the life of the link, taken or not."""
         return self._arrived_count
 
-    def post(self, specs: Sequence[TensorSpec]) -> None:
+    @property
+    def last_arrival_ns(self) -> int:
+        """When the newest message arrived, on `time.perf_counter_ns`; 0 before there is any."""
+        return self._last_arrival_ns
+
+    def post(self, specs: Sequence[TensorSpec], micro_batch: int = 0) -> None:
         """Makes room for the next message, so that it can land as soon as it is sent. Never blocks."""
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self._pinned) for spec in specs]
         tag = self._next * len(specs)
@@ -74,7 +100,7 @@ class Inbox:
             _lost(self._departure, self._peer, error)
             self._departure.check()
             raise
-        self._posted.put(_Posted(self._next, buffers, works))
+        self._posted.put(_Posted(self._next, micro_batch, time.perf_counter_ns(), buffers, works))
         self._next += 1
 
     def take(self, number: int) -> list[Tensor]:
@@ -87,25 +113,47 @@ class Inbox:
             posted = self._posted.get()
             if not _wait(posted.works, self._departure, self._peer):
                 return
+            # Messages come in order, so this one came after the one before it.
+            begin_ns, now_ns = max(posted.posted_ns, self._last_arrival_ns), time.perf_counter_ns()
             with self._departure.condition:
                 self._arrived[posted.number] = posted.buffers
                 self._arrived_count += 1
+                self._last_arrival_ns = now_ns
                 self._departure.condition.notify_all()
+            if self._timeline.recording:
+                name = f"receive {posted.micro_batch}"
+                self._timeline.add(self._track, name, begin_ns, now_ns, micro_batch=posted.micro_batch)
 
 
 @dataclass(frozen=True)
 class _Outgoing:
     number: int
+    micro_batch: int
+    queued_ns: int
     tensors: list[Tensor]
     copied: torch.cuda.Event | None
     """Recorded after the copies from the device to `tensors`; None when there was nothing to copy."""
+    works: list[Work] | None
+    """Of a message that is already in gloo's hands."""
 
 
 class Outbox:
     """Sends to one neighbour, in message order."""
 
-    def __init__(self, group: GlooGroup, peer: int, peer_in_group: int, departure: Departure) -> None:
+    def __init__(
+        self,
+        group: GlooGroup,
+        peer: int,
+        peer_in_group: int,
+        departure: Departure,
+        *,
+        carries: str = "messages",
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`carries`: what the timeline calls the link's messages."""
         self._group = group
+        self._track = f"{carries} to rank {peer}"
+        self._timeline = timeline or Timeline()
         self._peer = peer
         self._peer_in_group = peer_in_group
         self._departure = departure
@@ -114,33 +162,51 @@ class Outbox:
         self._sent = 0
         _start_thread(self._send_all, f"varuna-to-rank-{peer}", departure)
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Queues the next message. Never blocks; the tensors must not be changed before `drain`."""
+    def send(self, tensors: Sequence[Tensor], micro_batch: int = 0) -> None:
+        """Sends the next message. Never blocks; the tensors must not be changed before `drain`."""
+        queued_ns = time.perf_counter_ns()
         host, copied = _to_host(tensors)
-        self._queue.put(_Outgoing(self._queued, host, copied))
+        # Handing over from here saves a change of threads on which the next stage may be waiting. But gloo copies to
+        # the socket within the call: what is large is the thread's work.
+        inline = copied is None and sum(t.nbytes for t in host) <= _SMALL_BYTES
+        works = self._hand_over(self._queued, host) if inline else None
+        self._queue.put(_Outgoing(self._queued, micro_batch, queued_ns, host, copied, works))
         self._queued += 1
 
     def drain(self) -> None:
         """Waits until every message is out. Raises what makes the worker leave."""
         self._departure.wait_until(lambda: self._sent == self._queued)
 
+    def _hand_over(self, number: int, tensors: Sequence[Tensor]) -> list[Work]:
+        """Raises what makes this worker leave when the peer is lost."""
+        tag = number * len(tensors)
+        try:
+            return [self._group.send([t], self._peer_in_group, (tag + i) % _TAGS) for i, t in enumerate(tensors)]
+        except RuntimeError as error:
+            _lost(self._departure, self._peer, error)
+            self._departure.check()
+            raise
+
     def _send_all(self) -> None:
         while True:
             message = self._queue.get()
+            works = message.works
             if message.copied is not None:
                 message.copied.synchronize()
-            tag = message.number * len(message.tensors)
-            try:
-                works = [
-                    self._group.send([t], self._peer_in_group, (tag + i) % _TAGS) for i, t in enumerate(message.tensors)
-                ]
-            except RuntimeError as error:
-                return _lost(self._departure, self._peer, error)
+            if works is None:
+                try:
+                    works = self._hand_over(message.number, message.tensors)
+                except SystemExit:
+                    return
             if not _wait(works, self._departure, self._peer):
-                return None
+                return
+            if self._timeline.recording:
+                name, now_ns = f"send {message.micro_batch}", time.perf_counter_ns()
+                self._timeline.add(self._track, name, message.queued_ns, now_ns, micro_batch=message.micro_batch)
             with self._departure.condition:
                 self._sent += 1
-                self._departure.condition.notify_all()
+                if self._sent == self._queued:  # all that anybody waits for
+                    self._departure.condition.notify_all()
 
 
 def _to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:

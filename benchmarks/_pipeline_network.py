@@ -1,0 +1,111 @@
+"""Where the ranks of the emulated pipeline live: on loopback, or in network namespaces with links of a set rate."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["Loopback", "ShapedNetwork"]
+
+_CLONE_NEWNET = 0x40000000
+_BURST_BYTES = 32 * 1024
+"""What a link takes at once: small against a message, large enough for the timer at any rate here."""
+
+
+class Loopback:
+    """All ranks on the machine's loopback."""
+
+    rendezvous_host = "127.0.0.1"
+
+    def enter(self, rank: int, /) -> None:
+        return None
+
+
+class ShapedNetwork:
+    """Each rank in a network namespace of its own: one cable of `mbit` in each direction to each neighbour, and a
+    bridge, not shaped, to all others (for the rendezvous).
+    """
+
+    def __init__(self, p: int, mbit: float) -> None:
+        """Raises PermissionError without root."""
+        if os.geteuid() != 0:
+            raise PermissionError("shaped links need network namespaces, which need root: run as root, or without them")
+        self._p = p
+        self._mbit = mbit
+        self._name = f"vb{os.getpid() % 100000}"
+        self._subnet = f"10.{200 + os.getpid() % 50}.{time.monotonic_ns() % 250}"
+        self.rendezvous_host = self._address(0)
+
+    def _address(self, rank: int) -> str:
+        return f"{self._subnet}.{rank + 1}"
+
+    def _namespace(self, rank: int) -> str:
+        return f"{self._name}r{rank}"
+
+    def __enter__(self) -> ShapedNetwork:
+        try:
+            _run(f"ip link add {self._name} type bridge")
+            _run(f"ip link set {self._name} up")
+            for rank in range(self._p):
+                self._add_rank(rank)
+            for rank in range(self._p - 1):
+                self._add_cable(rank)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def _add_rank(self, rank: int) -> None:
+        namespace, outside = self._namespace(rank), f"{self._name}v{rank}"
+        _run(f"ip netns add {namespace}")
+        _run(f"ip link add {outside} type veth peer name eth0 netns {namespace}")
+        _run(f"ip link set {outside} master {self._name} up")
+        _run(f"ip -n {namespace} addr add {self._address(rank)}/24 dev eth0")
+        _run(f"ip -n {namespace} link set lo up")
+        _run(f"ip -n {namespace} link set eth0 up")
+
+    def _add_cable(self, rank: int) -> None:
+        """Between `rank` and the next: the addresses are those of the bridge, the way is the cable."""
+        ends = ((rank, "next", rank + 1), (rank + 1, "before", rank))
+        (_, near, _), (_, far, _) = ends
+        _run(
+            f"ip link add {near} netns {self._namespace(rank)} type veth peer name {far} "
+            f"netns {self._namespace(rank + 1)}"
+        )
+        for own, device, peer in ends:
+            namespace = self._namespace(own)
+            _run(f"ip -n {namespace} link set {device} up")
+            _run(
+                f"tc -n {namespace} qdisc add dev {device} root "
+                f"tbf rate {self._mbit}mbit burst {_BURST_BYTES} latency 500ms"
+            )
+            _run(f"ip -n {namespace} route add {self._address(peer)}/32 dev {device} src {self._address(own)}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for rank in range(self._p):
+            subprocess.run(["ip", "netns", "del", self._namespace(rank)], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", self._name], check=False, capture_output=True)
+
+    def enter(self, rank: int, /) -> None:
+        """Moves this process into its namespace."""
+        with Path(f"/var/run/netns/{self._namespace(rank)}").open() as namespace:
+            setns: Callable[[int, int], int] = ctypes.CDLL(None, use_errno=True).setns
+            if setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self._namespace(rank)}")
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")

@@ -1,0 +1,136 @@
+"""The systems under test, all with the same sleeping stages: Varuna's engine, and torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _pipeline_world import Delays, Sender, StageTimes, busy
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
+
+from varuna.departure import Departure
+from varuna.pipeline.engine import Engine, Links, MicroBatch, Position
+from varuna_planner.schedule import Policy
+
+__all__ = ["PEERS", "make_ours", "make_peer"]
+
+PEERS = {"torch-gpipe": ScheduleGPipe, "torch-1f1b": Schedule1F1B}
+_CPU = torch.device("cpu")
+
+
+class _Compute(torch.autograd.Function):
+    """Takes the device's time forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
+        ctx.backward_ms = backward_ms
+        busy(forward_ms)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        busy(ctx.backward_ms)
+        # A new tensor, as any real op gives: autograd would copy one that it does not own.
+        return torch.empty_like(gradients[0]), torch.zeros(1), None, None
+
+
+def _compute(x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
+    out: Tensor = _Compute.apply(x, weight, forward_ms, backward_ms)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    name: str
+    elements: int
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+
+    def shape_for(self, batch: int, /) -> tuple[int, ...]:
+        return (batch, self.elements)
+
+
+class _SleepingStage:
+    """A stage as the engine takes it."""
+
+    def __init__(self, times: StageTimes, stage: int, p: int) -> None:
+        self.on_section: Callable[[int], None] | None = None
+        boundary = _Boundary("x", times.activation_bytes // 4)
+        self.receives = (boundary,) if stage > 0 else ()
+        self.sends = (boundary,) if stage < p - 1 else ()
+        self.is_last = stage == p - 1
+        self._times = times
+        self._recomputes = not self.is_last
+        self._weight = nn.Parameter(torch.zeros(1))
+        self._first_input = torch.zeros(1, boundary.elements)
+
+    def forward(self, inputs: dict[str, Any], received: list[Tensor]) -> list[Tensor] | Tensor:
+        recomputing = self._recomputes and torch.is_grad_enabled()
+        forward_ms = self._times.recompute_ms if recomputing else self._times.forward_ms
+        x = received[0] if received else self._first_input
+        x = _compute(x, self._weight, forward_ms, self._times.backward_ms)
+        return x.flatten()[0] if self.is_last else [x]
+
+
+def make_ours(
+    policy: Policy, times: StageTimes, stage: int, p: int, n: int, run_ahead: int, links: Links, departure: Departure
+) -> Callable[[], Any]:
+    """One mini-batch by Varuna's engine."""
+    position = Position(stage=stage, p=p, policy=policy, run_ahead=run_ahead, recompute=stage < p - 1)
+    engine = Engine(_SleepingStage(times, stage, p), position, links, _CPU, departure)
+    batches = [MicroBatch(index, 1, {}) for index in range(n)]
+    return lambda: engine.train(batches, global_batch=n, seed=0, step=1)
+
+
+class _SleepingModule(nn.Module):
+    """A stage as torch.distributed.pipelining takes it: its backward is longer, as recompute is no action there."""
+
+    def __init__(self, times: StageTimes, is_last: bool) -> None:
+        super().__init__()
+        self._forward_ms = times.forward_ms
+        self._backward_ms = times.backward_ms + (0.0 if is_last else times.recompute_ms)
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _compute(x, self.weight, self._forward_ms, self._backward_ms)
+
+
+def make_peer(name: str, times: StageTimes, stage: int, p: int, n: int) -> Callable[[], Any]:
+    """One mini-batch by a schedule of torch.distributed.pipelining, over the default process group."""
+    example = torch.zeros(1, times.activation_bytes // 4)
+    module = _SleepingModule(times, stage == p - 1)
+    boundary = torch.zeros_like(example, requires_grad=True)
+    pipeline_stage = PipelineStage(
+        module, stage, p, _CPU, input_args=(boundary if stage else example,), output_args=(boundary,)
+    )
+    schedule = PEERS[name](pipeline_stage, n, loss_fn=lambda output, target: output.flatten()[0])
+    whole = torch.zeros(n, times.activation_bytes // 4)
+    target = torch.zeros(n, 1)
+
+    def run() -> None:
+        schedule.step(*([whole] if stage == 0 else []), target=target if stage == p - 1 else None, return_outputs=False)
+
+    return run
+
+
+def delay_peers(delays: Delays, rank: int) -> None:
+    """From now on the messages that this process' torch pipeline sends arrive late, as ours do."""
+    links = {
+        rank + 1: Sender(partial(delays.next_s, f"down/{rank}")),
+        rank - 1: Sender(partial(delays.next_s, f"up/{rank - 1}")),
+    }
+    direct = schedules._batch_p2p
+
+    def batch(ops: Sequence[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+        works = direct([op for op in ops if op.op is dist.irecv], desc)
+        for op in ops:
+            if op.op is dist.isend:
+                links[op.peer].send(partial(op.op, op.tensor, op.peer, op.group, op.tag))
+        return works
+
+    schedules._batch_p2p = batch  # type: ignore[assignment]

@@ -1,0 +1,207 @@
+"""The processes of one emulated pipeline, the links between them, and the clock that they share.
+
+Every rank is a process of its own. A stage's device is emulated by sleeping, which takes no processor time, so that
+eight stages run as eight devices would, even on two cores; all else (engine, transport, sockets) is real.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from varuna._gloo import GlooGroup, Work
+from varuna.departure import Departure
+from varuna.launch import Rendezvous
+from varuna_proto.environment import Mode, WorkerEnvironment
+
+__all__ = ["DelayedGroup", "DelayedRendezvous", "Delays", "Network", "Sender", "StageTimes", "busy", "run_ranks"]
+
+_PR_SET_TIMERSLACK = 29
+_EXACT_NS = 1
+
+_SLEEPS_LATE_S = 100e-6
+"""Even so a sleep ends some 60 µs late (measured), which no device does; the rest of the time is polled away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """What the emulated device takes for one micro-batch of every stage, and what crosses between stages."""
+
+    forward_ms: float
+    recompute_ms: float
+    backward_ms: float
+    activation_bytes: int
+
+
+def busy(milliseconds: float) -> None:
+    """The emulated device computes."""
+    ends_s = time.perf_counter() + milliseconds / 1e3
+    time.sleep(max(0.0, milliseconds / 1e3 - _SLEEPS_LATE_S))
+    while time.perf_counter() < ends_s:
+        time.sleep(0)  # lets other threads have the interpreter
+
+
+class Delays:
+    """Random delays of messages, exponential with a mean. In the same run, a link's messages have the same delays,
+    whoever sends them.
+    """
+
+    def __init__(self, mean_ms: float, seed: int) -> None:
+        self._mean_ms = mean_ms
+        self._seed = seed
+        self._run = ""
+        self._numbers: dict[str, random.Random] = {}
+
+    def begin(self, run: str) -> None:
+        """Starts a run. No message of another may be on its way."""
+        self._run = run
+        self._numbers.clear()
+
+    def next_s(self, link: str) -> float:
+        """The delay in seconds of the link's next message in this run."""
+        if link not in self._numbers:
+            self._numbers[link] = random.Random(f"{self._seed}/{self._run}/{link}")
+        return self._numbers[link].expovariate(1e3 / self._mean_ms)
+
+
+class Sender:
+    """Hands messages over late, in order: as a network does, so a message's delay does not hold up the link."""
+
+    def __init__(self, delay_s: Callable[[], float]) -> None:
+        self._delay_s = delay_s
+        self._last_due_s = 0.0
+        self._queue: SimpleQueue[tuple[float, Callable[[], Work]]] = SimpleQueue()
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    def send(self, deliver: Callable[[], Work]) -> None:
+        """Calls `deliver` when the message is due, not before that of the one before it."""
+        self._last_due_s = max(self._last_due_s, time.perf_counter() + self._delay_s())
+        self._queue.put((self._last_due_s, deliver))
+
+    def _deliver(self) -> None:
+        while True:
+            due_s, deliver = self._queue.get()
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            deliver().wait(timedelta(days=1))
+
+
+class _Sent:
+    """The work of a message that the network has taken."""
+
+    def wait(self, timeout: timedelta = timedelta(0), /) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        raise TypeError("a sent message has no future")
+
+
+class DelayedGroup:
+    """A gloo group whose sends arrive late."""
+
+    def __init__(self, group: GlooGroup, delay_s: Callable[[], float]) -> None:
+        self._group = group
+        self._sender = Sender(delay_s)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        self._sender.send(lambda: self._group.send(tensors, rank, tag))
+        return _Sent()
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        return self._group.recv(tensors, rank, tag)
+
+
+class DelayedRendezvous(Rendezvous):
+    """Makes links with delays."""
+
+    delays: Delays | None = None
+
+    def gloo(self, name: str, ranks: Sequence[int]) -> GlooGroup:
+        group: GlooGroup = super().gloo(name, ranks)
+        if self.delays is None or not name.startswith(("up/", "down/")):
+            return group
+        return cast(GlooGroup, DelayedGroup(group, partial(self.delays.next_s, name)))
+
+
+class Network(Protocol):
+    """Where ranks live and how they reach each other."""
+
+    @property
+    def rendezvous_host(self) -> str: ...
+    def enter(self, rank: int, /) -> None:
+        """Moves this process, which becomes `rank`, to its place."""
+
+
+def run_ranks(p: int, network: Network, rank_main: Callable[[int, DelayedRendezvous, Departure], Any]) -> list[Any]:
+    """What `rank_main` returns in each of the P processes (as JSON). Raises RuntimeError with the traceback of one."""
+    with tempfile.TemporaryDirectory() as folder:
+        pids = []
+        port = _free_port()
+        for rank in range(p):
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(rank, p, port, network, rank_main, Path(folder))
+            pids.append(pid)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        files = [Path(folder) / f"{rank}" for rank in range(p)]
+        results = [
+            json.loads(file.read_text()) if file.exists() else {"error": f"it ended with status {status}"}
+            for file, status in zip(files, statuses, strict=True)
+        ]
+    for rank, result in enumerate(results):
+        if "error" in result:
+            raise RuntimeError(f"rank {rank} failed:\n{result['error']}")
+    return [result["value"] for result in results]
+
+
+def _become_rank(rank: int, p: int, port: int, network: Network, rank_main: Any, folder: Path) -> None:
+    out = folder / f"{rank}"
+    try:
+        network.enter(rank)
+        # Sleeps end on time instead of up to 50 µs late; threads that start later inherit it.
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _EXACT_NS)
+        departure = Departure(grace_s=5.0)
+        environment = _environment(rank, p, port, network.rendezvous_host)
+        out.write_text(json.dumps({"value": rank_main(rank, DelayedRendezvous(environment, departure), departure)}))
+    except BaseException:
+        out.write_text(json.dumps({"error": traceback.format_exc()}))
+    os._exit(0)
+
+
+def _environment(rank: int, p: int, port: int, host: str) -> WorkerEnvironment:
+    return WorkerEnvironment(
+        job_id="benchmark",
+        generation=1,
+        mode=Mode.TRAIN,
+        rank=rank,
+        local_rank=0,
+        world_size=p,
+        rendezvous_host=host,
+        rendezvous_port=port,
+        p=p,
+        d=1,
+        micro_batch=1,
+        global_batch=1,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,275 @@
+"""`python -m varuna.run_varuna` with real launchers and ranks on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from small_gpt import Examples, Task, make_model, make_optimizer
+from training_world import wait_for
+from varuna.data import Batches
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 90
+SIZES = ("--nstages", "2", "--batch_size", "8", "--chunk_size", "2")
+
+PROBE = """
+import json, os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+said = {"pid": os.getpid(), "arguments": sys.argv[1:], "environ": dict(os.environ), "cwd": os.getcwd()}
+pathlib.Path(f"part{rank}").write_text(json.dumps(said))
+os.rename(f"part{rank}", f"rank{rank}.json")
+fault = os.environ.get(f"FAULT_{rank}")
+if fault == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if fault:
+    sys.exit(int(fault))
+print("hello from", rank)
+if os.environ.get("STAY"):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "machines").write_text("127.0.0.1\nlocalhost\n")
+    return tmp_path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "varuna.run_varuna", "--machine_list", "machines", "--gpus_per_node", "2", *arguments]
+
+
+def run(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=folder,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def said(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def all_gone(folder: Path) -> bool:
+    """Whether no rank runs any more (a zombie that init has yet to reap does not)."""
+    pids = [rank["pid"] for rank in said(folder)]
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not any(process.status() != psutil.STATUS_ZOMBIE for process in alive)
+
+
+def test_all_ranks_are_told_their_place(folder: Path) -> None:
+    (folder / "env").write_text("export TOKEN='a b'\nVARUNA_CHECKPOINT_URL=ckpt\n")
+    result = run(folder, *SIZES, "--env_file", "env", "probe.py", "--own", "it's")
+    assert result.returncode == 0, result.stderr
+    ranks = said(folder)
+    assert [rank["arguments"] for rank in ranks] == [
+        [
+            *(f"--rank={rank}", "--chunk_size=2", f"--local_rank={rank % 2}", "--stage_to_rank_map=0,2;1,3"),
+            *("--batch-size=4", "--own", "it's"),
+        ]
+        for rank in range(4)
+    ]
+    environs = [rank["environ"] for rank in ranks]
+    assert {environ["TOKEN"] for environ in environs} == {"a b"}
+    assert {environ["VARUNA_CHECKPOINT_URL"] for environ in environs} == {str(folder / "ckpt")}
+    assert len({(environ["MASTER_PORT"], environ["VARUNA_JOB_ID"]) for environ in environs}) == 1
+    assert sorted(result.stdout.splitlines()) == [f"hello from {rank}" for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        ({"FAULT_3": "7"}, 7),
+        ({"FAULT_0": "kill"}, 128 + signal.SIGKILL),
+        ({"FAULT_0": "76", "FAULT_1": "76", "FAULT_3": "9"}, 9),
+    ],
+    ids=["exit", "killed", "peers-of-the-failed"],
+)
+def test_the_first_failure_ends_all_and_is_the_exit_code(folder: Path, faults: dict[str, str], code: int) -> None:
+    result = run(folder, *SIZES, "probe.py", env={"STAY": "1", **faults})
+    assert result.returncode == code, result.stderr
+    assert all_gone(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_all_and_no_rank_is_orphaned(folder: Path, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        command(*SIZES, "probe.py"), cwd=folder, env={**os.environ, "STAY": "1"}, stderr=subprocess.PIPE
+    ) as running:
+        wait_for(lambda: len(said(folder)) == 4)
+        running.send_signal(number)
+        code = running.wait(TIMEOUT_S)
+    assert code == (-number if number is signal.SIGKILL else 128 + number)
+    wait_for(lambda: all_gone(folder))
+
+
+def test_a_killed_launcher_takes_its_ranks_along(folder: Path) -> None:
+    with subprocess.Popen(
+        command(*SIZES, "probe.py"), cwd=folder, env={**os.environ, "STAY": "1"}, stderr=subprocess.PIPE
+    ) as running:
+        wait_for(lambda: len(said(folder)) == 4)
+        psutil.Process(said(folder)[2]["pid"]).parent().kill()
+        assert running.wait(TIMEOUT_S) == 128 + signal.SIGKILL
+    wait_for(lambda: all_gone(folder))
+
+
+def test_other_machines_are_reached_through_ssh(folder: Path) -> None:
+    # There is no ssh server here: this program takes the client's place, and does what the far end does.
+    programs = folder / "bin"
+    programs.mkdir()
+    ssh = programs / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\n"
+        'while [ "$1" != "${1#-}" ]; do if [ "$1" = -o ]; then shift; fi; shift; done\n'
+        f'echo "$1" >> {folder}/reached; shift; cd /; exec env -i PATH=/usr/bin:/bin sh -c "$*"\n'
+    )
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    (folder / "machines").write_text("0.0.0.0\nuser@0.0.0.0\n")  # an address that is no loopback and leads here
+    (folder / "env").write_text("TOKEN='it is; \"odd\"'\n")
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", "LOCAL_ONLY": "1"}
+    result = run(folder, *SIZES, "--env_file", "env", "probe.py", "a b", env=environ)
+    assert result.returncode == 0, result.stderr
+    assert (folder / "reached").read_text().split() == ["0.0.0.0", "user@0.0.0.0"]
+    ranks = said(folder)
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert rank["arguments"][-1] == "a b"
+        assert rank["environ"]["TOKEN"] == 'it is; "odd"'
+        assert "LOCAL_ONLY" not in rank["environ"]
+        assert rank["cwd"] == str(folder)
+    result = run(folder, *SIZES, "probe.py", env={**environ, "PATH": "/nowhere"})
+    assert (result.returncode, result.stderr.count("\n")) == (1, 2)
+    assert "cannot start a launcher for 0.0.0.0" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--nstages", "2", "--chunk_size", "2", "probe.py"], "--batch_size is missing"),
+        (["--batch_size", "8", "--chunk_size", "2", "probe.py"], "--nstages is missing: without a manager"),
+        ([*SIZES, "--machine_list", "none", "probe.py"], "machine_list none: No such file or directory"),
+        ([*SIZES, "--resume", "probe.py"], "--resume: from where?"),
+        ([*SIZES, "--manager_ip", "127.0.0.1:9", "probe.py"], "no manager answers at http://127.0.0.1:9"),
+        ([*SIZES, "absent.py"], "absent.py: give its path, or --code_dir"),
+        (["--nstages", "1", "--batch_size", "6", "--chunk_size", "1", "probe.py"], "no multiple of the 4 replicas"),
+        (["--nstages", "5", "--batch_size", "8", "--chunk_size", "1", "probe.py"], "lower --nstages or add machines"),
+    ],
+)
+def test_what_cannot_be_started_is_said_in_one_line(folder: Path, arguments: list[str], says: str) -> None:
+    result = run(folder, *arguments)
+    assert result.returncode == 1
+    [line] = [line for line in result.stderr.splitlines() if says in line]
+    assert line.startswith(("run_varuna: ", "varuna.launcher: "))
+    assert "Traceback" not in result.stderr
+
+
+SEEDS_SCRIPT = """
+import argparse, json, pathlib
+import torch
+from small_gpt import Examples, Task, example_batch, make_model, make_optimizer
+from varuna import Varuna, get_this_rank_config_varuna, get_varuna_config
+from varuna.data import Batches
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int, default=-1)
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--stage_to_rank_map", type=str, default=None)
+parser.add_argument("--chunk_size", type=int, default=None)
+parser.add_argument("--batch-size", type=int, default=None)
+parser.add_argument("--resume_step", type=int, default=0)
+parser.add_argument("--steps", type=int)
+parser.add_argument("--save")
+args = parser.parse_args()
+torch.set_num_threads(1)
+p, d = get_varuna_config(args.stage_to_rank_map)
+stage, replica = get_this_rank_config_varuna(args.stage_to_rank_map, args.rank)
+task = Task()
+model = Varuna(make_model(task), args.stage_to_rank_map, example_batch, args.batch_size * d, args.chunk_size,
+               local_rank=args.local_rank, device=args.local_rank)
+model.set_optimizer(make_optimizer(model.parameters(), task))
+if args.resume_step:
+    model.load_checkpoint(args.save, args.resume_step)
+losses = []
+for step, batch in Batches(Examples(), global_batch=args.batch_size * d, first_step=args.resume_step + 1,
+                           last_step=args.steps):
+    losses.append(model.step(batch)[0])
+model.checkpoint(args.save)
+pathlib.Path(f"losses{args.rank}-{args.steps}.json").write_text(json.dumps([stage, replica, losses]))
+"""
+
+
+def test_a_script_of_the_seeds_trains_as_one_process_does_and_resumes(folder: Path) -> None:
+    (folder / "train.py").write_text(SEEDS_SCRIPT)
+    (folder / "machines").write_text("127.0.0.1\n")
+    env = {"PYTHONPATH": str(HERE)}
+    flags = [*SIZES, "--checkpoint_url", "store", "--no_morphing"]
+    first = run(folder, *flags, "train.py", "--steps", "2", "--save", "store", env=env)
+    assert first.returncode == 0, first.stderr
+    then = run(folder, *flags, "--resume", "train.py", "--steps", "4", "--save", "store", env=env)
+    assert then.returncode == 0, then.stderr
+    losses = [json.loads((folder / f"losses{rank}-{steps}.json").read_text()) for steps in (2, 4) for rank in (0, 1)]
+    assert [(stage, replica) for stage, replica, _ in losses] == [(0, 0), (1, 0)] * 2
+    assert losses[1][2] + losses[3][2] == pytest.approx(train_plainly_at_one_rate(), rel=1e-5)
+
+
+def train_plainly_at_one_rate() -> list[float]:
+    """The script has no scheduler."""
+    task = Task()
+    model = make_model(task)
+    optimizer = make_optimizer(model.parameters(), task)
+    losses = []
+    for _, batch in Batches(Examples(), global_batch=8, last_step=4, environ={}):
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+OWN_GROUP_SCRIPT = """
+import os, sys, time
+import torch
+from torch import distributed as dist
+from small_gpt import Task, example_batch, make_model, make_optimizer
+from varuna import Varuna
+
+class SlowEnd:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="env://")
+model = Varuna(make_model(Task()), get_batch_fn=example_batch, batch_size=8)
+model.set_optimizer(make_optimizer(model.parameters(), Task()))
+model.step(example_batch(8))
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total == 2
+if os.environ["RANK"] == "1":
+    sys.slow_end = SlowEnd()  # the interpreter still shuts down here when the other rank is gone
+"""
+
+
+def test_a_script_may_make_its_own_process_group_first_and_ends_well(folder: Path) -> None:
+    (folder / "train.py").write_text(OWN_GROUP_SCRIPT)
+    (folder / "machines").write_text("127.0.0.1\n")
+    result = run(folder, *SIZES, "--no_arguments", "train.py", env={"PYTHONPATH": str(HERE)})
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,96 @@
+"""The manager's way to the planner: it never blocks, and what goes wrong there becomes a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from varuna_manager.domain.observed import Device
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.services.planning import PlanningService, Question
+from varuna_planner.profile import Measurement, Profile, Section
+
+SPEC = JobSpec(name="n", workdir="/", run="true", global_batch=4)
+MEASURED = Measurement(
+    micro_batch=1,
+    forward_us=1000,
+    backward_us=2000,
+    recompute_us=1000,
+    output_bytes=1,
+    input_bytes=1,
+    activation_bytes=1,
+)
+
+
+def profile(sections: int = 2) -> Profile:
+    one = {"parameter_bytes": 8, "optimizer_bytes": 8, "gradient_bytes": 8, "measurements": (MEASURED,)}
+    return Profile(sections=tuple(Section(index=index, name=str(index), **one) for index in range(sections)))
+
+
+def question(profile_json: str, previous_p: int | None = None) -> Question:
+    return Question(
+        profile_json=profile_json,
+        spec=SPEC,
+        devices=(Device("a", 0), Device("b", 0)),
+        device_memory_bytes=10**9,
+        gpus_per_vm=1,
+        previous_p=previous_p,
+    )
+
+
+async def test_the_loop_goes_on_while_the_planner_is_loaded_and_asked() -> None:
+    service = PlanningService()
+    longest, before = 0.0, time.monotonic()
+    work = asyncio.create_task(_warm_up_and_ask(service))
+    while not work.done():
+        await asyncio.sleep(0.01)
+        longest, before = max(longest, time.monotonic() - before), time.monotonic()
+    assert work.result() == 2, "two devices are used"
+    assert longest < 5.0, "heartbeats must get through (a machine that is busy with other tests has its share in this)"
+
+
+async def _warm_up_and_ask(service: PlanningService) -> int:
+    await service.warm_up()
+    answer = await service.propose(question(profile().to_json()))
+    assert answer.plan is not None
+    return answer.plan.p * answer.plan.d
+
+
+@pytest.mark.parametrize("document", ["", "no profile", "{}", "[" * 100_000, '{"schema": "varuna.profile/1"}'])
+async def test_what_is_no_profile_is_told(document: str) -> None:
+    assert await PlanningService().check_profile(document)
+
+
+async def test_a_defect_of_the_planner_fails_a_new_job_and_lets_a_trained_one_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("varuna_planner.auto_config.choose_plan", broken)
+    new = await PlanningService().propose(question(profile().to_json()))
+    assert new.plan is None
+    assert not new.possible
+    assert new.reason == "the planner failed on 2 GPUs: ZeroDivisionError: division by zero"
+    trained = await PlanningService().propose(question(profile().to_json(), previous_p=1))
+    assert trained.possible
+
+
+def test_a_machine_where_numba_may_write_nowhere_uses_the_data_directory(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from numba.core import caching
+caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]  # as where no folder of its own is writable
+from varuna_manager.services.planning import load_planner
+load_planner(Path(sys.argv[1]))
+import varuna_planner.auto_config
+"""
+    cache = tmp_path / "numba"
+    subprocess.run([sys.executable, "-c", script, str(cache)], check=True, timeout=120)
+    assert cache.is_dir()

@@ -1,0 +1,122 @@
+"""The stages of a pipeline as threads of one process: the buffers that the engine keeps, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from varuna._gloo import GlooGroup, connect_group
+from varuna.departure import Departure
+from varuna.pipeline.engine import Engine, Links, MicroBatch, Position
+from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
+from varuna_planner.schedule import Policy, stash_cap
+
+WIDTH = 8
+LIMIT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What goes from stage to stage."""
+
+    name: str = "x"
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+
+    def shape_for(self, batch: int, /) -> tuple[int, ...]:
+        return (batch, WIDTH)
+
+
+class Layer:
+    """One stage."""
+
+    def __init__(self, is_first: bool, is_last: bool) -> None:
+        self.on_section: Callable[[int], None] | None = None
+        self.receives = () if is_first else (Crossing(),)
+        self.sends = () if is_last else (Crossing(),)
+        self.is_last = is_last
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, inputs: dict[str, Any], received: list[Tensor], /) -> list[Tensor] | Tensor:
+        x = self.weight * (received[0] if received else inputs["x"])
+        return x.mean() if self.is_last else [x]
+
+
+class CountingInbox(Inbox):
+    """Notes for how many messages room has been made."""
+
+    posted = 0
+
+    def post(self, specs: Sequence[TensorSpec], micro_batch: int = 0) -> None:
+        self.posted += 1
+        super().post(specs, micro_batch)
+
+
+class WatchedEngine(Engine):
+    """Checks the room that is taken, around every forward and backward."""
+
+    check: Callable[[int], None]
+
+    def _forward(self, run: Any, *args: Any) -> None:
+        self.check(run.backwards)
+        super()._forward(run, *args)
+        self.check(run.backwards)
+
+    def _backward(self, run: Any, *args: Any) -> None:
+        self.check(run.backwards)
+        super()._backward(run, *args)
+        self.check(run.backwards)
+
+
+def pair() -> list[GlooGroup]:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(connect_group, store, rank, 2, address="127.0.0.1", timeout=LIMIT) for rank in range(2)]
+        return [future.result() for future in made]
+
+
+@pytest.mark.parametrize(("policy", "run_ahead"), [*((policy, 0) for policy in Policy), (Policy.WORK_CONSERVING, 2)])
+def test_a_stage_never_has_more_buffers_than_its_stash_allows(policy: Policy, run_ahead: int) -> None:
+    p, n = 3, 9
+    down, up = [pair() for _ in range(p - 1)], [pair() for _ in range(p - 1)]
+
+    def run(stage: int) -> None:
+        departure = Departure(lambda code: None)
+        activations = CountingInbox(down[stage - 1][1], 0, 0, False, departure) if stage > 0 else None
+        gradients = CountingInbox(up[stage][0], 0, 1, False, departure) if stage < p - 1 else None
+        links = Links(
+            activations_in=activations,
+            gradients_out=Outbox(up[stage - 1][1], 0, 0, departure) if stage > 0 else None,
+            activations_out=Outbox(down[stage][0], 0, 1, departure) if stage < p - 1 else None,
+            gradients_in=gradients,
+        )
+        layer = Layer(stage == 0, stage == p - 1)
+        position = Position(stage=stage, p=p, policy=policy, run_ahead=run_ahead, recompute=stage < p - 1)
+        engine = WatchedEngine(layer, position, links, torch.device("cpu"), departure)
+        cap = stash_cap(policy.code, stage, p, n, run_ahead)
+
+        def check(backwards: int) -> None:
+            # One more of activations: the one that comes while all others are in flight.
+            assert activations is None or activations.posted - backwards <= cap + 1
+            assert gradients is None or gradients.posted - backwards <= cap
+
+        engine.check = check
+        batches = [MicroBatch(index, 2, {"x": torch.full((2, WIDTH), float(index))}) for index in range(n)]
+        result = engine.train(batches, global_batch=2 * n, seed=0, step=1)
+        gradient = layer.weight.grad
+        assert gradient is not None
+        torch.testing.assert_close(gradient, torch.full((WIDTH,), sum(range(n)) / n / WIDTH))
+        if layer.is_last:
+            assert result.loss_sum == pytest.approx(2 * sum(range(n)))
+
+    with ThreadPoolExecutor(p) as pool:
+        for future in [pool.submit(run, stage) for stage in range(p)]:
+            future.result(timeout=60)

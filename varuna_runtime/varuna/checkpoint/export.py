@@ -1,0 +1,210 @@
+"""One plain safetensors file of a checkpoint's model, under the names that the user's model has.
+
+A checkpoint's files are copied piece by piece, so the memory that it takes does not grow with the model. Tied
+parameters, which a checkpoint holds once, are written under each of their names: the safetensors format has no way to
+say that two tensors are one, and `load_state_dict` asks for every name.
+
+    python -m varuna.checkpoint.export CKPT --out model.safetensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import struct
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.loading import Report, newest_complete, read_manifest
+from varuna.checkpoint.manifest import FileEntry, FileKind, Manifest
+from varuna.checkpoint.store import CheckpointStore, folder_of
+from varuna.checkpoint.tensor_file import LENGTH_BYTES, TensorEntry, entries, layout
+
+__all__ = ["Exported", "export"]
+
+_ONE_CHECKPOINT = re.compile(r"(?P<store>.*?)/?varuna_ckpt_(?P<step>0|[1-9][0-9]*)/*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    source: str
+    """The checkpoint's URL."""
+    tensors: int
+    bytes: int
+    out: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """Bytes `start` to `end` of a source file go to `target` of the new one."""
+
+    start: int
+    end: int
+    target: int
+
+
+def export(checkpoint: str, out: Path, *, report: Report | None = None) -> Exported:
+    """Write the model of `checkpoint` to `out`, a file that appears only when it is whole.
+
+    `checkpoint` is the path or URL of a `varuna_ckpt_<step>` folder, or of a store, of which the newest checkpoint that
+    can be read is taken; `report` is told of those passed over.
+
+    Raises CheckpointError naming what is missing, corrupt or cannot be written.
+    """
+    match = _ONE_CHECKPOINT.fullmatch(checkpoint)
+    if match:
+        return _export_step(match["store"] or ".", int(match["step"]), out)
+    before: int | None = None
+    passed_over: list[str] = []
+
+    def note(step: int, fault: str) -> None:
+        passed_over.append(fault)
+        if report is not None:
+            report(step, fault)
+
+    while (step := newest_complete(checkpoint, before=before, report=note)) is not None:
+        try:
+            return _export_step(checkpoint, step, out)
+        except _SourceError as error:
+            note(step, str(error))
+            before = step
+    raise CheckpointError(
+        f"{CheckpointStore(checkpoint).url} holds no complete checkpoint"
+        + (f"; the newest: {passed_over[0]}" if passed_over else ": is this the job's checkpoint URL?")
+    )
+
+
+class _SourceError(CheckpointError):
+    """The fault lies in the checkpoint, and another one may do."""
+
+
+def _export_step(url: str, step: int, out: Path) -> Exported:
+    try:
+        manifest = read_manifest(url, step)
+        source = _Source(CheckpointStore(url), step, manifest)
+        names = manifest.state_dict or {name: name for name in manifest.by_name(FileKind.PARAMETERS)}
+        found = source.tensors(set(names.values()))
+    except CheckpointError as error:
+        raise _SourceError(str(error)) from error
+    header, targets = layout({name: found[stored][1] for name, stored in names.items()}, {"format": "pt"})
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(header)
+            for entry in {entry.name: entry for entry, _ in found.values()}.values():
+                inside = [(name, found[stored][1]) for name, stored in names.items() if found[stored][0] is entry]
+                copies = [_Copy(start=t.start, end=t.end, target=targets[name]) for name, t in inside]
+                source.copy(entry, copies, file)
+            file.flush()
+            os.fsync(file.fileno())
+        written = partial.stat().st_size
+        partial.replace(out)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return Exported(step=step, source=source.store.url_of(step), tensors=len(names), bytes=written, out=str(out))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The parameter files of a checkpoint."""
+
+    store: CheckpointStore
+    step: int
+    manifest: Manifest
+
+    def tensors(self, names: Iterable[str]) -> dict[str, tuple[FileEntry, TensorEntry]]:
+        """For each stored name: its file and its place there."""
+        files = self.manifest.by_name(FileKind.PARAMETERS)
+        headers: dict[str, dict[str, TensorEntry]] = {}
+        found = {}
+        for name in names:
+            if name not in files:
+                raise CheckpointError(f"{self.store.url_of(self.step)} holds no {name}, which its manifest names")
+            entry = files[name]
+            if entry.name not in headers:
+                headers[entry.name] = self._header(entry)
+            if name not in headers[entry.name]:
+                raise self._corrupt(entry, f"it holds no {name}")
+            found[name] = (entry, headers[entry.name][name])
+        return found
+
+    def _header(self, entry: FileEntry) -> dict[str, TensorEntry]:
+        path = self._path(entry)
+        try:
+            (length,) = struct.unpack("<Q", self.store.get_range(path, 0, LENGTH_BYTES))
+            if LENGTH_BYTES + length > entry.bytes:
+                raise ValueError(f"a header of {length} bytes")
+            found, _ = entries(self.store.get_range(path, LENGTH_BYTES, length))
+            return found
+        except (ValueError, struct.error) as error:
+            raise self._corrupt(entry, f"its header cannot be read ({error})") from error
+
+    def copy(self, entry: FileEntry, copies: list[_Copy], into: BinaryIO) -> None:
+        """Copies tensors of one file, and verifies all of it."""
+        digest = hashlib.sha256()
+        at = 0
+        for chunk in self.store.stream(self._path(entry)):
+            digest.update(chunk)
+            end = at + len(chunk)
+            for copy in copies:
+                first, last = max(copy.start, at), min(copy.end, end)
+                if first < last:
+                    into.seek(copy.target + first - copy.start)
+                    into.write(memoryview(chunk)[first - at : last - at])
+            at = end
+        if at != entry.bytes or digest.hexdigest() != entry.sha256:
+            raise self._corrupt(entry, "its checksum is not the manifest's")
+
+    def _path(self, entry: FileEntry) -> str:
+        return f"{folder_of(self.step)}/{entry.name}"
+
+    def _corrupt(self, entry: FileEntry, why: str) -> _SourceError:
+        return _SourceError(f"{self.store.url}/{self._path(entry)} is corrupt: {why}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="varuna export", description="Write a checkpoint's model as one plain safetensors file."
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", help="a varuna_ckpt_N folder or URL, or a store of them: the newest that is whole"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    try:
+        exported = export(given.checkpoint, given.out, report=lambda step, fault: _say(f"passed over: {fault}"))
+    except (CheckpointError, ValueError) as error:
+        _say(str(error))
+        return 1
+    if given.json:
+        sys.stdout.write(json.dumps(vars(exported), indent=2) + "\n")
+    else:
+        sys.stdout.write(
+            f"step {exported.step} of {exported.source}: {exported.tensors} tensors, {exported.bytes} bytes in "
+            f"{exported.out}\n"
+        )
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"varuna: {line}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

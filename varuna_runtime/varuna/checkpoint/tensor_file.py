@@ -1,0 +1,139 @@
+"""Safetensors files without copies: written from the tensors' own memory, read as views on the file's bytes.
+
+The format: 8 bytes of header length, the header (JSON: each tensor's dtype, shape, place), and the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LENGTH_BYTES", "TensorEntry", "entries", "layout", "pieces", "read"]
+
+LENGTH_BYTES = 8
+_ALIGNMENT = 8
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Where a tensor lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    """Bytes of the file, its header counted."""
+
+    @property
+    def item_bytes(self) -> int:
+        return (self.end - self.start) // max(1, math.prod(self.shape))
+
+
+def layout(
+    tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """A new file's header with its length before it, and where in the file each tensor goes, in the file's order.
+
+    As the safetensors library writes them: the widest types first, so that all are aligned, and no holes. Of the
+    entries' `start` and `end` only the distance counts.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    offsets: dict[str, int] = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].item_bytes, name)):
+        tensor = tensors[name]
+        offsets[name] = offset
+        end = offset + tensor.end - tensor.start
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    data_start = LENGTH_BYTES + len(text)
+    return struct.pack("<Q", len(text)) + text, {name: data_start + offset for name, offset in offsets.items()}
+
+
+def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The bytes of a file with these tensors, which must be contiguous, on the CPU, and stay as they are meanwhile.
+
+    Raises KeyError for a type that the format does not know.
+    """
+    sizes = {
+        name: TensorEntry(dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), start=0, end=tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
+    header, offsets = layout(sizes, metadata)
+    yield memoryview(header)
+    for name in offsets:
+        if tensors[name].numel():
+            array = tensors[name].reshape(-1).view(torch.uint8).numpy()
+            yield memoryview(array)  # type: ignore[arg-type]  # numpy arrays are buffers, which its stubs say from 3.12 on
+
+
+def entries(header: bytes | bytearray) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """What a header (without its length) says: the tensors and the metadata. Raises ValueError when it is none."""
+    data_start = LENGTH_BYTES + len(header)
+    try:
+        said = json.loads(header)
+        metadata: dict[str, str] = said.pop("__metadata__", {})
+        found = {
+            name: TensorEntry(
+                dtype=str(entry["dtype"]),
+                shape=tuple(int(size) for size in entry["shape"]),
+                start=data_start + int(entry["data_offsets"][0]),
+                end=data_start + int(entry["data_offsets"][1]),
+            )
+            for name, entry in said.items()
+        }
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"no header of a safetensors file: {error!r}") from error
+    return found, metadata
+
+
+def read(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, as views on `data`, and its metadata. Raises ValueError when it is no such file."""
+    if len(data) < LENGTH_BYTES:
+        raise ValueError(f"{len(data)} bytes are too few")
+    (length,) = struct.unpack_from("<Q", data)
+    if length > len(data) - LENGTH_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    found, metadata = entries(data[LENGTH_BYTES : LENGTH_BYTES + length])
+    return {name: _view(data, name, entry) for name, entry in found.items()}, metadata
+
+
+def _view(data: bytearray, name: str, entry: TensorEntry) -> Tensor:
+    dtype = _DTYPES.get(entry.dtype)
+    count = math.prod(entry.shape)
+    if dtype is None:
+        raise ValueError(f"{name} is of the unknown type {entry.dtype}")
+    if entry.end > len(data) or entry.end - entry.start != count * dtype.itemsize:
+        raise ValueError(f"{name} {list(entry.shape)} does not lie within the file")
+    if count == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)

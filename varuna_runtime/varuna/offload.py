@@ -1,0 +1,56 @@
+"""The optimizer on the host: for models whose optimizer state would not fit beside them on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["HostParameters"]
+
+
+class HostParameters:
+    """Copies in host memory of what a stage trains, for the user's optimizer to step; its state is then there too.
+
+    Per step, gradients travel from the device and parameters back. What is not trained stays on the device alone.
+    """
+
+    def __init__(self, on_device: Mapping[str, nn.Parameter]) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        """By name, as `on_device`."""
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._gradients: dict[int, Tensor] = {}
+        for name, original in on_device.items():
+            self.parameters[name] = original
+            if original.requires_grad:
+                master = nn.Parameter(_host_memory(original))
+                master.__dict__.update(original.__dict__)  # the user's own marks (no weight decay, say)
+                self.parameters[name] = master
+                self._pairs.append((original, master))
+        with torch.no_grad():
+            torch._foreach_copy_([m for _, m in self._pairs], [p for p, _ in self._pairs])
+
+    def take_gradients(self) -> None:
+        """Moves the gradients from the device into `.grad` of the host's parameters; None stays None."""
+        for original, master in self._pairs:
+            if original.grad is None:
+                master.grad = None
+                continue
+            if id(master) not in self._gradients:
+                self._gradients[id(master)] = _host_memory(original)
+            master.grad = self._gradients[id(master)].copy_(original.grad, non_blocking=True)
+            original.grad = None
+        for device in {original.device for original, _ in self._pairs if original.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Gives the device the parameters as they are on the host now."""
+        for original, master in self._pairs:
+            original.copy_(master, non_blocking=True)
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    """Pinned where that makes copies faster, and strided as `like` is."""
+    return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.is_cuda)

@@ -1,0 +1,124 @@
+"""What a rank does in chosen steps, as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+VARUNA_TRACE_STEPS=3,4 and VARUNA_TRACE_DIR=DIR in the environment of the workers make each rank write
+`DIR/step<step>-rank<rank>.json` in the Trace Event Format: one process per rank, one track for ops (F, R, B with
+their micro-batch), one per link and direction, one for the all-reduce. One file for all ranks of a step:
+
+    python -m varuna.pipeline.timeline DIR STEP > step.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["ALL_REDUCE", "OPS", "Timeline", "merge"]
+
+OPS: Final = "ops"
+ALL_REDUCE: Final = "all-reduce"
+"""Tracks; the links add theirs."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    track: str
+    name: str
+    begin_ns: int
+    end_ns: int
+    details: dict[str, Any]
+
+
+class Timeline:
+    """The spans of one rank. Any thread may add to it; one that records nothing costs a look at `recording`."""
+
+    def __init__(self, folder: Path | None = None, steps: Collection[int] = (), *, rank: int = 0, p: int = 1) -> None:
+        """Records `steps` (counted from 1) and writes them into `folder`; nothing without one."""
+        self.recording = False
+        self._folder = folder
+        self._steps = frozenset(steps) if folder is not None else frozenset()
+        self._rank = rank
+        self._p = p
+        self._step = 0
+        self._spans: list[_Span] = []
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str], *, rank: int, p: int) -> Timeline:
+        """As VARUNA_TRACE_STEPS and VARUNA_TRACE_DIR say. Raises ValueError when the steps are no numbers."""
+        steps, folder = environ.get("VARUNA_TRACE_STEPS", ""), environ.get("VARUNA_TRACE_DIR", "")
+        if not steps:
+            return cls(rank=rank, p=p)
+        if not folder:
+            raise ValueError(f"VARUNA_TRACE_STEPS={steps!r} needs VARUNA_TRACE_DIR, the folder for the traces")
+        try:
+            numbers = [int(step) for step in steps.split(",")]
+        except ValueError:
+            raise ValueError(f"VARUNA_TRACE_STEPS={steps!r}: give step numbers joined by commas, such as 3,4") from None
+        return cls(Path(folder), numbers, rank=rank, p=p)
+
+    def begin(self, step: int) -> None:
+        """Starts recording if `step` is one of those wanted."""
+        self.recording = step in self._steps
+        self._step = step
+
+    def add(self, track: str, name: str, begin_ns: int, end_ns: int, **details: Any) -> None:
+        """Adds what lasted from `begin_ns` to `end_ns` on `time.perf_counter_ns`. Nothing when not recording."""
+        if self.recording:
+            self._spans.append(_Span(track, name, begin_ns, end_ns, details))
+
+    def end(self) -> None:
+        """Writes the step and stops recording. Raises OSError when the folder cannot be written."""
+        if not self.recording or self._folder is None:
+            return
+        self.recording = False
+        spans, self._spans = self._spans, []
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"step{self._step}-rank{self._rank}.json"
+        path.write_text(json.dumps({"traceEvents": self._events(spans), "displayTimeUnit": "ms"}))
+
+    def _events(self, spans: list[_Span]) -> list[dict[str, Any]]:
+        links = sorted({span.track for span in spans} - {OPS, ALL_REDUCE})
+        tracks = {track: number for number, track in enumerate((OPS, *links, ALL_REDUCE))}
+        stage, replica = self._rank % self._p, self._rank // self._p
+        named = [self._meta("process_name", 0, name=f"rank {self._rank}: stage {stage}, replica {replica}")]
+        named.append(self._meta("process_sort_index", 0, sort_index=self._rank))
+        for track, number in tracks.items():
+            named.append(self._meta("thread_name", number, name=track))
+            named.append(self._meta("thread_sort_index", number, sort_index=number))
+        # By wall-clock time, so that the ranks of several machines stand side by side.
+        to_wall_ns = time.time_ns() - time.perf_counter_ns()
+        return named + [
+            {
+                "ph": "X",
+                "pid": self._rank,
+                "tid": tracks[span.track],
+                "name": span.name,
+                "cat": span.track,
+                "ts": (span.begin_ns + to_wall_ns) / 1e3,
+                "dur": (span.end_ns - span.begin_ns) / 1e3,
+                "args": {"step": self._step, **span.details},
+            }
+            for span in sorted(spans, key=lambda span: span.begin_ns)
+        ]
+
+    def _meta(self, kind: str, track: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "pid": self._rank, "tid": track, "name": kind, "args": args}
+
+
+def merge(folder: Path, step: int) -> dict[str, Any]:
+    """The traces that all ranks wrote of one step, as one. Raises FileNotFoundError when there is none."""
+    paths = sorted(folder.glob(f"step{step}-rank*.json"))
+    if not paths:
+        raise FileNotFoundError(f"no trace of step {step} in {folder}: was it in VARUNA_TRACE_STEPS?")
+    events = [event for path in paths for event in json.loads(path.read_text())["traceEvents"]]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m varuna.pipeline.timeline DIR STEP")
+    json.dump(merge(Path(sys.argv[1]), int(sys.argv[2])), sys.stdout)

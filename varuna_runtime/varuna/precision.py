@@ -1,0 +1,146 @@
+"""Mixed precision: which type the model computes in, and the loss scale that fp16 gradients need.
+
+Parameters, and with them the optimizer's state and the sums of gradients, stay fp32; `torch.autocast` runs the matrix
+products of the forward in bf16 or fp16. What a stage sends on has the type that autocast gave it. fp16 has 5 bits of
+exponent, so the loss is multiplied by a scale before the backward (Micikevicius et al., Mixed Precision Training,
+2018); when a gradient overflows all the same, the step is skipped. bf16 has fp32's exponent and needs none of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import structlog
+import torch
+from torch import nn
+
+__all__ = ["GROWTH_STEPS", "LossScaler", "Precision"]
+
+_log = structlog.get_logger("varuna")
+
+GROWTH_STEPS = 2000
+"""After so many steps without overflow a dynamic scale is doubled (apex's and torch.amp's default)."""
+
+_LARGEST_SCALE = 2.0**24
+"""A dynamic scale stops growing here, as apex's does: above it small models only meet the end of fp32."""
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The type of the forward's matrix products, on one kind of device."""
+
+    dtype: torch.dtype
+    device_type: str
+    casts_may_last: bool = field(default_factory=lambda: _casts_may_last())
+    """Whether `whole_pass` has its effect with this torch."""
+
+    @classmethod
+    def of(cls, fp16: bool, dtype: torch.dtype | None, device: torch.device) -> Precision:
+        """What the two arguments of the API ask for together. Raises ValueError when they contradict each other."""
+        if dtype is not None and dtype not in _TYPES:
+            raise ValueError(f"dtype={dtype}: train in one of {', '.join(map(str, _TYPES))}")
+        if fp16 and dtype not in (None, torch.float16):
+            raise ValueError(f"fp16=True contradicts dtype={dtype}: give one of the two")
+        return cls(torch.float16 if fp16 else dtype or torch.float32, device.type)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether anything computes in less than the parameters' own precision."""
+        return self.dtype is not torch.float32
+
+    @property
+    def needs_scale(self) -> bool:
+        return self.dtype is torch.float16
+
+    def forward(self) -> AbstractContextManager[object]:
+        """For around one forward (a recompute, too), but not a backward, whose types follow from its forward."""
+        return torch.autocast(self.device_type, self.dtype) if self.mixed else nullcontext()
+
+    def dry_run(self) -> AbstractContextManager[object]:
+        """For around `varuna.partition.trace`, whose fake tensors are on the CPU, wherever the stages will be.
+
+        CPU and CUDA agree on what computes in half precision, and nearly on what must not; where they do not and it
+        is a boundary, the stage says so.
+        """
+        return torch.autocast("cpu", self.dtype) if self.mixed else nullcontext()
+
+    def whole_pass(self) -> AbstractContextManager[object]:
+        """For around all forwards and backwards between two changes of the parameters.
+
+        Autocast keeps its casts of the parameters until the outermost context ends. This one changes no type, but makes
+        them last over all micro-batches: one cast and one copy per step, not one per micro-batch in flight.
+        """
+        if not self.mixed or not self.casts_may_last:
+            return nullcontext()
+        torch.clear_autocast_cache()  # of a context that the script itself may have around its steps
+        return torch.autocast(self.device_type, self.dtype, enabled=False)
+
+    def check_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Raises ValueError when a parameter to be trained is in half precision itself: small updates would vanish."""
+        for name, parameter in named if self.mixed else ():
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"parameter {name} is {parameter.dtype}, but mixed precision keeps what it trains in fp32: leave "
+                    "out .half() or .bfloat16(), Varuna casts by itself"
+                )
+
+
+def _casts_may_last() -> bool:
+    """Whether a cast made without gradients (a forward that is to be recomputed) leaves later ones their gradients.
+
+    It does in torch 2.13. Older ones gave the later forward the same cast, and its parameters no gradient.
+    """
+    parameter = nn.Parameter(torch.zeros(1, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            torch.mm(parameter, parameter)
+        with torch.enable_grad():
+            return torch.mm(parameter, parameter).requires_grad
+
+
+class LossScaler:
+    """The factor on the loss: fixed, or halved after each overflow and doubled after `GROWTH_STEPS` without one.
+
+    It decides from what all ranks have agreed on, so its copies on all ranks stay the same. Either way a step
+    that overflows is skipped.
+    """
+
+    def __init__(self, loss_scale: float | Literal["dynamic"], init_loss_scale: float, min_loss_scale: float) -> None:
+        """Raises ValueError for a scale that is not a positive number, or a dynamic one that starts below its least."""
+        self._dynamic = loss_scale == "dynamic"
+        self._least = float(min_loss_scale)
+        self.scale = float(init_loss_scale if loss_scale == "dynamic" else loss_scale)
+        for name, value in (("loss scale", self.scale), ("min_loss_scale", self._least)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} {value}: it must be a positive number, or 'dynamic' for loss_scale")
+        if self._dynamic and self.scale < self._least:
+            raise ValueError(f"init_loss_scale {self.scale:g} is below min_loss_scale {self._least:g}")
+        self._good_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        """Takes note of how a step went."""
+        if overflow:
+            before, self._good_steps = self.scale, 0
+            if self._dynamic:
+                self.scale = max(self._least, self.scale / 2)
+            _log.warning("gradients overflowed, step skipped", loss_scale=before, next_loss_scale=self.scale)
+        elif self._dynamic:
+            self._good_steps += 1
+            if self._good_steps == GROWTH_STEPS:
+                self._good_steps = 0
+                self.scale = max(self.scale, min(2 * self.scale, _LARGEST_SCALE))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A fixed scale stays what the script says."""
+        if self._dynamic:
+            self.scale = max(self._least, float(state["scale"]))
+            self._good_steps = int(state["good_steps"])

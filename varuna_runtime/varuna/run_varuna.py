@@ -1,0 +1,246 @@
+"""Starts a training script on the machines of a list, or hands it to a manager that keeps it going as they change.
+
+    python -m varuna.run_varuna --machine_list machines.txt --gpus_per_node 4 --nstages 4 --batch_size 512 \\
+        --chunk_size 8 --no_morphing train.py --data /data
+
+On each machine a `varuna.launcher` starts the ranks: here as a child process, elsewhere through ssh. When one rank
+fails, all end, and this command ends with that rank's exit code; so it does on Ctrl-C. Each launcher's standard input
+is a pipe from here, so that also when this process is killed, no rank outlives it.
+
+With `--manager_ip` and without `--no_morphing` the script becomes a job of that manager: its machines, its shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from varuna.launcher import ANNOUNCEMENT, add_plan_flags
+from varuna.launching.children import Children, Ended, Said, Stop
+from varuna.launching.layout import LaunchError, Layout, script_arguments
+from varuna.launching.machines import is_here, launcher_command, read_env_file, read_machine_list
+from varuna.launching.submit import job_document, manager_url, submit
+
+__all__ = ["main"]
+
+_GRACE_S = 12.0
+"""More than a launcher gives its ranks."""
+_PUMP_S = 1.0
+"""How long the last lines of machine 0 may take to get here once it has ended."""
+_SSH_FAILED = 255
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        return run(given)
+    except LaunchError as error:
+        sys.stderr.write(f"run_varuna: {error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m varuna.run_varuna",
+        description="Train a script on several machines, in pipeline and data parallel.",
+    )
+    parser.add_argument(
+        "--machine_list",
+        type=Path,
+        default=Path("available_machines.out"),
+        help="file with one address per line, reachable by ssh (default: available_machines.out)",
+    )
+    parser.add_argument("--gpus_per_node", type=int, default=4, help="ranks per machine (default 4)")
+    parser.add_argument("--manager_ip", metavar="HOST[:PORT]", help="a Varuna manager: make the script a job of its")
+    parser.add_argument("--no_morphing", action="store_true", help="run here and now, without a manager")
+    parser.add_argument("--env_file", type=Path, help="NAME=value lines: more environment variables for the ranks")
+    parser.add_argument("--resume", action="store_true", help="pass --resume_step of the newest whole checkpoint")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter on every machine (default: this one)")
+    add_plan_flags(parser, required=False)
+    return parser
+
+
+def run(given: argparse.Namespace) -> int:
+    """Does what the parsed flags say. Raises LaunchError when it cannot be started."""
+    env = read_env_file(given.env_file) if given.env_file else {}
+    code_dir = (given.code_dir or Path.cwd()).absolute()
+    url = _absolute(
+        given.checkpoint_url or env.get("VARUNA_CHECKPOINT_URL") or os.environ.get("VARUNA_CHECKPOINT_URL"), code_dir
+    )
+    if given.batch_size is None:
+        raise LaunchError("--batch_size is missing: how many examples make a global batch?")
+    if given.manager_ip and not given.no_morphing:
+        document = job_document(
+            script=given.training_script,
+            arguments=given.training_script_args,
+            workdir=code_dir,
+            global_batch=given.batch_size,
+            p=given.nstages,
+            micro_batch=given.chunk_size,
+            checkpoint_url=url,
+            env=env,
+            pass_arguments=not given.no_arguments,
+        )
+        submit(manager_url(given.manager_ip), document)
+        return 0
+    for flag, value in (("nstages", given.nstages), ("chunk_size", given.chunk_size)):
+        if value is None:
+            raise LaunchError(f"--{flag} is missing: without a manager (--manager_ip) nobody else can choose it")
+    return _run_here(given, env, code_dir, url)
+
+
+def _run_here(given: argparse.Namespace, env: dict[str, str], code_dir: Path, url: str) -> int:
+    machines = read_machine_list(given.machine_list)
+    layout = Layout(
+        machines=len(machines),
+        gpus_per_node=given.gpus_per_node,
+        p=given.nstages,
+        global_batch=given.batch_size,
+        micro_batch=given.chunk_size,
+        replicas=given.gpus_per_stage,
+    )
+    generation, resume_step = _look_into(url, given)
+    if not given.no_arguments:
+        probe = layout.environment(0, job_id="", generation=1, host="", port=0, checkpoint_url="", device="cpu")
+        script_arguments(probe, resume_step)  # refuses sizes that the script could not be told
+    sys.stderr.write(
+        f"run_varuna: P={layout.p} stages x D={layout.d} replicas on {layout.machines_used} of {len(machines)} "
+        "machines; this run does not morph\n"
+    )
+    flags = [
+        *("--ngpus_per_server", str(layout.gpus_per_node), "--nservers", str(len(machines))),
+        *("--master_addr", machines[0].rpartition("@")[2], "--follow_stdin"),
+        *("--nstages", str(layout.p), "--gpus_per_stage", str(layout.d)),
+        *("--batch_size", str(layout.global_batch), "--chunk_size", str(layout.micro_batch)),
+        *("--code_dir", str(code_dir), "--device", given.device),
+        *("--job_id", f"run-{uuid.uuid4().hex[:8]}", "--generation", str(generation)),
+        *(("--checkpoint_url", url) if url else ()),
+        *(("--resume_step", str(resume_step)) if resume_step is not None else ()),
+        *(("--no_arguments",) if given.no_arguments else ()),
+    ]
+    nodes = _Nodes(machines, given.python, flags, [given.training_script, *given.training_script_args], env)
+    return nodes.run(layout.machines_used)
+
+
+def _absolute(url: str | None, code_dir: Path) -> str:
+    """The launcher's and every rank's reading of a path must be the same."""
+    if not url:
+        return ""
+    return url if "://" in url else str(code_dir / url)
+
+
+def _look_into(url: str, given: argparse.Namespace) -> tuple[int, int | None]:
+    """The generation of this run, later than all that wrote to the store, and the step to resume from."""
+    if not url:
+        if given.resume:
+            raise LaunchError("--resume: from where? Give --checkpoint_url, or VARUNA_CHECKPOINT_URL in --env_file")
+        return given.generation, given.resume_step
+    from varuna.checkpoint import CheckpointError, last_generation, newest_complete  # takes a second to import
+
+    def passed_over(step: int, fault: str) -> None:
+        sys.stderr.write(f"run_varuna: checkpoint passed over: {fault}\n")
+
+    try:
+        step = given.resume_step
+        if given.resume and step is None:
+            step = newest_complete(url, report=passed_over)
+        return max(given.generation, last_generation(url) + 1), step
+    except (CheckpointError, ValueError) as error:
+        raise LaunchError(str(error)) from error
+
+
+@dataclass
+class _Nodes:
+    """The launchers of all machines."""
+
+    machines: list[str]
+    python: str
+    flags: list[str]
+    script: list[str]
+    env: dict[str, str]
+
+    def run(self, used: int) -> int:
+        """Starts machine 0's, which finds the port, then the others; waits for their end."""
+        children = Children(grace_s=_GRACE_S, ask=_close_stdin)
+        children.stop_on_signals()
+        children.watch()
+        first = self._start(children, 0, 0, capture=True)
+        assert first.stdout is not None
+        pump = threading.Thread(target=_pump, args=(first.stdout, children), name="stdout-0", daemon=True)
+        pump.start()
+        outcome = children.next_event()  # the port, or what goes wrong before there is one
+        if not isinstance(outcome, Said):
+            children.end()
+            return self._told(outcome)
+        for node in range(1, used):
+            self._start(children, node, int(outcome.text))
+        ended = children.wait()
+        pump.join(_PUMP_S)
+        return self._told(ended)
+
+    def _start(self, children: Children, node: int, port: int, *, capture: bool = False) -> subprocess.Popen[bytes]:
+        machine = self.machines[node]
+        flags = [*self.flags, "--node_rank", str(node), "--master_port", str(port), *self.script]
+        try:
+            process = children.start(
+                self._name(node),
+                launcher_command(machine, self.python, flags),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if capture else None,
+            )
+        except OSError as error:
+            children.end()
+            raise LaunchError(f"cannot start a launcher for {machine}: {error}") from error
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # then it has ended, which is told as an event
+            process.stdin.write(json.dumps(self.env).encode() + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _name(self, node: int) -> str:
+        return f"machine {node} ({self.machines[node]})"
+
+    def _told(self, outcome: Ended | Stop | None) -> int:
+        if outcome is None:
+            return 0
+        if isinstance(outcome, Stop):
+            sys.stderr.write(f"run_varuna: all ranks ended: {outcome.reason}\n")
+            return outcome.code
+        node = next(n for n in range(len(self.machines)) if self._name(n) == outcome.name)
+        through_ssh = outcome.code == _SSH_FAILED and not is_here(self.machines[node])
+        why = f"ssh to it failed: try 'ssh {self.machines[node]} true'" if through_ssh else "see its lines above"
+        sys.stderr.write(f"run_varuna: {outcome.name} ended with exit code {outcome.code}; {why}\n")
+        return outcome.code
+
+
+def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+    """A launcher ends when its standard input does, through ssh as well."""
+    if process.stdin is not None:
+        with suppress(OSError):
+            process.stdin.close()
+
+
+def _pump(source: IO[bytes], children: Children) -> None:
+    """Passes on what machine 0 writes, but for the line with the port, which becomes an event."""
+    announced = False
+    for line in source:
+        if not announced and line.startswith(ANNOUNCEMENT.encode()):
+            announced = True
+            children.events.put(Said(line[len(ANNOUNCEMENT) :].decode().strip()))
+        else:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
