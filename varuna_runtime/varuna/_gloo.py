@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -46,7 +47,12 @@ def connect_group(store: Store, rank: int, size: int, *, address: str, timeout: 
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timeout
-    return cast(GlooGroup, gloo(store, rank, size, options))
+    group = gloo(store, rank, size, options)
+    # Groups last as long as the process. Destroying one joins its threads, and at interpreter shutdown, when Python
+    # drops what is left, such a thread may be stopped for good at the interpreter's lock (`varuna.worker`): the join
+    # would never end. One reference that nobody gives back keeps it alive.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return cast(GlooGroup, group)
 
 
 def record_event(timed: bool = False) -> torch.cuda.Event:
