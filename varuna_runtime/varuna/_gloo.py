@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Store
 
-__all__ = ["NEVER", "GlooGroup", "Work", "connect_group", "first_line"]
+__all__ = ["NEVER", "GlooGroup", "Work", "connect_group", "first_line", "keep_for_ever"]
 
 NEVER = timedelta(days=365)
 """The time limit inside gloo: a gloo wait that runs out destroys its group, so none ever may."""
@@ -38,6 +38,15 @@ class GlooGroup(Protocol):
     def broadcast(self, tensors: list[Tensor], options: BroadcastOptions, /) -> Work: ...
 
 
+def keep_for_ever(group: object) -> None:
+    """Keeps a process group alive until the process ends, with a reference that nobody gives back.
+
+    Destroying one joins its threads, and at interpreter shutdown, when Python drops what is left, such a thread may be
+    stopped for good at the interpreter's lock (`varuna.worker`): the join would never end.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 def connect_group(store: Store, rank: int, size: int, *, address: str, timeout: timedelta) -> GlooGroup:
     """Joins the group whose members share `store`, listening on this machine's `address`.
 
@@ -48,10 +57,7 @@ def connect_group(store: Store, rank: int, size: int, *, address: str, timeout: 
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = timeout
     group = gloo(store, rank, size, options)
-    # Groups last as long as the process. Destroying one joins its threads, and at interpreter shutdown, when Python
-    # drops what is left, such a thread may be stopped for good at the interpreter's lock (`varuna.worker`): the join
-    # would never end. One reference that nobody gives back keeps it alive.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    keep_for_ever(group)
     return cast(GlooGroup, group)
 
 

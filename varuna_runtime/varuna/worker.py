@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import distributed_c10d
 
+from varuna._gloo import keep_for_ever
 from varuna.agent_link import AgentLink, install_excepthook
 from varuna.departure import Departure, end_process
 from varuna.launch import Rendezvous
@@ -49,6 +51,8 @@ class Worker:
 def _at_exit(departure: Departure) -> None:
     if departure.exit_code is not None:
         end_process(departure.exit_code)
+    for group in distributed_c10d._world.pg_map:  # those that the script made
+        keep_for_ever(group)
     _let_threads_hang()
 
 
