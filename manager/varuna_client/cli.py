@@ -14,7 +14,7 @@ from rich.text import Text
 from varuna_client import render
 from varuna_client.documents import Job
 from varuna_client.errors import UserError, VarunaError
-from varuna_client.follow import follow_events, follow_job, follow_log
+from varuna_client.follow import follow_events, follow_job, follow_log, telling_rank
 from varuna_client.jobfile import load_job
 from varuna_client.options import DEFAULT_URL, AsJson, JobName, ManagerUrl, connect, emit, emit_line
 
@@ -112,7 +112,9 @@ def show(job: JobName, manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = 
 def logs(
     job: JobName,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job ends.")] = False,
-    rank: Annotated[int, typer.Option(min=0, help="Which worker.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Which worker; if not given, the one whose script failed, else 0.")
+    ] = None,
     generation: Annotated[int | None, typer.Option(min=1, help="Which generation; the newest if not given.")] = None,
     manager_url: ManagerUrl = DEFAULT_URL,
     as_json: AsJson = False,
@@ -124,6 +126,8 @@ def logs(
             for chunk in follow_log(client, found["id"], rank, generation):
                 _write_log(chunk, as_json)
             return
+        if rank is None:
+            rank = telling_rank(client.generations(found["id"]), generation)
         _write_log(client.logs(found["id"], generation=generation, rank=rank, offset=-LOG_TAIL_BYTES), as_json)
 
 

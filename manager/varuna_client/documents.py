@@ -34,6 +34,21 @@ class Job(TypedDict):
     plan: dict[str, Any] | None
 
 
+class Worker(TypedDict):
+    """One rank of a generation; `cause`, `exit_code` and `error` tell how it stopped."""
+
+    job_id: str
+    generation: int
+    rank: int
+    vm_id: str
+    local_rank: int
+    state: str
+    pid: int | None
+    cause: str | None
+    exit_code: int | None
+    error: str | None
+
+
 class Generation(TypedDict):
     """One incarnation of a job. Times in seconds; `kind` is calibration or training."""
 
@@ -46,6 +61,7 @@ class Generation(TypedDict):
     plan: dict[str, Any] | None
     candidates: list[dict[str, Any]]
     placement: list[dict[str, Any]]
+    workers: list[Worker]
     reason: str
     created_at: Timestamp
     started_at: Timestamp | None

@@ -6,10 +6,10 @@ Asking again survives what a stream does not: the manager may be restarted while
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from varuna_client.api import Client
-from varuna_client.documents import END_STATES, Event, Job, Metric
+from varuna_client.documents import END_STATES, Event, Generation, Job, Metric
 from varuna_client.errors import NotFoundError, UnreachableError
 
 INTERVAL_S = 0.5
@@ -72,17 +72,36 @@ def follow_job(client: Client, job_id: str) -> Iterator[tuple[Job, list[Metric],
         time.sleep(INTERVAL_S)
 
 
-def follow_log(client: Client, job_id: str, rank: int, generation: int | None) -> Iterator[bytes]:
-    """A worker's log as it grows, until its generation is over; without a generation, through every one of them."""
-    current, offset = generation, 0
+def telling_rank(generations: Sequence[Generation], number: int | None) -> int:
+    """The rank whose log says most: the first whose script failed, else 0. `number` None: the newest generation.
+
+    The other ranks are stopped when one fails, and may have written nothing by then.
+    """
+    for generation in reversed(generations):
+        if number in (None, generation["number"]):
+            failed = (worker["rank"] for worker in generation["workers"] if worker["cause"] == "script_failed")
+            return min(failed, default=0)
+    return 0
+
+
+def follow_log(client: Client, job_id: str, rank: int | None, generation: int | None) -> Iterator[bytes]:
+    """A worker's log as it grows, until its generation is over; without a generation, through every one of them.
+
+    Without a rank: rank 0's, and at the end of a job that failed that of the rank whose script failed.
+    """
+    current, offset, follows = generation, 0, rank or 0
     while True:
         job = client.job(job_id)
         if generation is None and job["generation"] != current:
             current, offset = job["generation"], 0
+        if rank is None and job["state"] == "failed":
+            failed = telling_rank(client.generations(job_id), current)
+            if failed != follows:
+                follows, offset = failed, 0
         chunk = b""
         if current is not None:
             try:
-                chunk = client.logs(job_id, generation=current, rank=rank, offset=offset)
+                chunk = client.logs(job_id, generation=current, rank=follows, offset=offset)
             except NotFoundError:
                 chunk = b""  # not started yet, or this generation has fewer ranks
         offset += len(chunk)

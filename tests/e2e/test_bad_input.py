@@ -60,6 +60,20 @@ def test_a_script_that_raises_fails_the_job_with_its_traceback_and_is_not_starte
     assert "no such corpus" in running_manager.varuna("logs", "raises").stdout
 
 
+def test_the_log_shown_is_that_of_the_rank_whose_script_failed(running_manager: RunningManager, tmp_path: Path) -> None:
+    script = """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("only here")
+        time.sleep(600)
+    """
+    path = job_file(tmp_path, script, name="raises-on-one")
+    assert running_manager.varuna("submit", str(path), "--watch", timeout_s=120).returncode == 1
+    assert "only here" in running_manager.varuna("logs", "raises-on-one").stdout
+    assert "only here" in running_manager.varuna("logs", "raises-on-one", "--follow").stdout
+    assert running_manager.varuna("logs", "raises-on-one", "--rank", "0").stdout == ""
+
+
 def test_a_global_batch_smaller_than_the_pinned_replicas_is_refused(
     running_manager: RunningManager, tmp_path: Path
 ) -> None:
