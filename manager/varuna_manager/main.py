@@ -32,9 +32,11 @@ from varuna_manager.controllers.fleet_controller import FleetController
 from varuna_manager.controllers.job_controller import JobController
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.controllers.loop import run_controller
+from varuna_manager.controllers.profile_controller import ProfileController
 from varuna_manager.db.engine import Database
 from varuna_manager.providers.local import LocalMachine, LocalProvider
 from varuna_manager.services.bell import Bell
+from varuna_manager.services.compute_times import ComputeTimes
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.jobs import JobService
@@ -127,12 +129,16 @@ async def _serve(
     if settings.vms is not None:
         await fleet.set_target(settings.vms)
     loader = SnapshotLoader(database, registry, rules)
+    times = ComputeTimes()
     period_s = settings.reconcile_interval_s
     controllers = (
         JobController(database, loader, registry, sessions, planning, events, rules, data_dir, period_s),
         FleetController(database, registry, provider, fleet, events, bell, rules, period_s),
+        ProfileController(database, times, planning, events, bell),
     )
-    gateway = AgentGateway(fleet=fleet, reports=reports, registry=registry, sessions=sessions, bell=bell, rules=rules)
+    gateway = AgentGateway(
+        fleet=fleet, reports=reports, registry=registry, times=times, sessions=sessions, bell=bell, rules=rules
+    )
     agent_pb2_grpc.add_AgentServiceServicer_to_server(gateway, server)
     jobs, logs = JobService(database, events, bell), LogService(database, sessions, provider)
     http = _http_server(Services(jobs=jobs, fleet=fleet, events=events, logs=logs))

@@ -38,6 +38,7 @@ GENERATION = Generation(
     plan={"predicted_minibatch_s": 0.25},
     candidates=[],
     placement=[],
+    workers=[],
     reason="best of 7 candidates",
     created_at="2026-01-01T00:00:01+00:00",
     started_at="2026-01-01T00:00:02+00:00",

@@ -6,11 +6,12 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from varuna_manager.domain.observed import Device
+from varuna_manager.domain.observed import Device, Plan
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.services.planning import PlanningService, Question
 from varuna_planner.profile import Measurement, Profile, Section
@@ -94,3 +95,22 @@ import varuna_planner.auto_config
     cache = tmp_path / "numba"
     subprocess.run([sys.executable, "-c", script, str(cache)], check=True, timeout=120)
     assert cache.is_dir()
+
+
+async def test_a_profile_that_the_workers_disagree_with_is_corrected() -> None:
+    service = PlanningService()
+    plan = Plan(p=2, d=1, micro_batch=1, global_batch=4, stage_starts=(0, 1))
+    as_measured = {0: 3000.0, 1: 3000.0}
+    assert await service.find_drift(profile().to_json(), plan, as_measured) is None
+    found = await service.find_drift(profile().to_json(), plan, {0: 4500.0, 1: 4500.0})
+    assert found is not None
+    corrected, reason = found
+    assert [s.measurements[0].backward_us for s in Profile.from_json(corrected).sections] == [3000, 3000]
+    assert "1.50" in reason
+
+
+async def test_growth_is_weighed_by_one_profile() -> None:
+    service = PlanningService()
+    present = Plan(p=1, d=1, micro_batch=1, global_batch=4, stage_starts=(0,), examples_per_s=1e9)
+    answer = await service.propose(replace(question(profile().to_json()), present=present))
+    assert answer.present_examples_per_s == pytest.approx(1e6 / 6000, rel=0.2), "not what the old profile promised"

@@ -112,6 +112,7 @@ class JobController:
             gpus_per_vm=min(vm.gpus for vm in vms),
             previous=previous,
             previous_p=previous_p,
+            present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,
         )
         return replace(view, proposal=await self._planning.propose(question))
 

@@ -442,7 +442,7 @@ def _growth(job: JobView, generation: GenerationView, vms: Vms, rules: Rules) ->
     reason = (
         f"growth: {len(next_devices(job, vms, rules))} GPUs instead of {len(generation.workers)}, "
         f"{before.p}×{before.d} to {after.p}×{after.d}, "
-        f"{before.examples_per_s:.1f} to {after.examples_per_s:.1f} examples/s predicted"
+        f"{_present_rate(job.proposal, before):.1f} to {after.examples_per_s:.1f} examples/s predicted"
     )
     return _stop(generation, StopMode.SAVE_FIRST, EndCause.GROWTH, reason)
 
@@ -455,7 +455,7 @@ def _why_no_growth(job: JobView, generation: GenerationView, rules: Rules) -> st
         return f"; there are {len(job.devices)} GPUs for it, but no plan for them: {job.proposal.reason}"
     return (
         f"; {after.p}×{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
-        f"{generation.plan.examples_per_s:.1f}, less than {rules.growth_ratio:.2f} times as much"
+        f"{_present_rate(job.proposal, generation.plan):.1f}, less than {rules.growth_ratio:.2f} times as much"
     )
 
 
@@ -463,4 +463,9 @@ def _gains(job: JobView, generation: GenerationView, ratio: float) -> bool:
     if job.proposal is None or job.proposal.plan is None or generation.plan is None:
         return False
     more = len(job.devices) > len(generation.workers)
-    return more and job.proposal.plan.examples_per_s >= ratio * generation.plan.examples_per_s
+    return more and job.proposal.plan.examples_per_s >= ratio * _present_rate(job.proposal, generation.plan)
+
+
+def _present_rate(proposal: Proposal, plan: Plan) -> float:
+    """Examples/s of the plan that runs, by the profile of the proposal: its own prediction may be from an older one."""
+    return plan.examples_per_s if proposal.present_examples_per_s is None else proposal.present_examples_per_s

@@ -119,6 +119,8 @@ class Proposal:
     reason: str = ""
     possible: bool = True
     """False: no number of GPUs would do."""
+    present_examples_per_s: float | None = None
+    """Of the running generation's shape, predicted from the same profile; None when none runs, or it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)

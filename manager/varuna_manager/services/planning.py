@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Question:
     """Placement of the generation before: index = rank."""
     previous_p: int | None = None
     """Its stages."""
+    present: Plan | None = None
+    """The plan of the generation that runs: the answer says what it is worth by the same profile."""
 
     def key(self) -> str:
         parts = (
@@ -46,7 +49,9 @@ class Question:
             str(self.spec.global_batch),
             repr(self.spec.plan),
             repr(self.spec.resources.max_gpus),
-            repr((self.devices, self.device_memory_bytes, self.gpus_per_vm, self.previous, self.previous_p)),
+            repr(
+                (self.devices, self.device_memory_bytes, self.gpus_per_vm, self.previous, self.previous_p, self.present)
+            ),
         )
         return "|".join(parts)
 
@@ -80,6 +85,15 @@ class PlanningService:
         """What is wrong with a profile document; None when nothing is."""
         return await asyncio.to_thread(_profile_error, profile_json)
 
+    async def find_drift(
+        self, profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]
+    ) -> tuple[str, str] | None:
+        """(corrected profile document, what it was corrected by); None when the profile is true.
+
+        `micro_batch_us`: forward and backward of a micro-batch by rank, for every rank of the plan.
+        """
+        return await asyncio.to_thread(_find_drift, profile_json, plan, micro_batch_us)
+
 
 def _warm_up(cache_dir: Path | None) -> None:
     load_planner(cache_dir)
@@ -112,6 +126,24 @@ def _profile_error(profile_json: str) -> str | None:
     return None
 
 
+def _find_drift(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> tuple[str, str] | None:
+    from varuna_planner.drift import StageTimes, find_drift
+    from varuna_planner.profile import Profile
+
+    profile = Profile.from_json(profile_json)
+    bounds = [*plan.stage_starts, len(profile.sections)]
+    stages = [
+        StageTimes(
+            first=first,
+            stop=stop,
+            replicas_us=tuple(micro_batch_us[replica * plan.p + stage] for replica in range(plan.d)),
+        )
+        for stage, (first, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+    drift = find_drift(profile, plan.micro_batch, stages)
+    return None if drift is None else (drift.profile.to_json(), drift.reason)
+
+
 def _answer(question: Question) -> Proposal:
     """In a thread. The planner's ValueError means that no fleet would do.
 
@@ -133,16 +165,17 @@ def _choose(question: Question) -> Proposal:
     from varuna_planner.profile import Profile
 
     profile = Profile.from_json(question.profile_json)
-    pins = question.spec.plan
+    wanted = question.spec.plan
+    pinned = Pins(p=wanted.p, d=wanted.d, micro_batch=wanted.micro_batch)
 
-    def choose(gpus: int) -> Choice:
+    def choose(gpus: int, pins: Pins = pinned) -> Choice:
         return choose_plan(
             profile,
             gpus=gpus,
             global_batch=question.spec.global_batch,
             device_memory_bytes=question.device_memory_bytes,
             gpus_per_vm=question.gpus_per_vm,
-            pins=Pins(p=pins.p, d=pins.d, micro_batch=pins.micro_batch),
+            pins=pins,
         )
 
     choice = choose(len(question.devices))
@@ -154,7 +187,18 @@ def _choose(question: Question) -> Proposal:
         return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
     plan = Plan.from_document(choice.best.to_dict())
     placement = _place(plan, question)
-    return Proposal(plan=plan, placement=placement, candidates=candidates, reason=choice.reason)
+    present_rate = None
+    if question.present is not None:
+        now = question.present
+        same = choose(now.p * now.d, Pins(p=now.p, d=now.d, micro_batch=now.micro_batch)).best
+        present_rate = same.examples_per_s if same is not None else None
+    return Proposal(
+        plan=plan,
+        placement=placement,
+        candidates=candidates,
+        reason=choice.reason,
+        present_examples_per_s=present_rate,
+    )
 
 
 def _place(plan: Plan, question: Question) -> tuple[Device, ...]:

@@ -14,6 +14,7 @@ import structlog
 
 from varuna_manager.domain.observed import Rules
 from varuna_manager.services.bell import Bell
+from varuna_manager.services.compute_times import ComputeTimes
 from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
@@ -31,6 +32,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         fleet: FleetService,
         reports: ReportService,
         registry: VmRegistry,
+        times: ComputeTimes,
         sessions: AgentSessions,
         bell: Bell,
         rules: Rules,
@@ -38,6 +40,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         self._fleet = fleet
         self._reports = reports
         self._registry = registry
+        self._times = times
         self._sessions = sessions
         self._bell = bell
         self._rules = rules
@@ -119,6 +122,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         if self._sessions.get(session.vm_id) is not session:
             return  # a newer stream of this VM is open
         workers = tuple(_healths(heartbeat.workers))
+        self._times.note(workers)
         if self._registry.heartbeat(session.vm_id, rendezvous_port=heartbeat.rendezvous_port, workers=workers):
             self._bell.ring()
         session.send(pb.ManagerMessage(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence)))

@@ -1,0 +1,47 @@
+"""The compute times of running workers, as the manager remembers them."""
+
+from __future__ import annotations
+
+from varuna_manager.services.compute_times import STEPS_NEEDED, ComputeTimes
+from varuna_manager.services.vm_registry import Health
+
+
+def health(rank: int, step: int, *, generation: int = 1, forward_us: int = 10, job: str = "job") -> Health:
+    return Health(job_id=job, generation=generation, rank=rank, step=step, forward_us=forward_us, backward_us=20)
+
+
+def test_medians_come_when_every_rank_has_told_of_enough_steps() -> None:
+    times = ComputeTimes()
+    for step in range(1, STEPS_NEEDED + 1):
+        assert times.medians_us("job", 1, 2) is None
+        times.note([health(0, step), health(0, step), health(1, step, forward_us=1000 if step == 1 else 30)])
+    assert times.medians_us("job", 1, 2) == {0: 30, 1: 50}, "the slow first step of a rank is outvoted"
+    assert times.medians_us("job", 1, 3) is None, "a rank is silent"
+
+
+def test_the_same_step_told_again_is_one_step() -> None:
+    times = ComputeTimes()
+    for _ in range(100):
+        times.note([health(0, 3)])
+    assert times.medians_us("job", 1, 1) is None
+
+
+def test_a_new_generation_starts_anew_and_a_late_word_of_the_old_does_no_harm() -> None:
+    times = ComputeTimes()
+    for step in range(1, 20):
+        times.note([health(0, step)])
+    times.note([health(0, 20, generation=2)])
+    times.note([health(0, 21)])
+    assert times.medians_us("job", 1, 1) is None
+    assert times.medians_us("job", 2, 1) is None
+
+
+def test_what_was_booked_and_jobs_that_are_over_are_forgotten() -> None:
+    times = ComputeTimes()
+    for step in range(1, 20):
+        times.note([health(0, step), health(0, step, job="other")])
+    times.forget("job")
+    assert times.medians_us("job", 1, 1) is None
+    assert times.medians_us("other", 1, 1) is not None
+    times.keep_only(set())
+    assert times.medians_us("other", 1, 1) is None
