@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,6 +96,8 @@ class ScriptedAgent:
         self.acked = 0
         self.beats_acked = 0
         self.running: list[pb.RunningWorker] = []
+        self.micro_batch_us: dict[int, int] = {}
+        """By rank: told with every heartbeat, each of which has then completed a step."""
         self.seen: list[pb.SeenGeneration] = []
         self.unacked: list[pb.Report] = []
         self._number = 0
@@ -147,10 +150,15 @@ class ScriptedAgent:
         sequence = 0
         while True:
             sequence += 1
-            workers = [
-                pb.WorkerHealth(job_id=w.job_id, generation=w.generation, rank=w.rank, step=w.step)
-                for w in self.running
-            ]
+            workers = []
+            for worker in self.running:
+                took_us = self.micro_batch_us.get(worker.rank, 0)
+                worker.step += 1 if took_us else 0
+                health = pb.WorkerHealth(
+                    job_id=worker.job_id, generation=worker.generation, rank=worker.rank, step=worker.step
+                )
+                health.forward_us, health.backward_us = took_us // 3, took_us - took_us // 3
+                workers.append(health)
             beat = pb.Heartbeat(sequence=sequence, rendezvous_port=self.port, workers=workers)
             self._outgoing.put_nowait(pb.AgentMessage(heartbeat=beat))
             await asyncio.sleep(0.1)
@@ -391,6 +399,35 @@ async def test_a_vm_that_is_killed_costs_a_generation_and_no_more(manager: Runni
     assert third["seconds_without_progress"] > 0
     events = [event["kind"] for event in await manager.get("jobs/train/events")]
     assert events.count("generation_started") == 3
+
+
+async def test_growth_is_decided_by_what_the_running_workers_take(manager: RunningManager) -> None:
+    pairs = await start_training(manager, 2)
+    plan = pairs[0][1].plan
+    bounds = [*plan.stage_starts, 8]
+    for agent, launch in pairs:
+        rank = launch.workers[0].rank
+        stage = rank % plan.p
+        sections = bounds[stage + 1] - bounds[stage]
+        agent.micro_batch_us[rank] = 2 * 3000 * plan.micro_batch * sections  # twice what was profiled
+        agent.running = [pb.RunningWorker(job_id=launch.job_id, generation=2, rank=rank, step=3)]
+
+    async def drifts() -> list[Any]:
+        return [event for event in await manager.get("jobs/train/events") if event["kind"] == "profile_drift"]
+
+    (drift,) = await until(drifts, "the drift to be seen")
+    assert "2.00 times as long as profiled" in drift["message"].replace("2.00, 2.00", "2.00")
+    await manager.rest.put("fleet", json={"target": 4})
+    await manager.connect_vms(2)
+    await pairs[0][0].stop(2)
+    _, generation = await manager.get("jobs/train/generations")
+    stopping = [e for e in await manager.get("jobs/train/events") if e["kind"] == "generation_stopping"]
+    rates = re.search(r"([0-9.]+) to ([0-9.]+) examples/s predicted", stopping[-1]["message"])
+    assert rates is not None, stopping
+    before, after = map(float, rates.groups())
+    promised = generation["plan"]["examples_per_s"]
+    assert before == pytest.approx(promised / 2, rel=0.1)
+    assert before < after < 1.2 * promised, "four VMs at half the speed"
 
 
 async def test_a_script_that_raises_fails_the_job_with_its_traceback(manager: RunningManager) -> None:
