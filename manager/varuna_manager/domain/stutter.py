@@ -1,0 +1,120 @@
+"""Fail-stutter: which VMs are slow, from what their workers take per micro-batch, waiting not counted.
+
+A synchronous pipeline runs at the pace of its slowest rank, so one slow VM slows all. A rank is compared with the other
+replicas of its stage, which do the same work; where a stage has one replica, with the profile, by the measure of the
+other stages. It must be slower by a ratio that matters and by more than the noise explains, for some looks in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+NOISE = 3.5
+"""Robust z-score beyond which a difference is no chance: the usual bound for outliers by median and MAD."""
+_MAD_TO_SIGMA = 1.4826
+_LEAST_SIGMA = 0.01
+"""Of the median: clocks and counters are no better than that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """What one rank took for a micro-batch, forward and backward, over the steps of a window."""
+
+    stage: int
+    vm_id: str
+    median_us: float
+    mad_us: float
+    """Median absolute deviation over the window."""
+    expected_us: float
+    """By the profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowness:
+    """How a VM's slowest rank compares."""
+
+    vm_id: str
+    rank: int
+    ratio: float
+    """Its time over that of its peers."""
+    z: float
+    """The difference in units of its noise."""
+    against: str
+    """What it was compared with, in words."""
+
+    @property
+    def reason(self) -> str:
+        return f"rank {self.rank} takes {self.ratio:.2f} times as long as {self.against} (z {self.z:.1f})"
+
+
+def compare(ranks: Mapping[int, RankTimes]) -> dict[str, Slowness]:
+    """The slowness of every VM, by its slowest rank. Ranks without anything to compare them with are left out."""
+    found: dict[str, Slowness] = {}
+    for number, rank in ranks.items():
+        peers = [other for n, other in ranks.items() if n != number and other.stage == rank.stage]
+        slowness = _among_replicas(number, rank, peers) if peers else _against_profile(number, rank, ranks)
+        if slowness is not None and slowness.ratio > found.get(rank.vm_id, _NOT_SLOW).ratio:
+            found[rank.vm_id] = slowness
+    return found
+
+
+_NOT_SLOW = Slowness(vm_id="", rank=-1, ratio=0.0, z=0.0, against="")
+
+
+def _among_replicas(number: int, rank: RankTimes, peers: Sequence[RankTimes]) -> Slowness:
+    usual = median(peer.median_us for peer in peers)
+    spread = median(abs(peer.median_us - usual) for peer in peers)
+    count = len(peers)
+    against = (
+        f"the other replica{'s' if count > 1 else ''} of stage {rank.stage} ({usual / 1e3:.3g} ms per micro-batch)"
+    )
+    return _slowness(number, rank, usual, max(spread, rank.mad_us), against)
+
+
+def _against_profile(number: int, rank: RankTimes, ranks: Mapping[int, RankTimes]) -> Slowness | None:
+    """What all stages exceed the profile by is the profile's fault, not this VM's."""
+    others = [
+        other.median_us / other.expected_us for n, other in ranks.items() if n != number and other.expected_us > 0
+    ]
+    if not others or rank.expected_us <= 0:
+        return None
+    pace = median(others)
+    usual = rank.expected_us * pace
+    spread = median(abs(other - pace) for other in others) * rank.expected_us
+    against = f"profiled, by the pace of the other stages ({usual / 1e3:.3g} ms per micro-batch)"
+    return _slowness(number, rank, usual, max(spread, rank.mad_us), against)
+
+
+def _slowness(number: int, rank: RankTimes, usual: float, mad_us: float, against: str) -> Slowness:
+    sigma = max(_MAD_TO_SIGMA * mad_us, _LEAST_SIGMA * usual)
+    ratio = rank.median_us / usual if usual > 0 else 1.0
+    return Slowness(vm_id=rank.vm_id, rank=number, ratio=ratio, z=(rank.median_us - usual) / sigma, against=against)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What is remembered of a VM from look to look."""
+
+    looks: int = 0
+    """In a row in which it was slow."""
+    is_slow: bool = False
+
+
+def watch(
+    before: Mapping[str, Watched], slowness: Mapping[str, Slowness], *, threshold: float, looks: int
+) -> dict[str, Watched]:
+    """The next memory of each VM that was compared.
+
+    Slow is who was beyond `threshold` (0.15: 15 % slower) and beyond the noise in `looks` looks in a row; no longer
+    slow is who is back under half of it.
+    """
+    after = {}
+    for vm_id, now in slowness.items():
+        was = before.get(vm_id, Watched())
+        beyond = now.ratio > 1 + threshold and now.z > NOISE
+        count = was.looks + 1 if beyond else 0
+        is_slow = count >= looks or (was.is_slow and now.ratio > 1 + threshold / 2)
+        after[vm_id] = Watched(looks=count, is_slow=is_slow)
+    return after
