@@ -97,6 +97,10 @@ class Vm(TypedDict):
     last_heard_s: float | None
     created_at: Timestamp
     reason: str | None
+    slow_ratio: float | None
+    """How many times as long as its peers it takes, while it is found slow."""
+    slow_reason: str | None
+    quarantined_until: Timestamp | None
 
 
 class Event(TypedDict):

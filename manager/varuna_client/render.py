@@ -121,9 +121,19 @@ def vms_table(vms: Iterable[Vm]) -> Table:
             vm.get("host") or "-",
             "-" if heard is None else f"{heard:.1f} s ago",
             vm["provider"],
-            vm.get("reason") or "",
+            _why(vm),
         )
     return table
+
+
+def _why(vm: Vm) -> str:
+    """Why the VM is in its state, and what is held against it."""
+    until = vm.get("quarantined_until")
+    if until:
+        return f"quarantined as slow until {clock(until)}"
+    if vm.get("slow_ratio"):
+        return f"slow: {vm.get('slow_reason')}"
+    return vm.get("reason") or ""
 
 
 def generations_table(generations: Iterable[Generation]) -> Table:

@@ -28,11 +28,11 @@ from pydantic import ValidationError
 
 from varuna_manager.api.grpc.gateway import AgentGateway
 from varuna_manager.api.http.app import Services, make_app
+from varuna_manager.controllers.compute_controller import ComputeController
 from varuna_manager.controllers.fleet_controller import FleetController
 from varuna_manager.controllers.job_controller import JobController
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.controllers.loop import run_controller
-from varuna_manager.controllers.profile_controller import ProfileController
 from varuna_manager.db.engine import Database
 from varuna_manager.providers.local import LocalMachine, LocalProvider
 from varuna_manager.services.bell import Bell
@@ -134,7 +134,7 @@ async def _serve(
     controllers = (
         JobController(database, loader, registry, sessions, planning, events, rules, data_dir, period_s),
         FleetController(database, registry, provider, fleet, events, bell, rules, period_s),
-        ProfileController(database, times, planning, events, bell),
+        ComputeController(database, times, planning, events, bell, rules),
     )
     gateway = AgentGateway(
         fleet=fleet, reports=reports, registry=registry, times=times, sessions=sessions, bell=bell, rules=rules

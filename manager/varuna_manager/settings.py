@@ -41,6 +41,11 @@ class ManagerSettings(BaseSettings):
     start_settle_s: float = Field(default=5.0, ge=0, description="how long a new job waits for VMs on their way")
     first_step_timeout_s: float = Field(default=120.0, gt=0, description="from a launch to its first step")
     hang_minimum_s: float = Field(default=30.0, gt=0, description="time without a step that may be a hang")
+    slow_threshold: float = Field(
+        default=0.15, gt=0, description="a VM that takes this much longer than its peers for the same work is slow"
+    )
+    slow_looks: int = Field(default=3, ge=1, description="looks in a row (5 s apart) before a VM counts as slow")
+    quarantine_s: float = Field(default=600.0, gt=0, description="for how long a slow VM is left alone at first")
     reconcile_interval_s: float = Field(default=0.5, gt=0, description="between looks when nothing rings")
     log_level: str = Field(default="info", description="debug, info, warning or error")
 
@@ -72,6 +77,9 @@ class ManagerSettings(BaseSettings):
             start_settle_s=self.start_settle_s,
             first_step_timeout_s=self.first_step_timeout_s,
             hang_minimum_s=self.hang_minimum_s,
+            slow_threshold=self.slow_threshold,
+            slow_looks=self.slow_looks,
+            quarantine_s=self.quarantine_s,
         )
 
 

@@ -321,9 +321,11 @@ async def manager(tmp_path: Path) -> AsyncIterator[RunningManager]:
     await running.close()
 
 
-async def start_training(manager: RunningManager, vms: int, *, first_steps: tuple[int, ...] = (1, 2, 3)) -> list[Any]:
+async def start_training(
+    manager: RunningManager, vms: int, *, first_steps: tuple[int, ...] = (1, 2, 3), flags: tuple[str, ...] = ()
+) -> list[Any]:
     """A job in generation 2 with some steps done: [(agent, its launch)]."""
-    await manager.start("--vms", str(vms))
+    await manager.start("--vms", str(vms), *flags)
     await manager.submit()
     agents = await manager.connect_vms(vms)
     launches = await manager.calibrate()
@@ -428,6 +430,36 @@ async def test_growth_is_decided_by_what_the_running_workers_take(manager: Runni
     promised = generation["plan"]["examples_per_s"]
     assert before == pytest.approx(promised / 2, rel=0.1)
     assert before < after < 1.2 * promised, "four VMs at half the speed"
+
+
+async def test_a_slow_vm_is_left_out_for_a_while(manager: RunningManager) -> None:
+    pairs = await start_training(manager, 3, flags=("--slow-looks", "1"))
+    p = pairs[0][1].plan.p
+    bounds = [*pairs[0][1].plan.stage_starts, 8]
+    for agent, launch in pairs:
+        rank = launch.workers[0].rank
+        sections = bounds[rank % p + 1] - bounds[rank % p]
+        agent.micro_batch_us[rank] = 3000 * launch.plan.micro_batch * sections * (5 if rank == 1 else 1)
+        agent.running = [pb.RunningWorker(job_id=launch.job_id, generation=2, rank=rank, step=3)]
+    slow = next(agent for agent, launch in pairs if launch.workers[0].rank == 1)
+    for agent, launch in pairs:
+        stop = await agent.stop(2)
+        assert stop.mode == pb.STOP_MODE_SAVE_FIRST
+        agent.running, agent.micro_batch_us = [], {}
+        agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED)
+    others = [agent for agent, _ in pairs if agent is not slow]
+    launches = [await agent.launch(3) for agent in others]
+    assert all(launch.world_size == 2 for launch in launches)
+    events = {event["kind"]: event for event in await manager.get("jobs/train/events")}
+    assert events["vm_slow"]["vm_id"] == slow.vm_id
+    assert events["vm_slow"]["data"]["ratio"] == pytest.approx(5, rel=0.01)
+    assert "quarantined for 600 s" in events["vm_quarantined"]["message"]
+    (vm,) = [vm for vm in await manager.get("vms") if vm["id"] == slow.vm_id]
+    assert vm["quarantined_until"] is not None
+    assert vm["slow_ratio"] is None
+    await others[0].close()
+    await manager.rest.post(f"vms/{others[0].vm_id}/preempt", json={"notice_s": 0})
+    await others[1].launch(4)
 
 
 async def test_a_script_that_raises_fails_the_job_with_its_traceback(manager: RunningManager) -> None:

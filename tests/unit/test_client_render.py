@@ -101,9 +101,16 @@ def test_tables_take_what_is_not_known_yet() -> None:
         last_heard_s=None,
         created_at="2026-01-01T00:00:01+00:00",
         reason=None,
+        slow_ratio=None,
+        slow_reason=None,
+        quarantined_until=None,
     )
     assert "gpt" in text_of(render.jobs_table([fresh]))
     assert "requested" in text_of(render.vms_table([vm]))
+    slow = Vm(**{**vm, "slow_ratio": 1.5, "slow_reason": "rank 1 lags"})  # type: ignore[typeddict-item]
+    assert "slow: rank 1 lags" in text_of(render.vms_table([slow]))
+    until = Vm(**{**vm, "quarantined_until": "2026-01-01T00:00:01+00:00"})  # type: ignore[typeddict-item]
+    assert "quarantined as slow until" in text_of(render.vms_table([until]))
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1), st.integers(1, 60))

@@ -10,20 +10,34 @@ def health(rank: int, step: int, *, generation: int = 1, forward_us: int = 10, j
     return Health(job_id=job, generation=generation, rank=rank, step=step, forward_us=forward_us, backward_us=20)
 
 
-def test_medians_come_when_every_rank_has_told_of_enough_steps() -> None:
+def test_a_look_waits_for_enough_steps_of_every_rank() -> None:
     times = ComputeTimes()
     for step in range(1, STEPS_NEEDED + 1):
-        assert times.medians_us("job", 1, 2) is None
+        assert times.look("job", 1, 2) is None
         times.note([health(0, step), health(0, step), health(1, step, forward_us=1000 if step == 1 else 30)])
-    assert times.medians_us("job", 1, 2) == {0: 30, 1: 50}, "the slow first step of a rank is outvoted"
-    assert times.medians_us("job", 1, 3) is None, "a rank is silent"
+    assert times.look("job", 1, 3) is None, "a rank is silent"
+    found = times.look("job", 1, 2)
+    assert found is not None
+    assert {rank: took.median_us for rank, took in found.items()} == {0: 30, 1: 50}, "the slow first step is outvoted"
+    assert found[1].mad_us == 0
+
+
+def test_every_look_is_at_new_steps() -> None:
+    times = ComputeTimes()
+    for step in range(1, STEPS_NEEDED + 1):
+        times.note([health(0, step)])
+    assert times.look("job", 1, 1) is not None
+    for step in range(STEPS_NEEDED + 1, 2 * STEPS_NEEDED + 1):
+        assert times.look("job", 1, 1) is None
+        times.note([health(0, step)])
+    assert times.look("job", 1, 1) is not None
 
 
 def test_the_same_step_told_again_is_one_step() -> None:
     times = ComputeTimes()
     for _ in range(100):
         times.note([health(0, 3)])
-    assert times.medians_us("job", 1, 1) is None
+    assert times.look("job", 1, 1) is None
 
 
 def test_a_new_generation_starts_anew_and_a_late_word_of_the_old_does_no_harm() -> None:
@@ -32,8 +46,8 @@ def test_a_new_generation_starts_anew_and_a_late_word_of_the_old_does_no_harm() 
         times.note([health(0, step)])
     times.note([health(0, 20, generation=2)])
     times.note([health(0, 21)])
-    assert times.medians_us("job", 1, 1) is None
-    assert times.medians_us("job", 2, 1) is None
+    assert times.look("job", 1, 1) is None
+    assert times.look("job", 2, 1) is None
 
 
 def test_what_was_booked_and_jobs_that_are_over_are_forgotten() -> None:
@@ -41,7 +55,7 @@ def test_what_was_booked_and_jobs_that_are_over_are_forgotten() -> None:
     for step in range(1, 20):
         times.note([health(0, step), health(0, step, job="other")])
     times.forget("job")
-    assert times.medians_us("job", 1, 1) is None
-    assert times.medians_us("other", 1, 1) is not None
+    assert times.look("job", 1, 1) is None
+    assert times.look("other", 1, 1) is not None
     times.keep_only(set())
-    assert times.medians_us("other", 1, 1) is None
+    assert times.look("other", 1, 1) is None

@@ -21,8 +21,10 @@ from varuna_manager.domain.observed import (
     FinishJob,
     GenerationView,
     JobView,
+    LiftQuarantine,
     Plan,
     Proposal,
+    Quarantine,
     Rules,
     StartGeneration,
     StopGeneration,
@@ -304,7 +306,7 @@ def test_growth_needs_settled_devices_and_a_gain() -> None:
     assert next_devices(view, vms, RULES) == devices("a")
     vms["b"] = vm("b")
     assert next_devices(view, vms, RULES) == here
-    assert wants_plan(view, here)
+    assert wants_plan(view, here, vms)
     (stop,) = decide(replace(view, proposal=proposal(here)), *vms.values()).actions
     assert isinstance(stop, StopGeneration)
     assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.GROWTH)
@@ -459,6 +461,71 @@ def test_cancelling_stops_then_cancels() -> None:
     assert kinds(decide(job(state=JobState.CANCELLING))) == [FinishJob]
 
 
+# ---------------------------------------------------------------- slow VMs
+
+
+def slow_vm(name: str, ratio: float = 2.0, **changes: object) -> VmView:
+    return vm(name, slow_ratio=ratio, slow_reason=f"rank 1 takes {ratio:.2f} times as long as its peers", **changes)
+
+
+def with_slow(rate_without: float, slow: VmView) -> Decision:
+    """Three VMs at 24 examples/s, of which `slow` is one; `rate_without` it."""
+    here = devices("a", slow.id, "c")
+    view = job(generation(worker(0, "a"), worker(1, slow.id), worker(2, "c")), devices=here)
+    vms = {"a": vm("a"), slow.id: slow, "c": vm("c")}
+    without = next_devices(view, vms, RULES)
+    assert without == devices("a", "c")
+    assert wants_plan(view, without, vms)
+    return decide_job(NOW, replace(view, proposal=proposal(without, rate_without)), vms, RULES)
+
+
+def test_a_slow_vm_is_left_when_the_others_are_faster_without() -> None:
+    quarantine, stop = with_slow(16.0, slow_vm("b")).actions  # 24 at half the pace is 12
+    assert quarantine == Quarantine(
+        vm_ids=("b",), until=NOW + 600, reason="VM b: rank 1 takes 2.00 times as long as its peers"
+    )
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.SLOW_VM)
+    assert "1×3 to 1×2, 12.0 to 16.0 examples/s" in stop.reason
+
+
+def test_a_slow_vm_is_kept_when_it_is_still_worth_having() -> None:
+    decision = with_slow(16.0, slow_vm("b", 1.3))
+    assert not decision.actions
+    assert "VM b: rank 1 takes 1.30 times" in decision.reason
+    assert "1×2 without would give 16.0 examples/s, now 18.5" in decision.reason
+
+
+def test_every_quarantine_of_a_vm_is_twice_as_long() -> None:
+    quarantine, _ = with_slow(16.0, slow_vm("b", quarantines=2)).actions
+    assert isinstance(quarantine, Quarantine)
+    assert quarantine.until == NOW + 2400
+
+
+def test_a_slow_vm_that_is_all_there_is_is_kept() -> None:
+    view = job(generation(worker(0, "b")), devices=devices("b"))
+    vms = {"b": slow_vm("b")}
+    assert not wants_plan(view, next_devices(view, vms, RULES), vms)
+    decision = decide_job(NOW, view, vms, RULES)
+    assert not decision.actions
+    assert "there is no plan without" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"min_gpus": 2, "devices": devices("a")},
+        {"devices": devices("a"), "proposal": Proposal(plan=None, reason="no memory")},
+    ],
+)
+def test_a_quarantine_is_lifted_when_the_vm_is_needed(changes: dict[str, object]) -> None:
+    over = generation(worker(0, "a", ExitCause.PEER_LOST), state=GenerationState.ENDED)
+    view = job(over, quarantined=devices("b"), **changes)
+    (lift,) = decide(view, vm("a"), vm("b", quarantined=True)).actions
+    assert isinstance(lift, LiftQuarantine)
+    assert lift.vm_ids == ("b",)
+
+
 # ---------------------------------------------------------------- any life of a job
 
 
@@ -474,10 +541,12 @@ class World:
     def look(self) -> None:
         """Decide and apply until nothing is left to do."""
         for _ in range(20):
-            usable = tuple(Device(one.id, 0) for one in self.vms.values() if one.usable)
-            self.view = replace(self.view, devices=usable, proposal=None)
+            usable = [one for one in self.vms.values() if one.usable]
+            free = tuple(Device(one.id, 0) for one in usable if not one.quarantined)
+            kept_out = tuple(Device(one.id, 0) for one in usable if one.quarantined)
+            self.view = replace(self.view, devices=free, quarantined=kept_out, proposal=None)
             wanted = next_devices(self.view, self.vms, RULES)
-            if wants_plan(self.view, wanted):
+            if wants_plan(self.view, wanted, self.vms):
                 self.view = replace(self.view, proposal=proposal(wanted))
             decision = decide_job(self.now, self.view, self.vms, RULES)
             assert decision.reason
@@ -512,6 +581,13 @@ class World:
             case FinishJob():
                 assert current is None or not current.live
                 self.view = replace(self.view, state=action.state)
+            case Quarantine():
+                assert set(action.vm_ids) < set(self.vms), "never all of them"
+                for name in action.vm_ids:
+                    self.vms[name] = replace(self.vms[name], quarantined=True, slow_ratio=None)
+            case LiftQuarantine():
+                for name in action.vm_ids:
+                    self.vms[name] = replace(self.vms[name], quarantined=False)
 
     def change_worker(self, rank: int, **changes: object) -> None:
         current = self.view.generation
@@ -541,6 +617,8 @@ EVENTS = st.one_of(
     st.tuples(st.just("profile")),
     st.tuples(st.just("wait"), st.sampled_from([0.1, 3.0, 40.0, 200.0])),
     st.tuples(st.just("cancel")),
+    st.tuples(st.just("slow"), st.sampled_from("abcd"), st.sampled_from([1.2, 3.0])),
+    st.tuples(st.just("probation"), st.sampled_from("abcd")),
 )
 
 
@@ -569,6 +647,10 @@ def test_whatever_happens_generations_grow_one_by_one_and_never_two_live(events:
                 world.view = replace(world.view, profiled_at=world.view.profiled_at or world.now)
             case ("wait", seconds):
                 world.now += seconds
+            case ("slow", name, ratio) if name in world.vms:
+                world.vms[name] = replace(world.vms[name], slow_ratio=ratio, slow_reason="it is slow")
+            case ("probation", name) if name in world.vms:
+                world.vms[name] = replace(world.vms[name], quarantined=False)
             case ("cancel",) if world.view.state in (JobState.QUEUED, JobState.RUNNING):
                 world.view = replace(world.view, state=JobState.CANCELLING)
         world.look()

@@ -100,13 +100,13 @@ import varuna_planner.auto_config
 async def test_a_profile_that_the_workers_disagree_with_is_corrected() -> None:
     service = PlanningService()
     plan = Plan(p=2, d=1, micro_batch=1, global_batch=4, stage_starts=(0, 1))
-    as_measured = {0: 3000.0, 1: 3000.0}
-    assert await service.find_drift(profile().to_json(), plan, as_measured) is None
-    found = await service.find_drift(profile().to_json(), plan, {0: 4500.0, 1: 4500.0})
-    assert found is not None
-    corrected, reason = found
-    assert [s.measurements[0].backward_us for s in Profile.from_json(corrected).sections] == [3000, 3000]
-    assert "1.50" in reason
+    true = await service.examine(profile().to_json(), plan, {0: 3000.0, 1: 3000.0})
+    assert (true.expected_us, true.corrected_json, true.drift) == ((3000.0, 3000.0), None, None)
+    found = await service.examine(profile().to_json(), plan, {0: 4500.0, 1: 4500.0})
+    assert found.corrected_json is not None
+    sections = Profile.from_json(found.corrected_json).sections
+    assert [section.measurements[0].backward_us for section in sections] == [3000, 3000]
+    assert "1.50" in (found.drift or "")
 
 
 async def test_growth_is_weighed_by_one_profile() -> None:

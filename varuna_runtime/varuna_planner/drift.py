@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median_low
 
 from varuna_planner.profile import Profile, Section
 
-__all__ = ["THRESHOLD", "Drift", "StageTimes", "find_drift"]
+__all__ = ["THRESHOLD", "Drift", "StageTimes", "expected", "find_drift"]
 
 THRESHOLD = 0.1
 """Smaller differences are the noise of measurement; predictions are not worse for them than they claim to be."""
@@ -43,18 +43,27 @@ class Drift:
     reason: str
 
 
+def expected(profile: Profile, micro_batch: int, stages: Sequence[StageTimes]) -> list[float]:
+    """Forward and backward of a micro-batch by the profile, µs per stage."""
+    predicted = profile.at(micro_batch)
+    for stage in stages:
+        if not 0 <= stage.first < stage.stop <= len(predicted):
+            raise ValueError(f"stage of sections {stage.first} to {stage.stop - 1}: the profile has {len(predicted)}")
+    return [
+        sum(section.forward_us + section.backward_us for section in predicted[stage.first : stage.stop])
+        for stage in stages
+    ]
+
+
 def find_drift(profile: Profile, micro_batch: int, stages: Sequence[StageTimes]) -> Drift | None:
     """What the stages' times say against the profile; None when they agree with it within THRESHOLD.
 
     `micro_batch`: examples. Stages must be non-empty and within the profile's sections, else ValueError.
     """
-    predicted = profile.at(micro_batch)
     ratios = []
-    for stage in stages:
-        if not 0 <= stage.first < stage.stop <= len(predicted):
-            raise ValueError(f"stage of sections {stage.first} to {stage.stop - 1}: the profile has {len(predicted)}")
-        expected_us = sum(section.forward_us + section.backward_us for section in predicted[stage.first : stage.stop])
-        ratios.append(median(stage.replicas_us) / expected_us if expected_us > 0 else 1.0)
+    for stage, expected_us in zip(stages, expected(profile, micro_batch, stages), strict=True):
+        # The lower one of two: one slow VM must not be taken for slow sections.
+        ratios.append(median_low(stage.replicas_us) / expected_us if expected_us > 0 else 1.0)
     common = median_low(ratios)
     alone = any(len(stage.replicas_us) < 2 for stage in stages)
     factors = tuple(common if alone else ratio for ratio in ratios)

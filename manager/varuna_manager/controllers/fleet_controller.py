@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow
@@ -73,6 +74,7 @@ class FleetController:
                 if verdict is not None:
                     await self._fleet.move_vm(session, row, verdict.state, verdict.reason)
                     changed = True
+                changed |= self._end_quarantine(session, row)
         for row in alive:
             if row.vm_state is VmState.GONE:
                 self._registry.forget(row.id)
@@ -82,6 +84,14 @@ class FleetController:
             return 0.0
         hurried = self._registry.just_disconnected(_BROKEN_STREAM_S)
         return min(_BROKEN_STREAM_PERIOD_S, self._period_s) if hurried else self._period_s
+
+    def _end_quarantine(self, session: AsyncSession, row: VmRow) -> bool:
+        """Probation: what was slow once may be well again; whether it is shows when it works."""
+        if row.quarantined_until is None or self._now() < row.quarantined_until:
+            return False
+        row.quarantined_until = None
+        self._events.add(session, "vm_released", f"VM {row.id} is out of quarantine, on probation", vm_id=row.id)
+        return True
 
     # ------------------------------------------------------------ the number of VMs
 

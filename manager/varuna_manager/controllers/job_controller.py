@@ -29,6 +29,8 @@ from varuna_manager.domain.observed import (
     EndGeneration,
     FinishJob,
     JobView,
+    LiftQuarantine,
+    Quarantine,
     Rules,
     StartGeneration,
     StopGeneration,
@@ -97,9 +99,9 @@ class JobController:
 
     async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, claimed: frozenset[Device]) -> JobView:
         """The view with the devices that the older jobs left, and the planner's proposal for them."""
-        view = with_devices(job, snapshot.devices_for(job, claimed))
+        view = with_devices(job, *snapshot.devices_for(job, claimed))
         devices = next_devices(view, snapshot.vms, self._rules)
-        if not wants_plan(view, devices):
+        if not wants_plan(view, devices, snapshot.vms):
             return view
         vms = [snapshot.vms[vm_id] for vm_id in {device.vm_id for device in devices}]
         memories = [vm.device_memory_bytes for vm in vms if vm.device_memory_bytes]
@@ -147,6 +149,8 @@ class JobController:
                 await self._end(session, row, action)
             case FinishJob():
                 self._finish(session, row, action)
+            case Quarantine() | LiftQuarantine():
+                await self._quarantine(session, row, action)
 
     async def _start(self, session: AsyncSession, row: JobRow, job: LoadedJob, action: StartGeneration) -> None:
         now = self._now()
@@ -249,6 +253,19 @@ class JobController:
         suffix = f": {reason}" if action.error else ""
         kind = f"job_{action.state.value}"
         self._events.add(session, kind, f"job {row.name!r} {_VERBS[action.state]}{suffix}", job_id=row.id)
+
+    async def _quarantine(self, session: AsyncSession, row: JobRow, action: Quarantine | LiftQuarantine) -> None:
+        for vm_id in action.vm_ids:
+            vm = await session.get_one(VmRow, vm_id)
+            if isinstance(action, Quarantine):
+                vm.quarantined_until, vm.quarantines = action.until, vm.quarantines + 1
+                vm.slow_ratio = vm.slow_reason = None
+                text = f"VM {vm_id} is quarantined for {action.until - self._now():.0f} s: {action.reason}"
+                self._events.add(session, "vm_quarantined", text, job_id=row.id, vm_id=vm_id)
+            elif vm.quarantined_until is not None:
+                vm.quarantined_until = None
+                text = f"VM {vm_id} is out of quarantine: it is needed, since {action.reason}"
+                self._events.add(session, "vm_released", text, job_id=row.id, vm_id=vm_id)
 
     # ------------------------------------------------------------ tell
 

@@ -51,10 +51,15 @@ class Snapshot:
     presence: Mapping[str, tuple[Presence, ...]]
     """By VM: every generation with a worker there that has not stopped."""
 
-    def devices_for(self, job: LoadedJob, claimed: frozenset[Device]) -> tuple[Device, ...]:
-        """The devices that the job may be launched on: of usable VMs, not another job's or claimed by an older one."""
+    def devices_for(self, job: LoadedJob, claimed: frozenset[Device]) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
+        """(the devices that the job may be launched on, those that it might be, were they not quarantined).
+
+        Of usable VMs, not another job's or claimed by an older one.
+        """
         devices = [Device(vm.id, index) for vm in self.vms.values() if vm.usable for index in range(vm.gpus)]
-        return tuple(sorted(d for d in devices if self.occupied.get(d, job.row.id) == job.row.id and d not in claimed))
+        ours = sorted(d for d in devices if self.occupied.get(d, job.row.id) == job.row.id and d not in claimed)
+        kept_out = {device for device in ours if self.vms[device.vm_id].quarantined}
+        return tuple(d for d in ours if d not in kept_out), tuple(d for d in ours if d in kept_out)
 
 
 class SnapshotLoader:
@@ -138,13 +143,18 @@ class SnapshotLoader:
             kind=row.generation_kind,
             state=row.generation_state,
             workers=tuple(self._worker_view(worker, vms) for worker in workers),
-            # A manager that was away has missed the steps of that time: the clock starts with it.
-            progress_at=max(row.last_step_at or row.created_at, self._started_at),
+            progress_at=self._progress_at(row),
             plan=Plan.from_document(row.plan),
             last_step=row.last_step,
             stop=stop,
             end_reason=row.end_reason or "",
         )
+
+    def _progress_at(self, row: GenerationRow) -> float:
+        # A manager that was away has missed the steps of that time: the clock starts with it.
+        progress_at = max(row.last_step_at or row.created_at, self._started_at)
+        evaluated_s = self._registry.evaluated_s(row.job_id, row.number)
+        return progress_at if evaluated_s is None else max(progress_at, self._now() - evaluated_s)
 
     def _worker_view(self, row: WorkerRow, vms: Mapping[str, VmView]) -> WorkerView:
         vm = vms.get(row.vm_id)
@@ -193,8 +203,8 @@ async def _setbacks(session: AsyncSession, job_id: str) -> Setbacks:
     )
 
 
-def with_devices(job: LoadedJob, devices: tuple[Device, ...]) -> JobView:
-    return replace(job.view, devices=devices)
+def with_devices(job: LoadedJob, devices: tuple[Device, ...], quarantined: tuple[Device, ...]) -> JobView:
+    return replace(job.view, devices=devices, quarantined=quarantined)
 
 
 def previous_placement(job: LoadedJob) -> tuple[tuple[Device, ...], int | None]:

@@ -60,6 +60,11 @@ function drawJobs(jobs) {
   }));
 }
 
+function whyVm(vm) {
+  if (vm.quarantined_until) return `quarantined as slow until ${new Date(vm.quarantined_until).toLocaleTimeString()}`;
+  return vm.slow_ratio ? `slow: ${vm.slow_reason}` : vm.reason ?? "";
+}
+
 function drawFleet(vms) {
   const ready = vms.filter((vm) => vm.state === "ready").length;
   byId("summary").textContent = `${ready} of ${vms.length} VMs ready`;
@@ -67,7 +72,7 @@ function drawFleet(vms) {
   fill("vms", vms.map((vm) => row(
     vm.id, state(vm.state), vm.gpus, mebibytes(vm.device_memory_bytes), vm.host,
     vm.last_heard_s === null || vm.last_heard_s === undefined ? "–" : `${vm.last_heard_s.toFixed(1)} s ago`,
-    element("td", vm.reason ?? "", { class: "why" }),
+    element("td", whyVm(vm), { class: "why" }),
   )));
 }
 

@@ -193,6 +193,12 @@ class VmRow(_Living, Base):
     reason: Mapped[str | None] = mapped_column(Text)
     notice_id: Mapped[str | None]
     notice_deadline: Mapped[float | None]
+    slow_ratio: Mapped[float | None]
+    """How many times as long as its peers it takes, as long as it is found slow."""
+    slow_reason: Mapped[str | None] = mapped_column(Text)
+    quarantined_until: Mapped[float | None]
+    quarantines: Mapped[int] = mapped_column(Integer, default=0)
+    """How often it was quarantined: each one lasts longer."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 

@@ -18,8 +18,10 @@ from varuna_manager.domain.observed import (
     FinishJob,
     GenerationView,
     JobView,
+    LiftQuarantine,
     Plan,
     Proposal,
+    Quarantine,
     Rules,
     StartGeneration,
     StopGeneration,
@@ -40,6 +42,7 @@ from varuna_manager.domain.states import (
 Vms = Mapping[str, VmView]
 
 _ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
+_QUARANTINE_DOUBLINGS = 6
 _CONSEQUENCE_OF = frozenset({EndCause.VM_LOST, EndCause.HANG, EndCause.WORKER_FAILED})
 """Stops that make healthy scripts raise (their peers vanish): a script failure after one of these says nothing."""
 
@@ -68,6 +71,9 @@ def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
     own = job.generation.devices if job.generation is not None else frozenset()
     devices = sorted(job.devices, key=lambda device: (device not in own, device))
     if live:
+        # What the job would do without its slow VMs; where they are all it has, there is nothing to ask.
+        slow = _slow(job.generation, vms)
+        devices = [device for device in devices if device.vm_id not in slow]
         ages = {device: vms[device.vm_id].ready_for_s for device in devices if device not in own}
         young = [age for age in ages.values() if age < rules.growth_settle_s]
         if young and max(ages.values()) < 3 * rules.growth_settle_s:
@@ -77,15 +83,23 @@ def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
     return tuple(devices[: job.max_gpus])
 
 
-def wants_plan(job: JobView, devices: tuple[Device, ...]) -> bool:
+def wants_plan(job: JobView, devices: tuple[Device, ...], vms: Vms) -> bool:
     """Whether the planner must be asked before `decide_job` can answer."""
     if job.profiled_at is None or len(devices) < job.min_gpus or job.state not in (JobState.QUEUED, JobState.RUNNING):
         return False
     generation = job.generation
     if generation is None or not generation.live:
         return bool(devices)
-    may_grow = generation.kind is GenerationKind.TRAINING and generation.state is GenerationState.RUNNING
-    return may_grow and len(devices) > len(generation.workers)
+    may_morph = generation.kind is GenerationKind.TRAINING and generation.state is GenerationState.RUNNING
+    return may_morph and bool(devices) and (len(devices) > len(generation.workers) or bool(_slow(generation, vms)))
+
+
+def _slow(generation: GenerationView | None, vms: Vms) -> tuple[str, ...]:
+    """The slow VMs of the generation."""
+    if generation is None:
+        return ()
+    ids = sorted({worker.device.vm_id for worker in generation.workers})
+    return tuple(vm_id for vm_id in ids if vm_id in vms and vms[vm_id].slow_ratio is not None)
 
 
 # ---------------------------------------------------------------- no generation is live
@@ -102,6 +116,8 @@ def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> De
         return Decision(reason=f"{reason} before the next one (the last: {failures[-1]})")
     devices = next_devices(job, vms, rules)
     waiting = _too_few(now, job, devices, rules)
+    if waiting and job.quarantined:
+        return _lift(job, waiting)
     if waiting:
         return Decision(reason=waiting)
     claims = frozenset(devices)
@@ -113,6 +129,8 @@ def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> De
     if proposal.plan is None:
         if not proposal.possible:
             return _fail(f"no plan can ever fit: {proposal.reason}")
+        if job.quarantined:
+            return _lift(job, f"no plan fits the other {len(devices)} GPUs")
         return Decision(reason=f"no plan fits {len(devices)} GPUs, waiting for more: {proposal.reason}")
     return _start_training(job, proposal.plan, proposal, vms)
 
@@ -336,12 +354,13 @@ def _running(now: float, job: JobView, generation: GenerationView, vms: Vms, rul
         or _calibrated(now, job, generation, rules)
         or _leaving_vm(generation, vms)
         or _hang(now, job, generation, rules)
+        or _slow_vms(now, job, generation, vms, rules)
         or _growth(job, generation, vms, rules)
     )
     if decision is not None:
         return decision
     # The step is left out: a reason that changed with every step would be an event with every step.
-    why_not = _why_no_growth(job, generation, rules)
+    why_not = _why_no_escape(job, generation, vms) or _why_no_growth(job, generation, rules)
     reason = f"generation {generation.number} is under way{why_not}"
     return Decision(reason=reason, claims=_claims(job, generation, rules), notable=bool(why_not))
 
@@ -417,13 +436,60 @@ def _hang(now: float, job: JobView, generation: GenerationView, rules: Rules) ->
     else:
         predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
         limit, what = max(rules.hang_minimum_s, rules.hang_steps * predicted), f"no step after {generation.last_step}"
-    # Scripts evaluate, and write results, for longer than we can know: a limit that was too short once is stretched.
+    # Scripts write results, and more, for longer than we can know: a limit that was too short once is stretched.
     limit *= 2.0 ** min(job.setbacks.hangs, rules.hang_doublings)
     if any(worker.cause is ExitCause.FINISHED for worker in generation.workers):
         limit = max(limit, rules.finish_timeout_s)
     if now - generation.progress_at <= limit:
         return None
     return _stop(generation, StopMode.LEAVE_NOW, EndCause.HANG, f"hang: {what} for {limit:.0f} s")
+
+
+def _slow_vms(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:
+    """A plan without the slow VMs that is worth a morph: all others wait for them."""
+    slow = _slow(generation, vms)
+    if not slow or generation.last_step is None or generation.plan is None:
+        return None
+    proposal = job.proposal
+    if proposal is None or proposal.plan is None:
+        return None
+    present = _slowed_rate(proposal, generation.plan, slow, vms)
+    if proposal.plan.examples_per_s < rules.slow_gain * present:
+        return None
+    told = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
+    before, after = generation.plan, proposal.plan
+    reason = (
+        f"{told}; without: {before.p}×{before.d} to {after.p}×{after.d}, {present:.1f} to {after.examples_per_s:.1f} "
+        "examples/s predicted"
+    )
+    doublings = min(max(vms[vm_id].quarantines for vm_id in slow), _QUARANTINE_DOUBLINGS)
+    quarantine = Quarantine(vm_ids=slow, until=now + rules.quarantine_s * 2.0**doublings, reason=told)
+    stop = _stop(generation, StopMode.SAVE_FIRST, EndCause.SLOW_VM, reason)
+    return Decision(reason=reason, actions=(quarantine, *stop.actions), claims=stop.claims)
+
+
+def _slowed_rate(proposal: Proposal, plan: Plan, slow: tuple[str, ...], vms: Vms) -> float:
+    """Examples/s of the present plan at the pace of its slowest VM."""
+    return _present_rate(proposal, plan) / max(vms[vm_id].slow_ratio or 1.0 for vm_id in slow)
+
+
+def _why_no_escape(job: JobView, generation: GenerationView, vms: Vms) -> str:
+    slow = _slow(generation, vms)
+    if not slow or generation.plan is None:
+        return ""
+    told = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
+    proposal = job.proposal
+    if proposal is None or proposal.plan is None:
+        return f"; {told}, but there is no plan without"
+    plan, present = proposal.plan, _slowed_rate(proposal, generation.plan, slow, vms)
+    return f"; {told}, but {plan.p}×{plan.d} without would give {plan.examples_per_s:.1f} examples/s, now {present:.1f}"
+
+
+def _lift(job: JobView, why: str) -> Decision:
+    vm_ids = tuple(sorted({device.vm_id for device in job.quarantined}))
+    return Decision(
+        reason=f"{why}: the quarantined VMs are needed", actions=(LiftQuarantine(vm_ids=vm_ids, reason=why),)
+    )
 
 
 def _growth(job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:

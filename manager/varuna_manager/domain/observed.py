@@ -41,7 +41,7 @@ class Rules:
     hang_steps: float = 20.0
     """Predicted steps without progress that make a hang (but not before hang_minimum_s)."""
     hang_doublings: int = 6
-    """Each hang that was seen doubles the limit, at most so often: a long evaluation looks like one."""
+    """Each hang that was seen doubles the limit, at most so often: a script that writes for long looks like one."""
     finish_timeout_s: float = 600.0
     """After a rank has finished: how long the others may take without a step (they may be writing the result)."""
     first_step_timeout_s: float = 120.0
@@ -59,6 +59,14 @@ class Rules:
     """Generations in a row that a fault ended before they got beyond the best step so far: they fail the job."""
     start_settle_s: float = 5.0
     """How long a new job waits for VMs that are already on their way."""
+    slow_threshold: float = 0.15
+    """A VM that takes this much longer than its peers for the same work is slow."""
+    slow_looks: int = 3
+    """In a row, before it is."""
+    slow_gain: float = 1.05
+    """Predicted rate without the slow VM over the present one that makes leaving it worthwhile."""
+    quarantine_s: float = 600.0
+    """The first time; each further one of the same VM lasts twice as long."""
     request_timeout_s: float = 120.0
     """How long a requested VM may take to say Hello."""
 
@@ -139,6 +147,12 @@ class VmView:
     listed: bool | None = None
     """What the provider says: it has the VM, it has not; None: not asked yet."""
     notice_deadline: float | None = None
+    slow_ratio: float | None = None
+    """How many times as long as its peers it takes; None: it is not slow."""
+    slow_reason: str = ""
+    quarantined: bool = False
+    quarantines: int = 0
+    """Those of the past and the present."""
     workers: int = 0
     """Workers there that have not stopped."""
     has_rendezvous_port: bool = True
@@ -180,7 +194,8 @@ class GenerationView:
     state: GenerationState
     workers: tuple[WorkerView, ...]
     progress_at: float
-    """When it last completed a step; before that, when it was launched (never before the manager started)."""
+    """When it last completed a step, or a micro-batch of an evaluation was seen to be done; before that, when it was
+    launched (never before the manager started)."""
     plan: Plan | None = None
     last_step: int | None = None
     stop: StopView | None = None
@@ -215,6 +230,8 @@ class JobView:
     """Those that it could be launched on now: on usable VMs, free or its own."""
     proposal: Proposal | None = None
     """For `next_devices`; None when the planner was not asked."""
+    quarantined: tuple[Device, ...] = ()
+    """Those that it could be launched on, were their VMs not quarantined."""
     coming_vms: int = 0
     """VMs that were requested and are not here yet."""
     returning_vms: int = 0
@@ -252,7 +269,22 @@ class FinishJob:
     error: str | None = None
 
 
-Action = StartGeneration | StopGeneration | EndGeneration | FinishJob
+@dataclass(frozen=True, kw_only=True)
+class Quarantine:
+    """Leave the VMs alone until then."""
+
+    vm_ids: tuple[str, ...]
+    until: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiftQuarantine:
+    vm_ids: tuple[str, ...]
+    reason: str
+
+
+Action = StartGeneration | StopGeneration | EndGeneration | FinishJob | Quarantine | LiftQuarantine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from varuna_manager.domain.states import EndCause
 
-_BLAMELESS = frozenset({EndCause.VM_LOST, EndCause.NOTICE, EndCause.GROWTH, EndCause.CANCELLED})
+_BLAMELESS = frozenset({EndCause.VM_LOST, EndCause.NOTICE, EndCause.GROWTH, EndCause.SLOW_VM, EndCause.CANCELLED})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,7 @@ class EndCause(StrEnum):
     NOTICE = "notice"
     HANG = "hang"
     GROWTH = "growth"
+    SLOW_VM = "slow_vm"
     CANCELLED = "cancelled"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -18,7 +18,23 @@ STEPS_NEEDED = 8
 class _Rank:
     step: int = 0
     """The newest that was noted: heartbeats tell the same step again and again."""
+    since_look: int = 0
+    """Steps."""
     micro_batch_us: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Took:
+    """Forward and backward of a micro-batch, over the last STEPS_KEPT steps."""
+
+    median_us: float
+    mad_us: float
+    """Median absolute deviation."""
+
+
+def _took(micro_batch_us: Sequence[int]) -> Took:
+    usual = median(micro_batch_us)
+    return Took(median_us=usual, mad_us=median(abs(us - usual) for us in micro_batch_us))
 
 
 class ComputeTimes:
@@ -37,14 +53,17 @@ class ComputeTimes:
             rank = self._ranks.setdefault(key, {}).setdefault(worker.rank, _Rank())
             if worker.step > rank.step:
                 rank.step = worker.step
+                rank.since_look += 1
                 rank.micro_batch_us.append(worker.forward_us + worker.backward_us)
 
-    def medians_us(self, job_id: str, generation: int, ranks: int) -> Mapping[int, float] | None:
-        """Forward and backward of a micro-batch by rank; None until every rank has told of STEPS_NEEDED steps."""
+    def look(self, job_id: str, generation: int, ranks: int) -> Mapping[int, Took] | None:
+        """What each rank took; None until every one has told of STEPS_NEEDED steps since the last look."""
         known = self._ranks.get((job_id, generation), {})
-        if len(known) < ranks or any(len(rank.micro_batch_us) < STEPS_NEEDED for rank in known.values()):
+        if len(known) < ranks or any(rank.since_look < STEPS_NEEDED for rank in known.values()):
             return None
-        return {number: median(rank.micro_batch_us) for number, rank in known.items()}
+        for rank in known.values():
+            rank.since_look = 0
+        return {number: _took(rank.micro_batch_us) for number, rank in known.items()}
 
     def forget(self, job_id: str) -> None:
         """Starts again with a job: what was noted is booked."""

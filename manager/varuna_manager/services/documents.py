@@ -94,6 +94,9 @@ def vm_document(vm: VmRow, workers: Sequence[WorkerRow], last_heard_s: float | N
         "last_heard_s": last_heard_s,
         "created_at": iso(vm.created_at),
         "reason": vm.reason,
+        "slow_ratio": vm.slow_ratio,
+        "slow_reason": vm.slow_reason,
+        "quarantined_until": iso(vm.quarantined_until),
     }
 
 

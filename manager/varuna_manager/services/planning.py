@@ -56,6 +56,18 @@ class Question:
         return "|".join(parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """A profile beside what the workers take."""
+
+    expected_us: tuple[float, ...]
+    """Forward and backward of a micro-batch, per stage."""
+    corrected_json: str | None = None
+    """The profile as it should be; None: it is true."""
+    drift: str | None = None
+    """What it was corrected by."""
+
+
 class PlanningService:
     """`cache_dir`: for compiled code, where neither the package's folder nor the user's cache can be written."""
 
@@ -85,14 +97,9 @@ class PlanningService:
         """What is wrong with a profile document; None when nothing is."""
         return await asyncio.to_thread(_profile_error, profile_json)
 
-    async def find_drift(
-        self, profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]
-    ) -> tuple[str, str] | None:
-        """(corrected profile document, what it was corrected by); None when the profile is true.
-
-        `micro_batch_us`: forward and backward of a micro-batch by rank, for every rank of the plan.
-        """
-        return await asyncio.to_thread(_find_drift, profile_json, plan, micro_batch_us)
+    async def examine(self, profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> Examined:
+        """A profile beside `micro_batch_us`: forward and backward of a micro-batch, for every rank of the plan."""
+        return await asyncio.to_thread(_examine, profile_json, plan, micro_batch_us)
 
 
 def _warm_up(cache_dir: Path | None) -> None:
@@ -126,8 +133,8 @@ def _profile_error(profile_json: str) -> str | None:
     return None
 
 
-def _find_drift(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> tuple[str, str] | None:
-    from varuna_planner.drift import StageTimes, find_drift
+def _examine(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> Examined:
+    from varuna_planner.drift import StageTimes, expected, find_drift
     from varuna_planner.profile import Profile
 
     profile = Profile.from_json(profile_json)
@@ -141,7 +148,11 @@ def _find_drift(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, floa
         for stage, (first, stop) in enumerate(itertools.pairwise(bounds))
     ]
     drift = find_drift(profile, plan.micro_batch, stages)
-    return None if drift is None else (drift.profile.to_json(), drift.reason)
+    return Examined(
+        expected_us=tuple(expected(profile, plan.micro_batch, stages)),
+        corrected_json=None if drift is None else drift.profile.to_json(),
+        drift=None if drift is None else drift.reason,
+    )
 
 
 def _answer(question: Question) -> Proposal:

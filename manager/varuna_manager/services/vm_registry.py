@@ -30,6 +30,8 @@ class Health:
     backward_us: int = 0
     memory_bytes: int = 0
     wait_us: int = 0
+    evaluated: int = 0
+    """Micro-batches of evaluations, since it started."""
 
 
 @dataclass(kw_only=True)
@@ -43,6 +45,15 @@ class _Live:
     used_at: float = 0.0
     listed: bool | None = None
     workers: tuple[Health, ...] = field(default_factory=tuple)
+    evaluated: dict[tuple[str, int, int], _Evaluated] = field(default_factory=dict)
+    """By job, generation and rank."""
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    micro_batches: int
+    at: float
+    """When there were first so many."""
 
 
 class VmRegistry:
@@ -65,7 +76,28 @@ class VmRegistry:
         was_silent = live.heard_at is None or self._now() - live.heard_at > 1.5
         news = was_silent or live.rendezvous_port != rendezvous_port
         live.heard_at, live.rendezvous_port, live.workers = self._now(), rendezvous_port, tuple(workers)
+        self._note_evaluations(live)
         return news
+
+    def _note_evaluations(self, live: _Live) -> None:
+        before, live.evaluated = live.evaluated, {}
+        for worker in live.workers:
+            key = (worker.job_id, worker.generation, worker.rank)
+            known = before.get(key, _Evaluated(0, 0.0))
+            if worker.evaluated > known.micro_batches:
+                known = _Evaluated(worker.evaluated, self._now())
+            if known.micro_batches:  # a hello does not say how many: they are not forgotten for that
+                live.evaluated[key] = known
+
+    def evaluated_s(self, job_id: str, generation: int) -> float | None:
+        """How long ago a worker of the generation was first heard to have evaluated more; None: that never was."""
+        at = [
+            evaluated.at
+            for live in self._live.values()
+            for (of_job, number, _), evaluated in live.evaluated.items()
+            if (of_job, number) == (job_id, generation)
+        ]
+        return self._now() - max(at) if at else None
 
     def disconnected(self, vm_id: str) -> None:
         live = self._of(vm_id)
@@ -117,6 +149,10 @@ class VmRegistry:
             age_s=now - row.created_at,
             listed=live.listed,
             notice_deadline=row.notice_deadline,
+            slow_ratio=row.slow_ratio,
+            slow_reason=row.slow_reason or "",
+            quarantined=row.quarantined_until is not None and now < row.quarantined_until,
+            quarantines=row.quarantines,
             workers=workers,
             has_rendezvous_port=self.rendezvous_port(row.id) is not None,
             reason=row.reason or "",

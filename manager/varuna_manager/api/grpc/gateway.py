@@ -154,6 +154,7 @@ def _healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
             backward_us=worker.backward_us,
             memory_bytes=worker.memory_bytes,
             wait_us=worker.wait_us,
+            evaluated=worker.evaluated,
         )
 
 
