@@ -14,7 +14,7 @@ from varuna_manager.domain.observed import Plan, Rules
 from varuna_manager.domain.states import GenerationKind, GenerationState, JobState
 from varuna_manager.domain.stutter import RankTimes, Slowness, Watched, compare, watch
 from varuna_manager.services.bell import Bell
-from varuna_manager.services.compute_times import ComputeTimes, Took
+from varuna_manager.services.compute_times import STEPS_KEPT, ComputeTimes, Took
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.planning import Examined, PlanningService
 
@@ -65,7 +65,9 @@ class ComputeController:
                 medians = {rank: each.median_us for rank, each in took.items()}
                 examined = await self._planning.examine(running.profile_json, running.plan, medians)
                 await self._note_slow_vms(running, _rank_times(running, took, examined))
-                if examined.corrected_json is not None:
+                # The profile is corrected by whole windows only: a busy moment is no drift.
+                is_whole = all(each.steps == STEPS_KEPT for each in took.values())
+                if is_whole and examined.corrected_json is not None:
                     await self._correct(running, examined.corrected_json, examined.drift or "")
         await self._clear(all_running)
         return _PERIOD_S

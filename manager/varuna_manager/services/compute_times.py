@@ -27,6 +27,8 @@ class _Rank:
 class Took:
     """Forward and backward of a micro-batch, over the last STEPS_KEPT steps."""
 
+    steps: int
+    """Fewer, while there are no more."""
     median_us: float
     mad_us: float
     """Median absolute deviation."""
@@ -34,7 +36,7 @@ class Took:
 
 def _took(micro_batch_us: Sequence[int]) -> Took:
     usual = median(micro_batch_us)
-    return Took(median_us=usual, mad_us=median(abs(us - usual) for us in micro_batch_us))
+    return Took(steps=len(micro_batch_us), median_us=usual, mad_us=median(abs(us - usual) for us in micro_batch_us))
 
 
 class ComputeTimes:
