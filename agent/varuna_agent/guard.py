@@ -3,7 +3,8 @@
 The worker gets a process group of its own. LIFE_FD is the read end of a pipe whose write end only the agent has: when
 that closes, because the agent wants it or because the agent is gone (SIGKILL included), the guard kills the worker's
 group. The guard is the reaper of all orphans among the worker's descendants, so it also finds those that left the
-group. It ends as the worker ended: same exit code, same signal. On STATUS_FD it writes the number of the group.
+group. It ends as the worker ended: same exit code, same signal. On STATUS_FD it writes the number of the group, and at
+last the exit code (negative: the signal), a line each.
 
 Standard library only, and little of it: one of these starts with every worker. It imports nothing of ours.
 """
@@ -22,6 +23,12 @@ _KILL_PATIENCE_S = 10.0  # a process in uninterruptible sleep does not die; the 
 
 def main(arguments: list[str]) -> None:
     life_fd, status_fd, command = int(arguments[0]), int(arguments[1]), arguments[2:]
+    fork_worker(life_fd, status_fd)
+    _execute(command)
+
+
+def fork_worker(life_fd: int, status_fd: int) -> None:
+    """Fork. Returns in the child only, which is to become the worker; this process is its guard from now on."""
     os.set_inheritable(life_fd, False)
     os.set_inheritable(status_fd, False)
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
@@ -33,10 +40,11 @@ def main(arguments: list[str]) -> None:
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _become(command, guard)
+        _leave_guard(guard, (life_fd, status_fd, wake_fd, signal.set_wakeup_fd(-1)))
+        return
     _set_group(worker)
     try:
-        _tell_group(status_fd, worker)
+        _tell(status_fd, worker)
         status = _wait(worker, life_fd, wake_fd)
     finally:  # also for a defect in here: better no worker than one without a guard
         _kill(worker)
@@ -44,18 +52,26 @@ def main(arguments: list[str]) -> None:
         status = os.waitpid(worker, 0)[1]
     _kill_rest(worker)
     code = os.waitstatus_to_exitcode(status)
+    _tell(status_fd, code)
     if code < 0:
         _end_by_signal(-code)
     os._exit(code)
 
 
-def _become(command: list[str], guard: int) -> None:
+def _leave_guard(guard: int, guards_fds: "tuple[int, ...]") -> None:
+    """In the child: a group of its own, and nothing that is the guard's."""
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
+    if os.getppid() != guard:
+        os._exit(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for fd in guards_fds:
+        os.close(fd)
+
+
+def _execute(command: list[str]) -> None:
     """In the child: turn into the worker."""
     try:
-        os.setpgid(0, 0)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
-        if os.getppid() != guard:
-            os._exit(1)
         for changed in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(changed, signal.SIG_DFL)
         os.execvp(command[0], command)
@@ -73,10 +89,9 @@ def _set_group(worker: int) -> None:
         return
 
 
-def _tell_group(status_fd: int, group: int) -> None:
+def _tell(status_fd: int, number: int) -> None:
     try:
-        os.write(status_fd, b"%d" % group)
-        os.close(status_fd)
+        os.write(status_fd, b"%d\n" % number)
     except BrokenPipeError:
         return  # the agent is gone: the other pipe says so, too
 

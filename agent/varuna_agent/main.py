@@ -52,12 +52,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--manager", required=True, help="host:port of the manager's gRPC service")
     parser.add_argument("--vm-id", required=True, help="the id by which the manager knows this VM")
     parser.add_argument("--vm-dir", required=True, type=Path, help="folder for logs, socket and notices")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        help="folder for copies of checkpoints, on a disk or in RAM (default: in --vm-dir)",
+    )
     parser.add_argument("--gpus", type=int, default=1, help="devices that can each run one worker")
     parser.add_argument("--device-memory-bytes", type=int, default=0, help="per device; 0: not known")
     parser.add_argument("--host", default="127.0.0.1", help="address of this VM for the workers of other VMs")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--reconnect-first-s", type=float, default=0.1, help="backoff to the manager: first wait")
     parser.add_argument("--reconnect-most-s", type=float, default=5.0, help="backoff to the manager: longest wait")
+    parser.add_argument(
+        "--keep-warm-s",
+        type=float,
+        default=120.0,
+        help="keep a process with the job's imports done, from which its next workers start, for so long after its "
+        "last worker here; 0: start every worker from nothing",
+    )
     parser.add_argument("--log-format", default="console", choices=("console", "json"))
     return parser
 
@@ -67,12 +79,14 @@ def _settings(options: argparse.Namespace) -> AgentSettings:
         manager=options.manager,
         vm_id=options.vm_id,
         vm_dir=options.vm_dir,
+        checkpoint_dir=options.checkpoint_dir,
         gpus=options.gpus,
         device_memory_bytes=options.device_memory_bytes,
         host=options.host,
         device=options.device,
         reconnect_first_s=options.reconnect_first_s,
         reconnect_most_s=options.reconnect_most_s,
+        keep_warm_s=options.keep_warm_s,
     )
 
 

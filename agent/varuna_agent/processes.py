@@ -1,4 +1,4 @@
-"""Worker processes: each under a guard of its own (see `guard.py`)."""
+"""Worker processes: each under a guard of its own (see `guard.py`), from a warmed process where there is one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import structlog
 
 from varuna_agent import logs
 from varuna_agent.state import WorkerKey
+from varuna_agent.warm import Recipe, WarmProcess, read_end
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 _GUARD = Path(__file__).with_name("guard.py")
 
@@ -25,9 +30,17 @@ class ProcessSpec:
     """Run by /bin/sh -c."""
     workdir: str
     environment: Mapping[str, str]
+    """What all workers of the job on this VM have in common."""
+    contract: Mapping[str, str] = field(default_factory=dict)
+    """What this worker has for itself, on top of it."""
     log: Path
     rendezvous: socket.socket | None = None
-    """Inherited by the worker under the same number; closed here once it has started."""
+    """Inherited by the worker (VARUNA_RENDEZVOUS_FD says where); closed here once it has started."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How to warm a process for workers like this one; None: it cannot be done."""
+        return Recipe.of(self.command, self.workdir, self.environment)
 
 
 @dataclass(frozen=True)
@@ -46,17 +59,35 @@ class WorkerProcesses:
 
     Args:
         on_end: awaited with the key and how it ended, when nothing of the worker's group runs any more.
+        keep_warm_s: how long a warmed process is kept for a job that has no worker here; 0: there are none.
     """
 
-    def __init__(self, on_end: Callable[[WorkerKey, ProcessEnd | ProcessNotStartedError], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        on_end: Callable[[WorkerKey, ProcessEnd | ProcessNotStartedError], Awaitable[None]],
+        keep_warm_s: float = 120.0,
+    ) -> None:
         self._on_end = on_end
+        self._keep_warm_s = keep_warm_s
+        self._keeps_warm = keep_warm_s > 0
         self._life: dict[WorkerKey, int] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._specs: dict[WorkerKey, ProcessSpec] = {}
+        self._warm: WarmProcess | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._cooling: asyncio.TimerHandle | None = None
 
     def start(self, spec: ProcessSpec) -> None:
         """Returns at once; also when it cannot be started, its end is told later."""
+        self._keep_warm()
+        self._specs[spec.key] = spec
         life_read, self._life[spec.key] = os.pipe()
         self._tasks[spec.key] = asyncio.create_task(self._run(spec, life_read), name=f"worker {spec.key}")
+
+    @property
+    def job_ids(self) -> set[str]:
+        """The jobs that have workers here."""
+        return {key.job_id for key in self._specs}
 
     def kill(self, key: WorkerKey) -> None:
         """SIGKILL everything that belongs to the worker, by letting go of its guard's pipe. Idempotent."""
@@ -69,6 +100,76 @@ class WorkerProcesses:
         for key in tuple(self._life):
             self.kill(key)
         await asyncio.gather(*self._tasks.values())
+        await self._cool()
+
+    # ------------------------------------------------------------ warmed processes
+
+    def warm_up(self, key: WorkerKey) -> None:
+        """Have a process at hand from which the next workers like this one start. Idempotent; returns at once."""
+        spec = self._specs.get(key)
+        recipe = None if spec is None else spec.recipe
+        if spec is None or recipe is None or not self._keeps_warm:
+            return
+        warm = self._warm
+        if warm is not None and (warm.workers or (warm.recipe == recipe and not warm.is_over)):
+            return  # there is one, or another whose workers would end with it
+        old, self._warm = (self._warm, self._warming), WarmProcess(recipe)
+        log = spec.log.parents[1] / "warm.log"
+        self._warming = asyncio.create_task(self._run_warm(self._warm, log, old), name="warmed process")
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is a warmed process to start workers from."""
+        return self._warm is not None and self._warm.is_ready
+
+    async def _run_warm(
+        self, warm: WarmProcess, log: Path, old: tuple[WarmProcess | None, asyncio.Task[None] | None]
+    ) -> None:
+        """From its start to its end; after that of the one before it."""
+        await _cooled(*old)
+        status_read, status_write = os.pipe()
+        try:
+            try:
+                guard = await _spawn(
+                    warm.recipe.command(warm.theirs.fileno()),
+                    workdir=warm.recipe.workdir,
+                    environment=warm.recipe.environment,
+                    log=log,
+                    life_read=warm.life_read,
+                    status_write=status_write,
+                    inherited=[warm.theirs.fileno()],
+                )
+            finally:
+                os.close(warm.life_read)
+                os.close(status_write)
+                warm.theirs.close()
+            if await warm.wait_ready():
+                _log.info("the next workers start from a warmed process", pid=guard.pid)
+            await guard.wait()
+        except ProcessNotStartedError as error:
+            _log.warning("no warmed process", reason=str(error))
+        finally:
+            warm.release()
+            os.close(status_read)
+
+    def _keep_warm(self) -> None:
+        if self._cooling is not None:
+            self._cooling.cancel()
+            self._cooling = None
+
+    def _cool_later(self) -> None:
+        """When no worker runs: the job may be over, and memory is not to be held for ever."""
+        self._keep_warm()
+        if self._warm is not None and not self._tasks:
+            warm = self._warm
+            self._cooling = asyncio.get_running_loop().call_later(self._keep_warm_s, warm.close)
+
+    async def _cool(self) -> None:
+        self._keep_warm()
+        await _cooled(self._warm, self._warming)
+        self._warm = self._warming = None
+
+    # ------------------------------------------------------------ one worker
 
     async def _run(self, spec: ProcessSpec, life_read: int) -> None:
         end: ProcessEnd | ProcessNotStartedError
@@ -81,13 +182,26 @@ class WorkerProcesses:
         finally:
             self.kill(spec.key)
         await self._on_end(spec.key, end)
-        del self._tasks[spec.key]
+        del self._tasks[spec.key], self._specs[spec.key]
+        if self._warm is not None:
+            self._warm.workers.discard(spec.key)
+        self._cool_later()
 
     async def _run_guard(self, spec: ProcessSpec, life_read: int) -> int:
         """The worker's exit code. Raises ProcessNotStartedError."""
         status_read, status_write = os.pipe()
+        guard: asyncio.subprocess.Process | None = None
         try:
-            guard = await self._spawn(spec, life_read, status_write)
+            if not await self._fork(spec, life_read, status_write):
+                guard = await _spawn(
+                    ["/bin/sh", "-c", spec.command],
+                    workdir=spec.workdir,
+                    environment={**spec.environment, **spec.contract},
+                    log=spec.log,
+                    life_read=life_read,
+                    status_write=status_write,
+                    inherited=[] if spec.rendezvous is None else [spec.rendezvous.fileno()],
+                )
         except BaseException:
             os.close(status_read)
             raise
@@ -96,41 +210,76 @@ class WorkerProcesses:
             os.close(status_write)
             if spec.rendezvous is not None:
                 spec.rendezvous.close()
-        try:
-            exit_code = await guard.wait()
-            if exit_code < 0:
-                _kill_group(os.read(status_read, 32))  # should it have been the guard that was killed
-        finally:
-            os.close(status_read)
-        return exit_code
+        group, *exit_codes = (await read_end(status_read)).split()[:2] or [b""]
+        if guard is not None:
+            await guard.wait()
+        if not exit_codes:  # it was the guard that was killed
+            _kill_group(group)
+            return -signal.SIGKILL
+        return int(exit_codes[0])
 
-    async def _spawn(self, spec: ProcessSpec, life_read: int, status_write: int) -> asyncio.subprocess.Process:
-        if not Path(spec.workdir).is_dir():
-            raise ProcessNotStartedError(f"workdir {spec.workdir!r} is not a folder on this VM")
-        passed = [life_read, status_write]
-        if spec.rendezvous is not None:
-            passed.append(spec.rendezvous.fileno())
+    async def _fork(self, spec: ProcessSpec, life_read: int, status_write: int) -> bool:
+        """Whether the worker was started from the warmed process."""
+        warm = self._warm
+        if warm is None or not warm.is_ready or warm.recipe != spec.recipe:
+            return False
+        log = await _open_log(spec.log)
+        fds = [life_read, status_write, log, *([] if spec.rendezvous is None else [spec.rendezvous.fileno()])]
+        warm.workers.add(spec.key)
         try:
-            log = await asyncio.to_thread(logs.open_log, spec.log)
-        except OSError as error:
-            raise ProcessNotStartedError(f"cannot open the log {spec.log}: {error}") from error
-        arguments = ["-I", "-S", str(_GUARD), str(life_read), str(status_write), "/bin/sh", "-c", spec.command]
-        try:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                *arguments,
-                cwd=spec.workdir,
-                env=dict(spec.environment),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=passed,
-                start_new_session=True,  # out of reach of signals to the agent's group
-            )
-        except (OSError, ValueError) as error:
-            raise ProcessNotStartedError(f"cannot start the worker: {error}") from error
+            is_forked = await warm.fork({**spec.environment, **spec.contract}, fds)
         finally:
             os.close(log)
+        if not is_forked:
+            warm.workers.discard(spec.key)
+        return is_forked
+
+
+async def _spawn(
+    command: Sequence[str],
+    *,
+    workdir: str,
+    environment: Mapping[str, str],
+    log: Path,
+    life_read: int,
+    status_write: int,
+    inherited: Sequence[int],
+) -> asyncio.subprocess.Process:
+    """A guard with its command. Raises ProcessNotStartedError."""
+    if not Path(workdir).is_dir():
+        raise ProcessNotStartedError(f"workdir {workdir!r} is not a folder on this VM")
+    log_fd = await _open_log(log)
+    try:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            *["-I", "-S", str(_GUARD), str(life_read), str(status_write), *command],
+            cwd=workdir,
+            env=dict(environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            pass_fds=[life_read, status_write, *inherited],
+            start_new_session=True,  # out of reach of signals to the agent's group
+        )
+    except (OSError, ValueError) as error:
+        raise ProcessNotStartedError(f"cannot start the worker: {error}") from error
+    finally:
+        os.close(log_fd)
+
+
+async def _open_log(path: Path) -> int:
+    try:
+        return await asyncio.to_thread(logs.open_log, path)
+    except OSError as error:
+        raise ProcessNotStartedError(f"cannot open the log {path}: {error}") from error
+
+
+async def _cooled(warm: WarmProcess | None, warming: asyncio.Task[None] | None) -> None:
+    """Lets the warmed process end, and waits for that."""
+    if warm is not None:
+        warm.close()
+    if warming is not None:
+        await warming
 
 
 def _kill_group(group: bytes) -> None:
@@ -139,13 +288,11 @@ def _kill_group(group: bytes) -> None:
             os.killpg(int(group), signal.SIGKILL)
 
 
-def worker_environ(
-    base: Mapping[str, str], extra: Mapping[str, str], contract: Mapping[str, str], *, on_cpu: bool
-) -> dict[str, str]:
-    """The environment of a worker: the agent's without Varuna's settings, then the job's, then Varuna's for it."""
+def worker_environ(base: Mapping[str, str], extra: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
+    """What workers of a job have in common: the agent's environment without Varuna's settings, then the job's own."""
     environ = {name: value for name, value in base.items() if not name.startswith("VARUNA_")}
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     environ["PYTHONUNBUFFERED"] = "1"  # a log that is read while the worker runs, and after it was killed
     if on_cpu:
         environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
-    return {**environ, **extra, **contract}
+    return {**environ, **extra}

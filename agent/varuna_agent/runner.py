@@ -13,6 +13,7 @@ from typing import Any, assert_never
 import structlog
 
 from varuna_agent import logs
+from varuna_agent.copies import discard_other_jobs
 from varuna_agent.manager_link import Backoff, ManagerLink
 from varuna_agent.notices import NoticeSource, unix_now_s
 from varuna_agent.processes import (
@@ -61,7 +62,7 @@ class AgentRunner:
         backoff = Backoff(settings.reconnect_first_s, settings.reconnect_most_s, chance or random.Random())
         self._manager = ManagerLink(settings.manager, backoff, _FromManager(self))
         self._link = WorkerLink(socket_path(settings.vm_dir), _FromWorkers(self))
-        self._processes = WorkerProcesses(self._process_ended)
+        self._processes = WorkerProcesses(self._process_ended, settings.keep_warm_s)
         self._rendezvous = RendezvousSockets(settings.host)
         self._events: deque[Event] = deque()
         self._is_handling = False
@@ -106,6 +107,10 @@ class AgentRunner:
         """Whether a worker that says it is `key` may connect."""
         return self._state.expects(key)
 
+    def warm_up(self, key: WorkerKey) -> None:
+        """A worker trains now: that is the time to prepare for the next one."""
+        self._processes.warm_up(key)
+
     # ------------------------------------------------------------ instructions
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -138,15 +143,18 @@ class AgentRunner:
 
     def _start_worker(self, start: st.StartWorker) -> None:
         rendezvous = self._rendezvous.take(start.rendezvous_port) if start.rendezvous_port else None
+        copies = (self._settings.checkpoint_dir or self._settings.vm_dir / "checkpoints").resolve()
+        jobs = {*self._processes.job_ids, start.key.job_id}
+        self._spawn(asyncio.to_thread(discard_other_jobs, copies, jobs), "copies of checkpoints")
         environment = replace(
             start.environment,
+            local_checkpoint_dir=str(copies / start.key.job_id),
             agent_socket=str(self._link.path),
             rendezvous_fd=rendezvous.fileno() if rendezvous is not None else -1,
         )
         environ = worker_environ(
             self._base_environ,
             start.extra_environment,
-            environment.to_environ(),
             on_cpu=environment.device == "cpu",
         )
         self._processes.start(
@@ -155,6 +163,7 @@ class AgentRunner:
                 command=start.command,
                 workdir=start.workdir,
                 environment=environ,
+                contract=environment.to_environ(),
                 log=logs.log_path(self._settings.vm_dir, start.key),
                 rendezvous=rendezvous,
             )
@@ -263,6 +272,8 @@ class _FromWorkers:
 
     def said(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
         self._runner.handle(st.WorkerSaid(key, message))
+        if message.HasField("ready"):
+            self._runner.warm_up(key)
 
     def disconnected(self, key: WorkerKey) -> None:
         self._runner.handle(st.WorkerDisconnected(key))

@@ -18,6 +18,8 @@ class AgentSettings:
     vm_id: str
     vm_dir: Path
     """Logs, the socket of the workers and the notice file live here; one agent at a time."""
+    checkpoint_dir: Path | None = None
+    """For the workers' copies of their checkpoints; None: `checkpoints` in `vm_dir`."""
     gpus: int = 1
     """Devices that can each run one worker."""
     device_memory_bytes: int = 0
@@ -30,6 +32,8 @@ class AgentSettings:
     reconnect_most_s: float = 5.0
     """Bounds of the backoff between two attempts to reach the manager."""
     notice_poll_s: float = 0.2
+    keep_warm_s: float = 120.0
+    """How long a warmed process is kept after the last worker of its job; 0: there is none."""
     timings: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:
@@ -47,6 +51,8 @@ class AgentSettings:
             raise ValueError(f"--gpus {self.gpus}: a VM needs at least one device to run a worker")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"--device {self.device!r}: expected cpu or cuda")
+        if self.keep_warm_s < 0:
+            raise ValueError(f"--keep-warm-s {self.keep_warm_s}: expected 0 (no warmed process) or more")
         if not 0 < self.reconnect_first_s <= self.reconnect_most_s:
             raise ValueError(
                 f"--reconnect-first-s {self.reconnect_first_s} and --reconnect-most-s {self.reconnect_most_s}: "

@@ -49,6 +49,8 @@ class WorkerEnvironment:
     recompute: tuple[bool, ...] = ()
     """Per stage; empty: no stage recomputes."""
     checkpoint_url: str = ""
+    local_checkpoint_dir: str = ""
+    """Folder of the VM for copies of its workers' part of this job's checkpoints; empty: none are made."""
     device: str = "cpu"
     agent_socket: str = ""
     """Unix socket of the agent; empty when no agent runs this worker."""
@@ -79,6 +81,7 @@ class WorkerEnvironment:
             "VARUNA_RUN_AHEAD": str(self.run_ahead),
             "VARUNA_RECOMPUTE": ",".join(str(int(r)) for r in self.recompute),
             "VARUNA_CHECKPOINT_URL": self.checkpoint_url,
+            "VARUNA_LOCAL_CHECKPOINT_DIR": self.local_checkpoint_dir,
             "VARUNA_DEVICE": self.device,
             "VARUNA_AGENT_SOCKET": self.agent_socket,
             "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
@@ -111,6 +114,7 @@ class WorkerEnvironment:
             run_ahead=_int(environ, "VARUNA_RUN_AHEAD"),
             recompute=tuple(bool(r) for r in _ints(environ, "VARUNA_RECOMPUTE")),
             checkpoint_url=environ.get("VARUNA_CHECKPOINT_URL", ""),
+            local_checkpoint_dir=environ.get("VARUNA_LOCAL_CHECKPOINT_DIR", ""),
             device=environ.get("VARUNA_DEVICE", "cpu"),
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
             rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manager_world import DEADLINE_S, RunningManager, wait_until
 from test_launcher_run import SEEDS_SCRIPT
+from varuna_client import Client
 
 INTEGRATION = Path(__file__).resolve().parents[1] / "integration"
 
@@ -16,11 +17,7 @@ def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager
     (tmp_path / "train.py").write_text(SEEDS_SCRIPT)
     (tmp_path / "env").write_text(f"PYTHONPATH={INTEGRATION}\n")
     flags = ["--manager_ip", running_manager.url, "--nstages", "2", "--batch_size", "8", "--env_file", "env"]
-    command = [sys.executable, "-m", "varuna.run_varuna", *flags, "train.py", "--steps", "3", "--save", "store"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert result.returncode == 0, result.stderr
-    name = result.stdout.split()[1]
-    assert name.startswith("train-")
+    name = submit(tmp_path, *flags, "--checkpoint_url", "job", "train.py", "--steps", "3", "--save", "store")
 
     def job() -> str:
         shown = running_manager.varuna("ps").stdout
@@ -30,3 +27,20 @@ def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager
     line = wait_until(lambda: found if any(end in (found := job()) for end in ("succeeded", "failed")) else None, "end")
     assert "succeeded" in line, running_manager.varuna("logs", name).stdout
     assert (tmp_path / "store" / "varuna_ckpt_3" / "manifest.json").exists()
+
+    with Client(running_manager.url) as client:
+        again = client.job(submit(tmp_path, "--resume"))  # the same once more
+        client.cancel(again["name"])
+        first = client.job(name)
+    assert again["id"] != first["id"]
+    assert {**again["spec"], "name": name} == first["spec"]
+    assert first["spec"]["checkpoint"]["url"] == str(tmp_path / "job")
+
+
+def submit(folder: Path, *arguments: str) -> str:
+    """By `run_varuna`; the job's name."""
+    command = [sys.executable, "-m", "varuna.run_varuna", *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("job train-")
+    return result.stdout.split()[1]

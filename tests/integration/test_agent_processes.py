@@ -169,17 +169,16 @@ def test_a_host_that_is_not_of_this_vm_is_named() -> None:
 
 def test_the_environment_of_a_worker() -> None:
     base = {"PATH": "/bin", "VARUNA_MANAGER_TOKEN": "secret", "HOME": "/root"}
-    environ = worker_environ(base, {"A": "job's", "RANK": "9"}, {"RANK": "1"}, on_cpu=True)
+    environ = worker_environ(base, {"A": "job's"}, on_cpu=True)
     assert environ == {
         "PATH": f"{Path(sys.executable).parent}:/bin",
         "HOME": "/root",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "A": "job's",
-        "RANK": "1",
     }
-    assert "OMP_NUM_THREADS" not in worker_environ(base, {}, {}, on_cpu=False)
-    assert worker_environ({"OMP_NUM_THREADS": "4"}, {}, {}, on_cpu=True)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in worker_environ(base, {}, on_cpu=False)
+    assert worker_environ({"OMP_NUM_THREADS": "4"}, {}, on_cpu=True)["OMP_NUM_THREADS"] == "4"
 
 
 # ---------------------------------------------------------------- the socket of the workers

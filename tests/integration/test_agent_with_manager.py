@@ -57,6 +57,7 @@ STEPS_THEN_LEAVE = """
 say(ready=w.WorkerReady(resumed_step=3))
 step(4)
 step(5)
+say(evaluated=w.Evaluated(micro_batches=9))
 say(checkpoint_done=w.CheckpointDone(step=5, url="file:///ckpt", total_bytes=7))
 print("mode", wait_for_leave())
 sys.exit(75)
@@ -231,8 +232,8 @@ async def test_a_generation_starts_makes_steps_and_leaves_when_told(tmp_path: Pa
         steps = [s for fact in manager.facts("steps_completed") for s in fact.steps]
         assert [(s.step, s.loss, s.examples) for s in steps] == [(4, 0.25, 8), (5, 0.2, 8)]  # once, of two ranks
 
-        health = await manager.until(lambda: [h for h in manager.heartbeats[-1].workers if h.step == 5])
-        assert (health[0].forward_us, health[0].backward_us) == (11, 22)
+        health = await manager.until(lambda: [h for h in manager.heartbeats[-1].workers if h.evaluated])
+        assert (health[0].step, health[0].forward_us, health[0].backward_us, health[0].evaluated) == (5, 11, 22, 9)
         assert (await manager.fact("checkpoint_committed"))[0].url == "file:///ckpt"
 
         manager.say(stop=pb.Stop(job_id="job", generation=1, mode=pb.STOP_MODE_SAVE_FIRST, grace_s=10))
@@ -254,6 +255,21 @@ async def test_the_script_runs_in_a_clean_environment_with_the_agents_python(tmp
         exited = (await manager.fact("worker_exited"))[0]
     assert (exited.cause, exited.error_text) == (pb.EXIT_CAUSE_FINISHED, "")
     assert log_of(tmp_path) == f"cpu 8 None 2\n{Path(sys.executable).parent} yes\n"
+
+
+async def test_copies_of_checkpoints_stay_on_the_vm_until_another_job_has_it(tmp_path: Path) -> None:
+    copies = tmp_path.resolve() / "checkpoints" / "job"
+    script = "os.makedirs(env.local_checkpoint_dir + '/varuna_ckpt_1', exist_ok=True)\nprint(env.local_checkpoint_dir)"
+    async with running(tmp_path) as (manager, _vm):
+        for generation in (1, 2):
+            manager.say(launch=launch(tmp_path, script, generation=generation))
+            await manager.fact("worker_exited", generation)
+            assert log_of(tmp_path, generation=generation) == f"{copies}\n"
+            assert [folder.name for folder in copies.iterdir()] == ["varuna_ckpt_1"]
+        manager.say(launch=launch(tmp_path, script, generation=3, job_id="another"))
+        await manager.until(lambda: not copies.exists())
+        await manager.fact("worker_exited", 3)
+    assert [folder.name for folder in copies.parent.iterdir()] == ["another"]
 
 
 async def test_the_traceback_of_a_script_arrives(tmp_path: Path) -> None:

@@ -69,9 +69,14 @@ def said(folder: Path) -> list[dict[str, Any]]:
 
 def all_gone(folder: Path) -> bool:
     """Whether no rank runs any more (a zombie that init has yet to reap does not)."""
-    pids = [rank["pid"] for rank in said(folder)]
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not any(process.status() != psutil.STATUS_ZOMBIE for process in alive)
+
+    def runs(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return not any(runs(rank["pid"]) for rank in said(folder))
 
 
 def test_all_ranks_are_told_their_place(folder: Path) -> None:
@@ -159,6 +164,38 @@ def test_other_machines_are_reached_through_ssh(folder: Path) -> None:
     assert "cannot start a launcher for 0.0.0.0" in result.stderr
 
 
+def test_a_run_is_resumed_with_the_flags_that_it_was_started_with(folder: Path) -> None:
+    (folder / "env").write_text("TOKEN=x\n")
+    started = ["--checkpoint_url", "ckpt", "--env_file", "env", "--device", "cpu", "probe.py", "--own", "it's"]
+    assert run(folder, *SIZES, *started).returncode == 0
+    first = said(folder)
+    # From elsewhere, with the machine that is left, and with another micro-batch.
+    (folder / "machines").write_text("127.0.0.1\n")
+    resume = [sys.executable, "-m", "varuna.run_varuna", "--resume", "--code_dir", str(folder), "--chunk_size", "1"]
+    result = subprocess.run(resume, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "P=2 stages x D=1 replicas on 1 of 1 machines" in result.stderr
+    again = said(folder)[:2]
+    assert [rank["arguments"] for rank in again] == [
+        [
+            *(f"--rank={rank}", "--chunk_size=1", f"--local_rank={rank}", "--stage_to_rank_map=0;1"),
+            *("--batch-size=8", "--own", "it's"),
+        ]
+        for rank in (0, 1)
+    ]
+    for name in ("TOKEN", "VARUNA_CHECKPOINT_URL", "VARUNA_DEVICE"):
+        assert {rank["environ"][name] for rank in again} == {first[0]["environ"][name]}
+    other = run(folder, "--resume", "other.py")  # of which nothing is known
+    assert "--batch_size is missing" in other.stderr
+
+
+def test_the_step_to_resume_from_is_an_argument_and_a_variable(folder: Path) -> None:
+    assert run(folder, *SIZES, "--resume_step", "7", "probe.py").returncode == 0
+    for rank in said(folder):
+        assert rank["arguments"][-1] == "--resume_step=7"
+        assert rank["environ"]["VARUNA_RESUME_STEP"] == "7"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -166,6 +203,8 @@ def test_other_machines_are_reached_through_ssh(folder: Path) -> None:
         (["--batch_size", "8", "--chunk_size", "2", "probe.py"], "--nstages is missing: without a manager"),
         ([*SIZES, "--machine_list", "none", "probe.py"], "machine_list none: No such file or directory"),
         ([*SIZES, "--resume", "probe.py"], "--resume: from where?"),
+        (["--resume"], "no script and no run to resume in this folder"),
+        ([*SIZES], "no script: give its path"),
         ([*SIZES, "--manager_ip", "127.0.0.1:9", "probe.py"], "no manager answers at http://127.0.0.1:9"),
         ([*SIZES, "absent.py"], "absent.py: give its path, or --code_dir"),
         (["--nstages", "1", "--batch_size", "6", "--chunk_size", "1", "probe.py"], "no multiple of the 4 replicas"),
@@ -222,7 +261,7 @@ def test_a_script_of_the_seeds_trains_as_one_process_does_and_resumes(folder: Pa
     flags = [*SIZES, "--checkpoint_url", "store", "--no_morphing"]
     first = run(folder, *flags, "train.py", "--steps", "2", "--save", "store", env=env)
     assert first.returncode == 0, first.stderr
-    then = run(folder, *flags, "--resume", "train.py", "--steps", "4", "--save", "store", env=env)
+    then = run(folder, "--resume", "train.py", "--steps", "4", "--save", "store", env=env)
     assert then.returncode == 0, then.stderr
     losses = [json.loads((folder / f"losses{rank}-{steps}.json").read_text()) for steps in (2, 4) for rank in (0, 1)]
     assert [(stage, replica) for stage, replica, _ in losses] == [(0, 0), (1, 0)] * 2

@@ -145,12 +145,8 @@ def test_the_profiler_keeps_its_profile_and_measures_what_is_missing(tmp_path: P
 
     def run(sizes: list[int], **options: Any) -> Profile:
         profiler = Profiler(model, get_batch, out_folder=tmp_path, **options)
-        with pytest.raises(ValueError, match="set_optimizer"):
-            profiler.profile_all(sizes)
-        profiler.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        profile = profiler.profile_all(sizes)
-        assert profile is not None
-        return profile
+        profiler.set_optimizer(torch.optim.SGD(profiler.parameters(), lr=0.1))
+        return profiler.profile_all(sizes)
 
     with pytest.raises(ValueError, match="never measured"):
         run([1], pstages_to_profile=[0, 1])

@@ -354,6 +354,16 @@ def test_steps_go_out_at_once_for_the_first_then_with_each_heartbeat_and_before_
     assert [m.message.report.WhichOneof("fact") for m in of(st.Send, told)] == ["steps_completed", "worker_exited"]
 
 
+def test_heartbeats_count_what_a_worker_evaluates_between_steps() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.step(key(), 1)
+    assert vm.worker_says(key(), evaluated=w.Evaluated(micro_batches=40)) == []
+    (health,) = sent(vm.tick(at=101.0), "heartbeat")[0].workers
+    assert (health.step, health.evaluated) == (1, 40)
+
+
 def test_steps_go_out_before_the_checkpoint_that_holds_them() -> None:
     vm = Vm()
     vm.says(launch=launch())

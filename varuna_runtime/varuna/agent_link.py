@@ -6,10 +6,12 @@ agent is gone, and then this process must end at once, for nobody would ever sto
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 
@@ -21,6 +23,10 @@ from varuna_proto.v1 import agent_pb2, worker_pb2
 __all__ = ["AgentLink", "install_excepthook"]
 
 
+_EVALUATED_EVERY_S = 1.0
+"""How often the count of evaluated micro-batches is sent: as often as agents send heartbeats."""
+
+
 class AgentLink:
     """Reports to the agent, and hears from it. Without an agent (`VARUNA_AGENT_SOCKET` empty) reports go nowhere."""
 
@@ -29,6 +35,8 @@ class AgentLink:
         self._departure = departure
         self._sending = threading.Lock()
         self._socket: socket.socket | None = None
+        self._evaluated = 0
+        self._evaluated_said_s = -math.inf
         if not environment.agent_socket:
             return
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -56,6 +64,17 @@ class AgentLink:
 
     def step_done(self, step: worker_pb2.StepDone) -> None:
         self._send(worker_pb2.WorkerMessage(step_done=step))
+
+    def micro_batch_evaluated(self) -> None:
+        """A micro-batch of an evaluation is done, which is no step but shows that this worker does not hang.
+
+        Cheap enough for every one: the count is sent once in a while.
+        """
+        self._evaluated += 1
+        now_s = time.monotonic()
+        if now_s - self._evaluated_said_s >= _EVALUATED_EVERY_S:
+            self._evaluated_said_s = now_s
+            self._send(worker_pb2.WorkerMessage(evaluated=worker_pb2.Evaluated(micro_batches=self._evaluated)))
 
     def checkpoint_done(self, step: int, url: str, total_bytes: int) -> None:
         """A checkpoint is committed."""

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,19 +28,49 @@ from varuna._gloo import NEVER, GlooGroup, Work, connect_group, first_line
 from varuna.departure import Departure, PeerLost
 from varuna_proto.environment import Mode, WorkerEnvironment, parse_stage_to_rank_map
 
-__all__ = ["Group", "Rendezvous", "get_this_rank_config_varuna", "get_varuna_config", "worker_environment"]
+__all__ = [
+    "Group",
+    "KeyValueStore",
+    "Rendezvous",
+    "get_this_rank_config_varuna",
+    "get_varuna_config",
+    "worker_environment",
+]
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 """How long the ranks of a generation wait for each other to come up."""
 
 
-def get_varuna_config(stage_to_rank_map: str) -> tuple[int, int]:
-    """(P, D): pipeline stages and data-parallel replicas of a stage-to-rank map. Raises ValueError when malformed."""
+class KeyValueStore(Protocol):
+    """What parts of the runtime use of `torch.distributed.Store`: `get` waits until the key is there."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+def get_varuna_config(stage_to_rank_map: str | None = None) -> tuple[int, int]:
+    """(P, D): pipeline stages and data-parallel replicas of a stage-to-rank map.
+
+    None: those of this process, which are (1, 1) where no launcher started it. Raises ValueError when malformed.
+    """
+    if stage_to_rank_map is None:
+        environment = worker_environment()
+        return environment.p, environment.d
     return parse_stage_to_rank_map(stage_to_rank_map)
 
 
-def get_this_rank_config_varuna(stage_to_rank_map: str, rank: int) -> tuple[int, int]:
-    """(stage, replica) of `rank`. Raises ValueError when the map is malformed or the rank is not in it."""
+def get_this_rank_config_varuna(stage_to_rank_map: str | None = None, rank: int = -1) -> tuple[int, int]:
+    """(stage, replica) of `rank`; of this process where either is left out (rank -1 is what scripts begin with).
+
+    Raises ValueError when the map is malformed or the rank is not in it.
+    """
+    if stage_to_rank_map is None or rank < 0:
+        environment = worker_environment()
+        stage_to_rank_map = environment.stage_to_rank_map if stage_to_rank_map is None else stage_to_rank_map
+        rank = environment.rank if rank < 0 else rank
     p, d = parse_stage_to_rank_map(stage_to_rank_map)
     for stage, ranks in enumerate(stage_to_rank_map.split(";")):
         for replica, text in enumerate(ranks.split(",")):
@@ -209,12 +240,22 @@ class Rendezvous:
         self._departure.check()
         try:
             store = PrefixStore(name, self.store)
-            return connect_group(store, own, len(ranks), address=self._own_address(), timeout=RENDEZVOUS_TIMEOUT)
+            return connect_group(store, own, len(ranks), address=self.own_address(), timeout=RENDEZVOUS_TIMEOUT)
         except RuntimeError as error:
             self._unreachable(error)
             raise
 
-    def _own_address(self) -> str:
+    def exchange(self, name: str, ranks: Sequence[int], own: str) -> list[str]:
+        """What each of `ranks` says under `name`, in their order. All of them call this."""
+        self._departure.check()
+        try:
+            self.store.set(f"{name}/{self._environment.rank}", own)
+            return [self.store.get(f"{name}/{rank}").decode() for rank in ranks]
+        except RuntimeError as error:
+            self._unreachable(error)
+            raise
+
+    def own_address(self) -> str:
         """The address of this machine on the network that leads to rank 0; a host's name may resolve to loopback."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self._environment.rendezvous_host, self._environment.rendezvous_port))  # sends nothing

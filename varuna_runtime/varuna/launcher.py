@@ -52,7 +52,8 @@ def add_plan_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--job_id", default="run", help="a name that all machines of the run give")
     parser.add_argument("--generation", type=int, default=1, help="counts the runs that share a checkpoint store")
     parser.add_argument("--resume_step", type=int, help="passed on to the script")
-    parser.add_argument("training_script", help="the script, followed by its own arguments")
+    script = "the script, followed by its own arguments"
+    parser.add_argument("training_script", nargs=None if required else "?", help=script)
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, metavar="...")
 
 
@@ -130,6 +131,8 @@ def _start_ranks(
             passed = [] if given.no_arguments else script_arguments(environment, given.resume_step)
             command = [sys.executable, "-u", given.training_script, *passed, *given.training_script_args]
             contract = environment.to_environ()
+            if given.resume_step is not None:
+                contract["VARUNA_RESUME_STEP"] = str(given.resume_step)
             files: tuple[int, ...] = ()
             if rank == 0 and listening is not None:
                 files = (listening.fileno(),)

@@ -12,31 +12,38 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 import torch
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
-from varuna.calibration.compute import Clock, OptimizerMemory, SectionMeter, measure_optimizer, worth_doubling
+from varuna._gloo import GlooGroup
+from varuna.calibration.compute import (
+    ADAM_MEMORY,
+    Clock,
+    OptimizerMemory,
+    SectionMeter,
+    measure_optimizer,
+    worth_doubling,
+)
 from varuna.calibration.links import Connect, LinkSample, classify, measure_all_reduce, measure_links
-from varuna.calibration.peers import KeyValueStore, Peers
+from varuna.calibration.peers import Peers
+from varuna.example_inputs import GetBatch, example_maker
 from varuna.generators import global_generators_kept
-from varuna.launch import worker_environment
+from varuna.launch import KeyValueStore, worker_environment
 from varuna.partition import ModelMap, trace
 from varuna.precision import Precision
-from varuna.worker import Worker, choose_device
+from varuna.worker import Worker, choose_device, make_current
 from varuna_planner.profile import AllReduceMeasurement, Links, Measurement, Profile, Section, SharedParameter
 
 __all__ = ["Profiler", "calibrate"]
 
 _log = structlog.get_logger(__name__)
-
-GetBatch = Callable[[int], Mapping[str, Any]]
-"""A dict of model inputs with so many examples, on the CPU."""
 
 _SIZES_EXPECTED = 8
 """Micro-batch sizes among which the time is shared out at first: 1 to 128."""
@@ -270,7 +277,7 @@ def _section(
     )
 
 
-class Profiler:
+class Profiler(nn.Module):
     """Profiles a model by the seeds' three steps: wrap it, set the optimizer, `profile_all`.
 
     Every worker does the same; without the launcher, one process profiles alone. The result is the document that the
@@ -278,21 +285,24 @@ class Profiler:
 
     Args:
         model: on the CPU (or `meta`), returning its mean loss.
-        get_batch: `get_batch(size, device="cpu")` gives example inputs as a dict.
-        device: index of the CUDA device; -1: the local rank's. Ignored on CPUs.
+        get_batch: `get_batch(size, device="cpu")` gives example inputs as a dict; or one such dict, of any batch size.
+        device: the CUDA device or its index; -1: the local rank's. An index does not matter on CPUs.
         gpus_per_node: ranks per VM, in order of ranks; None: ranks on one host name are on one VM.
         fp16, dtype: the precision of the training, as for `Varuna`.
         out_folder: where the profile is kept.
         pstages_to_profile: sections to measure, the others being taken from the profile in `out_folder`; None: all.
         from_cache: return the profile in `out_folder` when it has all that is asked for.
         add_to_existing: keep the micro-batch sizes of the profile in `out_folder` beside those measured now.
+
+    Raises:
+        ValueError: an argument does not fit the model, or contradicts the launcher.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        get_batch: Callable[..., Mapping[str, Any]],
-        device: int = -1,
+        get_batch: Callable[..., Mapping[str, Any]] | Mapping[str, Any],
+        device: int | str | torch.device | None = -1,
         gpus_per_node: int | None = None,
         fp16: bool = False,
         out_folder: str | Path = "profiles",
@@ -302,12 +312,13 @@ class Profiler:
         *,
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__()
         if gpus_per_node is not None and gpus_per_node < 1:
             raise ValueError(f"gpus_per_node {gpus_per_node}: a node has at least one GPU")
         self._model = model
-        self._get_batch: GetBatch = lambda size: get_batch(size, device="cpu")
+        self._get_batch = example_maker(get_batch)
         self._worker = Worker.join(worker_environment())
-        self._device = choose_device(self._worker.environment, device, -1)
+        self._device = make_current(choose_device(self._worker.environment, device, -1))
         self._precision = Precision.of(fp16, dtype, self._device)
         self._precision.check_parameters(model.named_parameters())
         self._gpus_per_node = gpus_per_node
@@ -315,12 +326,19 @@ class Profiler:
         self._from_cache = from_cache
         self._add_to_existing = add_to_existing
         self._optimizer: Optimizer | None = None
+        self._calls = 0
         with global_generators_kept(self._device), self._precision.dry_run():
             self._model_map = trace(model, self._get_batch(2))
         count = len(self._model_map.sections)
         self._sections = list(range(count)) if pstages_to_profile is None else sorted(set(pstages_to_profile))
         if any(not 0 <= section < count for section in self._sections):
             raise ValueError(f"pstages_to_profile {self._sections}: the model has sections 0 to {count - 1}")
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, by their names in it: for making the optimizer."""
+        return self._model.named_parameters(prefix, recurse, remove_duplicate)
 
     def set_optimizer(
         self,
@@ -330,37 +348,47 @@ class Profiler:
         init_loss_scale: float = 2**20,
         min_loss_scale: float | None = None,
     ) -> None:
-        """The optimizer that training will use. The other arguments, which cost no time, are for the seeds' sake."""
+        """The optimizer that training will use: how much it keeps per parameter goes into the profile.
+
+        The other arguments, which cost neither time nor memory, are for the seeds' sake.
+        """
         self._optimizer = optimizer
 
-    def profile_all(self, microbatch_sizes: Sequence[int]) -> Profile | None:
-        """Measure at these micro-batch sizes; the profile on rank 0 (None elsewhere). Every worker calls it once.
+    def profile_all(self, microbatch_sizes: Sequence[int]) -> Profile:
+        """Measure at these micro-batch sizes, all workers together; the whole profile, on every one of them.
 
-        Raises ValueError when no optimizer is set, a size is below 1, or a section was measured neither now nor before.
+        Without `set_optimizer` memory is reckoned for Adam, which keeps two numbers per parameter.
+        Raises ValueError when a size is below 1, or a section was measured neither now nor before.
         """
-        if self._optimizer is None:
-            raise ValueError("profile_all needs the optimizer's memory: call set_optimizer first")
         sizes = sorted(set(microbatch_sizes))
         if not sizes or sizes[0] < 1:
             raise ValueError(f"microbatch_sizes {list(microbatch_sizes)}: give sizes of at least one example")
         environment = self._worker.environment
-        peers = Peers(environment.rank, environment.world_size, self._worker.rendezvous.store)
+        self._calls += 1  # each has its own names in the store
+        store = PrefixStore(f"profile{self._calls}", self._worker.rendezvous.store)
+        peers = Peers(environment.rank, environment.world_size, store)
         before = self._existing() if peers.rank == 0 else None
         enough = self._from_cache and before is not None and set(sizes) <= set(before.micro_batches)
-        if peers.tell("cached", enough):
-            return before
+        profile = before if peers.tell("cached", enough) else self._measure(peers, sizes, before)
+        return Profile.from_json(peers.tell("profile", None if profile is None else profile.to_json()))
+
+    def _measure(self, peers: Peers, sizes: Sequence[int], before: Profile | None) -> Profile | None:
+        """The new profile, kept in the folder, on rank 0; None elsewhere."""
         meters = _Meters(self._model, self._model_map, self._device, self._precision)
         mine = self._sections[peers.rank :: peers.world_size]
         found = _measure_sections(meters, self._get_batch, peers, mine, sizes, budget_s=60.0, decide=False)
-        network = _measure_network(peers, self._worker.rendezvous.gloo, self._device, self._host())
+        network = _measure_network(peers, self._connect, self._device, self._host())
         if found is None or network is None:
             return None
         merged = _with_earlier(found, before, len(self._model_map.sections), every_size=self._add_to_existing)
-        memory = measure_optimizer(self._optimizer)
+        memory = ADAM_MEMORY if self._optimizer is None else measure_optimizer(self._optimizer)
         profile = _document(self._model, self._model_map, merged, network, memory, self._precision)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(profile.to_json())
         return profile
+
+    def _connect(self, name: str, ranks: Sequence[int]) -> GlooGroup:
+        return self._worker.rendezvous.gloo(f"profile{self._calls}/{name}", ranks)
 
     def _host(self) -> str:
         if self._gpus_per_node is None:

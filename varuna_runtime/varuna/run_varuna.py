@@ -26,6 +26,7 @@ from typing import IO
 
 from varuna.launcher import ANNOUNCEMENT, add_plan_flags
 from varuna.launching.children import Children, Ended, Said, Stop
+from varuna.launching.last_run import recall, remember
 from varuna.launching.layout import LaunchError, Layout, script_arguments
 from varuna.launching.machines import is_here, launcher_command, read_env_file, read_machine_list
 from varuna.launching.submit import job_document, manager_url, submit
@@ -41,8 +42,11 @@ _SSH_FAILED = 255
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
     try:
+        if given.resume:
+            given = _as_before(parser, given, arguments)
         return run(given)
     except LaunchError as error:
         sys.stderr.write(f"run_varuna: {error}\n")
@@ -64,21 +68,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--manager_ip", metavar="HOST[:PORT]", help="a Varuna manager: make the script a job of its")
     parser.add_argument("--no_morphing", action="store_true", help="run here and now, without a manager")
     parser.add_argument("--env_file", type=Path, help="NAME=value lines: more environment variables for the ranks")
-    parser.add_argument("--resume", action="store_true", help="pass --resume_step of the newest whole checkpoint")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest whole checkpoint (--resume_step); flags that are not given are the last run's",
+    )
     parser.add_argument("--python", default=sys.executable, help="the interpreter on every machine (default: this one)")
     add_plan_flags(parser, required=False)
     return parser
 
 
+def _as_before(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, arguments: list[str] | None
+) -> argparse.Namespace:
+    """The flags of the last run in this code folder, but for those that are given now."""
+    kept = recall(given, _code_dir(given))
+    script_arguments_kept = kept.pop("training_script_args", [])
+    parser.set_defaults(**kept)
+    merged = parser.parse_args(arguments)
+    if given.training_script is None:
+        merged.training_script_args = script_arguments_kept
+    return merged
+
+
+def _code_dir(given: argparse.Namespace) -> Path:
+    code_dir: Path = (given.code_dir or Path.cwd()).absolute()
+    return code_dir
+
+
 def run(given: argparse.Namespace) -> int:
     """Does what the parsed flags say. Raises LaunchError when it cannot be started."""
     env = read_env_file(given.env_file) if given.env_file else {}
-    code_dir = (given.code_dir or Path.cwd()).absolute()
+    code_dir = _code_dir(given)
     url = _absolute(
         given.checkpoint_url or env.get("VARUNA_CHECKPOINT_URL") or os.environ.get("VARUNA_CHECKPOINT_URL"), code_dir
     )
+    if given.training_script is None:
+        found = " and no run to resume in this folder" if given.resume else ""
+        raise LaunchError(f"no script{found}: give its path, after all flags and before its own arguments")
     if given.batch_size is None:
         raise LaunchError("--batch_size is missing: how many examples make a global batch?")
+    if given.resume and not url:
+        raise LaunchError("--resume: from where? Give --checkpoint_url, or VARUNA_CHECKPOINT_URL in --env_file")
     if given.manager_ip and not given.no_morphing:
         document = job_document(
             script=given.training_script,
@@ -92,6 +123,7 @@ def run(given: argparse.Namespace) -> int:
             pass_arguments=not given.no_arguments,
         )
         submit(manager_url(given.manager_ip), document)
+        remember(given, code_dir, url)
         return 0
     for flag, value in (("nstages", given.nstages), ("chunk_size", given.chunk_size)):
         if value is None:
@@ -113,6 +145,7 @@ def _run_here(given: argparse.Namespace, env: dict[str, str], code_dir: Path, ur
     if not given.no_arguments:
         probe = layout.environment(0, job_id="", generation=1, host="", port=0, checkpoint_url="", device="cpu")
         script_arguments(probe, resume_step)  # refuses sizes that the script could not be told
+    remember(given, code_dir, url)
     sys.stderr.write(
         f"run_varuna: P={layout.p} stages x D={layout.d} replicas on {layout.machines_used} of {len(machines)} "
         "machines; this run does not morph\n"
@@ -142,8 +175,6 @@ def _absolute(url: str | None, code_dir: Path) -> str:
 def _look_into(url: str, given: argparse.Namespace) -> tuple[int, int | None]:
     """The generation of this run, later than all that wrote to the store, and the step to resume from."""
     if not url:
-        if given.resume:
-            raise LaunchError("--resume: from where? Give --checkpoint_url, or VARUNA_CHECKPOINT_URL in --env_file")
         return given.generation, given.resume_step
     from varuna.checkpoint import CheckpointError, last_generation, newest_complete  # takes a second to import
 

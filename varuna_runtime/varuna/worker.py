@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch.distributed import distributed_c10d
 
@@ -15,10 +16,13 @@ from varuna._gloo import keep_for_ever
 from varuna.agent_link import AgentLink, install_excepthook
 from varuna.departure import Departure, end_process
 from varuna.launch import Rendezvous
+from varuna.pipeline.engine import PassResult
+from varuna.presence import Presence
 from varuna.topology import Topology
 from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.v1 import worker_pb2
 
-__all__ = ["Worker", "choose_device"]
+__all__ = ["Worker", "choose_device", "make_current"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,30 @@ class Worker:
         if environment.world_size > 1 or environment.agent_socket:
             install_excepthook(link)
         rendezvous = Rendezvous(environment, departure)
+        if environment.world_size > 1:
+            presence = Presence.join(
+                environment.rank, environment.world_size, rendezvous.store, rendezvous.own_address(), departure
+            )
+            atexit.register(presence.say_goodbye)  # before `_at_exit`: what is registered last is called first
         topology = Topology(environment.p, environment.d, environment.rank)
         return cls(environment, topology, departure, link, rendezvous)
+
+    def report_step(
+        self, step: int, loss: float, examples: int, passed: PassResult, step_ns: int, device: torch.device
+    ) -> None:
+        """Tells the agent of a step that is done."""
+        self.link.step_done(
+            worker_pb2.StepDone(
+                step=step,
+                loss=loss,
+                step_us=step_ns // 1000,
+                examples=examples,
+                forward_us=passed.forward_us,
+                backward_us=passed.backward_us,
+                wait_us=passed.wait_us,
+                memory_bytes=_memory_bytes(device),
+            )
+        )
 
 
 def _at_exit(departure: Departure) -> None:
@@ -97,3 +123,18 @@ def choose_device(
     if index is None:
         index = local_rank if local_rank >= 0 else environment.local_rank
     return torch.device("cuda", index)
+
+
+def make_current(device: torch.device) -> torch.device:
+    """`device`, which is from now on where CUDA calls that name no device go: an event's, a synchronisation's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """What this process has needed at most of a GPU's memory; on the CPU: what it takes now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident: int = psutil.Process().memory_info().rss
+    return resident

@@ -368,6 +368,8 @@ class AgentState:
                 yield from self._report(agent_pb2.Report(worker_started=started))
             case "step_done":
                 yield from self._step_done(worker, message.step_done)
+            case "evaluated":
+                worker.health.evaluated = message.evaluated.micro_batches
             case "checkpoint_done":
                 done = message.checkpoint_done
                 committed = agent_pb2.CheckpointCommitted(

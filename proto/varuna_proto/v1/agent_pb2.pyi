@@ -333,6 +333,7 @@ class WorkerHealth(_message.Message):
     BACKWARD_US_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_US_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
@@ -343,6 +344,8 @@ class WorkerHealth(_message.Message):
     memory_bytes: _builtins.int
     wait_us: _builtins.int
     """time of the last step without anything to compute"""
+    evaluated: _builtins.int
+    """micro-batches evaluated since its start; it grows where step does not"""
     def __init__(
         self,
         *,
@@ -354,10 +357,11 @@ class WorkerHealth(_message.Message):
         backward_us: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         wait_us: _builtins.int = ...,
+        evaluated: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "rank", b"rank", "step", b"step", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "evaluated", b"evaluated", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "rank", b"rank", "step", b"step", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

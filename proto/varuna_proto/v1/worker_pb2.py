@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from varuna_proto.v1 import agent_pb2 as varuna__proto_dot_v1_dot_agent__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cvaruna_proto/v1/worker.proto\x12\tvaruna.v1\x1a\x1bvaruna_proto/v1/agent.proto\"\xa6\x02\n\rWorkerMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.varuna.v1.WorkerHelloH\x00\x12\'\n\x05ready\x18\x02 \x01(\x0b\x32\x16.varuna.v1.WorkerReadyH\x00\x12(\n\tstep_done\x18\x03 \x01(\x0b\x32\x13.varuna.v1.StepDoneH\x00\x12\x34\n\x0f\x63heckpoint_done\x18\x04 \x01(\x0b\x32\x19.varuna.v1.CheckpointDoneH\x00\x12.\n\x0cprofile_done\x18\x05 \x01(\x0b\x32\x16.varuna.v1.ProfileDoneH\x00\x12+\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x18.varuna.v1.WorkerFailureH\x00\x42\x06\n\x04\x62ody\":\n\rAgentToWorker\x12!\n\x05leave\x18\x01 \x01(\x0b\x32\x10.varuna.v1.LeaveH\x00\x42\x06\n\x04\x62ody\"L\n\x0bWorkerHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\"#\n\x0bWorkerReady\x12\x14\n\x0cresumed_step\x18\x01 \x01(\x04\"\x99\x01\n\x08StepDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0f\n\x07step_us\x18\x03 \x01(\x04\x12\x10\n\x08\x65xamples\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\x04\x12\x13\n\x0b\x62\x61\x63kward_us\x18\x06 \x01(\x04\x12\x0f\n\x07wait_us\x18\x07 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\"@\n\x0e\x43heckpointDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"#\n\x0bProfileDone\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\"\"\n\rWorkerFailure\x12\x11\n\ttraceback\x18\x01 \x01(\t\"*\n\x05Leave\x12!\n\x04mode\x18\x01 \x01(\x0e\x32\x13.varuna.v1.StopModeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cvaruna_proto/v1/worker.proto\x12\tvaruna.v1\x1a\x1bvaruna_proto/v1/agent.proto\"\xd1\x02\n\rWorkerMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.varuna.v1.WorkerHelloH\x00\x12\'\n\x05ready\x18\x02 \x01(\x0b\x32\x16.varuna.v1.WorkerReadyH\x00\x12(\n\tstep_done\x18\x03 \x01(\x0b\x32\x13.varuna.v1.StepDoneH\x00\x12\x34\n\x0f\x63heckpoint_done\x18\x04 \x01(\x0b\x32\x19.varuna.v1.CheckpointDoneH\x00\x12.\n\x0cprofile_done\x18\x05 \x01(\x0b\x32\x16.varuna.v1.ProfileDoneH\x00\x12+\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x18.varuna.v1.WorkerFailureH\x00\x12)\n\tevaluated\x18\x07 \x01(\x0b\x32\x14.varuna.v1.EvaluatedH\x00\x42\x06\n\x04\x62ody\":\n\rAgentToWorker\x12!\n\x05leave\x18\x01 \x01(\x0b\x32\x10.varuna.v1.LeaveH\x00\x42\x06\n\x04\x62ody\"L\n\x0bWorkerHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\"#\n\x0bWorkerReady\x12\x14\n\x0cresumed_step\x18\x01 \x01(\x04\"\x99\x01\n\x08StepDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0f\n\x07step_us\x18\x03 \x01(\x04\x12\x10\n\x08\x65xamples\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\x04\x12\x13\n\x0b\x62\x61\x63kward_us\x18\x06 \x01(\x04\x12\x0f\n\x07wait_us\x18\x07 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\"\"\n\tEvaluated\x12\x15\n\rmicro_batches\x18\x01 \x01(\x04\"@\n\x0e\x43heckpointDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"#\n\x0bProfileDone\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\"\"\n\rWorkerFailure\x12\x11\n\ttraceback\x18\x01 \x01(\t\"*\n\x05Leave\x12!\n\x04mode\x18\x01 \x01(\x0e\x32\x13.varuna.v1.StopModeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'varuna_proto.v1.worker_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERMESSAGE']._serialized_start=73
-  _globals['_WORKERMESSAGE']._serialized_end=367
-  _globals['_AGENTTOWORKER']._serialized_start=369
-  _globals['_AGENTTOWORKER']._serialized_end=427
-  _globals['_WORKERHELLO']._serialized_start=429
-  _globals['_WORKERHELLO']._serialized_end=505
-  _globals['_WORKERREADY']._serialized_start=507
-  _globals['_WORKERREADY']._serialized_end=542
-  _globals['_STEPDONE']._serialized_start=545
-  _globals['_STEPDONE']._serialized_end=698
-  _globals['_CHECKPOINTDONE']._serialized_start=700
-  _globals['_CHECKPOINTDONE']._serialized_end=764
-  _globals['_PROFILEDONE']._serialized_start=766
-  _globals['_PROFILEDONE']._serialized_end=801
-  _globals['_WORKERFAILURE']._serialized_start=803
-  _globals['_WORKERFAILURE']._serialized_end=837
-  _globals['_LEAVE']._serialized_start=839
-  _globals['_LEAVE']._serialized_end=881
+  _globals['_WORKERMESSAGE']._serialized_end=410
+  _globals['_AGENTTOWORKER']._serialized_start=412
+  _globals['_AGENTTOWORKER']._serialized_end=470
+  _globals['_WORKERHELLO']._serialized_start=472
+  _globals['_WORKERHELLO']._serialized_end=548
+  _globals['_WORKERREADY']._serialized_start=550
+  _globals['_WORKERREADY']._serialized_end=585
+  _globals['_STEPDONE']._serialized_start=588
+  _globals['_STEPDONE']._serialized_end=741
+  _globals['_EVALUATED']._serialized_start=743
+  _globals['_EVALUATED']._serialized_end=777
+  _globals['_CHECKPOINTDONE']._serialized_start=779
+  _globals['_CHECKPOINTDONE']._serialized_end=843
+  _globals['_PROFILEDONE']._serialized_start=845
+  _globals['_PROFILEDONE']._serialized_end=880
+  _globals['_WORKERFAILURE']._serialized_start=882
+  _globals['_WORKERFAILURE']._serialized_end=916
+  _globals['_LEAVE']._serialized_start=918
+  _globals['_LEAVE']._serialized_end=960
 # @@protoc_insertion_point(module_scope)

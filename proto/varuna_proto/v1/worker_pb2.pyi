@@ -29,6 +29,7 @@ class WorkerMessage(_message.Message):
     CHECKPOINT_DONE_FIELD_NUMBER: _builtins.int
     PROFILE_DONE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """first"""
@@ -43,6 +44,8 @@ class WorkerMessage(_message.Message):
     def profile_done(self) -> Global___ProfileDone: ...
     @_builtins.property
     def failure(self) -> Global___WorkerFailure: ...
+    @_builtins.property
+    def evaluated(self) -> Global___Evaluated: ...
     def __init__(
         self,
         *,
@@ -52,12 +55,13 @@ class WorkerMessage(_message.Message):
         checkpoint_done: Global___CheckpointDone | None = ...,
         profile_done: Global___ProfileDone | None = ...,
         failure: Global___WorkerFailure | None = ...,
+        evaluated: Global___Evaluated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -175,6 +179,28 @@ class StepDone(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class Evaluated(_message.Message):
+    """between steps: the worker is busy, and does not hang"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    micro_batches: _builtins.int
+    """since its start"""
+    def __init__(
+        self,
+        *,
+        micro_batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evaluated: _TypeAlias = Evaluated  # noqa: Y015
 
 @_typing.final
 class CheckpointDone(_message.Message):

@@ -28,7 +28,7 @@ from varuna.partition.shapes import Boundary
 from varuna.precision import Precision
 from varuna_planner.profile import Measurement
 
-__all__ = ["Clock", "OptimizerMemory", "SectionMeter", "measure_optimizer", "worth_doubling"]
+__all__ = ["ADAM_MEMORY", "Clock", "OptimizerMemory", "SectionMeter", "measure_optimizer", "worth_doubling"]
 
 _log = structlog.get_logger(__name__)
 
@@ -224,6 +224,10 @@ class OptimizerMemory:
 
     def bytes_for(self, elements: int) -> int:
         return round(self.per_element * elements) + self.fixed
+
+
+ADAM_MEMORY = OptimizerMemory(8.0, 0)
+"""Two fp32 numbers per parameter."""
 
 
 def measure_optimizer(optimizer: Optimizer) -> OptimizerMemory:

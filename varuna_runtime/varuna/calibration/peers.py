@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["KeyValueStore", "Peers"]
+from varuna.launch import KeyValueStore
+
+__all__ = ["Peers"]
 
 T = TypeVar("T")
 
 _PREFIX = "varuna.calibrate"
-
-
-class KeyValueStore(Protocol):
-    """What is used of `torch.distributed.Store`: `get` waits until the key is there."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
 
 
 class Peers:

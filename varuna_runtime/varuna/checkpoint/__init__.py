@@ -11,8 +11,9 @@ from varuna.checkpoint.loading import (
     read_parameters,
     resume,
 )
+from varuna.checkpoint.local import on_one_disk
 from varuna.checkpoint.saving import Checkpointer, SaveOutcome
-from varuna.checkpoint.state import TrainingState, state_dict_names
+from varuna.checkpoint.state import TrainingState
 
 __all__ = [
     "Cadence",
@@ -25,8 +26,8 @@ __all__ = [
     "load",
     "newest_complete",
     "next_save_due",
+    "on_one_disk",
     "read_manifest",
     "read_parameters",
     "resume",
-    "state_dict_names",
 ]

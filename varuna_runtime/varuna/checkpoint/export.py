@@ -10,7 +10,6 @@ say that two tensors are one, and `load_state_dict` asks for every name.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from varuna.checkpoint.checksum import Checksum
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.loading import Report, newest_complete, read_manifest
 from varuna.checkpoint.manifest import FileEntry, FileKind, Manifest
@@ -155,10 +155,10 @@ class _Source:
 
     def copy(self, entry: FileEntry, copies: list[_Copy], into: BinaryIO) -> None:
         """Copies tensors of one file, and verifies all of it."""
-        digest = hashlib.sha256()
+        checksum = Checksum()
         at = 0
         for chunk in self.store.stream(self._path(entry)):
-            digest.update(chunk)
+            checksum.update(chunk)
             end = at + len(chunk)
             for copy in copies:
                 first, last = max(copy.start, at), min(copy.end, end)
@@ -166,7 +166,7 @@ class _Source:
                     into.seek(copy.target + first - copy.start)
                     into.write(memoryview(chunk)[first - at : last - at])
             at = end
-        if at != entry.bytes or digest.hexdigest() != entry.sha256:
+        if at != entry.bytes or str(checksum) != entry.checksum:
             raise self._corrupt(entry, "its checksum is not the manifest's")
 
     def _path(self, entry: FileEntry) -> str:

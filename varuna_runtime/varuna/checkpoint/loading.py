@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import structlog
 from torch import Tensor
 
 from varuna.checkpoint import tensor_file
@@ -31,6 +31,8 @@ __all__ = [
 
 Report = Callable[[int, str], None]
 """Told the step of a checkpoint that was passed over, and what is wrong with it."""
+
+_log = structlog.get_logger(__name__)
 
 _KEY = "varuna.resume"
 _READERS = 4
@@ -55,6 +57,8 @@ class Loaded:
     user: dict[str, Any]
     seed: int
     bytes_read: int
+    store_bytes: int
+    """Of them, those that came from the store: the others' copies were on this VM."""
 
 
 def newest_complete(url: str, *, before: int | None = None, report: Report | None = None) -> int | None:
@@ -195,12 +199,15 @@ def _stage(url: str, step: int, state: TrainingState) -> _Staged:
     if state.optimizer is not None:
         _check_optimizer(manifest, state, extra["optimizer_groups"], store.url_of(step))
         optimizer_state = _optimizer_state(manifest, reader, state.parameters)
+    if reader.faults:
+        _log.info("read from the store, not the local copies", files=len(reader.faults), first=reader.faults[0])
     loaded = Loaded(
         step=step,
         generation=manifest.generation,
         user=extra["user"],
         seed=manifest.seed,
         bytes_read=reader.bytes_read,
+        store_bytes=reader.store_bytes,
     )
     return _Staged(loaded, state, values, optimizer_state, extra["optimizer_groups"])
 
@@ -212,41 +219,62 @@ def _try_stage(url: str, step: int, state: TrainingState) -> tuple[_Staged | Non
         return None, str(error)
 
 
+_Content = tuple[dict[str, Tensor], dict[str, str]]
+"""The tensors and the metadata of a file."""
+
+
 @dataclass
 class _Reader:
-    """Reads and verifies files of one checkpoint, each once."""
+    """Reads and verifies files of one checkpoint, each once: the copy on this VM, if there is one, else the store's."""
 
     store: CheckpointStore
     step: int
     bytes_read: int = 0
-    _read: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = field(default_factory=dict)
+    store_bytes: int = 0
+    faults: list[str] = field(default_factory=list)
+    """What is wrong with copies that should have been on this VM."""
+    _read: dict[str, _Content] = field(default_factory=dict)
 
-    def tensors(self, entry: FileEntry) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors and the metadata of a file."""
+    def tensors(self, entry: FileEntry) -> _Content:
         self.fetch([entry])
         return self._read[entry.name]
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        """Reads and verifies files side by side: checksums take more time than the reading, and each takes one core."""
+        """Reads and verifies files side by side."""
         wanted = list({entry.name: entry for entry in entries if entry.name not in self._read}.values())
         if not wanted:
             return
         with ThreadPoolExecutor(min(_READERS, len(wanted)), thread_name_prefix="checkpoint-read") as pool:
-            for entry, content in zip(wanted, pool.map(self._content, wanted), strict=True):
+            for entry, (content, fault) in zip(wanted, pool.map(self._content, wanted), strict=True):
                 self._read[entry.name] = content
                 self.bytes_read += entry.bytes
+                if not entry.local or fault:
+                    self.store_bytes += entry.bytes
+                self.faults += [fault] if fault else []
 
-    def _content(self, entry: FileEntry) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def _content(self, entry: FileEntry) -> tuple[_Content, str]:
+        """And why it is not from the copy that this VM should have; empty when it is, or there is none."""
+        if not entry.local:
+            return self._verified(self.store, entry), ""
+        try:
+            return self._verified(CheckpointStore(entry.local), entry), ""
+        except CheckpointError as error:
+            return self._verified(self.store, entry), str(error)
+
+    def _verified(self, store: CheckpointStore, entry: FileEntry) -> _Content:
         path = f"{folder_of(self.step)}/{entry.name}"
-        data = self.store.read(path, entry.bytes)
-        if data is None:
-            raise CheckpointError(f"{self.store.url}/{path} is missing")
-        if hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise CheckpointError(f"{self.store.url}/{path} is corrupt: its checksum is not the manifest's")
+        found = store.read(path, entry.bytes)
+        if found is None:
+            raise CheckpointError(f"{store.url}/{path} is missing, or not of {entry.bytes} bytes")
+        data, checksum = found
+        if checksum != entry.checksum:
+            raise CheckpointError(
+                f"{store.url}/{path} is corrupt: its checksum is {checksum} instead of {entry.checksum}"
+            )
         try:
             return tensor_file.read(data)
         except ValueError as error:
-            raise CheckpointError(f"{self.store.url}/{path} is not a safetensors file: {error}") from error
+            raise CheckpointError(f"{store.url}/{path} is not a safetensors file: {error}") from error
 
 
 def _values(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, Tensor]:

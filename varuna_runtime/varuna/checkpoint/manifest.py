@@ -73,13 +73,16 @@ class FileEntry(_Document):
     holds: tuple[str, ...]
     """Names of the parameters and buffers whose value or optimizer state is in it."""
     bytes: int = Field(ge=0)
-    sha256: str
+    checksum: str
+    """As `varuna.checkpoint.checksum` writes it."""
+    local: str = ""
+    """Where its writer has kept a copy: the URL of a folder of its VM, with the same folders and names in it; or ""."""
 
 
 class Receipt(_Document):
     """One rank's word that its files are in the store."""
 
-    schema_: Literal["varuna.checkpoint-receipt/1"] = Field(default="varuna.checkpoint-receipt/1", alias="schema")
+    schema_: Literal["varuna.checkpoint-receipt/2"] = Field(default="varuna.checkpoint-receipt/2", alias="schema")
     generation: int
     step: int
     rank: int
@@ -94,7 +97,7 @@ class Receipt(_Document):
 class Manifest(_Document):
     """What a complete checkpoint consists of."""
 
-    schema_: Literal["varuna.checkpoint/1"] = Field(default="varuna.checkpoint/1", alias="schema")
+    schema_: Literal["varuna.checkpoint/2"] = Field(default="varuna.checkpoint/2", alias="schema")
     generation: int
     step: int
     """Training steps behind the state."""
@@ -119,8 +122,12 @@ class Manifest(_Document):
 
 def parse(kind: type[Document], data: bytes, where: str) -> Document:
     """Read a receipt or manifest. Raises CheckpointError saying what is wrong with it."""
+    wanted = kind.model_fields["schema_"].default
     try:
-        return kind.model_validate(json.loads(data))
+        document = json.loads(data)
+        if isinstance(document, dict) and document.get("schema", wanted) != wanted:
+            raise CheckpointError(f"{where} is of the format {document['schema']}; this version reads {wanted}")
+        return kind.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,9 @@ from typing import Literal
 
 import structlog
 
+from varuna.checkpoint.checksum import Checksum
 from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.local import LocalCopies
 from varuna.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -28,7 +29,8 @@ from varuna.checkpoint.tensor_file import pieces
 
 __all__ = ["Checkpointer", "SaveOutcome"]
 
-_PIECE_BYTES = 8 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
+"""So little at a time that it is in the cache when it is written after its checksum is taken."""
 _FIRST_POLL_S = 0.01
 _SLOWEST_POLL_S = 0.5
 
@@ -53,7 +55,7 @@ class Checkpointer:
 
     All ranks of a generation call `save` at the same steps. A save that fails is logged and told to `on_failed`; it
     never raises into training. Both callbacks run in the background thread;
-    `on_committed(step, url, bytes)` on rank 0 only.
+    `on_committed(step, url, bytes)` on rank 0 only. `local`: a folder of this VM for copies of the files; "": none.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Checkpointer:
         rank: int,
         p: int,
         d: int,
+        local: str = "",
         on_committed: Callable[[int, str, int], None] | None = None,
         on_failed: Callable[[int, str], None] | None = None,
         keep: int = 2,
@@ -73,6 +76,7 @@ class Checkpointer:
             raise ValueError(f"keep {keep}: at least the newest checkpoint must stay")
         self._store = CheckpointStore(url)
         self._generation, self._rank, self._p, self._d = generation, rank, p, d
+        self._local = local
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._keep = keep
@@ -92,8 +96,10 @@ class Checkpointer:
         """Whether a save is still being written by this rank."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, state: TrainingState) -> bool:
+    def save(self, step: int, state: TrainingState, *, local: str | None = None) -> bool:
         """Copy `state`, the one after `step` steps, and write it in the background.
+
+        `local`: a folder for copies of this checkpoint, in place of the usual one.
 
         False, with nothing done, while an earlier save is in flight: the next one comes soon enough.
         """
@@ -114,7 +120,9 @@ class Checkpointer:
             self._ended(self._failure(step, str(error)))
             return True
         self.last_stall_s = time.perf_counter() - started_s
-        self._thread = threading.Thread(target=self._run, args=(copied,), name=f"checkpoint-{step}", daemon=True)
+        folder = self._local if local is None else local
+        copies = LocalCopies(folder, step) if folder else None
+        self._thread = threading.Thread(target=self._run, args=(copied, copies), name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
         return True
 
@@ -132,17 +140,21 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, copied: Snapshot) -> None:
+    def _run(self, copied: Snapshot, local: LocalCopies | None) -> None:
         try:
-            outcome = self._write(copied)
+            outcome = self._write(copied, local)
         except Exception as error:  # a failed save never stops training, whatever it failed by; it is logged and told
             outcome = self._failure(copied.step, str(error) or type(error).__name__)
-            self._give_up(copied, outcome.error)
+            self._give_up(copied, local, outcome.error)
         self._ended(outcome)
+        if local is not None and outcome.result in ("committed", "written"):
+            local.prune(self._store)
 
-    def _give_up(self, copied: Snapshot, error: str) -> None:
+    def _give_up(self, copied: Snapshot, local: LocalCopies | None, error: str) -> None:
         """Frees what the failed save has taken, of which a full disk is in need, and lets rank 0 know."""
         mine = {file.name for file in copied.files}
+        if local is not None:
+            local.remove(mine)
         try:
             for name in self._store.sizes(copied.step):
                 if name in mine or (self._rank == 0 and file_generation(name) == self._generation):
@@ -152,12 +164,15 @@ class Checkpointer:
         except CheckpointError as further:  # rank 0 will miss the receipt, and the next commit deletes what is left
             self._log.warning("after a failed checkpoint save", step=copied.step, error=str(further))
 
-    def _write(self, copied: Snapshot) -> SaveOutcome:
+    def _write(self, copied: Snapshot, local: LocalCopies | None) -> SaveOutcome:
         started_s = time.perf_counter()
         folder, step = folder_of(copied.step), copied.step
         if self._store.get(f"{folder}/{MANIFEST}") is not None:
             return SaveOutcome(step=step, result="dropped", url=self._store.url_of(step))
-        entries = tuple(self._put(folder, file) for file in copied.files)
+        copies = ""
+        if local is not None:
+            copies = local.write({file.name: pieces(file.tensors, file.metadata) for file in copied.files})
+        entries = tuple(self._put(folder, file, copies) for file in copied.files)
         self._put_receipt(copied, entries)
         self.last_write_s = write_s = time.perf_counter() - started_s
         if self._rank != 0:
@@ -165,8 +180,8 @@ class Checkpointer:
             return SaveOutcome(step=step, result="written", url=self._store.url_of(step), bytes=size, write_s=write_s)
         return self._commit(copied, write_s)
 
-    def _put(self, folder: str, file: HostFile) -> FileEntry:
-        digest = hashlib.sha256()
+    def _put(self, folder: str, file: HostFile, copies: str) -> FileEntry:
+        checksum = Checksum()
         size = 0
 
         def summed() -> Iterator[memoryview]:
@@ -174,7 +189,7 @@ class Checkpointer:
             for piece in pieces(file.tensors, file.metadata):
                 for start in range(0, len(piece), _PIECE_BYTES):
                     part = piece[start : start + _PIECE_BYTES]
-                    digest.update(part)
+                    checksum.update(part)
                     size += len(part)
                     yield part
 
@@ -185,7 +200,8 @@ class Checkpointer:
             section=file.section,
             holds=file.holds,
             bytes=size,
-            sha256=digest.hexdigest(),
+            checksum=str(checksum),
+            local=copies,
         )
 
     def _put_receipt(self, copied: Snapshot, entries: tuple[FileEntry, ...], error: str = "") -> None:

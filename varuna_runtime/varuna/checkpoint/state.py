@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from varuna.checkpoint.encoding import decode, encode
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.manifest import FileKind
+from varuna.checkpoint.tensor_file import ALIGNMENT
 
-__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot", "state_dict_names"]
+__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot"]
 
 _METADATA_STATE = "state"
 """Under this key a file's metadata holds the JSON that its tensors are part of."""
@@ -45,7 +46,7 @@ class TrainingState:
     """What else must come back: scheduler, loss scale. Rank 0's is stored; JSON values and tensors, nested."""
     seed: int = 0
     state_dict: Mapping[str, str] = field(default_factory=dict)
-    """`state_dict_names` of the user's model, so that the checkpoint can be exported as a plain model."""
+    """For each name in the plain model's `state_dict()`: its name in `tensors`. For exporting a plain model."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in (*self.parameters, *self.buffers) if name not in self.section_of]
@@ -151,12 +152,6 @@ def snapshot(
     )
 
 
-def state_dict_names(model: nn.Module, first_name: Mapping[str, str]) -> dict[str, str]:
-    """Every tensor's name in `model.state_dict()`, with its first name, which is the one that it is stored under."""
-    state = model.state_dict(keep_vars=True)
-    return {name: first_name.get(name, name) for name, value in state.items() if isinstance(value, Tensor)}
-
-
 def _section_files(
     state: TrainingState, section: int, stem: str, names: list[str], buffers: HostBuffers
 ) -> list[HostFile]:
@@ -235,7 +230,7 @@ def fill(
 
 
 def _placed(key: str, value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
-    """`value` where the optimizer wants it, with memory of its own.
+    """`value` where the optimizer wants it, in memory that nothing else uses: if it can, that which it was read into.
 
     The rule is `torch.optim.Optimizer.load_state_dict`'s: state lives with its parameter, except that the step count
     stays on the CPU unless the optimizer runs fused or captured.
@@ -246,4 +241,6 @@ def _placed(key: str, value: Any, parameter: Tensor, optimizer: Optimizer) -> An
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         if not (group.get("capturable") or group.get("fused")):
             return value.clone()
+    if value.device == parameter.device and value.data_ptr() % ALIGNMENT == 0:
+        return value
     return value.to(device=parameter.device, copy=True)

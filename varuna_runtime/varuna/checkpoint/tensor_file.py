@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LENGTH_BYTES", "TensorEntry", "entries", "layout", "pieces", "read"]
+__all__ = ["ALIGNMENT", "LENGTH_BYTES", "TensorEntry", "entries", "layout", "pieces", "read"]
 
 LENGTH_BYTES = 8
-_ALIGNMENT = 8
+ALIGNMENT = 64
+"""Bytes; that of torch's own memory. Where the data begins in a file, and so most tensors do, too."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -74,7 +75,7 @@ def layout(
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
     data_start = LENGTH_BYTES + len(text)
     return struct.pack("<Q", len(text)) + text, {name: data_start + offset for name, offset in offsets.items()}
 
@@ -96,7 +97,7 @@ def pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterat
             yield memoryview(array)  # type: ignore[arg-type]  # numpy arrays are buffers, which its stubs say from 3.12 on
 
 
-def entries(header: bytes | bytearray) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def entries(header: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """What a header (without its length) says: the tensors and the metadata. Raises ValueError when it is none."""
     data_start = LENGTH_BYTES + len(header)
     try:
@@ -116,18 +117,18 @@ def entries(header: bytes | bytearray) -> tuple[dict[str, TensorEntry], dict[str
     return found, metadata
 
 
-def read(data: bytearray) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read(data: bytearray | memoryview) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, as views on `data`, and its metadata. Raises ValueError when it is no such file."""
     if len(data) < LENGTH_BYTES:
         raise ValueError(f"{len(data)} bytes are too few")
     (length,) = struct.unpack_from("<Q", data)
     if length > len(data) - LENGTH_BYTES:
         raise ValueError(f"a header of {length} bytes")
-    found, metadata = entries(data[LENGTH_BYTES : LENGTH_BYTES + length])
+    found, metadata = entries(bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]))
     return {name: _view(data, name, entry) for name, entry in found.items()}, metadata
 
 
-def _view(data: bytearray, name: str, entry: TensorEntry) -> Tensor:
+def _view(data: bytearray | memoryview, name: str, entry: TensorEntry) -> Tensor:
     dtype = _DTYPES.get(entry.dtype)
     count = math.prod(entry.shape)
     if dtype is None:

@@ -1,0 +1,254 @@
+"""Workers from a warmed process: they must not be able to tell. Real processes, no manager."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from varuna_agent.processes import ProcessEnd, ProcessNotStartedError, ProcessSpec, WorkerProcesses
+from varuna_agent.state import WorkerKey
+from varuna_agent.warm import Recipe
+
+DEADLINE_S = 40.0
+
+SCRIPT = """
+import json, os, random, signal, sys, threading
+from pathlib import Path
+
+result = {
+    "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "cwd": os.getcwd(),
+    "environ": dict(os.environ), "stdin": sys.stdin.read(), "random": random.random(), "pid": os.getpid(),
+    "group": os.getpgid(0), "parent_is_warm": "zygote.py" in Path(f"/proc/{os.getppid()}/cmdline").read_text(),
+    "signals": {s.name: str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP,
+                                                            signal.SIGPIPE, signal.SIGCHLD)},
+    "umask": os.umask(0o22), "fds": sorted(os.listdir("/proc/self/fd")), "threads": threading.active_count(),
+    "main": sys.modules["__main__"].__dict__ is globals(),
+}
+Path(os.environ["OUT"] + os.environ["RANK"]).write_text(json.dumps(result))
+print("said on stdout")
+print("said on stderr", file=sys.stderr)
+what = os.environ.get("THEN", "")
+if what == "raise":
+    raise RuntimeError("as asked")
+if what == "wait":
+    if os.fork() == 0:
+        os.setpgid(0, 0)
+    signal.pause()
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+class World:
+    """Starts workers of one script and waits for their ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+        self.ends: dict[WorkerKey, asyncio.Future[ProcessEnd | ProcessNotStartedError]] = {}
+        self.processes = WorkerProcesses(self._ended)
+        self.environment = {**os.environ, "OUT": str(folder / "out"), "PYTHONUNBUFFERED": "1"}
+
+    async def _ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
+        self.ends[key].set_result(end)
+
+    def start(self, rank: int, command: str = "python train.py --lr 3", **contract: str) -> WorkerKey:
+        key = WorkerKey("job", 1, rank)
+        self.ends[key] = asyncio.get_running_loop().create_future()
+        environment = {**self.environment, "PATH": f"{Path(sys.executable).parent}:{self.environment['PATH']}"}
+        spec = ProcessSpec(
+            key=key,
+            command=command,
+            workdir=str(self.folder),
+            environment=environment,
+            contract={"RANK": str(rank), **contract},
+            log=self.log(rank),
+        )
+        self.processes.start(spec)
+        return key
+
+    def log(self, rank: int) -> Path:
+        return self.folder / "jobs" / "job" / "g1" / f"rank{rank}.log"
+
+    async def end(self, key: WorkerKey) -> ProcessEnd:
+        async with asyncio.timeout(DEADLINE_S):
+            end = await self.ends[key]
+        assert isinstance(end, ProcessEnd)
+        return end
+
+    async def result(self, rank: int) -> dict[str, Any]:
+        path = self.folder / f"out{rank}"
+        await until(lambda: path.exists() and path.read_text().endswith("}"))
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    async def warm_up(self, **start: str) -> None:
+        """Have rank 0 run, from cold, and a warmed process come after it."""
+        key = self.start(0, THEN="wait", **start)
+        await self.result(0)
+        self.processes.warm_up(key)
+        await until(lambda: self.processes.is_warm)
+        self.processes.kill(key)
+        await self.end(key)
+
+
+async def until(probe: Any) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not probe():  # noqa: ASYNC110 - the condition lies in another process
+            await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path)
+    yield world
+    await world.processes.close()
+    assert [p for p in psutil.Process().children(recursive=True) if "guard.py" in " ".join(p.cmdline())] == []
+
+
+@pytest.mark.parametrize(
+    "command", ["python train.py --lr 3", "python -u -m train --lr 3", f"{sys.executable} ./train.py"]
+)
+async def test_a_worker_from_a_warmed_process_is_like_one_from_cold(world: World, command: str) -> None:
+    await world.warm_up(command=command)
+    cold = await world.result(0)
+    key = world.start(1, command, CODE="7", ONLY="mine")
+    assert (await world.end(key)).exit_code == 7
+    warm = await world.result(1)
+    assert warm["pid"] == warm["group"]
+    assert (cold.pop("parent_is_warm"), warm.pop("parent_is_warm")) == (False, True)
+    assert warm["environ"].pop("ONLY") == "mine"
+    for result, rank in ((cold, "0"), (warm, "1")):
+        assert result["environ"].pop("RANK") == rank
+        result["environ"] = {
+            name: value for name, value in result["environ"].items() if name not in ("CODE", "THEN", "_")
+        }
+        result.pop("pid")
+        result.pop("group")
+    assert warm.pop("random") != cold.pop("random")
+    assert warm == cold
+    assert world.log(1).read_text().splitlines() == ["said on stdout", "said on stderr"]
+
+
+async def test_two_workers_of_one_warmed_process_draw_different_numbers(world: World) -> None:
+    await world.warm_up()
+    first, second = world.start(1), world.start(2)
+    assert ((await world.end(first)).exit_code, (await world.end(second)).exit_code) == (0, 0)
+    results = [await world.result(rank) for rank in (1, 2)]
+    assert all(result["parent_is_warm"] for result in results)
+    assert results[0]["random"] != results[1]["random"]
+
+
+async def test_a_warm_worker_that_raises(world: World) -> None:
+    await world.warm_up()
+    end = await world.end(world.start(1, THEN="raise"))
+    assert end.exit_code == 1
+    assert "RuntimeError: as asked" in end.log_tail
+
+
+async def test_a_warm_worker_that_is_killed_takes_its_descendants_with_it(world: World) -> None:
+    await world.warm_up()
+    key = world.start(1, THEN="wait")
+    worker = psutil.Process((await world.result(1))["pid"])
+    await until(lambda: len(worker.children()) == 1)
+    family = [worker, *worker.children()]
+    world.processes.kill(key)
+    assert (await world.end(key)).exit_code == -signal.SIGKILL
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+    assert world.processes.is_warm, "the next one starts from it"
+
+
+async def test_a_warm_worker_does_not_outlive_its_guard(world: World) -> None:
+    await world.warm_up()
+    key = world.start(1, THEN="wait")
+    worker = psutil.Process((await world.result(1))["pid"])
+    worker.parent().kill()
+    assert (await world.end(key)).exit_code == -signal.SIGKILL
+    await until(lambda: not worker.is_running())
+
+
+async def test_a_warmed_process_that_has_died_costs_nothing_but_time(world: World) -> None:
+    await world.warm_up()
+    (zygote,) = [p for p in psutil.Process().children(recursive=True) if "zygote.py" in p.cmdline()[1]]
+    zygote.kill()
+    key = world.start(1, CODE="5")
+    assert (await world.end(key)).exit_code == 5
+    assert not (await world.result(1))["parent_is_warm"]
+
+
+async def test_the_rendezvous_goes_over(world: World) -> None:
+    (world.folder / "train.py").write_text(
+        "import os, socket, time\n"
+        "from pathlib import Path\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    Path(os.environ['OUT'] + '0').write_text('{}')\n"
+        "    time.sleep(600)\n"
+        "print(socket.socket(fileno=int(os.environ['VARUNA_RENDEZVOUS_FD'])).getsockname()[1])\n"
+    )
+    await world.warm_up()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        key = WorkerKey("job", 1, 1)
+        world.ends[key] = asyncio.get_running_loop().create_future()
+        environment = {**world.environment, "PATH": f"{Path(sys.executable).parent}:{world.environment['PATH']}"}
+        world.processes.start(
+            ProcessSpec(
+                key=key,
+                command="python train.py --lr 3",
+                workdir=str(world.folder),
+                environment=environment,
+                contract={"RANK": "1", "VARUNA_RENDEZVOUS_FD": str(held.fileno())},
+                log=world.log(1),
+                rendezvous=held,
+            )
+        )
+        assert (await world.end(key)).exit_code == 0, world.log(1).read_text()
+    assert world.log(1).read_text().split() == [str(port)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "source env/bin/activate && python train.py",
+        "python train.py | tee log",
+        "python train.py --rank $RANK",
+        "torchrun train.py",
+        "python",
+        "python -c 1",
+        "python -m",
+        "python -I train.py",
+        "python train.py --files *.txt",
+        "python 'train.py",
+        "A=1 python train.py",
+    ],
+)
+def test_what_needs_the_shell_is_left_to_it(command: str) -> None:
+    assert Recipe.of(command, "/", {}) is None
+
+
+def test_quotes_are_the_shells() -> None:
+    recipe = Recipe.of("python3.11 train.py --name 'two words'", "/", {})
+    assert recipe is not None
+    assert (recipe.interpreter, recipe.arguments) == ("python3.11", ("train.py", "--name", "two words"))
+
+
+async def test_closing_does_not_wait_for_a_process_that_is_being_warmed(world: World) -> None:
+    key = world.start(0, THEN="wait")
+    await world.result(0)
+    world.processes.warm_up(key)
+    await until(lambda: (world.folder / "jobs" / "job" / "warm.log").exists())
+    async with asyncio.timeout(DEADLINE_S):
+        await world.processes.close()
+    assert not world.processes.is_warm

@@ -1,0 +1,72 @@
+"""Copies of checkpoint files on this VM's own disk, or in its RAM, for workers that start here again.
+
+They are written before the store's, and make no checkpoint: that is the store's manifest alone. It says where each
+file's writer kept a copy; who reads looks there first, and takes it if its sum is the manifest's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import structlog
+
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.store import CheckpointStore, folder_of, local_path
+
+__all__ = ["LocalCopies", "on_one_disk"]
+
+_log = structlog.get_logger(__name__)
+
+
+class LocalCopies:
+    """The copies that one rank makes of its files of one checkpoint. What goes wrong is logged, and in nobody's way."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        self._folder = CheckpointStore(folder)
+        self._step = step
+
+    def write(self, files: Mapping[str, Iterator[memoryview]]) -> str:
+        """Writes all files (name -> content), or none; the URL of the folder of copies, or "" for none."""
+        try:
+            for name, content in files.items():
+                self._folder.put(f"{folder_of(self._step)}/{name}", content)
+        except CheckpointError as error:
+            _log.warning("no local copies of this checkpoint, only in the store", step=self._step, error=str(error))
+            self.remove(files)
+            return ""
+        return self._folder.url
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Frees what these files take."""
+        try:
+            for name in names:
+                self._folder.remove(f"{folder_of(self._step)}/{name}")
+        except CheckpointError as error:
+            _log.warning("local copies stay", step=self._step, error=str(error))
+
+    def prune(self, store: CheckpointStore) -> None:
+        """Removes the copies of earlier checkpoints that `store` no longer has."""
+        try:
+            there = set(store.steps())
+            for step in self._folder.steps():
+                if step < self._step and step not in there:
+                    self._folder.delete(step)
+        except CheckpointError as error:
+            _log.warning("old local copies stay", step=self._step, error=str(error))
+
+
+def on_one_disk(url: str, folder: str) -> bool:
+    """Whether the store at `url` lies on the disk that `folder` is on, or will be: then a copy would gain nothing.
+
+    Raises ValueError when `folder` is not on this machine.
+    """
+    store, copies = local_path(url), local_path(folder)
+    if copies is None:
+        raise ValueError(f"{folder!r} is to hold copies of checkpoints for this VM: give a local folder")
+    return store is not None and _device(store) == _device(copies)
+
+
+def _device(path: Path) -> int:
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return existing.stat().st_dev

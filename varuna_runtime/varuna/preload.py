@@ -1,0 +1,12 @@
+"""Imports all that a worker will: what a process does ahead of the moment when a worker is wanted.
+
+Imports only: no thread, no device, no random number, so that workers can be forked from the process.
+"""
+
+import importlib
+
+for _name in (
+    "torch._dynamo",  # torch's optimizers import it when the first is made
+    "varuna.training",
+):
+    importlib.import_module(_name)
