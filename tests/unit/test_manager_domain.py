@@ -14,6 +14,7 @@ from varuna_manager.domain.accounting import seconds_without_progress, steps_red
 from varuna_manager.domain.commands import DrainKey, LaunchKey, Presence, StopKey, wanted_commands
 from varuna_manager.domain.fleet_decision import FleetView, backoff_s, decide_fleet, decide_vm
 from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
+from varuna_manager.domain.morphs import Morphs, PastShape, look_back
 from varuna_manager.domain.observed import (
     Decision,
     Device,
@@ -459,6 +460,35 @@ def test_cancelling_stops_then_cancels() -> None:
     saving = stopping(StopMode.SAVE_FIRST, EndCause.GROWTH, worker(0, "a"))
     assert kinds(decide(replace(view, generation=saving), vm("a"))) == [StopGeneration]
     assert kinds(decide(job(state=JobState.CANCELLING))) == [FinishJob]
+
+
+def test_growth_must_earn_what_a_morph_costs() -> None:
+    here = devices("a", "b")
+    grown = proposal(here, 8.0 * 1.2)
+    cheap = job(generation(worker(0, "a")), devices=here, proposal=grown, morphs=Morphs(cost_s=10.0, lifetime_s=600.0))
+    assert kinds(decide(cheap, vm("a"), vm("b"))) == [StopGeneration]
+    dear = replace(cheap, morphs=Morphs(cost_s=60.0, lifetime_s=300.0))
+    decision = decide(dear, vm("a"), vm("b"))
+    assert not decision.actions
+    assert "less than 1.30 times as much (a morph costs 60.0 s)" in decision.reason
+
+
+def test_what_a_morph_costs_is_learnt_from_the_recent_ones() -> None:
+    assert look_back([]) == Morphs()
+    one = PastShape(lifetime_s=1000.0, morph_s=4.0)
+    assert look_back([one]) == Morphs(cost_s=4.0, lifetime_s=Morphs().lifetime_s), "one lifetime tells nothing"
+    shapes = [PastShape(lifetime_s=9e9, morph_s=9e9), *[one] * 3, PastShape(lifetime_s=5.0, morph_s=None), one]
+    assert look_back(shapes) == Morphs(cost_s=4.0, lifetime_s=1000.0)
+    assert look_back([PastShape(lifetime_s=1.0, morph_s=1.0)] * 5).lifetime_s == 60.0
+
+
+def test_a_first_step_may_take_some_mini_batches_more() -> None:
+    plan = replace(plan_for(1), predicted_minibatch_s=150.0)
+    fresh = generation(worker(0, "a"), plan=plan, last_step=None, progress_at=NOW - 700)
+    assert not decide(job(fresh), vm("a")).actions
+    (stop,) = decide(job(replace(fresh, progress_at=NOW - 900)), vm("a")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.cause is EndCause.HANG
 
 
 # ---------------------------------------------------------------- slow VMs

@@ -30,6 +30,7 @@ from varuna_manager.domain.observed import (
     FinishJob,
     JobView,
     LiftQuarantine,
+    Plan,
     Quarantine,
     Rules,
     StartGeneration,
@@ -298,7 +299,11 @@ class JobController:
                 for vm in snapshot.vms.values()
                 if vm.notice_deadline is not None and _takes_part(key, snapshot.presence.get(vm.id, ()))
             }
-            session.send(messages.stop_message(key, self._rules, now=self._now(), deadlines=deadlines))
+            minibatch_s = _minibatch_s(jobs.get(key.job_id), key.generation)
+            message = messages.stop_message(
+                key, self._rules, now=self._now(), minibatch_s=minibatch_s, deadlines=deadlines
+            )
+            session.send(message)
         else:
             session.send(messages.drain_message(snapshot.vms[session.vm_id].reason))
 
@@ -308,6 +313,13 @@ _VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.C
 
 def _takes_part(key: StopKey, parts: Sequence[Presence]) -> bool:
     return any((part.job_id, part.generation) == (key.job_id, key.generation) for part in parts)
+
+
+def _minibatch_s(job: LoadedJob | None, generation: int) -> float:
+    """As predicted; 0 for a generation that is not the job's newest any more."""
+    if job is None or job.generation is None or job.generation.number != generation:
+        return 0.0
+    return Plan.from_document(job.generation.plan).predicted_minibatch_s
 
 
 def _number(job: LoadedJob) -> int | None:

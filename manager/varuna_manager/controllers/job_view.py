@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.commands import Presence
+from varuna_manager.domain.morphs import Morphs, PastShape, look_back
 from varuna_manager.domain.observed import Device, GenerationView, JobView, Plan, Rules, StopView, VmView, WorkerView
 from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
 from varuna_manager.domain.spec import JobSpec
@@ -122,6 +123,7 @@ class SnapshotLoader:
             profile_error=row.profile_error or "",
             generation=None if newest is None else self._generation_view(newest, workers, vms),
             setbacks=await _setbacks(session, row.id),
+            morphs=await _morphs(session, row.id),
             coming_vms=coming,
             returning_vms=returning,
         )
@@ -200,6 +202,19 @@ async def _setbacks(session: AsyncSession, job_id: str) -> Setbacks:
             ended_at=ended_at or 0.0,
         )
         for cause, reason, last_step, ended_at in await session.execute(query)
+    )
+
+
+async def _morphs(session: AsyncSession, job_id: str) -> Morphs:
+    row = GenerationRow
+    query = select(row.created_at, row.ended_at, row.seconds_without_progress)
+    query = query.where(
+        row.job_id == job_id, row.state == GenerationState.ENDED.value, row.kind == GenerationKind.TRAINING.value
+    )
+    return look_back(
+        # The first one's wait is that of the job for its start.
+        PastShape(lifetime_s=(ended_at or created_at) - created_at, morph_s=morph_s if index else None)
+        for index, (created_at, ended_at, morph_s) in enumerate(await session.execute(query.order_by(row.number)))
     )
 
 

@@ -53,12 +53,14 @@ def launch_message(job: LoadedJob, vm_id: str, default_checkpoint_url: str) -> p
     return pb.ManagerMessage(launch=launch)
 
 
-def stop_message(key: StopKey, rules: Rules, *, now: float, deadlines: Mapping[str, float]) -> pb.ManagerMessage:
-    """`deadlines`: notice deadlines of the generation's VMs; a save must be over before the first of them."""
+def stop_message(
+    key: StopKey, rules: Rules, *, now: float, minibatch_s: float, deadlines: Mapping[str, float]
+) -> pb.ManagerMessage:
+    """`minibatch_s`: predicted; `deadlines`: notices of the generation's VMs, before which a save must be over."""
     grace_s = rules.stop_grace_s
     if key.mode is StopMode.SAVE_FIRST:
         left = [deadline - now - 1.0 for deadline in deadlines.values()]
-        grace_s = max(min([rules.save_grace_s, *left]), 1.0)
+        grace_s = max(min([rules.save_grace_s + 2 * minibatch_s, *left]), 1.0)
     stop = pb.Stop(job_id=key.job_id, generation=key.generation, mode=_MODES[key.mode], grace_s=grace_s)
     return pb.ManagerMessage(stop=stop)
 

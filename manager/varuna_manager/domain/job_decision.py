@@ -43,6 +43,8 @@ Vms = Mapping[str, VmView]
 
 _ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
 _QUARANTINE_DOUBLINGS = 6
+_FIRST_STEPS = 5.0
+"""Predicted mini-batches that a first step may take: nothing is warm yet."""
 _CONSEQUENCE_OF = frozenset({EndCause.VM_LOST, EndCause.HANG, EndCause.WORKER_FAILED})
 """Stops that make healthy scripts raise (their peers vanish): a script failure after one of these says nothing."""
 
@@ -367,7 +369,7 @@ def _running(now: float, job: JobView, generation: GenerationView, vms: Vms, rul
 
 def _claims(job: JobView, generation: GenerationView, rules: Rules) -> frozenset[Device]:
     """Its own devices, and those that a better plan for it would use."""
-    if job.proposal is None or not _gains(job, generation, rules.growth_ratio):
+    if job.proposal is None or not _gains(job, generation, rules):
         return generation.devices
     return generation.devices | frozenset(job.proposal.placement)
 
@@ -429,12 +431,12 @@ def _leaving_vm(generation: GenerationView, vms: Vms) -> Decision | None:
 
 
 def _hang(now: float, job: JobView, generation: GenerationView, rules: Rules) -> Decision | None:
+    predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
     if generation.kind is GenerationKind.CALIBRATION:
         limit, what = rules.calibration_timeout_s, "no profile"
     elif generation.last_step is None:
-        limit, what = rules.first_step_timeout_s, "no first step"
+        limit, what = rules.first_step_timeout_s + _FIRST_STEPS * predicted, "no first step"
     else:
-        predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
         limit, what = max(rules.hang_minimum_s, rules.hang_steps * predicted), f"no step after {generation.last_step}"
     # Scripts write results, and more, for longer than we can know: a limit that was too short once is stretched.
     limit *= 2.0 ** min(job.setbacks.hangs, rules.hang_doublings)
@@ -454,7 +456,7 @@ def _slow_vms(now: float, job: JobView, generation: GenerationView, vms: Vms, ru
     if proposal is None or proposal.plan is None:
         return None
     present = _slowed_rate(proposal, generation.plan, slow, vms)
-    if proposal.plan.examples_per_s < rules.slow_gain * present:
+    if proposal.plan.examples_per_s < job.morphs.worthwhile_ratio(rules.slow_gain) * present:
         return None
     told = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
     before, after = generation.plan, proposal.plan
@@ -499,7 +501,7 @@ def _growth(job: JobView, generation: GenerationView, vms: Vms, rules: Rules) ->
     ever making progress.
     """
     may_grow = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
-    if not may_grow or not _gains(job, generation, rules.growth_ratio):
+    if not may_grow or not _gains(job, generation, rules):
         return None
     assert job.proposal is not None
     assert job.proposal.plan is not None
@@ -521,14 +523,16 @@ def _why_no_growth(job: JobView, generation: GenerationView, rules: Rules) -> st
         return f"; there are {len(job.devices)} GPUs for it, but no plan for them: {job.proposal.reason}"
     return (
         f"; {after.p}×{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
-        f"{_present_rate(job.proposal, generation.plan):.1f}, less than {rules.growth_ratio:.2f} times as much"
+        f"{_present_rate(job.proposal, generation.plan):.1f}, less than "
+        f"{job.morphs.worthwhile_ratio(rules.growth_ratio):.2f} times as much (a morph costs {job.morphs.cost_s:.1f} s)"
     )
 
 
-def _gains(job: JobView, generation: GenerationView, ratio: float) -> bool:
+def _gains(job: JobView, generation: GenerationView, rules: Rules) -> bool:
     if job.proposal is None or job.proposal.plan is None or generation.plan is None:
         return False
     more = len(job.devices) > len(generation.workers)
+    ratio = job.morphs.worthwhile_ratio(rules.growth_ratio)
     return more and job.proposal.plan.examples_per_s >= ratio * _present_rate(job.proposal, generation.plan)
 
 

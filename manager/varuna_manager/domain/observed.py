@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from varuna_manager.domain.morphs import Morphs
 from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
@@ -36,7 +37,7 @@ class Rules:
     growth_settle_s: float = 2.0
     """How long new devices must have been there before a job grows into them."""
     growth_ratio: float = 1.05
-    """Predicted rate of the bigger plan over the present one that makes growing worthwhile."""
+    """Predicted rate of the bigger plan over the present one that makes growing worthwhile, at least."""
     hang_minimum_s: float = 30.0
     hang_steps: float = 20.0
     """Predicted steps without progress that make a hang (but not before hang_minimum_s)."""
@@ -45,7 +46,7 @@ class Rules:
     finish_timeout_s: float = 600.0
     """After a rank has finished: how long the others may take without a step (they may be writing the result)."""
     first_step_timeout_s: float = 120.0
-    """Time that a generation has from its launch to its first step."""
+    """Time that a generation has from its launch to its first step, beside some mini-batches."""
     calibration_timeout_s: float = 300.0
     root_cause_wait_s: float = 2.0
     """When all that is known is that ranks lost a peer: how long to wait to hear of the peer."""
@@ -54,7 +55,7 @@ class Rules:
     stop_grace_s: float = 5.0
     """Leave-now: how long workers may take before they are killed."""
     save_grace_s: float = 60.0
-    """Save-first: the same; a notice's deadline shortens it."""
+    """Save-first: the same, beside two mini-batches: the one under way is finished. A notice's deadline shortens it."""
     breaker: int = 5
     """Generations in a row that a fault ended before they got beyond the best step so far: they fail the job."""
     start_settle_s: float = 5.0
@@ -64,7 +65,7 @@ class Rules:
     slow_looks: int = 3
     """In a row, before it is."""
     slow_gain: float = 1.05
-    """Predicted rate without the slow VM over the present one that makes leaving it worthwhile."""
+    """Predicted rate without the slow VM over the present one that makes leaving it worthwhile, at least."""
     quarantine_s: float = 600.0
     """The first time; each further one of the same VM lasts twice as long."""
     request_timeout_s: float = 120.0
@@ -226,6 +227,8 @@ class JobView:
     """The newest."""
     setbacks: Setbacks = field(default_factory=Setbacks)
     """What its past generations say against it."""
+    morphs: Morphs = field(default_factory=Morphs)
+    """What they say of morphs."""
     devices: tuple[Device, ...] = ()
     """Those that it could be launched on now: on usable VMs, free or its own."""
     proposal: Proposal | None = None
