@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak lint format proto proto-check clean
+.PHONY: help venv demo test soak soak-matrix soak-kills lint format proto proto-check clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,6 +27,12 @@ test: venv ## Run all tests
 
 soak: venv ## Train the example under random disturbances for some minutes; check every loss (not part of test)
 	$(BIN)/python tests/soak/soak.py $(SOAK)
+
+soak-matrix: venv ## Train all combinations of shape, policy, optimizer, ... and compare each with plain PyTorch (hours)
+	$(BIN)/python tests/soak/matrix.py $(SOAK)
+
+soak-kills: venv ## Kill every rank at every op and phase; every survivor must leave within a second
+	$(BIN)/python tests/soak/kills.py $(SOAK)
 
 lint: venv ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .

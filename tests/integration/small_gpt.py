@@ -28,6 +28,8 @@ class Task:
     blocks: int = 4
     dropout: float = 0.0
     tied: bool = False
+    tied_blocks: tuple[int, int] | None = None
+    """Two blocks that mix with one weight."""
     declared: bool = False
     """The tied weights are two parameters, and Varuna is told that they are one."""
     clip: float | None = None
@@ -59,7 +61,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         scores = (x @ x.transpose(1, 2) / H**0.5).masked_fill(~mask, -torch.inf)
         x = x + self.dropout(scores.softmax(-1) @ self.mix(self.norm(x)))
         return x + self.dropout(self.feed(x))
@@ -76,6 +78,9 @@ class SmallGPT(nn.Module):
         self.skip = nn.Linear(H, H) if task.skip else None
         if task.tied:
             self.head.weight = self.embedding.weight
+        if task.tied_blocks is not None:
+            one, other = task.tied_blocks
+            self.blocks[other].mix.weight = self.blocks[one].mix.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -153,29 +158,43 @@ class Trained:
 
 
 def states_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, dict[str, Any]]:
-    return {name: dict(optimizer.state[parameter]) for name, parameter in named}
+    """On the CPU, wherever the optimizer is."""
+    return {
+        name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in optimizer.state[p].items()}
+        for name, p in named
+    }
 
 
-def train_plainly(task: Task, micro_batch: int | None = None, skipped: int | None = None) -> Trained:
+def train_plainly(
+    task: Task,
+    micro_batch: int | None = None,
+    skipped: int | None = None,
+    cast_once: bool = True,
+    device: torch.device | None = None,
+) -> Trained:
     """One process, no Varuna; the whole global batch at once, or gradients summed up over micro-batches.
 
-    In the step `skipped` the optimizer does not step.
+    In the step `skipped` the optimizer does not step. Without `cast_once`, each use of a parameter is a cast of its
+    own in half precision; so what the uses of a tied one give is added up in fp32, and not in half precision.
     """
     from varuna.data import Batches
 
-    model = make_model(task)
+    device = device or torch.device("cpu")
+    model = make_model(task).to(device)
     optimizer = make_optimizer(model.parameters(), task)
     scheduler = make_scheduler(optimizer)
     losses, norms = [], []
     scale = (task.loss_scale or 2.0**10) if task.dtype is torch.float16 else 1.0
-    for step, batch in Batches(Examples(), global_batch=task.global_batch, last_step=task.steps, environ={}):
+    for step, examples in Batches(Examples(), global_batch=task.global_batch, last_step=task.steps, environ={}):
+        batch = {name: value.to(device) for name, value in examples.items()}
         optimizer.zero_grad()
-        loss = torch.zeros(())
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):  # the casts of the weights last until its end
+        loss = torch.zeros((), device=device)
+        # The casts of the weights last until its end.
+        with torch.autocast(device.type, torch.bfloat16, enabled=False):
             for start in range(0, task.global_batch, micro_batch or task.global_batch):
                 part = {k: v[start : start + (micro_batch or task.global_batch)] for k, v in batch.items()}
                 share = len(part["tokens"]) / task.global_batch
-                with precisely(task):
+                with precisely(task, device, cast_once):
                     part_loss = model(**part)
                 (part_loss * share * scale).backward()
                 loss += part_loss.detach() * share
@@ -186,13 +205,15 @@ def train_plainly(task: Task, micro_batch: int | None = None, skipped: int | Non
             optimizer.step()
         scheduler.step()
         losses.append(loss.item())
-    with torch.no_grad(), precisely(task):
+    with torch.no_grad(), precisely(task, device):
         evaluated = model.eval()(**batch).item()
     named = dict(model.named_parameters())
-    parameters = {name: parameter.detach() for name, parameter in named.items()}
+    parameters = {name: parameter.detach().cpu() for name, parameter in named.items()}
     return Trained(losses, norms, evaluated, parameters, states_of(optimizer, named.items()))
 
 
-def precisely(task: Task) -> AbstractContextManager[object]:
+def precisely(task: Task, device: torch.device, cast_once: bool = True) -> AbstractContextManager[object]:
     """For around plain PyTorch's forwards."""
-    return torch.autocast("cpu", task.dtype) if task.dtype is not torch.float32 else nullcontext()
+    if task.dtype is torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, task.dtype, cache_enabled=cast_once)

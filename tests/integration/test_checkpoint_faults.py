@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,9 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import checkpoint_dies
 from small_gpt import Task, make_model, train_plainly
 from training_world import World, Zygote
-from varuna.checkpoint import Checkpointer, TrainingState, load, newest_complete, read_manifest
+from varuna.checkpoint import Checkpointer, TrainingState, load, newest_complete, on_one_disk, read_manifest, resume
 from varuna.checkpoint.export import export
 
 TASK = Task(steps=4, tied=True)
@@ -152,6 +155,99 @@ def test_a_full_disk_fails_the_save_and_neither_training_nor_the_checkpoint_befo
     assert newest_complete(url) == 2
     with World(zygote, tmp_path, TASK, 1, 1, generation=3, checkpoint_url=url) as world:
         assert world.finish().ranks[0]["first"] == 3
+
+
+def test_a_full_disk_of_the_vm_costs_the_copies_alone(zygote: Zygote, tmp_path: Path, disk: Disk) -> None:
+    disk.fill(leave_bytes=8 * 1024)
+    before = shutil.disk_usage(disk.folder).free
+    url = str(tmp_path / "store")
+    first = replace(TASK, steps=2)
+    saving = {"save": {"step": 2, "url": url}}
+    copies = {"VARUNA_LOCAL_CHECKPOINT_DIR": str(disk.folder)}
+    with World(zygote, tmp_path, first, 2, 1, checkpoint_url=url, wanted=saving, environ=copies) as world:
+        world.finish()
+        log = world.logs()
+    assert "no local copies of this checkpoint" in log
+    assert "No space left on device" in log
+    assert newest_complete(url) == 2
+    assert shutil.disk_usage(disk.folder).free >= before - 4096, "what could not be copied is half there"
+
+
+@pytest.fixture
+def ram() -> Iterator[Path]:
+    """A folder that is not on the disk of the tests' stores."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))  # a file system of its own is what it is for
+    yield folder
+    shutil.rmtree(folder)
+
+
+def keep_only(store: Path, step: int) -> None:
+    """Deletes the checkpoints that training has made by itself in between."""
+    for folder in store.iterdir():
+        if folder.name != f"varuna_ckpt_{step}":
+            shutil.rmtree(folder)
+
+
+def test_workers_that_start_on_their_vm_again_read_their_own_copies(zygote: Zygote, tmp_path: Path, ram: Path) -> None:
+    store, url = tmp_path / "store", str(tmp_path / "store")
+    assert not on_one_disk(url, str(ram))
+    copies = {"VARUNA_LOCAL_CHECKPOINT_DIR": str(ram)}
+    with World(
+        zygote, tmp_path, TASK, 2, 1, checkpoint_url=url, wanted={"save": {"step": 2, "url": url}}, environ=copies
+    ) as world:
+        world.finish()
+    keep_only(store, 2)
+    expected = train_plainly(TASK)
+
+    # No file of the store can be read but the manifest. Another shape, on the same VM:
+    for file in (store / "varuna_ckpt_2").glob("*.safetensors"):
+        file.rename(file.with_suffix(".away"))
+        file.write_bytes(bytes(file.with_suffix(".away").stat().st_size))
+    with World(zygote, tmp_path, TASK, 1, 2, generation=2, checkpoint_url=url, environ=copies) as world:
+        outcome = world.finish()
+        assert "read from the store" not in world.logs()
+    assert [rank["first"] for rank in outcome.ranks] == [3, 3]
+    assert outcome.losses == pytest.approx(expected.losses[2:], rel=1e-5)
+    keep_only(store, 2)
+
+    # One copy is flipped, another gone, and the store is well again.
+    for file in (store / "varuna_ckpt_2").glob("*.away"):
+        file.rename(file.with_suffix(".safetensors"))
+    gone, flipped, *_ = sorted((ram / "varuna_ckpt_2").glob("section-*.safetensors"))
+    data = bytearray(flipped.read_bytes())
+    data[-1] ^= 1
+    flipped.write_bytes(data)
+    gone.unlink()
+    with World(zygote, tmp_path, TASK, 2, 1, generation=3, checkpoint_url=url, environ=copies) as world:
+        outcome = world.finish()
+        log = world.logs()
+    assert outcome.losses == pytest.approx(expected.losses[2:], rel=1e-5)
+    [line] = [line for line in log.splitlines() if "read from the store, not the local copies" in line]
+    assert "files=2" in line
+    assert flipped.name in line
+    assert "is corrupt" in line
+
+
+def test_killed_at_any_point_of_a_save_it_leaves_nothing_that_is_chosen_wrongly(zygote: Zygote, tmp_path: Path) -> None:
+    folders = [tmp_path / f"rank{point}" for point in range(checkpoint_dies.POINTS)]
+    for folder in folders:
+        assert checkpoint_dies.save(checkpoint_dies.checkpointer(folder, generation=1), 1) == "committed"
+    script = Path(checkpoint_dies.__file__)
+    wanted = {"folder": str(tmp_path)}
+    with World(zygote, tmp_path, TASK, len(folders), 1, generation=2, wanted=wanted, script=script) as world:
+        assert world.exit_codes() == [-signal.SIGKILL] * len(folders)
+    for point, folder in enumerate(folders):
+        loaded_values = checkpoint_dies.values(0)
+        loaded = resume(str(folder / "store"), checkpoint_dies.state(loaded_values))
+        assert loaded is not None
+        assert loaded.step == (2 if folder is folders[-1] else 1), f"killed at point {point}"
+        assert loaded.store_bytes == 0
+        for name, value in checkpoint_dies.values(loaded.step).items():
+            assert torch.equal(loaded_values[name], value)
+        again = checkpoint_dies.checkpointer(folder, generation=3)
+        results = [checkpoint_dies.save(again, step) for step in (2, 3, 4)]
+        assert results == ["dropped" if folder is folders[-1] else "committed", "committed", "committed"]
+        assert not [path for path in folder.rglob("*") if "-g2" in path.name], "what the dead one wrote is in the way"
 
 
 def one_rank_state(p: int, rank: int, parameter_bytes: int) -> TrainingState:

@@ -13,7 +13,7 @@ from varuna_planner.schedule import Policy
 
 def test_all_policies_train_alike(zygote: Zygote, tmp_path: Path) -> None:
     outcomes: dict[Policy, Outcome] = {}
-    for policy in Policy:
+    for policy in (policy for policy in Policy if policy.executable):
         with World(
             zygote,
             tmp_path / policy,

@@ -98,6 +98,8 @@ class ScriptedAgent:
         self.running: list[pb.RunningWorker] = []
         self.micro_batch_us: dict[int, int] = {}
         """By rank: told with every heartbeat, each of which has then completed a step."""
+        self.evaluating = False
+        """Whether every heartbeat tells of more micro-batches evaluated."""
         self.seen: list[pb.SeenGeneration] = []
         self.unacked: list[pb.Report] = []
         self._number = 0
@@ -147,9 +149,9 @@ class ScriptedAgent:
                     self._outgoing.put_nowait(pb.AgentMessage(log_chunk=chunk))
 
     async def _beat(self) -> None:
-        sequence = 0
+        sequence, evaluated = 0, 0
         while True:
-            sequence += 1
+            sequence, evaluated = sequence + 1, evaluated + self.evaluating
             workers = []
             for worker in self.running:
                 took_us = self.micro_batch_us.get(worker.rank, 0)
@@ -158,6 +160,7 @@ class ScriptedAgent:
                     job_id=worker.job_id, generation=worker.generation, rank=worker.rank, step=worker.step
                 )
                 health.forward_us, health.backward_us = took_us // 3, took_us - took_us // 3
+                health.evaluated = evaluated
                 workers.append(health)
             beat = pb.Heartbeat(sequence=sequence, rendezvous_port=self.port, workers=workers)
             self._outgoing.put_nowait(pb.AgentMessage(heartbeat=beat))
@@ -460,6 +463,21 @@ async def test_a_slow_vm_is_left_out_for_a_while(manager: RunningManager) -> Non
     await others[0].close()
     await manager.rest.post(f"vms/{others[0].vm_id}/preempt", json={"notice_s": 0})
     await others[1].launch(4)
+
+
+async def test_a_long_evaluation_is_no_hang(manager: RunningManager) -> None:
+    # Three times the limit goes by, for heartbeats come every 0.1 s at most.
+    flags, beats = ("--hang-minimum-s", "2.5"), 75
+    ((agent, launch),) = await start_training(manager, 1, flags=flags)
+    agent.evaluating = True
+    agent.running = [pb.RunningWorker(job_id=launch.job_id, generation=2, rank=0, step=3)]
+    before = agent.beats_acked
+    await until(lambda: agent.beats_acked >= before + beats, "a long evaluation")
+    assert not agent.commands("stop")
+    agent.evaluating = False
+    await agent.stop(2)
+    stopping = [e for e in await manager.get("jobs/train/events") if e["kind"] == "generation_stopping"]
+    assert "hang: no step after 3" in stopping[-1]["message"]
 
 
 async def test_a_script_that_raises_fails_the_job_with_its_traceback(manager: RunningManager) -> None:

@@ -27,7 +27,7 @@ from varuna_manager.services.events import EventLog
 from varuna_manager.services.jobs import JobService
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.reports import ReportService
-from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.vm_registry import Health, VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
 
 SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
@@ -95,7 +95,7 @@ async def add_generation(
                 kind=kind,
                 state="launching",
                 history=[],
-                plan={"p": 1, "d": 1, "micro_batch": 1},
+                plan=Plan(p=1, d=1, micro_batch=1, global_batch=8).to_document(),
                 candidates=[],
                 rendezvous_host="h",
                 rendezvous_port=1,
@@ -305,7 +305,6 @@ async def test_a_snapshot_tells_what_past_generations_say_against_a_job(database
             row = (await session.scalars(select(GenerationRow).where(GenerationRow.number == number))).one()
             row.state, row.end_cause, row.end_reason = "ended", cause, f"{cause} at {last_step}"
             row.last_step, row.ended_at = last_step, 10.0 * number
-            row.plan = Plan(p=1, d=1, micro_batch=1, global_batch=8).to_document()
     loader = SnapshotLoader(database, VmRegistry(), Rules())
     (loaded,) = (await loader.load()).jobs
     assert loaded.view.setbacks == Setbacks(
@@ -328,3 +327,35 @@ async def test_a_manager_that_has_just_started_counts_on_the_vms_that_it_has_not
     assert [job.view.returning_vms for job in (await loader.load()).jobs] == [1]
     clock.now += rules.start_settle_s
     assert [job.view.returning_vms for job in (await loader.load()).jobs] == [0]
+
+
+async def test_an_evaluation_is_progress(database: Database, jobs: JobService, clock: Clock) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    registry, rules = VmRegistry(lambda: clock.now), Rules()
+    loader = SnapshotLoader(database, registry, rules, clock)
+
+    def beat(evaluated: int, generation: int = 1, vm: str = "vm") -> None:
+        health = Health(job_id=job_id, generation=generation, rank=0, step=3, evaluated=evaluated)
+        registry.heartbeat(vm, rendezvous_port=1, workers=[health])
+
+    async def idle_s() -> float:
+        (loaded,) = (await loader.load()).jobs
+        assert loaded.view.generation is not None
+        return clock.now - loaded.view.generation.progress_at
+
+    clock.now += 100
+    beat(0)
+    assert await idle_s() == 100, "nothing was evaluated"
+    beat(10)
+    assert await idle_s() == 0
+    clock.now += 7
+    beat(10)
+    registry.hello("vm", rendezvous_port=1, workers=[Health(job_id=job_id, generation=1, rank=0, step=3)])
+    beat(10)
+    beat(50, generation=2, vm="other")
+    assert await idle_s() == 7, "the same count again, and another generation's, are no news"
+    beat(11)
+    assert await idle_s() == 0
+    beat(11, generation=2)
+    assert registry.evaluated_s(job_id, 1) is None, "workers that are gone are forgotten"

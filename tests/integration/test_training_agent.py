@@ -86,3 +86,15 @@ def test_a_script_that_raises_is_reported_with_its_traceback(zygote: Zygote, tmp
     assert codes == [EXIT_PEER_LOST, 1]
     assert "ArithmeticError: rank 1 was told to raise at step 2" in failure.traceback
     assert "training_script.py" in failure.traceback
+
+
+def test_an_evaluation_says_that_it_gets_on(zygote: Zygote, tmp_path: Path) -> None:
+    with (
+        AgentEnd() as first,
+        AgentEnd() as second,
+        World(zygote, tmp_path, Task(steps=1), 2, 1, agent_socket=[first.path, second.path].__getitem__) as world,
+    ):
+        counts = [end.wait_for(lambda said: said.HasField("evaluated")).evaluated for end in (first, second)]
+        world.finish()
+
+    assert all(count.micro_batches > 0 for count in counts)

@@ -12,6 +12,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,8 +24,12 @@ from varuna.data import Batches
 def main() -> None:
     torch.set_num_threads(1)
     wanted = json.loads(Path(sys.argv[1]).read_text())
-    task, rank = Task(**wanted["task"]), int(os.environ.get("RANK", "0"))
+    train(Task(**wanted["task"]), wanted, Path(wanted["out"]))
 
+
+def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
+    """Trains as the environment says and writes what this rank then has into `out`."""
+    rank = int(os.environ.get("RANK", "0"))
     plain = make_model(replace(task, tied=task.tied and not task.declared))
     pairs = [("embedding.weight", "head.weight")] if task.declared else None
     before = torch.get_rng_state()
@@ -67,10 +72,10 @@ def main() -> None:
     evaluated = model.evaluate(batch, batch_size=task.global_batch)
     assert model.training
 
-    out = Path(wanted["out"])
-    torch.save({name: p.detach() for name, p in model.named_parameters()}, out / f"rank{rank}.pt")
+    torch.save({name: p.detach().cpu() for name, p in model.named_parameters()}, out / f"rank{rank}.pt")
     torch.save(states_of(optimizer, model.named_parameters()), out / f"rank{rank}.optimizer.pt")
     (out / f"rank{rank}.json").write_text(json.dumps({"first": first, "steps": steps, "evaluated": evaluated}))
+    return model
 
 
 if __name__ == "__main__":

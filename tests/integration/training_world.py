@@ -31,7 +31,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     ends_s = time.monotonic() + DEADLINE_S
     while not (value := condition()):
         assert time.monotonic() < ends_s, f"waited {DEADLINE_S} s in vain"
-        time.sleep(0.005)
+        time.sleep(0.02)
     return value
 
 
@@ -74,6 +74,7 @@ class World:
     run_ahead: int = 0
     checkpoint_url: str = ""
     agent_socket: Callable[[int], str] = lambda rank: ""
+    device: Callable[[int], str] = lambda rank: "cpu"
     wanted: Mapping[str, Any] = field(default_factory=dict)
     script: Path = SCRIPT
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class World:
             recompute=self.recompute,
             checkpoint_url=self.checkpoint_url,
             agent_socket=self.agent_socket(rank),
+            device=self.device(rank),
         )
 
     def __enter__(self) -> World:
@@ -110,7 +112,9 @@ class World:
         job.write_text(json.dumps({"task": asdict(self.task), "out": str(self.out), **self.wanted}))
         environ = [{**self.environment(rank).to_environ(), **self.environ} for rank in range(self.p * self.d)]
         spec = self.out / "world.json"
-        spec.write_text(json.dumps({"environ": environ, "script": str(self.script), "job": str(job)}))
+        # CUDA does not survive a fork, and who knows what looks for a device while the zygote imports.
+        fresh = self.device(0) != "cpu"
+        spec.write_text(json.dumps({"environ": environ, "script": str(self.script), "job": str(job), "fresh": fresh}))
         self.zygote.start(spec)
         return self
 
@@ -148,10 +152,7 @@ class World:
         """Waits for all ranks, which must end well, and gathers their results."""
         codes = self.exit_codes()
         assert codes == [0] * len(codes), f"exit codes {codes}\n{self.logs()}"
-        ranks = [json.loads((self.out / f"rank{rank}.json").read_text()) for rank in range(len(codes))]
-        parameters = [torch.load(self.out / f"rank{rank}.pt") for rank in range(len(codes))]
-        states = [torch.load(self.out / f"rank{rank}.optimizer.pt") for rank in range(len(codes))]
-        return Outcome(ranks, parameters, states)
+        return Outcome.read(self.out, len(codes))
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,15 @@ class Outcome:
     ranks: list[dict[str, Any]]
     held: list[dict[str, Tensor]]
     optimized: list[dict[str, dict[str, Tensor]]]
+
+    @classmethod
+    def read(cls, out: Path, world_size: int) -> Outcome:
+        ranks = range(world_size)
+        return cls(
+            [json.loads((out / f"rank{rank}.json").read_text()) for rank in ranks],
+            [torch.load(out / f"rank{rank}.pt") for rank in ranks],
+            [torch.load(out / f"rank{rank}.optimizer.pt") for rank in ranks],
+        )
 
     @property
     def losses(self) -> list[float]:

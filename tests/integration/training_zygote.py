@@ -1,5 +1,7 @@
 """Imports torch and Varuna once, then forks the ranks of one world after the other: importing takes longer than a test.
 
+In a world that is "fresh" each rank imports for itself.
+
 Each line on standard input is the path of a world's `world.json`. For it a supervisor is forked, in a process group of
 its own, which forks the ranks and notes in `events.jsonl` beside the file when each starts and ends. Nothing here
 starts a thread before forking. The ranks come back to this module's top level and so begin and end as scripts do.
@@ -7,6 +9,7 @@ starts a thread before forking. The ranks come back to this module's top level a
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -15,6 +18,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -47,6 +51,8 @@ def supervise(spec: Path) -> dict[str, str]:
             pid = os.fork()
             if pid == 0:
                 become_rank(spec.with_name(f"rank{rank}.log"), environ)
+                if world["fresh"]:
+                    begin_afresh(world["script"], world["job"])
                 return {"script": world["script"], "job": world["job"]}
             if rank == 0:
                 os.close(int(environ["VARUNA_RENDEZVOUS_FD"]))
@@ -67,10 +73,19 @@ def become_rank(log: Path, environ: dict[str, str]) -> None:
     os.close(0)
 
 
+def begin_afresh(script: str, job: str) -> NoReturn:
+    """Replaces this process by one that has imported nothing."""
+    rendezvous = int(os.environ["VARUNA_RENDEZVOUS_FD"])
+    if rendezvous >= 0:
+        os.set_inheritable(rendezvous, True)
+    os.execv(sys.executable, [sys.executable, script, job])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     trace(make_model(Task()), example_batch(2))  # imports what torch imports at the first use of fake tensors
     assert varuna.Varuna
+    gc.freeze()  # what is shared with the ranks is looked at by none of their collections, the last one either
     told = serve()
     if told is not None:
         sys.argv = [told["script"], told["job"]]

@@ -48,8 +48,8 @@ def trained(store: Path, *steps: int) -> nn.Module:
     for step in steps:
         model.step({"tokens": torch.arange(10)})
         assert model.checkpoint(str(store), step=step)
-    values = {**dict(model.named_parameters()), **model._stage.buffers}
-    plain.load_state_dict({name: values[model._state_dict_names[name]] for name in plain.state_dict()})
+    values = {**dict(model.named_parameters()), **model._parts.stage.buffers}
+    plain.load_state_dict({name: values[model._held.state_dict[name]] for name in plain.state_dict()})
     return plain
 
 

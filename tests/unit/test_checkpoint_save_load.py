@@ -364,6 +364,37 @@ def test_a_harmed_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path
     assert name in reports[0][1]
 
 
+def test_a_checkpoint_of_another_format_is_named_and_passed_over(tmp_path: Path) -> None:
+    saved(str(tmp_path), step=2)
+    saved(str(tmp_path), step=3)
+    manifest = tmp_path / "varuna_ckpt_3" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("varuna.checkpoint/2", "varuna.checkpoint/1"))
+    reports: list[str] = []
+    loaded = resume(
+        str(tmp_path), Rank(1, 1, 0, OPTIMIZERS["adam"]).state, report=lambda step, why: reports.append(why)
+    )
+    assert loaded is not None
+    assert loaded.step == 2
+    assert reports[0].endswith("is of the format varuna.checkpoint/1; this version reads varuna.checkpoint/2")
+
+
+def test_the_optimizers_state_is_in_memory_of_its_own(tmp_path: Path) -> None:
+    saved(str(tmp_path))
+    one, other = (Rank(1, 1, 0, OPTIMIZERS["adam"]) for _ in range(2))
+    for rank in (one, other):
+        load(str(tmp_path), 3, rank.state)
+    before = copy.deepcopy(other.optimizer.state_dict()["state"])
+    places: set[int] = set()
+    for state in one.optimizer.state.values():
+        for value in state.values():
+            assert value.data_ptr() not in places
+            places.add(value.data_ptr())
+            value.fill_(7.0)
+    assert len(places) == 4 * len(one.parameters)
+    for index, state in other.optimizer.state_dict()["state"].items():
+        assert_same_state(state, before[index])
+
+
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     missing = tmp_path / "never" / "made"
     assert newest_complete(str(missing)) is None

@@ -105,8 +105,8 @@ def test_more_replicas_than_micro_batches_are_refused() -> None:
 
 
 def test_recompute_keeps_one_set_of_activations() -> None:
-    assert stage_bytes(1000, 10, 100, 50, 4, False) == 1000 + 4 * 10 + 4 * 100 + 50
-    assert stage_bytes(1000, 10, 100, 50, 4, True) == 1000 + 4 * 10 + 100 + 50
+    assert stage_bytes(1000, 10, 20, 100, 50, 5, 3, 4) == 1000 + 5 * 10 + 3 * 20 + 4 * 100 + 50
+    assert stage_bytes(1000, 10, 20, 100, 50, 5, 3, 1) == 1000 + 5 * 10 + 3 * 20 + 100 + 50
 
 
 def test_bytes_are_written_for_people() -> None:

@@ -81,8 +81,10 @@ class AgentLink:
         done = worker_pb2.CheckpointDone(step=step, url=url, total_bytes=total_bytes)
         self._send(worker_pb2.WorkerMessage(checkpoint_done=done))
 
-    def profile_done(self, profile_json: str) -> None:
-        self._send(worker_pb2.WorkerMessage(profile_done=worker_pb2.ProfileDone(profile_json=profile_json)))
+    def profile_done(self, profile_json: str, *, from_cache: bool) -> None:
+        """The profile is measured, or was by an earlier generation."""
+        done = worker_pb2.ProfileDone(profile_json=profile_json, from_cache=from_cache)
+        self._send(worker_pb2.WorkerMessage(profile_done=done))
 
     def failure(self, text: str) -> None:
         """The script failed: its traceback."""

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from varuna.departure import Departure
-from varuna.launch import Rendezvous
+from varuna.launch import Group, Rendezvous
+from varuna.nccl import NcclGroup, connect_nccl, device_name, each_its_own
 from varuna.optim import TiedGroup
 from varuna.pipeline.engine import Links
 from varuna.pipeline.timeline import Timeline
@@ -19,7 +21,15 @@ from varuna.pipeline.transport import Inbox, Outbox
 from varuna_planner.batching import micro_batch_sizes, micro_batches
 from varuna_proto.environment import WorkerEnvironment
 
-__all__ = ["Topology", "connect_links", "connect_tied", "share_of_batch", "stage_sections", "tied_over_stages"]
+__all__ = [
+    "Topology",
+    "connect_holders",
+    "connect_links",
+    "connect_tied",
+    "share_of_batch",
+    "stage_sections",
+    "tied_over_stages",
+]
 
 
 @dataclass(frozen=True)
@@ -114,14 +124,43 @@ def connect_links(
     return links
 
 
-def connect_tied(topology: Topology, rendezvous: Rendezvous, tied: Mapping[str, tuple[int, ...]]) -> list[TiedGroup]:
+def connect_holders(
+    topology: Topology,
+    name: str,
+    ranks: Sequence[int],
+    rendezvous: Rendezvous,
+    device: torch.device,
+    departure: Departure,
+) -> Group:
+    """The group of `ranks`, of which this is one, that hold the same parameters on their `device`s.
+
+    Over NCCL if each of them has a CUDA device of its own; over gloo on CPUs and where ranks share a device.
+    """
+    if device.type == "cuda" and len(ranks) > 1:
+        devices = rendezvous.exchange(f"{name}/device", ranks, device_name(device))
+        if each_its_own(devices):
+            own = list(ranks).index(topology.rank)
+            group = connect_nccl(PrefixStore(f"{name}/nccl", rendezvous.store), own, len(ranks))
+            return NcclGroup(group, ranks, departure)
+    return rendezvous.group(name, ranks)
+
+
+def connect_tied(
+    topology: Topology,
+    rendezvous: Rendezvous,
+    tied: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    departure: Departure,
+) -> list[TiedGroup]:
     """The groups in which this rank's tied parameters (name -> stages) are summed, one per combination of stages."""
     by_stages: dict[tuple[int, ...], list[str]] = {}
     for name, stages in tied.items():
         by_stages.setdefault(stages, []).append(name)
     return [
         TiedGroup(
-            rendezvous.group(f"tied/{'-'.join(map(str, stages))}", topology.ranks_of(stages)),
+            connect_holders(
+                topology, f"tied/{'-'.join(map(str, stages))}", topology.ranks_of(stages), rendezvous, device, departure
+            ),
             tuple(by_stages[stages]),
         )
         for stages in sorted(by_stages)

@@ -23,7 +23,10 @@ from varuna.checkpoint.tensor_file import ALIGNMENT
 __all__ = ["CheckpointStore", "folder_of", "local_path"]
 
 _FOLDER = re.compile(r"varuna_ckpt_(0|[1-9][0-9]*)")
-_MULTIPART_BYTES = 32 * 1024 * 1024
+_PART_BYTES = 32 * 1024 * 1024
+"""Of an upload: an object store takes at most 10,000 parts."""
+_LOCAL_PART_BYTES = 4 * 1024 * 1024
+"""Small, so that one is written while the next is made."""
 _READ_BYTES = 1024 * 1024
 """So little at a time that it is still in the cache when its checksum is taken."""
 
@@ -60,7 +63,8 @@ class CheckpointStore:
     def put(self, path: str, data: bytes | Iterator[memoryview]) -> None:
         """Write or replace, the whole or piece by piece. Raises CheckpointError when the store refuses."""
         with _Explained(self.url, path):
-            obstore.put(self._open(), path, data, chunk_size=_MULTIPART_BYTES)
+            part_bytes = _PART_BYTES if self._local is None else _LOCAL_PART_BYTES
+            obstore.put(self._open(), path, data, chunk_size=part_bytes)
 
     def read(self, path: str, size: int) -> tuple[memoryview, str] | None:
         """An object of `size` bytes, in writable memory of its own, and its checksum; None when there is no such."""

