@@ -13,8 +13,14 @@ from types import TracebackType
 __all__ = ["Loopback", "ShapedNetwork"]
 
 _CLONE_NEWNET = 0x40000000
-_BURST_BYTES = 32 * 1024
-"""What a link takes at once: small against a message, large enough for the timer at any rate here."""
+_BURST_BYTES = 16 * 1024
+"""What a link takes at once: small against a message, and enough for a frame."""
+
+_MTU = 9000
+"""Large frames: cutting messages into small ones takes processor time, which the ranks then lack."""
+
+_WIRE_TO_PAYLOAD = (_MTU + 14) / (_MTU - 52)
+"""Bytes of a full Ethernet frame to those of its TCP payload (with timestamps)."""
 
 
 class Loopback:
@@ -27,8 +33,8 @@ class Loopback:
 
 
 class ShapedNetwork:
-    """Each rank in a network namespace of its own: one cable of `mbit` in each direction to each neighbour, and a
-    bridge, not shaped, to all others (for the rendezvous).
+    """Each rank in a network namespace of its own: one cable that carries `mbit` of payload in each direction
+    to each neighbour, and a bridge, not shaped, to all others (for the rendezvous).
     """
 
     def __init__(self, p: int, mbit: float) -> None:
@@ -79,10 +85,10 @@ class ShapedNetwork:
         )
         for own, device, peer in ends:
             namespace = self._namespace(own)
-            _run(f"ip -n {namespace} link set {device} up")
+            _run(f"ip -n {namespace} link set {device} mtu {_MTU} up")
             _run(
                 f"tc -n {namespace} qdisc add dev {device} root "
-                f"tbf rate {self._mbit}mbit burst {_BURST_BYTES} latency 500ms"
+                f"tbf rate {self._mbit * _WIRE_TO_PAYLOAD:.3f}mbit burst {_BURST_BYTES} latency 500ms"
             )
             _run(f"ip -n {namespace} route add {self._address(peer)}/32 dev {device} src {self._address(own)}")
 
@@ -93,6 +99,8 @@ class ShapedNetwork:
 
     def _remove(self) -> None:
         for rank in range(self._p):
+            # By itself first: what goes with its namespace goes some time later, and the next network may be the same.
+            subprocess.run(["ip", "link", "del", f"{self._name}v{rank}"], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", self._namespace(rank)], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._name], check=False, capture_output=True)
 

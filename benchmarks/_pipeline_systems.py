@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _pipeline_world import Delays, Sender, StageTimes, busy
+from _pipeline_world import Conditions, Sender, busy_until
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 
 from varuna.departure import Departure
 from varuna.pipeline.engine import Engine, Links, MicroBatch, Position
-from varuna_planner.schedule import Policy
+from varuna_planner.schedule import Op, Policy
 
 __all__ = ["PEERS", "make_ours", "make_peer"]
 
@@ -24,23 +25,29 @@ _CPU = torch.device("cpu")
 
 
 class _Compute(torch.autograd.Function):
-    """Takes the device's time forwards and backwards."""
+    """Takes the device's time forwards and backwards. What the host does meanwhile, such as making tensors, is part of
+    that time, as it is on a device that works while the host prepares.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
-        ctx.backward_ms = backward_ms
-        busy(forward_ms)
-        return torch.empty_like(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends_s: float, backward_s: Callable[[], float]) -> Tensor:
+        ctx.backward_s = backward_s
+        out = torch.empty_like(x)
+        busy_until(ends_s)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        busy(ctx.backward_ms)
+        ends_s = time.perf_counter() + ctx.backward_s()
         # A new tensor, as any real op gives: autograd would copy one that it does not own.
-        return torch.empty_like(gradients[0]), torch.zeros(1), None, None
+        found = torch.empty_like(gradients[0]), torch.zeros(1), None, None
+        busy_until(ends_s)
+        return found
 
 
-def _compute(x: Tensor, weight: Tensor, forward_ms: float, backward_ms: float) -> Tensor:
-    out: Tensor = _Compute.apply(x, weight, forward_ms, backward_ms)  # type: ignore[no-untyped-call]
+def _compute(x: Tensor, weight: Tensor, forward_s: float, backward_s: Callable[[], float]) -> Tensor:
+    ends_s = time.perf_counter() + forward_s
+    out: Tensor = _Compute.apply(x, weight, ends_s, backward_s)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -58,31 +65,39 @@ class _Boundary:
 class _SleepingStage:
     """A stage as the engine takes it."""
 
-    def __init__(self, times: StageTimes, stage: int, p: int) -> None:
+    def __init__(self, conditions: Conditions, activation_bytes: int, stage: int, p: int) -> None:
         self.on_section: Callable[[int], None] | None = None
-        boundary = _Boundary("x", times.activation_bytes // 4)
+        boundary = _Boundary("x", activation_bytes // 4)
         self.receives = (boundary,) if stage > 0 else ()
         self.sends = (boundary,) if stage < p - 1 else ()
         self.is_last = stage == p - 1
-        self._times = times
+        self._conditions = conditions
         self._recomputes = not self.is_last
         self._weight = nn.Parameter(torch.zeros(1))
         self._first_input = torch.zeros(1, boundary.elements)
 
     def forward(self, inputs: dict[str, Any], received: list[Tensor]) -> list[Tensor] | Tensor:
         recomputing = self._recomputes and torch.is_grad_enabled()
-        forward_ms = self._times.recompute_ms if recomputing else self._times.forward_ms
+        forward_s = self._conditions.op_s(Op.R if recomputing else Op.F)
         x = received[0] if received else self._first_input
-        x = _compute(x, self._weight, forward_ms, self._times.backward_ms)
+        x = _compute(x, self._weight, forward_s, partial(self._conditions.op_s, Op.B))
         return x.flatten()[0] if self.is_last else [x]
 
 
 def make_ours(
-    policy: Policy, times: StageTimes, stage: int, p: int, n: int, run_ahead: int, links: Links, departure: Departure
+    policy: Policy,
+    conditions: Conditions,
+    activation_bytes: int,
+    stage: int,
+    p: int,
+    n: int,
+    run_ahead: int,
+    links: Links,
+    departure: Departure,
 ) -> Callable[[], Any]:
     """One mini-batch by Varuna's engine."""
     position = Position(stage=stage, p=p, policy=policy, run_ahead=run_ahead, recompute=stage < p - 1)
-    engine = Engine(_SleepingStage(times, stage, p), position, links, _CPU, departure)
+    engine = Engine(_SleepingStage(conditions, activation_bytes, stage, p), position, links, _CPU, departure)
     batches = [MicroBatch(index, 1, {}) for index in range(n)]
     return lambda: engine.train(batches, global_batch=n, seed=0, step=1)
 
@@ -90,26 +105,31 @@ def make_ours(
 class _SleepingModule(nn.Module):
     """A stage as torch.distributed.pipelining takes it: its backward is longer, as recompute is no action there."""
 
-    def __init__(self, times: StageTimes, is_last: bool) -> None:
+    def __init__(self, conditions: Conditions, is_last: bool) -> None:
         super().__init__()
-        self._forward_ms = times.forward_ms
-        self._backward_ms = times.backward_ms + (0.0 if is_last else times.recompute_ms)
+        self._conditions = conditions
+        self._is_last = is_last
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _compute(x, self.weight, self._forward_ms, self._backward_ms)
+        return _compute(x, self.weight, self._conditions.op_s(Op.F), self._backward_s)
+
+    def _backward_s(self) -> float:
+        return self._conditions.op_s(Op.B) + (0.0 if self._is_last else self._conditions.op_s(Op.R))
 
 
-def make_peer(name: str, times: StageTimes, stage: int, p: int, n: int) -> Callable[[], Any]:
+def make_peer(
+    name: str, conditions: Conditions, activation_bytes: int, stage: int, p: int, n: int
+) -> Callable[[], Any]:
     """One mini-batch by a schedule of torch.distributed.pipelining, over the default process group."""
-    example = torch.zeros(1, times.activation_bytes // 4)
-    module = _SleepingModule(times, stage == p - 1)
+    example = torch.zeros(1, activation_bytes // 4)
+    module = _SleepingModule(conditions, stage == p - 1)
     boundary = torch.zeros_like(example, requires_grad=True)
     pipeline_stage = PipelineStage(
         module, stage, p, _CPU, input_args=(boundary if stage else example,), output_args=(boundary,)
     )
     schedule = PEERS[name](pipeline_stage, n, loss_fn=lambda output, target: output.flatten()[0])
-    whole = torch.zeros(n, times.activation_bytes // 4)
+    whole = torch.zeros(n, activation_bytes // 4)
     target = torch.zeros(n, 1)
 
     def run() -> None:
@@ -118,11 +138,11 @@ def make_peer(name: str, times: StageTimes, stage: int, p: int, n: int) -> Calla
     return run
 
 
-def delay_peers(delays: Delays, rank: int) -> None:
+def delay_peers(delays: Conditions, rank: int) -> None:
     """From now on the messages that this process' torch pipeline sends arrive late, as ours do."""
     links = {
-        rank + 1: Sender(partial(delays.next_s, f"down/{rank}")),
-        rank - 1: Sender(partial(delays.next_s, f"up/{rank - 1}")),
+        rank + 1: Sender(partial(delays.delay_s, f"down/{rank}")),
+        rank - 1: Sender(partial(delays.delay_s, f"up/{rank - 1}")),
     }
     direct = schedules._batch_p2p
 

@@ -9,28 +9,38 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import socket
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
-from varuna._gloo import GlooGroup, Work
+from varuna._gloo import NEVER, GlooGroup, Work
 from varuna.departure import Departure
 from varuna.launch import Rendezvous
+from varuna_planner.schedule import Op
+from varuna_planner.simulator import Course
 from varuna_proto.environment import Mode, WorkerEnvironment
 
-__all__ = ["DelayedGroup", "DelayedRendezvous", "Delays", "Network", "Sender", "StageTimes", "busy", "run_ranks"]
+__all__ = [
+    "Conditions",
+    "DelayedGroup",
+    "DelayedRendezvous",
+    "Network",
+    "Sender",
+    "busy_until",
+    "message_us",
+    "run_ranks",
+]
 
 _PR_SET_TIMERSLACK = 29
 _EXACT_NS = 1
@@ -38,46 +48,44 @@ _EXACT_NS = 1
 _SLEEPS_LATE_S = 100e-6
 """Even so a sleep ends some 60 µs late (measured), which no device does; the rest of the time is polled away."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """What the emulated device takes for one micro-batch of every stage, and what crosses between stages."""
-
-    forward_ms: float
-    recompute_ms: float
-    backward_ms: float
-    activation_bytes: int
+_PROBES = 21
+_PROBE_EVERY_S = 0.01
 
 
-def busy(milliseconds: float) -> None:
-    """The emulated device computes."""
-    ends_s = time.perf_counter() + milliseconds / 1e3
-    time.sleep(max(0.0, milliseconds / 1e3 - _SLEEPS_LATE_S))
+def busy_until(ends_s: float) -> None:
+    """The emulated device computes, until a moment of `time.perf_counter`."""
+    time.sleep(max(0.0, ends_s - time.perf_counter() - _SLEEPS_LATE_S))
     while time.perf_counter() < ends_s:
         time.sleep(0)  # lets other threads have the interpreter
 
 
-class Delays:
-    """Random delays of messages, exponential with a mean. In the same run, a link's messages have the same delays,
-    whoever sends them.
+class Conditions:
+    """What each op and each message of this rank takes in the mini-batch that runs: the same whichever system runs it,
+    and the same that the simulator is given.
     """
 
-    def __init__(self, mean_ms: float, seed: int) -> None:
-        self._mean_ms = mean_ms
-        self._seed = seed
-        self._run = ""
-        self._numbers: dict[str, random.Random] = {}
+    def __init__(self, rank: int, latency_us: float) -> None:
+        self._rank = rank
+        self._latency_us = latency_us
+        self._ops: dict[Op, Iterator[float]] = {}
+        self._delays: dict[str, Iterator[float]] = {}
 
-    def begin(self, run: str) -> None:
-        """Starts a run. No message of another may be on its way."""
-        self._run = run
-        self._numbers.clear()
+    def begin(self, course: Course) -> None:
+        """Starts a mini-batch. No message of another may be on its way."""
+        self._ops = {op: iter(course.action_us[op, self._rank]) for op in (Op.F, Op.R, Op.B)}
+        self._delays = {}
+        if self._rank > 0:
+            self._delays[f"up/{self._rank - 1}"] = iter(course.delay_us[1, self._rank - 1])
+        if self._rank + 1 < course.delay_us.shape[1]:
+            self._delays[f"down/{self._rank}"] = iter(course.delay_us[0, self._rank + 1])
 
-    def next_s(self, link: str) -> float:
-        """The delay in seconds of the link's next message in this run."""
-        if link not in self._numbers:
-            self._numbers[link] = random.Random(f"{self._seed}/{self._run}/{link}")
-        return self._numbers[link].expovariate(1e3 / self._mean_ms)
+    def op_s(self, op: Op) -> float:
+        """Seconds that the next op of a kind takes; micro-batches are in order."""
+        return next(self._ops[op]) / 1e6
+
+    def delay_s(self, link: str) -> float:
+        """Seconds by which the next message that this rank sends on a link is late."""
+        return (self._latency_us + next(self._delays[link])) / 1e6
 
 
 class Sender:
@@ -97,8 +105,8 @@ class Sender:
     def _deliver(self) -> None:
         while True:
             due_s, deliver = self._queue.get()
-            time.sleep(max(0.0, due_s - time.perf_counter()))
-            deliver().wait(timedelta(days=1))
+            busy_until(due_s)
+            deliver().wait(NEVER)
 
 
 class _Sent:
@@ -129,13 +137,34 @@ class DelayedGroup:
 class DelayedRendezvous(Rendezvous):
     """Makes links with delays."""
 
-    delays: Delays | None = None
+    delays: Conditions | None = None
 
     def gloo(self, name: str, ranks: Sequence[int]) -> GlooGroup:
         group: GlooGroup = super().gloo(name, ranks)
         if self.delays is None or not name.startswith(("up/", "down/")):
             return group
-        return cast(GlooGroup, DelayedGroup(group, partial(self.delays.next_s, name)))
+        return cast(GlooGroup, DelayedGroup(group, partial(self.delays.delay_s, name)))
+
+
+def message_us(group: GlooGroup, first: bool, size: int) -> float:
+    """What a message of `size` bytes takes from one end of a link to the other, as calibration would find it: half of
+    the shortest of some round trips, with receives posted ahead and a link that was idle. Both ends call it.
+    """
+    message = torch.zeros(size, dtype=torch.uint8)
+    taken_s = []
+    for number in range(_PROBES):
+        answer = group.recv([torch.empty_like(message)], int(first), number)
+        if not first:
+            answer.wait(NEVER)
+        else:
+            time.sleep(_PROBE_EVERY_S)
+            begun_s = time.perf_counter()
+        sent = group.send([message], int(first), number)
+        sent.wait(NEVER)
+        if first:
+            answer.wait(NEVER)
+            taken_s.append(time.perf_counter() - begun_s)
+    return min(taken_s) / 2 * 1e6 if first else 0.0
 
 
 class Network(Protocol):

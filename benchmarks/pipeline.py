@@ -1,13 +1,14 @@
 """How close Varuna's pipeline comes to its simulation and to the lower bound, and how it compares with its peers.
 
-    python benchmarks/pipeline.py --json pipeline.json
+    python benchmarks/pipeline.py --suite --json pipeline.json                   # all targets; slow links need root
     python benchmarks/pipeline.py --stages 4 --micro-batches 32 --jitter-ms 10
-    python benchmarks/pipeline.py --stages 4 --micro-batches 32 --link-mbit 400   # needs root
+    python benchmarks/pipeline.py --stages 4 --micro-batches 32 --link-mbit 400  # needs root
 
 Stages sleep instead of computing; the engine, the transport and the processes are real. All systems take turns in the
 same processes, so that whatever else the machine does meets them all. Peers have no recompute, so their backwards are
-longer by it. With --jitter-ms every message is late by an exponential delay, the same numbers for all systems; the
-simulated time is then a mean over seeds. The columns after the times are ratios of means.
+longer by it. Random delays of messages and random times of ops are drawn by the planner's simulator, new ones for each
+round: in a round every system meets the same, and the simulated time is that of the very same. The simulator is told
+what a message takes on the bare link, measured at the start, as calibration would tell it. Ratios are of means.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,87 +30,75 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _pipeline_network import Loopback, ShapedNetwork
+from _pipeline_report import Condition, Row, judge, print_rows, print_verdicts
 from _pipeline_systems import PEERS, delay_peers, make_ours, make_peer
-from _pipeline_world import DelayedRendezvous, Delays, Network, StageTimes, run_ranks
+from _pipeline_world import Conditions, DelayedRendezvous, Network, message_us, run_ranks
 from torch._C._distributed_c10d import PrefixStore
 
 from varuna.departure import Departure
 from varuna.launch import Group
 from varuna.topology import Topology, connect_links
 from varuna_planner.schedule import Policy, most_in_flight
-from varuna_planner.simulator import Jitter, Pipeline, lower_bound, simulate, uniform
+from varuna_planner.simulator import Course, Jitter, Pipeline, lower_bound, simulate, uniform
 
 _START_AFTER_S = 0.005
 """Every rank knows the start of a mini-batch this long before it comes."""
 
-_SIMULATED_SEEDS = 30
+_PEER_POLICIES = {"torch-gpipe": Policy.GPIPE, "torch-1f1b": Policy.ONE_F_ONE_B}
+_OURS = [policy.value for policy in Policy if policy.executable]
+_SUITE_SYSTEMS = ["work-conserving", *PEERS]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is the same for all shapes of a run."""
+    """What is the same for all shapes and conditions of a run."""
 
-    times: StageTimes
+    systems: tuple[str, ...]
+    forward_ms: float
+    recompute_ms: float
+    backward_ms: float
+    activation_bytes: int
     rounds: int
-    jitter_ms: float
-    link_mbit: float
-    run_ahead: int | None
     seed: int
-
-    def run_ahead_for(self, p: int) -> int:
-        return p if self.run_ahead is None else self.run_ahead
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One system in one shape."""
-
-    p: int
-    n: int
-    system: str
-    stash: int
-    """The most micro-batches in flight on any stage."""
-    mean_ms: float
-    best_ms: float
-    rounds_ms: tuple[float, ...]
-    simulated_ms: float | None
-    lower_bound_ms: float
-    to_simulated: float | None
-    to_lower_bound: float
-    to_torch_1f1b: float | None
-    to_torch_gpipe: float | None
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     torch.set_num_threads(1)
+    systems = arguments.systems or (_SUITE_SYSTEMS if arguments.suite else [*_OURS, *PEERS])
     setting = Setting(
-        times=StageTimes(
-            forward_ms=arguments.forward_ms,
-            recompute_ms=arguments.recompute_ms,
-            backward_ms=arguments.backward_ms,
-            activation_bytes=arguments.activation_kib * 1024,
-        ),
+        systems=tuple(systems),
+        forward_ms=arguments.forward_ms,
+        recompute_ms=arguments.recompute_ms,
+        backward_ms=arguments.backward_ms,
+        activation_bytes=arguments.activation_kib * 1024,
         rounds=arguments.rounds,
-        jitter_ms=arguments.jitter_ms,
-        link_mbit=arguments.link_mbit,
-        run_ahead=arguments.run_ahead,
         seed=arguments.seed,
     )
+    conditions = _suite(setting) if arguments.suite else [_condition(arguments)]
+    if os.geteuid() != 0 and any(condition.link_mbit for condition in conditions):
+        sys.exit("slow links need network namespaces, which need root: run as root, or without --suite and --link-mbit")
+    print(
+        f"F {setting.forward_ms:g} ms, R {setting.recompute_ms:g} ms, B {setting.backward_ms:g} ms, "
+        f"{setting.activation_bytes // 1024} KiB, {setting.rounds} rounds"
+    )
     rows: list[Row] = []
-    for p in arguments.stages:
-        shapes = [n for n in arguments.micro_batches if n >= p]  # torch's 1F1B wants no fewer micro-batches than stages
-        measured = _measure(p, shapes, arguments.systems, setting)
-        for n in shapes:
-            rows += _rows(p, n, measured[n], setting)
-    _print_table(rows, setting)
+    for condition in conditions:
+        here = [row for p in arguments.stages for row in _measure(p, arguments.micro_batches, condition, setting)]
+        print_rows(condition, here)
+        rows += here
+    verdicts = judge(rows, conditions)
+    if arguments.suite:
+        print_verdicts(verdicts)
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps(
-                {"environment": _environment(), "setting": asdict(setting), "rows": [asdict(row) for row in rows]},
-                indent=1,
-            )
-        )
+        found = {
+            "environment": _environment(),
+            "setting": asdict(setting),
+            "conditions": [asdict(condition) for condition in conditions],
+            "rows": [asdict(row) for row in rows],
+            "targets": [asdict(verdict) for verdict in verdicts],
+        }
+        arguments.json.write_text(json.dumps(found, indent=1))
 
 
 def _environment() -> dict[str, str | float | None]:
@@ -124,43 +113,70 @@ def _environment() -> dict[str, str | float | None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    systems = [*(policy.value for policy in Policy), *PEERS]
+    parser.add_argument("--suite", action="store_true", help="judge all targets: plain, jittery and slow links")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8], metavar="P")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 32], metavar="N")
-    parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
+    parser.add_argument("--systems", nargs="+", choices=[*_OURS, *PEERS], help="default: all; with --suite, the judged")
     parser.add_argument("--rounds", type=int, default=3, help="measured mini-batches of each system")
     parser.add_argument("--forward-ms", type=float, default=10.0)
     parser.add_argument("--recompute-ms", type=float, default=10.0)
     parser.add_argument("--backward-ms", type=float, default=20.0)
     parser.add_argument("--activation-kib", type=int, default=256)
-    parser.add_argument("--run-ahead", type=int, help="k of varuna and work-conserving; default P")
-    parser.add_argument("--jitter-ms", type=float, default=0.0, help="mean of an exponential delay of every message")
-    parser.add_argument("--link-mbit", type=float, default=0.0, help="rate of every link (tbf); needs root")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same figures there")
+    own = parser.add_argument_group("the condition, without --suite")
+    own.add_argument("--run-ahead", type=float, default=1.0, help="k of varuna and work-conserving, in multiples of P")
+    own.add_argument("--latency-ms", type=float, default=0.0, help="delay of every message")
+    own.add_argument("--jitter-ms", type=float, default=0.0, help="mean of an exponential delay on top of it")
+    own.add_argument("--compute-noise", type=float, default=0.0, help="relative standard deviation of ops' times")
+    own.add_argument("--link-mbit", type=float, default=0.0, help="rate of every link (tbf); needs root")
     return parser
 
 
-def _measure(
-    p: int, shapes: Sequence[int], systems: Sequence[str], setting: Setting
-) -> dict[int, dict[str, list[float]]]:
-    """[N][system] -> milliseconds of each round."""
+def _condition(arguments: argparse.Namespace) -> Condition:
+    return Condition(
+        name="as asked for",
+        link_mbit=arguments.link_mbit,
+        latency_ms=arguments.latency_ms,
+        jitter_ms=arguments.jitter_ms,
+        compute_noise=arguments.compute_noise,
+        run_ahead=arguments.run_ahead,
+    )
+
+
+def _suite(setting: Setting) -> list[Condition]:
+    """Plain links; jitter as in ANCHORS, "Schedules", with k = P and 2P; links on which a message takes F / 2."""
+    half_ms = setting.forward_ms / 2
+    jitter = Condition(name="jitter", latency_ms=half_ms, jitter_ms=half_ms, compute_noise=0.05)
+    return [
+        Condition(name="plain"),
+        jitter,
+        replace(jitter, name="jitter, k = 2P", run_ahead=2.0),
+        Condition(name="slow", link_mbit=round(setting.activation_bytes * 8e-3 / half_ms, 1)),
+    ]
+
+
+def _measure(p: int, micro_batches: Sequence[int], condition: Condition, setting: Setting) -> list[Row]:
+    shapes = [n for n in micro_batches if n >= p]  # torch's 1F1B wants no fewer micro-batches than stages
     with ExitStack() as stack:
         network: Network = Loopback()
-        if setting.link_mbit:
-            network = stack.enter_context(ShapedNetwork(p, setting.link_mbit))
+        if condition.link_mbit:
+            network = stack.enter_context(ShapedNetwork(p, condition.link_mbit))
         ranks = run_ranks(
             p,
             network,
-            lambda rank, meeting, departure: _rank_main(rank, meeting, departure, p, shapes, systems, setting),
+            lambda rank, meeting, departure: _rank_main(rank, meeting, departure, p, shapes, condition, setting),
         )
-    return {
-        n: {
-            system: [max(rank[str(n)][system][number] for rank in ranks) for number in range(setting.rounds)]
-            for system in systems
+    rows: list[Row] = []
+    for n in shapes:
+        rounds_ms = {
+            system: tuple(
+                max(rank["rounds"][str(n)][system][number] for rank in ranks) for number in range(setting.rounds)
+            )
+            for system in setting.systems
         }
-        for n in shapes
-    }
+        rows += _rows(p, n, rounds_ms, ranks[0]["message_us"], condition, setting)
+    return rows
 
 
 def _rank_main(
@@ -169,36 +185,41 @@ def _rank_main(
     departure: Departure,
     p: int,
     shapes: Sequence[int],
-    systems: Sequence[str],
+    condition: Condition,
     setting: Setting,
-) -> dict[str, dict[str, list[float]]]:
-    """This rank's end of each mini-batch, in milliseconds after its start."""
-    delays = Delays(setting.jitter_ms, setting.seed) if setting.jitter_ms else None
-    rendezvous.delays = delays
+) -> dict[str, Any]:
+    """ "rounds": [N][system] -> this rank's end of each measured mini-batch, in milliseconds after its start;
+    "message_us": what a message takes, from rank 0 alone."""
+    conditions = Conditions(rank, condition.latency_ms * 1e3)
+    delayed = bool(condition.latency_ms or condition.jitter_ms)
+    rendezvous.delays = conditions if delayed else None
     links = connect_links(Topology(p, 1, rank), rendezvous, torch.device("cpu"), departure)
     everyone = rendezvous.group("everyone", range(p))
+    size = setting.activation_bytes
+    taken_us = message_us(rendezvous.gloo("probe", (0, 1)), rank == 0, size) if rank < 2 else 0.0
     dist.init_process_group("gloo", store=PrefixStore("peers", rendezvous.store), rank=rank, world_size=p)
-    if delays is not None:
-        delay_peers(delays, rank)
+    if delayed:
+        delay_peers(conditions, rank)
     results: dict[str, dict[str, list[float]]] = {}
     for n in shapes:
+        k = round(condition.run_ahead * p)
         runs: dict[str, Callable[[], Any]] = {
-            system: make_peer(system, setting.times, rank, p, n)
+            system: make_peer(system, conditions, size, rank, p, n)
             if system in PEERS
-            else make_ours(Policy(system), setting.times, rank, p, n, setting.run_ahead_for(p), links, departure)
-            for system in systems
+            else make_ours(Policy(system), conditions, size, rank, p, n, k, links, departure)
+            for system in setting.systems
         }
-        taken: dict[str, list[float]] = {system: [] for system in systems}
-        for number in range(setting.rounds + 1):
+        taken: dict[str, list[float]] = {system: [] for system in setting.systems}
+        for number in range(-1, setting.rounds):
+            course = _course(_pipeline(p, n, condition, setting), condition, setting, number)
             for system, run in runs.items():
-                if delays is not None:
-                    delays.begin(f"{n}/{number}")
+                conditions.begin(course)
                 elapsed_ms = _timed(run, everyone)
-                if number:  # the first warms up
+                if number >= 0:  # the first warms up
                     taken[system].append(elapsed_ms)
         results[str(n)] = taken
     everyone.all_reduce([torch.zeros(1)])
-    return results
+    return {"rounds": results, "message_us": taken_us}
 
 
 def _timed(run: Callable[[], Any], everyone: Group) -> float:
@@ -212,85 +233,86 @@ def _timed(run: Callable[[], Any], everyone: Group) -> float:
     return (time.perf_counter() - start_s) * 1e3
 
 
-def _pipeline(p: int, n: int, setting: Setting) -> Pipeline:
-    times = setting.times
-    transfer_us = times.activation_bytes * 8 / setting.link_mbit if setting.link_mbit else 0.0
+def _pipeline(p: int, n: int, condition: Condition, setting: Setting) -> Pipeline:
     pipeline = uniform(
         p,
         n,
-        forward_us=times.forward_ms * 1e3,
-        recompute_us=times.recompute_ms * 1e3,
-        backward_us=times.backward_ms * 1e3,
+        forward_us=setting.forward_ms * 1e3,
+        recompute_us=setting.recompute_ms * 1e3,
+        backward_us=setting.backward_ms * 1e3,
+        latency_us=condition.latency_ms * 1e3,
     )
+    transfer_us = setting.activation_bytes * 8 / condition.link_mbit if condition.link_mbit else 0.0
     pipeline.activation_transfer_us[:] = transfer_us
     pipeline.gradient_transfer_us[:] = transfer_us
     return pipeline
 
 
-def _simulated_ms(pipeline: Pipeline, policy: Policy, run_ahead: int, jitter_ms: float) -> float:
-    seeds = range(_SIMULATED_SEEDS if jitter_ms else 1)
-    runs = [
-        simulate(pipeline, policy, run_ahead=run_ahead, jitter=Jitter(latency_us=jitter_ms * 1e3, seed=seed))
-        for seed in seeds
-    ]
-    return float(np.mean([run.makespan_us for run in runs])) / 1e3
+def _course(pipeline: Pipeline, condition: Condition, setting: Setting, number: int) -> Course:
+    """What ops and messages take in one round."""
+    seed = setting.seed * 1000 + number + 1
+    return Jitter(latency_us=condition.jitter_ms * 1e3, compute=condition.compute_noise, seed=seed).course(pipeline)
 
 
-def _rows(p: int, n: int, measured: dict[str, list[float]], setting: Setting) -> list[Row]:
-    pipeline = _pipeline(p, n, setting)
+def _simulated_us(pipeline: Pipeline, course: Course, system: str, run_ahead: int) -> float:
+    if system not in PEERS:
+        return simulate(pipeline, Policy(system), run_ahead=run_ahead, jitter=course).makespan_us
+    # The peers' recompute is part of their backwards.
+    action_us = course.action_us.copy()
+    action_us[2] += np.where(pipeline.recompute[:, None], action_us[1], 0.0)
+    whole = replace(
+        pipeline,
+        backward_us=pipeline.backward_us + np.where(pipeline.recompute, pipeline.recompute_us, 0.0),
+        recompute=np.zeros_like(pipeline.recompute),
+    )
+    return simulate(whole, _PEER_POLICIES[system], jitter=replace(course, action_us=action_us)).makespan_us
+
+
+def _rows(
+    p: int,
+    n: int,
+    rounds_ms: dict[str, tuple[float, ...]],
+    message_us: float,
+    condition: Condition,
+    setting: Setting,
+) -> list[Row]:
+    pipeline = _pipeline(p, n, condition, setting)
+    # What a message takes beyond the rate of its link: the way through gloo and the kernel.
+    beyond_us = max(0.0, message_us - float(pipeline.activation_transfer_us[0, 0]))
+    as_found = replace(pipeline, latency_us=pipeline.latency_us + beyond_us)
+    courses = [_course(pipeline, condition, setting, number) for number in range(setting.rounds)]
     bound_ms = lower_bound(pipeline) / 1e3
-    means = {system: statistics.fmean(rounds) for system, rounds in measured.items()}
-
-    def ratio(system: str, to: str) -> float | None:
-        return means[system] / means[to] if to in means else None
-
+    means = {system: statistics.fmean(rounds) for system, rounds in rounds_ms.items()}
+    k = round(condition.run_ahead * p)
     rows = []
-    for system, rounds in measured.items():
-        policy = {"torch-gpipe": Policy.GPIPE, "torch-1f1b": Policy.ONE_F_ONE_B}.get(system) or Policy(system)
-        run_ahead = setting.run_ahead_for(p)
-        simulated_ms = None if system in PEERS else _simulated_ms(pipeline, policy, run_ahead, setting.jitter_ms)
+    for system, rounds in rounds_ms.items():
+        policy = _PEER_POLICIES.get(system) or Policy(system)
+        simulated_ms = statistics.fmean(_simulated_us(as_found, course, system, k) for course in courses) / 1e3
         rows.append(
             Row(
+                condition=condition.name,
+                link_mbit=condition.link_mbit,
+                latency_ms=condition.latency_ms,
+                jitter_ms=condition.jitter_ms,
+                compute_noise=condition.compute_noise,
                 p=p,
                 n=n,
                 system=system,
-                stash=max(most_in_flight(policy.code, stage, p, n, run_ahead) for stage in range(p)),
+                run_ahead=k if policy in (Policy.VARUNA, Policy.WORK_CONSERVING) else None,
+                stash=max(most_in_flight(policy.code, stage, p, n, k) for stage in range(p)),
                 mean_ms=means[system],
                 best_ms=min(rounds),
-                rounds_ms=tuple(rounds),
+                rounds_ms=rounds,
+                message_ms=message_us / 1e3,
                 simulated_ms=simulated_ms,
                 lower_bound_ms=bound_ms,
-                to_simulated=None if simulated_ms is None else means[system] / simulated_ms,
+                to_simulated=means[system] / simulated_ms,
                 to_lower_bound=means[system] / bound_ms,
-                to_torch_1f1b=ratio(system, "torch-1f1b"),
-                to_torch_gpipe=ratio(system, "torch-gpipe"),
+                to_torch_1f1b=means[system] / means["torch-1f1b"] if "torch-1f1b" in means else None,
+                to_torch_gpipe=means[system] / means["torch-gpipe"] if "torch-gpipe" in means else None,
             )
         )
     return rows
-
-
-def _print_table(rows: Sequence[Row], setting: Setting) -> None:
-    times = setting.times
-    print(
-        f"F {times.forward_ms:g} ms, R {times.recompute_ms:g} ms, B {times.backward_ms:g} ms, "
-        f"{times.activation_bytes // 1024} KiB, jitter {setting.jitter_ms:g} ms, "
-        f"links {f'{setting.link_mbit:g} Mbit/s' if setting.link_mbit else 'not shaped'}, {setting.rounds} rounds"
-    )
-    print(
-        f"{'P':>2} {'N':>3} {'system':<16} {'stash':>5} {'mean ms':>9} {'best ms':>9} {'sim. ms':>9} {'bound ms':>9} "
-        f"{'/sim.':>6} {'/bound':>6} {'/1F1B':>6} {'/GPipe':>6}"
-    )
-    for row in rows:
-        print(
-            f"{row.p:>2} {row.n:>3} {row.system:<16} {row.stash:>5} {row.mean_ms:>9.1f} {row.best_ms:>9.1f} "
-            f"{_figure(row.simulated_ms, 9, 1)} {row.lower_bound_ms:>9.1f} {_figure(row.to_simulated, 6, 3)} "
-            f"{row.to_lower_bound:>6.3f} {_figure(row.to_torch_1f1b, 6, 3)} {_figure(row.to_torch_gpipe, 6, 3)}"
-        )
-    sys.stdout.flush()
-
-
-def _figure(value: float | None, width: int, digits: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ class Client:
     def checkpoints(self, job: str) -> list[dict[str, Any]]:
         return cast(list[dict[str, Any]], self._call("GET", f"/jobs/{_segment(job)}/checkpoints"))
 
+    def profile(self, job: str) -> str:
+        """The job's profile, a JSON document. Raises NotFoundError before it is measured."""
+        return self._request("GET", f"/jobs/{_segment(job)}/profile").text
+
     def events(self, job: str | None = None, *, after: int = 0) -> list[Event]:
         """The events after number `after`, oldest first: all, or those of one job."""
         path = "/events" if job is None else f"/jobs/{_segment(job)}/events"

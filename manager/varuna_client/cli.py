@@ -17,6 +17,10 @@ from varuna_client.errors import UserError, VarunaError
 from varuna_client.follow import follow_events, follow_job, follow_log, telling_rank
 from varuna_client.jobfile import load_job
 from varuna_client.options import DEFAULT_URL, AsJson, JobName, ManagerUrl, connect, emit, emit_line
+from varuna_client.planning.estimates import calibrate, estimate
+from varuna_client.planning.plans import plan
+from varuna_client.planning.profiles import profile_app
+from varuna_client.planning.simulate import simulate
 
 app = typer.Typer(
     help="Train PyTorch models too large for one GPU on spot VMs.",
@@ -180,6 +184,13 @@ def demo(
 
     if not run_demo(out=out, folder=folder, steps=steps, short=short, as_json=as_json):
         raise typer.Exit(1)
+
+
+app.command()(plan)
+app.add_typer(profile_app, name="profile")
+app.command()(estimate)
+app.command()(calibrate)
+app.command()(simulate)
 
 
 def _become(module: str, arguments: list[str]) -> NoReturn:

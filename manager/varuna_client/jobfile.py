@@ -9,7 +9,7 @@ import yaml
 from varuna_client.documents import JobSpec
 from varuna_client.errors import UserError
 
-KEYS = ("name", "workdir", "run", "global_batch", "resources", "checkpoint", "env", "plan")
+KEYS = ("name", "workdir", "run", "global_batch", "resources", "checkpoint", "env", "plan", "profile_only")
 """What a job file may say; the manager checks the values."""
 
 

@@ -131,8 +131,9 @@ async def _serve(
     loader = SnapshotLoader(database, registry, rules)
     times = ComputeTimes()
     period_s = settings.reconcile_interval_s
+    cache_url = settings.profile_cache(data_dir)
     controllers = (
-        JobController(database, loader, registry, sessions, planning, events, rules, data_dir, period_s),
+        JobController(database, loader, registry, sessions, planning, events, rules, data_dir, cache_url, period_s),
         FleetController(database, registry, provider, fleet, events, bell, rules, period_s),
         ComputeController(database, times, planning, events, bell, rules),
     )

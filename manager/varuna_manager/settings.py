@@ -21,6 +21,11 @@ class ManagerSettings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="loopback only in this version")
     http_port: int = Field(default=8750, ge=0, le=65535, description="REST and status page; 0: a free one, kept")
     grpc_port: int = Field(default=8751, ge=0, le=65535, description="agents; 0: a free one, kept over restarts")
+    profile_cache_url: str | None = Field(
+        default=None,
+        description="folder or object store of profiles, so that no model is measured twice on the same hardware; "
+        "'' for none; default: profiles in data_dir",
+    )
     vms: int | None = Field(default=None, ge=0, description="local VMs wanted; default: as before, at first 0")
     capacity: int | None = Field(
         default=None, ge=0, description="VMs that the local market grants at first; default: any"
@@ -65,6 +70,11 @@ class ManagerSettings(BaseSettings):
         if level not in ("debug", "info", "warning", "error"):
             raise ValueError(f"{level!r} is none of debug, info, warning, error")
         return level
+
+    def profile_cache(self, data_dir: Path) -> str:
+        """The URL of the profile cache, empty for none. What is no URL is a folder, seen from where the manager runs."""
+        url = str(data_dir / "profiles") if self.profile_cache_url is None else self.profile_cache_url
+        return url if "://" in url or not url else Path(url).expanduser().absolute().as_uri()
 
     def rules(self) -> Rules:
         """The thresholds of the decisions."""

@@ -51,6 +51,8 @@ class WorkerEnvironment:
     checkpoint_url: str = ""
     local_checkpoint_dir: str = ""
     """Folder of the VM for copies of its workers' part of this job's checkpoints; empty: none are made."""
+    profile_cache_url: str = ""
+    """Where a calibration looks for what was measured before, and leaves what it measures; empty: nowhere."""
     device: str = "cpu"
     agent_socket: str = ""
     """Unix socket of the agent; empty when no agent runs this worker."""
@@ -82,6 +84,7 @@ class WorkerEnvironment:
             "VARUNA_RECOMPUTE": ",".join(str(int(r)) for r in self.recompute),
             "VARUNA_CHECKPOINT_URL": self.checkpoint_url,
             "VARUNA_LOCAL_CHECKPOINT_DIR": self.local_checkpoint_dir,
+            "VARUNA_PROFILE_CACHE_URL": self.profile_cache_url,
             "VARUNA_DEVICE": self.device,
             "VARUNA_AGENT_SOCKET": self.agent_socket,
             "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
@@ -115,6 +118,7 @@ class WorkerEnvironment:
             recompute=tuple(bool(r) for r in _ints(environ, "VARUNA_RECOMPUTE")),
             checkpoint_url=environ.get("VARUNA_CHECKPOINT_URL", ""),
             local_checkpoint_dir=environ.get("VARUNA_LOCAL_CHECKPOINT_DIR", ""),
+            profile_cache_url=environ.get("VARUNA_PROFILE_CACHE_URL", ""),
             device=environ.get("VARUNA_DEVICE", "cpu"),
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
             rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),

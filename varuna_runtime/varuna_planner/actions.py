@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from varuna_planner.schedule import WAIT, Op, Policy, choose
+from varuna_planner.schedule import WAIT, Op, Policy, choose, choose_split
 
 __all__ = ["Action", "Schedule", "Span", "check", "draw", "format_schedule", "generate", "parse_schedule", "timeline"]
 
@@ -37,7 +37,7 @@ class Span(NamedTuple):
     end: int
 
 
-_ACTION = re.compile(r"([FRB])(0|[1-9][0-9]*)")
+_ACTION = re.compile(r"([FRBW])(0|[1-9][0-9]*)")
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -55,19 +55,25 @@ def parse_schedule(text: str) -> Schedule:
 def _parse_action(word: str, stage: int) -> Action:
     match = _ACTION.fullmatch(word)
     if match is None:
-        raise ValueError(f"stage {stage}: {word!r} is not an action: write F, R or B and a micro-batch, such as F0")
+        raise ValueError(f"stage {stage}: {word!r} is not an action: write F, R, B or W and a micro-batch, such as F0")
     return Action(Op[match[1]], int(match[2]))
 
 
 def timeline(
-    schedule: Schedule, forward: int = 1, recompute: int = 1, backward: int = 2, *, late_recompute: bool = False
+    schedule: Schedule,
+    forward: int = 1,
+    recompute: int = 1,
+    backward: int = 2,
+    *,
+    weight: int = 1,
+    late_recompute: bool = False,
 ) -> list[list[Span]]:
     """When each action of a schedule runs, if each starts as soon as it can and messages take no time.
 
-    `late_recompute`: R waits for the gradient, as under Policy.ONE_F_ONE_B.
+    `weight` is of W, `backward` of B alone. `late_recompute`: R waits for the gradient, as under Policy.ONE_F_ONE_B.
     Raises ValueError saying what each stuck stage waits for when the schedule cannot finish.
     """
-    ticks = {Op.F: forward, Op.R: recompute, Op.B: backward}
+    ticks = {Op.F: forward, Op.R: recompute, Op.B: backward, Op.W: weight}
     ends: dict[tuple[int, Action], int] = {}
     spans: list[list[Span]] = [[] for _ in schedule]
     work = list(range(len(schedule)))
@@ -119,7 +125,7 @@ def check(schedule: Schedule) -> int:
 
 
 def _check_stage(stage: int, actions: Sequence[Action], micro_batches: int) -> None:
-    done = {Op.F: 0, Op.R: 0, Op.B: 0}
+    done = dict.fromkeys(Op, 0)
     for action in actions:
         op, micro_batch = action
         # R may be left out where activations are kept, so it only has to move forward.
@@ -128,19 +134,29 @@ def _check_stage(stage: int, actions: Sequence[Action], micro_batches: int) -> N
             raise ValueError(f"stage {stage}: {action} is out of order, {op.name}{expected} is next")
         if op != Op.F and micro_batch >= done[Op.F]:
             raise ValueError(f"stage {stage}: {action} comes before F{micro_batch}")
+        if op == Op.W and micro_batch >= done[Op.B]:
+            raise ValueError(f"stage {stage}: {action} comes before B{micro_batch}")
         done[op] = micro_batch + 1
     if done[Op.B] != micro_batches:
         raise ValueError(f"stage {stage}: {micro_batches} forwards but {done[Op.B]} backwards")
+    if done[Op.W] not in (0, micro_batches):
+        raise ValueError(f"stage {stage}: {micro_batches} backwards are split but only {done[Op.W]} have their W")
 
 
 def draw(
-    schedule: Schedule, forward: int = 1, recompute: int = 1, backward: int = 2, *, late_recompute: bool = False
+    schedule: Schedule,
+    forward: int = 1,
+    recompute: int = 1,
+    backward: int = 2,
+    *,
+    weight: int = 1,
+    late_recompute: bool = False,
 ) -> str:
     """The schedule as a grid, one row per stage and one column per tick, as the paper's figure 4.
 
     An action stands in its first tick and dashes fill its others; dots are idle. Raises ValueError on deadlock.
     """
-    spans = timeline(schedule, forward, recompute, backward, late_recompute=late_recompute)
+    spans = timeline(schedule, forward, recompute, backward, weight=weight, late_recompute=late_recompute)
     width = max((len(str(span.action)) for row in spans for span in row), default=1)
     length = max((row[-1].end for row in spans if row), default=0)
     lines = []
@@ -164,19 +180,20 @@ def generate(
     forward: int = 1,
     recompute_ticks: int = 1,
     backward: int = 2,
+    weight: int = 1,
 ) -> Schedule:
     """The schedule that a policy makes of equal stages and free messages, by running `choose` tick by tick.
 
-    `recompute` is per stage; by default all but the last. Durations are in ticks, at least 1. Raises ValueError on
-    durations below 1.
+    `recompute` is per stage; by default all but the last. Durations are in ticks, at least 1; under ZERO_BUBBLE
+    `backward` is of B alone and `weight` of W. Raises ValueError on durations below 1.
     """
-    if min(forward, recompute_ticks, backward) < 1:
-        raise ValueError("forward, recompute_ticks and backward are whole ticks, at least 1")
+    if min(forward, recompute_ticks, backward, weight) < 1:
+        raise ValueError("forward, recompute_ticks, backward and weight are whole ticks, at least 1")
     if recompute is None:
         recompute = [stage < P - 1 for stage in range(P)]
-    run = _Run(policy, P, N, run_ahead, tuple(recompute), (forward, recompute_ticks, backward))
+    run = _Run(policy, P, N, run_ahead, tuple(recompute), (forward, recompute_ticks, backward, weight))
     now = 0
-    while any(stage.backwards < N for stage in run.stages):
+    while any(stage.backwards < N or (run.splits and stage.weights < N) for stage in run.stages):
         # A stage that starts a backward may be what its neighbour waits to know, so until nothing more happens.
         while sum(run.act(stage, now) for stage in range(P)):
             pass
@@ -193,6 +210,7 @@ class _Stage:
     forwards: int = 0
     recomputes: int = 0
     backwards: int = 0
+    weights: int = 0
     activation_at: dict[int, int] = field(default_factory=dict)
     """When each micro-batch's inputs are here."""
     gradient_at: dict[int, int] = field(default_factory=dict)
@@ -203,10 +221,11 @@ class _Run:
     """A pipeline of equal stages, tick by tick."""
 
     def __init__(
-        self, policy: Policy, P: int, N: int, run_ahead: int, recompute: tuple[bool, ...], ticks: tuple[int, int, int]
+        self, policy: Policy, P: int, N: int, run_ahead: int, recompute: tuple[bool, ...], ticks: tuple[int, ...]
     ) -> None:
         self.policy, self.P, self.N, self.run_ahead = policy, P, N, run_ahead
         self.recompute, self.ticks = recompute, ticks
+        self.splits = policy is Policy.ZERO_BUBBLE
         self.stages = [_Stage() for _ in range(P)]
         self.stages[0].activation_at = dict.fromkeys(range(N), 0)
 
@@ -215,27 +234,24 @@ class _Run:
         stage = self.stages[index]
         if stage.free_at > now:
             return False
-        due_at = stage.gradient_at.get(stage.backwards)
-        code = choose(
-            self.policy.code,
-            index,
-            self.P,
-            self.N,
-            self.run_ahead,
-            self.recompute[index],
-            stage.forwards,
-            stage.recomputes,
-            stage.backwards,
-            stage.forwards + (stage.activation_at.get(stage.forwards, now + 1) <= now),
-            stage.backwards + (due_at is not None and due_at <= now),
-            self.ticks[Op.F],
-            self.ticks[Op.R],
-            -1 if due_at is None else max(0, due_at - now),
-        )
+        code = self._choose(index, stage, now)
         if code == WAIT:
             return False
         self._start(index, Op(code), now)
         return True
+
+    def _choose(self, index: int, stage: _Stage, now: int) -> int:
+        recompute = self.recompute[index]
+        due_at = stage.gradient_at.get(stage.backwards)
+        activations = stage.forwards + (stage.activation_at.get(stage.forwards, now + 1) <= now)
+        gradients = stage.backwards + (due_at is not None and due_at <= now)
+        place = (index, self.P, self.N, self.run_ahead, recompute)
+        done = (stage.forwards, stage.recomputes, stage.backwards)
+        if self.splits:
+            return choose_split(*place, *done, stage.weights, activations, gradients)
+        due = -1 if due_at is None else max(0, due_at - now)
+        F, R = self.ticks[Op.F], self.ticks[Op.R]
+        return choose(self.policy.code, *place, *done, activations, gradients, F, R, due)
 
     def _start(self, index: int, op: Op, now: int) -> None:
         stage = self.stages[index]
@@ -250,6 +266,9 @@ class _Run:
         elif op == Op.R:
             stage.actions.append(Action(op, stage.recomputes))
             stage.recomputes += 1
+        elif op == Op.W:
+            stage.actions.append(Action(op, stage.weights))
+            stage.weights += 1
         else:
             stage.actions.append(Action(op, stage.backwards))
             if index > 0:

@@ -1,43 +1,43 @@
 """The choice of a plan: P stages × D replicas, micro-batch m, cuts, recompute and run-ahead, from a profile.
 
 Letters: G GPUs, K sections, B examples in the global batch, m in a micro-batch, M micro-batches of the global batch, N
-of one replica.
+of one replica, k run-ahead.
 
-The search is best first: every (m, P, D) worth a thought gets a rough lower bound; the lowest is refined, then
-simulated, until no bound is left below the best simulated time. So the best is the best of all, though few are
-simulated.
+What is searched: every m worth a thought, every P, and every D, of those with the same N the fewest replicas; each with
+room for a run-ahead of 0, P and 2P micro-batches. A shape's cut is the one whose busiest stage works least, forward,
+backward, and recompute where the memory demands it; its k is then the largest that the memory has left. Its time is
+the simulator's.
+
+The search is best first: every shape gets a rough lower bound; the lowest is cut, which gives a closer one, then
+simulated, until no bound is left below the best time. So the best is the best of all, though few are simulated.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from math import inf
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from varuna_planner import _enumerate, _search, _tables
 from varuna_planner import balance as cutting
-from varuna_planner.balance import Cost, Cuts, Network, SectionTable
-from varuna_planner.batching import count_micro_batches, micro_batch_sizes
+from varuna_planner.batching import count_micro_batches
+from varuna_planner.candidates import Candidate, Candidates
 from varuna_planner.memory import human, usable_bytes
 from varuna_planner.profile import Measurement, Profile, Section
-from varuna_planner.schedule import Policy
+from varuna_planner.schedule import Policy, require_executable
 from varuna_planner.simulator import simulate
 
-__all__ = ["Candidate", "Choice", "Pins", "Plan", "choose_plan", "warm_up"]
+__all__ = ["Candidate", "Candidates", "Choice", "Pins", "Plan", "choose_plan", "warm_up"]
 
 IMPROVEMENT = 0.03
 """F(m)/m has stopped improving when no larger m betters it by more than this part: the noise of measurement."""
 
-RUN_AHEAD_STAGES = 2
-"""Run-ahead asked for, in units of P, when memory is free: by it jitter costs least (ANCHORS, schedules)."""
-
-
-ALL_REPLICAS = 8
-"""Up to so many replicas, every number of them is tried."""
+FIRST_LOOK = 16384
+"""Of more shapes, so many with the lowest bounds are searched first, for a time by which to leave others out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,57 +75,15 @@ class Plan:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A shape that was considered."""
-
-    p: int
-    d: int
-    micro_batch: int
-    predicted_minibatch_s: float | None
-    """Simulated; a lower bound when `reason` says "at least"; None when it does not fit."""
-    fits: bool
-    """In memory."""
-    reason: str
-    """Why it won or lost, in words."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """The answer: the best plan, or why there is none, with all that was considered, best first."""
 
     best: Plan | None
-    candidates: tuple[Candidate, ...]
+    candidates: Candidates | tuple[()]
     reason: str
     elapsed_ms: float = 0.0
     """Filled in by the caller: nothing here reads a clock."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class _Shape:
-    """A candidate that fits."""
-
-    table: SectionTable
-    p: int
-    cost: Cost
-    cuts: Cuts
-    bound_us: float
-    """N times the work of the busiest stage: a rough lower bound."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Drawn:
-    """A shape with its stages."""
-
-    shape: _Shape
-    bounds: npt.NDArray[np.int64]
-    recompute: npt.NDArray[np.bool_]
-    run_ahead: int
-    bound_us: float
 
 
 def choose_plan(
@@ -153,72 +111,10 @@ def choose_plan(
         ValueError: a value is out of range, or a pin can never be met, whatever the fleet.
     """
     _check(profile, global_batch, gpus_per_vm, pins)
+    require_executable(policy)
     if gpus < 1:
         return Choice(best=None, candidates=(), reason="there are no GPUs")
-    search = _Search(profile, gpus, global_batch, device_memory_bytes, gpus_per_vm, pins, policy)
-    shapes: list[_Shape] = []
-    unfit: list[Candidate] = []
-    for micro_batch in search.micro_batches():
-        for found in search.shapes(micro_batch):
-            if isinstance(found, _Shape):
-                shapes.append(found)
-            else:
-                unfit.append(found)
-    if not shapes:
-        return Choice(best=None, candidates=tuple(unfit), reason=search.why_none(bool(unfit)))
-    return _choose_among(search, shapes, unfit)
-
-
-def _choose_among(search: _Search, shapes: list[_Shape], unfit: list[Candidate]) -> Choice:
-    """Refines and simulates the lowest bound while it could still win."""
-    # (time or bound, GPUs, P, m, place): on equal times fewer GPUs win, then fewer stages.
-    queue = [
-        (shape.bound_us, shape.p * shape.cost.d, shape.p, shape.table.micro_batch, place)
-        for place, shape in enumerate(shapes)
-    ]
-    heapq.heapify(queue)
-    drawn: dict[int, _Drawn] = {}
-    simulated: list[tuple[float, int, int, int, int]] = []
-    while queue and (not simulated or queue[0][0] < simulated[0][0]):
-        _, *rest, place = heapq.heappop(queue)
-        if place not in drawn:
-            drawn[place] = search.draw(shapes[place])
-            heapq.heappush(queue, (drawn[place].bound_us, rest[0], rest[1], rest[2], place))
-        else:
-            heapq.heappush(simulated, (search.simulate_us(drawn[place]), rest[0], rest[1], rest[2], place))
-    best = search.plan(drawn[simulated[0][-1]], simulated[0][0])
-    candidates: list[Candidate] = []
-    for least, entries in (("", sorted(simulated)), ("at least ", sorted(queue))):
-        for time_us, gpus, p, micro_batch, place in entries:
-            won = not candidates
-            candidates.append(
-                Candidate(
-                    p=p,
-                    d=shapes[place].cost.d,
-                    micro_batch=micro_batch,
-                    predicted_minibatch_s=time_us / 1e6,
-                    fits=True,
-                    reason="the fastest" if won else least + _why_lost(time_us / 1e6, gpus, best),
-                )
-            )
-    reason = (
-        f"{best.p}×{best.d}, micro-batch {best.micro_batch}: {best.examples_per_s:.4g} examples/s predicted, "
-        f"the fastest of {len(shapes)} shapes that fit {search.gpus} GPUs"
-    )
-    unused = search.gpus - best.p * best.d
-    if unused:
-        reason += f"; {unused} GPUs are left unused, for more would not make it faster"
-    return Choice(best=best, candidates=(*candidates, *unfit), reason=reason)
-
-
-def _why_lost(time_s: float, gpus: int, best: Plan) -> str:
-    """A time beside the best one's; what follows "at least" when the time is a bound."""
-    slower = time_s / best.predicted_minibatch_s - 1 if best.predicted_minibatch_s > 0 else 0.0
-    versus = f"{best.p}×{best.d} with micro-batch {best.micro_batch}"
-    if slower >= 0.0005:
-        return f"{slower:.1%} slower than {versus}"
-    more = gpus - best.p * best.d
-    return f"as slow as {versus}" + (f", on {more} GPUs more" if more > 0 else "")
+    return _Search(profile, gpus, global_batch, device_memory_bytes, gpus_per_vm, pins, policy).choose()
 
 
 def _check(profile: Profile, global_batch: int, gpus_per_vm: int, pins: Pins) -> None:
@@ -270,6 +166,22 @@ def warm_up() -> None:
     choose_plan(Profile(sections=sections), gpus=2, global_batch=4, device_memory_bytes=1000, pins=pins)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Drawn:
+    """A shape with its stages."""
+
+    busiest_us: float
+    """Work of its busiest stage for one micro-batch; infinite if no cut fits."""
+    run_ahead: int
+    starts: npt.NDArray[np.int64]
+    """[P + 1]."""
+    recompute: npt.NDArray[np.bool_]
+    needed_bytes: npt.NDArray[np.int64]
+    """[P]."""
+    finish_us: float
+    """The longest all-reduce of any stage, as far as it does not overlap the backward."""
+
+
 class _Search:
     """One question, and what its candidates share."""
 
@@ -284,12 +196,120 @@ class _Search:
         policy: Policy,
     ) -> None:
         self.profile, self.gpus, self.global_batch = profile, gpus, global_batch
-        self.pins, self.policy = pins, policy
-        self.limited = device_memory_bytes is not None
-        self.usable = usable_bytes(device_memory_bytes)
-        self.network: Network = cutting.network(profile, gpus=gpus, gpus_per_vm=gpus_per_vm)
+        self.pins, self.policy, self.device_memory_bytes = pins, policy, device_memory_bytes
+        self.sizes = self._micro_batches()
+        counts = [count_micro_batches(global_batch, m) for m in self.sizes]
+        lasts = [global_batch - m * (count - 1) for m, count in zip(self.sizes, counts, strict=True)]
+        self.sections = cutting.section_tables(profile, list(zip(self.sizes, lasts, strict=True)))
+        self.network = cutting.network(profile, gpus=gpus, gpus_per_vm=gpus_per_vm)
+        self.limits = _tables.Limits(
+            usable_bytes=usable_bytes(device_memory_bytes),
+            policy=policy.code,
+            staged=profile.environment.get("device", "").startswith("cuda"),
+            runs_ahead=policy in (Policy.VARUNA, Policy.WORK_CONSERVING),
+            counts_stages=policy is not Policy.GPIPE,
+        )
+        self.tables, self.shapes = self._enumerate(np.array(counts))
+        self.best: Plan | None = None
+        self.best_parts_us = (0.0, 0.0, 0.0)
+        self.best_index = -1
 
-    def micro_batches(self) -> list[int]:
+    def choose(self) -> Choice:
+        best, level, time_us = self._find()
+        shapes = self.shapes
+        candidates = Candidates(shapes.time_us, shapes.state == _tables.SIMULATED, self._row)
+        if best < 0:
+            return Choice(best=None, candidates=candidates, reason=self._why_none())
+        self.best_index, drawn = best, self._draw(best, level)
+        self.best = plan = self._plan(best, drawn, time_us)
+        self.best_parts_us = self._parts_us(best, drawn, time_us)
+        fitting = int((shapes.state != _tables.UNFIT).sum())
+        reason = (
+            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}: {plan.examples_per_s:.4g} examples/s predicted, "
+            f"the fastest of {fitting} shapes for {self.gpus} GPUs"
+        )
+        unused = self.gpus - plan.p * plan.d
+        if unused:
+            reason += f"; {unused} GPUs are left unused, for more would not make it faster"
+        return Choice(best=plan, candidates=candidates, reason=reason)
+
+    def _enumerate(self, counts: npt.NDArray[np.int64]) -> tuple[_tables.Tables, _tables.Shapes]:
+        sections, pins = self.sections, self.pins
+        S, K = sections.inputs.shape
+        most = min(K, self.gpus)
+        lowest, highest = (pins.p, min(pins.p, most)) if pins.p else (1, most)
+        tables = _tables.Tables(
+            free_us=np.empty((S, highest + 1)),
+            free_end=np.empty((S, highest + 1, K + 1), dtype=np.int16),
+            full_us=np.empty((S, highest + 1, K + 1)),
+            full_end=np.empty((S, highest + 1, K + 1), dtype=np.int16),
+            is_full=np.zeros(S, dtype=np.bool_),
+        )
+        total = _enumerate.count_shapes(counts, self.gpus, lowest, highest, pins.d or 0)
+        numbers, times = np.empty((5, total), dtype=np.int64), np.empty(total)
+        size, p, d, n, state = numbers
+        shapes = _tables.Shapes(size, p, d, n, np.empty(total, dtype=np.bool_), state, times)
+        forward, backward = np.diff(sections.forward_us[:, 0]), np.diff(sections.backward_us[:, 0])
+        found = _enumerate.enumerate_shapes(
+            sections,
+            self.network,
+            self.limits,
+            counts,
+            (forward / np.maximum(forward + backward, 1e-300)).max(axis=1),
+            max(0.0, float(sections.gradient_bytes[-1]) - self._tied_bytes),
+            self.gpus,
+            lowest,
+            pins.d or 0,
+            tables,
+            shapes,
+        )
+        return tables, _tables.Shapes._make(column[:found] for column in shapes)
+
+    @cached_property
+    def _tied_bytes(self) -> float:
+        """Of tied weights in all sections that use them."""
+        net = self.network
+        return float(((net.ties >= 0).sum(axis=1) * net.tie_bytes).sum())
+
+    def _find(self) -> tuple[int, int, float]:
+        """(the best shape or -1, its level, its time). Fills in what is found of all shapes."""
+        enumerated = self.shapes
+        if len(enumerated.p) <= FIRST_LOOK:
+            return self._search_among(enumerated, np.argsort(enumerated.time_us, kind="stable"))
+        # Most of many shapes are out of the question once there is a time to beat.
+        some = np.argpartition(enumerated.time_us, FIRST_LOOK)[:FIRST_LOOK]
+        found = self._search_among(enumerated, some[np.argsort(enumerated.time_us[some])])
+        hopeful = np.nonzero(enumerated.time_us <= found[2])[0]
+        return self._search_among(enumerated, hopeful[np.argsort(enumerated.time_us[hopeful], kind="stable")])
+
+    def _search_among(self, enumerated: _tables.Shapes, ordered: npt.NDArray[np.int64]) -> tuple[int, int, float]:
+        told: dict[int, float] = {}
+        while True:
+            self.shapes = enumerated._replace(state=enumerated.state.copy(), time_us=enumerated.time_us.copy())
+            best, level, time_us, _, _ = _search.search(
+                self.sections,
+                self.network,
+                self.limits,
+                self.tables,
+                self.shapes,
+                ordered,
+                self._tied_bytes,
+                np.array([*told], dtype=np.int64),
+                np.array([*told.values()], dtype=np.float64),
+            )
+            if time_us >= 0:
+                return best, level, time_us
+            told[best * _tables.LEVELS + level] = self._simulated_us(best, level)
+
+    def _simulated_us(self, index: int, level: int) -> float:
+        """By the simulator, for policies and times that the search does not run itself."""
+        shapes, drawn = self.shapes, self._draw(index, level)
+        cost = cutting.Cost(N=int(shapes.n[index]), d=int(shapes.d[index]))
+        size = int(shapes.size[index])
+        pipeline = cutting.pipeline(self.sections, self.network, drawn.starts, drawn.recompute, cost, size=size)
+        return simulate(pipeline, self.policy, run_ahead=drawn.run_ahead).makespan_us
+
+    def _micro_batches(self) -> list[int]:
         """Sizes to try: measured, no larger than the global batch, up to where F(m)/m stops improving (paper, 4.4).
 
         Smaller ones stay: they cut a small global batch among more GPUs and need less memory.
@@ -299,133 +319,116 @@ class _Search:
         sizes = [size for size in self.profile.micro_batches if size <= self.global_batch]
         if not sizes:
             return [self.global_batch]
-        per_example = [sum(m.forward_us + m.backward_us for m in self.profile.at(size)) / size for size in sizes]
-        enough = next(i for i, us in enumerate(per_example) if us <= min(per_example) * (1 + IMPROVEMENT))
-        return sizes[: enough + 1]
+        tables = cutting.section_tables(self.profile, [(size, size) for size in sizes])
+        per_example = (tables.forward_us[:, 0, -1] + tables.backward_us[:, 0, -1]) / np.array(sizes)
+        return sizes[: int(np.argmax(per_example <= per_example.min() * (1 + IMPROVEMENT))) + 1]
 
-    def table(self, micro_batch: int) -> SectionTable:
-        return cutting.section_table(self.profile, micro_batch, micro_batch_sizes(self.global_batch, micro_batch)[-1])
-
-    def shapes(self, micro_batch: int) -> Iterator[_Shape | Candidate]:
-        """Every P and some D at a micro-batch size: a shape, or a candidate that does not fit."""
-        table = self.table(micro_batch)
-        count = count_micro_batches(self.global_batch, micro_batch)
-        most_stages = min(table.sections, self.gpus)
-        cuts: dict[int, Cuts] = {}
-        for p in [self.pins.p] if self.pins.p else range(1, most_stages + 1):
-            for d in self.replicas(p, count):
-                cost = Cost(N=-(-count // d), d=d)
-                # A stage has at most P in flight before run-ahead: from N = P on, or without limit, cuts are the same.
-                in_flight = min(cost.N, most_stages) if self.limited else most_stages
-                if in_flight not in cuts:
-                    cuts[in_flight] = self.cuts(table, in_flight, most_stages)
-                busiest_us = cuts[in_flight].busiest_us(p)
-                if busiest_us == inf:
-                    reason = self.too_big(p)
-                    yield Candidate(
-                        p=p, d=d, micro_batch=micro_batch, predicted_minibatch_s=None, fits=False, reason=reason
-                    )
-                    break  # with fewer replicas each has more micro-batches, and its stages no less in flight
-                else:
-                    full = cost.N - 1 if cost.short_last else cost.N
-                    yield _Shape(table=table, p=p, cost=cost, cuts=cuts[in_flight], bound_us=full * busiest_us)
-
-    def draw(self, shape: _Shape) -> _Drawn:
-        """The shape's stages, with what memory makes of them, and a closer bound."""
-        table, N = shape.table, shape.cost.N
-        bounds = shape.cuts.bounds(shape.p)
-        assert bounds is not None, "a shape fits"
-        usable, policy = self.usable, self.policy
-        recompute = cutting.recompute_where_needed(table, bounds, usable_bytes=usable, policy=policy, N=N)
-        run_ahead = 0
-        if shape.p > 1 and self.policy in (Policy.VARUNA, Policy.WORK_CONSERVING):
-            most = min(RUN_AHEAD_STAGES * shape.p, N - 1)
-            run_ahead = cutting.largest_run_ahead(
-                table, bounds, recompute, usable_bytes=usable, policy=policy, N=N, most=most
-            )
-        bound_us = cutting.bound_us(
-            table, self.network, bounds, recompute, shape.cost, policy=self.policy, run_ahead=run_ahead
+    def _draw(self, index: int, level: int = 0) -> _Drawn:
+        """The stages of shape number `index`, with room for so much run-ahead."""
+        shapes = self.shapes
+        a, p, d, n = (int(column[index]) for column in (shapes.size, shapes.p, shapes.d, shapes.n))
+        busiest, k, starts, recompute, needed, times = _search.draw(
+            self.sections, self.network, self.limits, self.tables, a, p, d, n, level
         )
-        return _Drawn(shape=shape, bounds=bounds, recompute=recompute, run_ahead=run_ahead, bound_us=bound_us)
-
-    def replicas(self, p: int, count: int) -> list[int]:
-        """The numbers of replicas to try with p stages, the most first.
-
-        Of those with the same N only the fewest: more would cost GPUs and all-reduce for nothing. All of these for up
-        to ALL_REPLICAS; beyond, as many as there can be, the nearest below, and then by halves, since where all-reduce
-        is slow far fewer are faster.
-        """
-        most = min(self.gpus // p, count)
-        if self.pins.d is not None:
-            return [self.pins.d] if self.pins.d <= most else []
-        if most <= ALL_REPLICAS:
-            tried: Iterable[int] = range(1, most + 1)
-        else:
-            tried = [most, most - 1, *(most >> halvings for halvings in range(1, most.bit_length()))]
-        return sorted({-(-count // -(-count // d)) for d in tried}, reverse=True)
-
-    def cuts(self, table: SectionTable, N: int, most_stages: int) -> Cuts:
-        return cutting.balance(table, usable_bytes=self.usable, policy=self.policy, N=N, most_stages=most_stages)
-
-    def simulate_us(self, drawn: _Drawn) -> float:
-        pipeline = cutting.pipeline(drawn.shape.table, self.network, drawn.bounds, drawn.recompute, drawn.shape.cost)
-        return simulate(pipeline, self.policy, run_ahead=drawn.run_ahead).makespan_us
-
-    def plan(self, drawn: _Drawn, time_us: float) -> Plan:
-        shape = drawn.shape
-        memory = cutting.stage_memory(
-            shape.table,
-            drawn.bounds,
-            drawn.recompute,
-            policy=self.policy,
-            N=shape.cost.N,
-            run_ahead=drawn.run_ahead,
+        return _Drawn(
+            busiest_us=busiest,
+            run_ahead=k,
+            starts=starts,
+            recompute=recompute,
+            needed_bytes=needed,
+            finish_us=float(times[-1].max()),
         )
+
+    def _plan(self, index: int, drawn: _Drawn, time_us: float) -> Plan:
         return Plan(
-            p=shape.p,
-            d=shape.cost.d,
-            micro_batch=shape.table.micro_batch,
+            p=int(self.shapes.p[index]),
+            d=int(self.shapes.d[index]),
+            micro_batch=self.sizes[self.shapes.size[index]],
             global_batch=self.global_batch,
-            stage_starts=tuple(int(start) for start in drawn.bounds[:-1]),
+            stage_starts=tuple(int(start) for start in drawn.starts[:-1]),
             policy=self.policy.value,
             run_ahead=drawn.run_ahead,
             recompute=tuple(bool(flag) for flag in drawn.recompute),
             predicted_minibatch_s=time_us / 1e6,
             examples_per_s=self.global_batch / (time_us / 1e6) if time_us > 0 else inf,
-            memory_bytes=memory,
+            memory_bytes=tuple(int(count) for count in drawn.needed_bytes),
         )
 
-    def too_big(self, p: int) -> str:
+    def _parts_us(self, index: int, drawn: _Drawn, time_us: float) -> tuple[float, float, float]:
+        """A mini-batch's time in three: the busiest stage's work, all-reduce, and the rest."""
+        full = int(self.shapes.n[index]) - (1 if self.shapes.short_last[index] else 0)
+        work = full * drawn.busiest_us
+        return work, drawn.finish_us, max(0.0, time_us - work - drawn.finish_us)
+
+    def _row(self, index: int) -> Candidate:
+        """Shape number `index` in words."""
+        shapes = self.shapes
+        p, d, m = int(shapes.p[index]), int(shapes.d[index]), self.sizes[shapes.size[index]]
+        drawn = self._draw(index)
+        if drawn.busiest_us == inf:
+            return Candidate(
+                p=p, d=d, micro_batch=m, predicted_minibatch_s=None, fits=False, reason=self._why_too_big(p)
+            )
+        time_us = float(shapes.time_us[index])
+        reason = "the fastest" if index == self.best_index else self._why_lost(index, drawn, time_us)
+        return Candidate(p=p, d=d, micro_batch=m, predicted_minibatch_s=time_us / 1e6, fits=True, reason=reason)
+
+    def _why_lost(self, index: int, drawn: _Drawn, time_us: float) -> str:
+        """Beside the best plan: by how much it is slower, and in what part of the time it loses most."""
+        best = self.best
+        assert best is not None, "a shape that fits is simulated if no other is"
+        least = "" if self.shapes.state[index] == _tables.SIMULATED else "at least "
+        best_us = best.predicted_minibatch_s * 1e6
+        slower = time_us / best_us - 1 if best_us > 0 else 0.0
+        versus = f"{best.p}×{best.d} with micro-batch {best.micro_batch}"
+        if slower < 0.0005:
+            more = int(self.shapes.p[index] * self.shapes.d[index]) - best.p * best.d
+            return f"{least}as slow as {versus}" + (f", on {more} GPUs more" if more > 0 else "")
+        parts = self._parts_us(index, drawn, time_us)
+        names = ("its busiest stage works", "its all-reduce takes", "filling the pipeline and waiting take")
+        loss, name, own, other = max(
+            (own - other, name, own, other) for own, other, name in zip(parts, self.best_parts_us, names, strict=True)
+        )
+        why = f": {name} {own / 1e6:.4g} s, there {other / 1e6:.4g} s" if loss > 0 else ""
+        return f"{least}{slower:.1%} slower than {versus}{why}"
+
+    def _why_too_big(self, p: int) -> str:
+        state = int(self.sections.state_bytes[-1])
         return (
             f"does not fit: cut into {p} {'stage' if p == 1 else 'stages'}, one always needs more than the "
-            f"{human(self.usable)} that a device has to give"
+            f"{human(self.limits.usable_bytes)} that a device has to give (parameters, gradients and optimizer alone "
+            f"are {human(state // p)} a stage)"
         )
 
-    def why_none(self, any_unfit: bool) -> str:
+    def _why_none(self) -> str:
         """Why there is no plan at all, and what to do about it."""
-        if not any_unfit:
-            wanted = " and ".join(f"{n}={v}" for n, v in (("p", self.pins.p), ("d", self.pins.d)) if v is not None)
-            needed = (self.pins.p or 1) * (self.pins.d or 1)
+        pins, usable = self.pins, human(self.limits.usable_bytes)
+        if len(self.shapes.p) == 0:
+            wanted = " and ".join(f"{n}={v}" for n, v in (("p", pins.p), ("d", pins.d)) if v is not None)
+            needed = (pins.p or 1) * (pins.d or 1)
             return f"{wanted} pinned needs {needed} GPUs and there are {self.gpus}: wait for more, or unpin"
-        micro_batch = self.micro_batches()[0]
-        table = self.table(micro_batch)
-        cuts = self.cuts(table, table.sections, table.sections)
-        fitting = next((p for p in range(1, table.sections + 1) if cuts.bounds(p) is not None), None)
-        if fitting is None or self.pins.p is not None:
-            heaviest = max(range(table.sections), key=lambda i: _alone(table, i))
+        fitting = self._fewest_stages()
+        if fitting is None or pins.p is not None:
+            one = self.sections
+            alone = np.diff(one.state_bytes) + np.diff(one.activation_bytes[0]) + one.inputs[0] + one.working[0]
+            heaviest = int(np.argmax(alone))
             return (
-                f"the model does not fit devices with {human(self.usable)} to give, however it is cut"
-                + (f" into p={self.pins.p} stages" if self.pins.p is not None else "")
-                + f" (section {self.profile.sections[heaviest].name} alone needs {human(_alone(table, heaviest))} "
-                f"at micro-batch {micro_batch}): use devices with more memory, a smaller micro-batch or more cut-points"
+                f"the model does not fit devices with {usable} to give, however it is cut"
+                + (f" into p={pins.p} stages" if pins.p is not None else "")
+                + f" (section {self.profile.sections[heaviest].name} alone needs {human(int(alone[heaviest]))} "
+                f"at micro-batch {self.sizes[0]}): use devices with more memory, a smaller micro-batch or more "
+                "cut-points"
             )
         return (
-            f"the model needs at least {fitting * (self.pins.d or 1)} GPUs with {human(self.usable)} to give each, "
+            f"the model needs at least {fitting * (pins.d or 1)} GPUs with {usable} to give each, "
             f"and there are {self.gpus}: wait for more"
         )
 
-
-def _alone(table: SectionTable, section: int) -> int:
-    """Bytes of one section as a stage with one micro-batch in flight."""
-    state, activation = (int(sums[section + 1] - sums[section]) for sums in (table.state_bytes, table.activation_bytes))
-    return state + activation + int(table.input_bytes[section] + table.working_bytes[section])
+    def _fewest_stages(self) -> int | None:
+        """How many the smallest micro-batch needs on any fleet; None when no number will do."""
+        stages, m = len(self.profile.sections), self.sizes[0]
+        pins = Pins(micro_batch=m, d=1)
+        plenty = _Search(
+            self.profile, stages, m * stages, self.device_memory_bytes, self.network.gpus_per_vm, pins, self.policy
+        )
+        return next((p for p in range(1, stages + 1) if plenty._draw(p - 1).busiest_us < inf), None)

@@ -1,140 +1,108 @@
-"""Cutting a model's sections into stages, and what the stages then cost.
+"""A profile as arrays, cut into stages: what the compiled search reads, and the pipeline that a cut makes.
 
-Letters: K sections, P stages, N micro-batches of a replica, m examples in a micro-batch. Sums over sections are kept as
-prefix sums, so that any run of sections costs one subtraction.
+Letters: K sections, S micro-batch sizes, P stages, D replicas, N micro-batches of a replica, m examples in a
+micro-batch. Sums over sections are kept as prefix sums, so that any run of sections costs one subtraction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from varuna_planner import _kernels
+from varuna_planner._tables import Network, Sections
 from varuna_planner.profile import Measurement, Profile
-from varuna_planner.schedule import Policy
 from varuna_planner.simulator import Pipeline
+
+__all__ = ["Cost", "Network", "Sections", "fit_all_reduce", "network", "pipeline", "section_tables"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+_FIELDS = tuple(name for name in Measurement.model_fields if name != "micro_batch")
+_BYTES = [index for index, name in enumerate(_FIELDS) if name.endswith("_bytes")]
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SectionTable:
-    """A profile at one micro-batch size. Sums have K + 1 places; a second row is the smaller last micro-batch."""
-
-    micro_batch: int
-    forward_us: Floats
-    """Sums [2, K + 1]."""
-    recompute_us: Floats
-    backward_us: Floats
-    output_bytes: Floats
-    """[2, K]: what crosses the cut after each section."""
-    input_bytes: Ints
-    """[K]."""
-    working_bytes: Ints
-    """[K]."""
-    activation_bytes: Ints
-    """Sums [K + 1]."""
-    state_bytes: Ints
-    """Sums [K + 1]: parameters, gradients and optimizer."""
-    gradient_bytes: Ints
-    """Sums [K + 1]."""
-
-    @property
-    def sections(self) -> int:
-        return int(self.input_bytes.shape[0])
+_GRID = 1024.0
+"""Parts of a microsecond in which stages' work is compared, so that sums do not depend on where they begin."""
 
 
-def section_table(profile: Profile, micro_batch: int, last_micro_batch: int) -> SectionTable:
-    """The profile at a micro-batch size, and at that of the last micro-batch where it is smaller."""
-    full, last = profile.at(micro_batch), profile.at(last_micro_batch)
-    return SectionTable(
-        micro_batch=micro_batch,
-        forward_us=np.stack([_sums([m.forward_us for m in row]) for row in (full, last)]),
-        recompute_us=np.stack([_sums([m.recompute_us for m in row]) for row in (full, last)]),
-        backward_us=np.stack([_sums([m.backward_us for m in row]) for row in (full, last)]),
-        output_bytes=np.array([[m.output_bytes for m in row] for row in (full, last)], dtype=np.float64),
-        input_bytes=np.array([m.input_bytes for m in full], dtype=np.int64),
-        working_bytes=np.array([_working_bytes(m) for m in full], dtype=np.int64),
-        activation_bytes=_sums([m.activation_bytes for m in full]).astype(np.int64),
-        state_bytes=_sums([s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes for s in profile.sections]).astype(
-            np.int64
-        ),
-        gradient_bytes=_sums([s.gradient_bytes for s in profile.sections]).astype(np.int64),
+def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> Sections:
+    """The profile at S sizes: (of a micro-batch, of the last one, which may be smaller)."""
+    measured = _Measured(profile)
+    pairs = np.stack([np.stack([measured.at(m), measured.at(last)]) for m, last in sizes])  # [S, 2, K, fields]
+    column = {name: pairs[..., index] for index, name in enumerate(_FIELDS)}
+    full = {name: values[:, 0].astype(np.int64) for name, values in column.items() if name.endswith("_bytes")}
+    parts = [(s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes, s.gradient_bytes) for s in profile.sections]
+    state, gradient = np.array(parts, dtype=np.int64).T
+    work = column["forward_us"][:, 0] + column["backward_us"][:, 0]
+    return Sections(
+        forward_us=_sums(column["forward_us"]),
+        recompute_us=_sums(column["recompute_us"]),
+        backward_us=_sums(column["backward_us"]),
+        output_bytes=np.ascontiguousarray(column["output_bytes"]),
+        work_us=_sums(np.round(work * _GRID) / _GRID),
+        rework_us=_sums(np.round(column["recompute_us"][:, 0] * _GRID) / _GRID),
+        state_bytes=_sums(state),
+        gradient_bytes=_sums(gradient),
+        activation_bytes=_sums(full["activation_bytes"]),
+        inputs=full["input_bytes"],
+        outputs=full["output_bytes"],
+        # What running one section takes for a while: its messages, and gradients the size of its activations.
+        working=full["input_bytes"] + full["output_bytes"] + full["activation_bytes"],
     )
 
 
-def _working_bytes(measurement: Measurement) -> int:
-    """What running one section takes for a while: its messages, and gradients the size of its activations."""
-    return measurement.input_bytes + measurement.output_bytes + measurement.activation_bytes
+def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1), dtype=values.dtype)
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
+    return sums
 
 
-def _sums(values: Sequence[float]) -> Floats:
-    return np.concatenate([np.zeros(1), np.cumsum(np.array(values, dtype=np.float64))])
+class _Measured:
+    """`profile.at` for all sections at once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._sizes = [m.micro_batch for m in profile.sections[0].measurements]
+        # Sections that were measured at different sizes have to be interpolated one by one.
+        self._alike = all([m.micro_batch for m in s.measurements] == self._sizes for s in profile.sections)
+        self._values = np.zeros((0, 0, 0))
+        if self._alike:
+            rows = [[_values(m) for m in section.measurements] for section in profile.sections]
+            self._values = np.array(rows, dtype=np.float64)  # [K, sizes, fields]
+
+    def at(self, m: int) -> Floats:
+        """[K, fields]."""
+        if not self._alike:
+            return np.array([_values(measurement) for measurement in self._profile.at(m)], dtype=np.float64)
+        if m in self._sizes:
+            return self._values[:, self._sizes.index(m)]
+        found = _line(self._sizes, self._values, m)
+        found[:, _BYTES] = np.ceil(found[:, _BYTES])
+        return found
 
 
-@dataclass(frozen=True, eq=False)
-class Cuts:
-    """The best ways to cut a model, for every number of stages at once."""
-
-    value: Floats
-    """[r, i]: the least work, in microseconds per micro-batch, of the busiest of r stages over sections i and up."""
-    cut: Ints
-    """[r, i]: where the first of them ends."""
-
-    def busiest_us(self, P: int) -> float:
-        """The work per micro-batch of the busiest of P stages; infinite when no cut into P stages fits the memory."""
-        return float(self.value[P, 0]) if self.value.shape[0] > P else float("inf")
-
-    def bounds(self, P: int) -> Ints | None:
-        """[P + 1]: the first section of each stage, and K; None when no cut into P stages fits the memory."""
-        if self.busiest_us(P) == float("inf"):
-            return None
-        bounds: Ints = _kernels.starts(self.cut, P)
-        return bounds
+def _values(m: Measurement) -> tuple[float, ...]:
+    return m.forward_us, m.backward_us, m.recompute_us, m.output_bytes, m.input_bytes, m.activation_bytes
 
 
-def balance(table: SectionTable, *, usable_bytes: int, policy: Policy, N: int, most_stages: int) -> Cuts:
-    """Cuts sections into 1 … most_stages stages so that the busiest stage works least. Exact, by dynamic programming.
-
-    Work is forward + backward, + recompute where the stage would not fit usable_bytes without it; the last stage never
-    recomputes. Ties put the longer stages first. Stages are counted from the end, since a stage's stash depends only
-    on how many follow it: one table then serves every P.
-    """
-    value, cut = _kernels.balance(
-        table.forward_us[0] + table.backward_us[0],
-        table.recompute_us[0],
-        table.state_bytes,
-        table.activation_bytes,
-        table.input_bytes,
-        table.working_bytes,
-        usable_bytes,
-        policy.code,
-        N,
-        min(most_stages, table.sections),
-    )
-    return Cuts(value, cut)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Network:
-    """What messages cost, ready for the kernels."""
-
-    same_vm: Floats
-    """(latency in µs, bytes per µs)."""
-    other_vm: Floats
-    gpus_per_vm: int
-    hop_us: float
-    """Of a ring all-reduce: time per hop."""
-    byte_us: float
-    """Of a ring all-reduce: time per byte on one link."""
-    ties: Ints
-    """[T, widest]: sections of each shared parameter, -1 where there are fewer."""
-    tie_bytes: Ints
-    """[T]."""
+def _line(sizes: Sequence[int], values: Floats, m: int) -> Floats:
+    """profile.interpolate, for an m that was not measured: [K, fields] from [K, sizes, fields]."""
+    if len(sizes) == 1:
+        return values[:, 0] * m / sizes[0]
+    right = min(max(int(np.searchsorted(sizes, m)), 1), len(sizes) - 1)
+    before, after = values[:, right - 1], values[:, right]
+    slope = (after - before) / (sizes[right] - sizes[right - 1])
+    if m > sizes[-1]:
+        return np.maximum(after, after + slope * (m - sizes[-1]))
+    line: Floats = before + slope * (m - sizes[right - 1])
+    if m < sizes[0]:
+        line = np.minimum(np.maximum(line, before * m / sizes[0]), before)
+    return line
 
 
 def network(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Network:
@@ -154,6 +122,7 @@ def network(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Network:
         gpus_per_vm=gpus_per_vm,
         hop_us=hop_us,
         byte_us=byte_us,
+        overhead_us=profile.stage_overhead_us,
         ties=ties,
         tie_bytes=np.array([shared.bytes for shared in profile.shared_parameters], dtype=np.int64),
     )
@@ -195,29 +164,35 @@ class Cost:
         return self.d == 1
 
 
-def bound_us(
-    table: SectionTable,
-    net: Network,
-    bounds: Ints,
-    recompute: npt.NDArray[np.bool_],
-    cost: Cost,
-    *,
-    policy: Policy,
-    run_ahead: int,
-) -> float:
-    """A lower bound of simulating the policy on the pipeline that `pipeline` gives, without building it.
+def pipeline(
+    sections: Sections, net: Network, bounds: Ints, recompute: npt.NDArray[np.bool_], cost: Cost, *, size: int = 0
+) -> Pipeline:
+    """The busiest replica's pipeline, with links, all-reduce and tied weights.
 
-    simulator.lower_bound, and besides the round trips that the policy's cap on micro-batches in flight makes.
+    Args:
+        sections: of `section_tables`, at whose size number `size` the pipeline runs.
+        net: of `network`.
+        bounds: [P + 1] first section of each stage, and K.
+        recompute: [P].
+        cost: how often, and on how many replicas.
     """
-    return float(
-        _kernels.candidate_bound(recompute, cost.N, policy.code, run_ahead, bounds, *_stage_arguments(table, net, cost))
-    )
-
-
-def pipeline(table: SectionTable, net: Network, bounds: Ints, recompute: npt.NDArray[np.bool_], cost: Cost) -> Pipeline:
-    """The busiest replica's pipeline, with links, all-reduce and tied weights."""
     forward, recompute_time, backward, transfer, latency, finish = _kernels.stage_times(
-        bounds, *_stage_arguments(table, net, cost)
+        bounds,
+        sections.forward_us[size],
+        sections.recompute_us[size],
+        sections.backward_us[size],
+        sections.output_bytes[size],
+        sections.gradient_bytes,
+        net.ties,
+        net.tie_bytes,
+        net.same_vm,
+        net.other_vm,
+        net.gpus_per_vm,
+        net.hop_us,
+        net.byte_us,
+        net.overhead_us,
+        cost.d,
+        cost.short_last,
     )
     return Pipeline(
         micro_batches=cost.N,
@@ -229,99 +204,4 @@ def pipeline(table: SectionTable, net: Network, bounds: Ints, recompute: npt.NDA
         latency_us=latency,
         finish_us=finish,
         recompute=recompute,
-    )
-
-
-def _stage_arguments(
-    table: SectionTable, net: Network, cost: Cost
-) -> tuple[Floats, Floats, Floats, Floats, Ints, Ints, Ints, Floats, Floats, int, float, float, int, bool]:
-    return (
-        table.forward_us,
-        table.recompute_us,
-        table.backward_us,
-        table.output_bytes,
-        table.gradient_bytes,
-        net.ties,
-        net.tie_bytes,
-        net.same_vm,
-        net.other_vm,
-        net.gpus_per_vm,
-        net.hop_us,
-        net.byte_us,
-        cost.d,
-        cost.short_last,
-    )
-
-
-def stage_memory(
-    table: SectionTable,
-    bounds: Ints,
-    recompute: npt.NDArray[np.bool_],
-    *,
-    policy: Policy,
-    N: int,
-    run_ahead: int,
-) -> tuple[int, ...]:
-    """Peak bytes of each stage."""
-    needed = _kernels.stage_memory(
-        bounds,
-        table.state_bytes,
-        table.activation_bytes,
-        table.input_bytes,
-        table.working_bytes,
-        0,
-        policy.code,
-        N,
-        run_ahead,
-        recompute,
-        False,
-    )
-    return tuple(int(count) for count in needed)
-
-
-def recompute_where_needed(
-    table: SectionTable, bounds: Ints, *, usable_bytes: int, policy: Policy, N: int
-) -> npt.NDArray[np.bool_]:
-    """[P]: the stages that do not fit without recompute; never the last."""
-    recompute = np.zeros(len(bounds) - 1, dtype=np.bool_)
-    _kernels.stage_memory(
-        bounds,
-        table.state_bytes,
-        table.activation_bytes,
-        table.input_bytes,
-        table.working_bytes,
-        usable_bytes,
-        policy.code,
-        N,
-        0,
-        recompute,
-        True,
-    )
-    return recompute
-
-
-def largest_run_ahead(
-    table: SectionTable,
-    bounds: Ints,
-    recompute: npt.NDArray[np.bool_],
-    *,
-    usable_bytes: int,
-    policy: Policy,
-    N: int,
-    most: int,
-) -> int:
-    """The largest run-ahead up to `most` with which every stage still fits."""
-    return int(
-        _kernels.run_ahead(
-            bounds,
-            table.state_bytes,
-            table.activation_bytes,
-            table.input_bytes,
-            table.working_bytes,
-            usable_bytes,
-            policy.code,
-            N,
-            most,
-            recompute,
-        )
     )

@@ -1,8 +1,10 @@
 """Bytes that a stage needs, from what its sections were measured to need.
 
 A stage holds its state (parameters, gradients, optimizer), the inputs of every micro-batch in flight, the activations
-of every one of them (or, when it recomputes, of the one that was recomputed), and a working set: what running a single
-section takes on top, in either direction.
+of every one of them (or, when it recomputes, of the one that was recomputed), a working set (what running a single
+section takes on top, in either direction), and the receives that the engine posts ahead (varuna.pipeline.engine): one
+activation more than may be in flight, and a gradient for each that may be. Where devices have memory of their own,
+receives wait in the host's, and only what is being worked on is on the device.
 """
 
 from __future__ import annotations
@@ -14,20 +16,53 @@ USABLE_FRACTION: Final = 0.9
 
 
 def stage_bytes(
-    state_bytes: int, input_bytes: int, activation_bytes: int, working_bytes: int, in_flight: int, recompute: bool
+    state_bytes: int,
+    input_bytes: int,
+    output_bytes: int,
+    activation_bytes: int,
+    working_bytes: int,
+    input_sets: int,
+    gradient_sets: int,
+    activation_sets: int,
 ) -> int:
     """Peak bytes of a stage. Plain whole numbers, compiled for the search over cuts as it stands.
 
     Args:
         state_bytes: parameters, gradients and optimizer state of its sections.
         input_bytes: inputs of the stage's first section for one micro-batch.
+        output_bytes: outputs of the stage's last section for one micro-batch, whose gradients are as large.
         activation_bytes: kept for backward by all its sections for one micro-batch.
         working_bytes: the largest over its sections of input, output and activations of one micro-batch.
-        in_flight: micro-batches between their F and their B: schedule.most_in_flight.
-        recompute: whether only inputs are stashed.
+        input_sets, gradient_sets: of `input_sets` and `gradient_sets`.
+        activation_sets: micro-batches between their F and their B (schedule.most_in_flight); 1 with recompute.
     """
-    activation_sets = 1 if recompute else in_flight
-    return state_bytes + in_flight * input_bytes + activation_sets * activation_bytes + working_bytes
+    return (
+        state_bytes
+        + input_sets * input_bytes
+        + gradient_sets * output_bytes
+        + activation_sets * activation_bytes
+        + working_bytes
+    )
+
+
+def input_sets(first: bool, in_flight: int, cap: int, N: int, staged: bool) -> int:
+    """For how many micro-batches a stage's device has room for inputs.
+
+    Args:
+        first: whether it is the first stage, which receives nothing.
+        in_flight: schedule.most_in_flight.
+        cap: schedule.stash_cap.
+        N: micro-batches.
+        staged: whether receives wait in host memory, which is not the device's.
+    """
+    return in_flight if first or staged else min(N, cap + 1)
+
+
+def gradient_sets(last: bool, cap: int, N: int, staged: bool) -> int:
+    """For how many micro-batches a stage's device has room for gradients received; arguments as of `input_sets`."""
+    if last:
+        return 0
+    return 1 if staged else min(N, cap)
 
 
 def usable_bytes(device_memory_bytes: int | None) -> int:

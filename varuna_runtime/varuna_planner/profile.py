@@ -33,7 +33,8 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    # The text under a field is its description in the schema.
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, use_attribute_docstrings=True)
 
 
 class Measurement(_Frozen):
@@ -42,9 +43,11 @@ class Measurement(_Frozen):
     micro_batch: Annotated[int, Field(ge=1)]
     """Examples."""
     forward_us: Microseconds
+    """Keeping what the backward needs."""
     backward_us: Microseconds
     """Without recompute."""
     recompute_us: Microseconds
+    """The forward once more, before a backward whose activations were not kept."""
     output_bytes: Bytes
     """All that crosses a cut after this section, relayed tensors too."""
     input_bytes: Bytes
@@ -57,10 +60,15 @@ class Section(_Frozen):
     """The code between two neighbouring cut-points."""
 
     index: Annotated[int, Field(ge=0)]
+    """From 0, in the order of the forward."""
     name: str
+    """That of the model's cut."""
     parameter_bytes: Bytes
+    """A tied parameter counts in each section that uses it."""
     optimizer_bytes: Bytes
+    """What the optimizer keeps of it on the device."""
     gradient_bytes: Bytes
+    """What an all-reduce has to sum."""
     measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]
     """Sorted by micro-batch."""
 
@@ -78,15 +86,20 @@ class SharedParameter(_Frozen):
     """A parameter that several sections use (tied weights): its gradients are summed over their stages."""
 
     name: str
+    """The first of its names in the model."""
     sections: Annotated[tuple[int, ...], Field(min_length=2)]
+    """Indices of the sections that use it."""
     bytes: Bytes
+    """Of its gradient too."""
 
 
 class Link(_Frozen):
     """Between two workers, one way."""
 
     latency_us: Microseconds
+    """Of a message without content, on a link at rest."""
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """Of a large message, on top of the latency."""
     jitter_us: Microseconds = 0.0
     """Mean of what comes on top of latency_us."""
 
@@ -95,27 +108,41 @@ class Links(_Frozen):
     """Link classes. The defaults, for when a lone GPU could measure none, are an ordinary 10 Gb/s network."""
 
     same_vm: Link = Link(latency_us=50, bandwidth_bytes_per_s=2.5e9)
+    """Between workers on one VM."""
     other_vm: Link = Link(latency_us=200, bandwidth_bytes_per_s=1.25e9)
+    """Between workers on different VMs."""
 
 
 class AllReduceMeasurement(_Frozen):
-    """One all-reduce of `bytes` over a ring of `ranks`."""
+    """One all-reduce over a ring of workers, while others like it run over the same VMs' network."""
 
     ranks: Annotated[int, Field(ge=2)]
+    """Workers in the ring."""
     bytes: Annotated[int, Field(ge=1)]
+    """What each of them brings."""
     us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """From its start to its end, in microseconds."""
+    rings: Annotated[int, Field(ge=1)] = 1
+    """Rings at once, this one among them: those of the stages whose workers share their VMs' network."""
 
 
 class Profile(_Frozen):
     """The document. Raises pydantic.ValidationError (a ValueError) at construction; `from_json` raises clearer text."""
 
     schema_: Literal["varuna.profile/1"] = Field(default=SCHEMA, alias="schema")
+    """Which kind of document this is."""
     environment: dict[str, str] = {}
-    """What it was measured on: versions, device names, hosts."""
+    """What it was measured on, and when: versions, device names, hosts."""
     sections: Annotated[tuple[Section, ...], Field(min_length=1)]
+    """In the order of the forward."""
     shared_parameters: tuple[SharedParameter, ...] = ()
+    """Tied weights."""
+    stage_overhead_us: Microseconds = 0.0
+    """Of each forward, recompute and backward of a stage, on top of its sections' times: the engine's own."""
     links: Links = Links()
+    """What carries activations one way and their gradients the other."""
     all_reduce: tuple[AllReduceMeasurement, ...] = ()
+    """None: reckoned from the links."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
@@ -138,6 +165,16 @@ class Profile(_Frozen):
     def at(self, micro_batch: int) -> tuple[Measurement, ...]:
         """Each section at a micro-batch size: as measured, else interpolated."""
         return tuple(interpolate(section.measurements, micro_batch) for section in self.sections)
+
+    def misfit(self, names: Sequence[str]) -> str | None:
+        """Why this is no profile of a model with sections of these names; None: it may be one."""
+        own = [section.name for section in self.sections]
+        for index, (mine, theirs) in enumerate(zip(own, names, strict=False)):
+            if mine != theirs:
+                return f"section {index} is {mine!r} in the profile and {theirs!r} in the model"
+        if len(own) != len(names):
+            return f"the profile has {len(own)} sections and the model has {len(names)}"
+        return None
 
     def to_json(self) -> str:
         """The document, indented for people; `from_json` reads it back."""

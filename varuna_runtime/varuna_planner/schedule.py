@@ -1,7 +1,8 @@
 """What a stage does next: one pure rule, called by the engine for real and by the simulator for time.
 
-Letters: P stages, N micro-batches of a replica, F forward, R recompute, B backward, k run-ahead (forwards in flight
-beyond P - s). A micro-batch is in flight from its F to its B.
+Letters: P stages, N micro-batches of a replica, F forward, R recompute, B backward, W the part of a split backward that
+gives the weights' gradients, k run-ahead (forwards in flight beyond P - s). A micro-batch is in flight from its F to
+its B (its W, where backwards are split).
 
 Micro-batches go in order in every stage (F0 F1 ..., B0 B1 ...), so an op alone says which micro-batch is meant, and
 messages on a link can never mismatch. This module imports neither numba nor torch; `choose` uses plain numbers so that
@@ -21,6 +22,8 @@ class Op(IntEnum):
     F = 0
     R = 1
     B = 2
+    W = 3
+    """Only where the policy splits the backward; B is then the gradient of the inputs alone."""
 
 
 WAIT: Final = -1
@@ -32,13 +35,20 @@ class Policy(StrEnum):
 
     GPIPE: all F, then all B (Huang et al. 2019). ONE_F_ONE_B: P - s forwards, then B and F in turn, with R once the
     gradient is here (Narayanan et al. 2021). VARUNA: the paper's three rules and its opportunistic deviation (Varuna,
-    section 3.2). WORK_CONSERVING: DESIGN section 5, the default.
+    section 3.2). WORK_CONSERVING: DESIGN section 5, the default. ZERO_BUBBLE: work-conserving with a split backward,
+    whose W fills what would be stalls (Qi et al. 2024); only simulated, to tell what it would give.
     """
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     VARUNA = "varuna"
     WORK_CONSERVING = "work-conserving"
+    ZERO_BUBBLE = "zero-bubble"
+
+    @property
+    def executable(self) -> bool:
+        """Whether the engine can run it."""
+        return self is not Policy.ZERO_BUBBLE
 
     @property
     def code(self) -> int:
@@ -51,6 +61,7 @@ GPIPE: Final = 0
 ONE_F_ONE_B: Final = 1
 VARUNA: Final = 2
 WORK_CONSERVING: Final = 3
+ZERO_BUBBLE: Final = 4
 
 _CODES: Final = MappingProxyType(
     {
@@ -58,13 +69,34 @@ _CODES: Final = MappingProxyType(
         Policy.ONE_F_ONE_B: ONE_F_ONE_B,
         Policy.VARUNA: VARUNA,
         Policy.WORK_CONSERVING: WORK_CONSERVING,
+        Policy.ZERO_BUBBLE: ZERO_BUBBLE,
     }
 )
+
+ACTIVATION_SETS: Final = 2
+"""Of a stage under ZERO_BUBBLE: so many micro-batches' activations are kept for a W that is put off, the one that is
+worked on among them. One more than without the split; it already gives what there is to gain (ANCHORS, schedules)."""
 
 _F: Final = 0
 _R: Final = 1
 _B: Final = 2
+_W: Final = 3
 _WAIT: Final = -1
+
+
+def require_executable(policy: Policy) -> None:
+    """Raises ValueError, naming those that will do, for a policy that only the simulator knows."""
+    if not policy.executable:
+        known = ", ".join(known.value for known in Policy if known.executable)
+        raise ValueError(f"policy {policy.value!r} can only be simulated, not run: choose one of {known}")
+
+
+def parse_policy(name: str) -> Policy:
+    """The policy of a name. Raises ValueError that lists the known ones."""
+    try:
+        return Policy(name)
+    except ValueError:
+        raise ValueError(f"policy {name!r} is not known: choose one of {', '.join(Policy)}") from None
 
 
 def stash_cap(policy: int, stage: int, P: int, N: int, run_ahead: int) -> int:
@@ -73,6 +105,9 @@ def stash_cap(policy: int, stage: int, P: int, N: int, run_ahead: int) -> int:
         return N
     if policy == ONE_F_ONE_B:
         return min(N, P - stage)
+    if policy == ZERO_BUBBLE:
+        # One set more than the work-conserving policy, for a W that is put off; see `choose_split`.
+        return min(N, (1 if stage == P - 1 else P - stage + run_ahead) + ACTIVATION_SETS - 1)
     return min(N, P - stage + run_ahead)
 
 
@@ -84,6 +119,8 @@ def most_in_flight(policy: int, stage: int, P: int, N: int, run_ahead: int) -> i
     cap = N
     if policy == ONE_F_ONE_B:
         cap = P - stage
+    elif policy == ZERO_BUBBLE:
+        cap = (1 if stage == P - 1 else P - stage + run_ahead) + ACTIVATION_SETS - 1
     elif policy != GPIPE:
         cap = 1 if stage == P - 1 else P - stage + run_ahead
     return min(N, cap)
@@ -147,3 +184,41 @@ def choose(
     if in_flight > 0 and not recomputed:
         return _R
     return _F if can_forward else _WAIT
+
+
+def choose_split(
+    stage: int,
+    P: int,
+    N: int,
+    run_ahead: int,
+    recompute: bool,
+    forwards: int,
+    recomputes: int,
+    input_gradients: int,
+    weight_gradients: int,
+    activations: int,
+    gradients: int,
+) -> int:
+    """`choose` of ZERO_BUBBLE, whose backward is B (the inputs' gradient, which others wait for) and later W.
+
+    The work-conserving rule, with W as what there is to do when nothing else is, or when another micro-batch's
+    activations would be one set too many. Arguments as of `choose`; `input_gradients` and `weight_gradients` are how
+    many B and W this stage has done.
+    """
+    in_flight = forwards - input_gradients
+    recomputed = in_flight > 0 and (not recompute or recomputes > input_gradients)
+    gradient_here = in_flight > 0 and gradients > input_gradients
+    room = recomputes - weight_gradients < ACTIVATION_SETS  # for a recompute
+    if gradient_here:
+        if recomputed:
+            return _B
+        return _R if room else _W
+    cap = (1 if stage == P - 1 else P - stage + run_ahead) + ACTIVATION_SETS - 1
+    can_forward = forwards < N and forwards < activations and forwards - weight_gradients < cap
+    if can_forward and in_flight < P - stage:
+        return _F
+    if in_flight > 0 and not recomputed and room:
+        return _R
+    if weight_gradients < input_gradients:
+        return _W
+    return _F if can_forward and in_flight < P - stage + run_ahead else _WAIT

@@ -1,8 +1,10 @@
 """How long a mini-batch takes: the longest path of a fixed order, and an event simulation of a policy.
 
-Letters: P stages, N micro-batches of one replica, F forward, R recompute, B backward. Times are float microseconds.
-Arrays of times are [2, P]: row 0 for a full micro-batch, row 1 for the last one, which may be smaller. Messages on a
-link go in order; their transfer occupies the link, their latency does not. Compiled code lies in `_kernels`.
+Letters: P stages, N micro-batches of one replica, F forward, R recompute, B backward, W the weights' half of a split
+backward. Times are float microseconds. Arrays of times are [2, P]: row 0 for a full micro-batch, row 1 for the last
+one, which may be smaller. Messages on a link go in order; their transfer occupies the link, their latency does not. A
+boundary of several tensors is one message: they follow each other on the link, so their bytes add up and the latency
+counts once. Compiled code lies in `_simulation`.
 """
 
 from __future__ import annotations
@@ -13,11 +15,24 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from varuna_planner import _kernels
+from varuna_planner import _kernels, _simulation
 from varuna_planner.actions import Action, Schedule
-from varuna_planner.schedule import Op, Policy
+from varuna_planner.schedule import ACTIVATION_SETS, Op, Policy
 
-__all__ = ["Jitter", "Pipeline", "Simulation", "fixed_order", "lower_bound", "simulate", "uniform"]
+__all__ = [
+    "Course",
+    "Jitter",
+    "Pipeline",
+    "Simulation",
+    "fixed_order",
+    "lower_bound",
+    "replay",
+    "simulate",
+    "uniform",
+]
+
+WEIGHT_SHARE = 0.5
+"""Of a backward that is split: the weights' gradients. Of a matrix product each gradient is one product as large."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -50,13 +65,36 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Jitter:
-    """Random disturbance of a simulation."""
+    """Random disturbance. The same seed disturbs the same actions and messages alike under all policies."""
 
     latency_us: float = 0.0
     """Mean of an exponential delay added to each message."""
     compute: float = 0.0
     """Standard deviation of each action's time, relative."""
     seed: int = 0
+
+    def course(self, pipeline: Pipeline) -> Course:
+        """One mini-batch's times."""
+        P, N = pipeline.stages, pipeline.micro_batches
+        random = np.random.default_rng(self.seed)
+        # Each op has a time for a full micro-batch but the last.
+        action = np.stack([pipeline.forward_us, pipeline.recompute_us, pipeline.backward_us])
+        action_us = np.repeat(action[:, 0, :, None], N, axis=2)
+        action_us[:, :, -1] = action[:, 1]
+        if self.compute > 0:
+            action_us *= np.maximum(0.1, 1.0 + self.compute * random.standard_normal(action_us.shape))
+        delay_us = random.standard_exponential((2, P, N)) if self.latency_us > 0 else np.zeros((2, P, N))
+        return Course(action_us=action_us, delay_us=delay_us * self.latency_us)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Course:
+    """What every action and message of one mini-batch takes: drawn by `Jitter`, or recorded from a real run."""
+
+    action_us: Floats
+    """[F R B, P, N]: in the place of the pipeline's times, which stay what stages expect."""
+    delay_us: Floats
+    """[activations gradients, P that receives, N]: added to the link's latency."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,13 +104,15 @@ class Simulation:
     makespan_us: float
     """From the first forward to the end of the last stage's finish."""
     backward_end_us: Floats
-    """[P]: when each stage ends its last backward."""
+    """[P]: when each stage ends its last action."""
     stash: tuple[int, ...]
     """Per stage: the most micro-batches in flight."""
     ops: npt.NDArray[np.int8]
-    """[P, 3N]: Op numbers in the order they began; a stage without recompute fills 2N of them."""
+    """[P, 4N]: Op numbers in the order they began; most stages fill fewer."""
     counts: npt.NDArray[np.int64]
     """[P]: how many of `ops` are real."""
+    spans_us: Floats
+    """[begin end, P, 4N]: when each of `ops` ran; empty unless asked for."""
 
     @cached_property
     def actions(self) -> Schedule:
@@ -107,32 +147,49 @@ def uniform(
     )
 
 
-def simulate(pipeline: Pipeline, policy: Policy, *, run_ahead: int = 0, jitter: Jitter | None = None) -> Simulation:
+def simulate(
+    pipeline: Pipeline,
+    policy: Policy,
+    *,
+    run_ahead: int = 0,
+    jitter: Jitter | Course | None = None,
+    foresight: bool = False,
+    record: bool = False,
+) -> Simulation:
     """Runs a policy's `choose` on every stage and gives the time of a mini-batch. Always completes.
 
-    Each event costs a scan of the P stages (ANCHORS: 2.3 ms for 36 × 683 with jitter).
+    Each event costs a scan of the P stages.
+
+    Args:
+        jitter: what disturbs it, or what actions and messages take instead of the pipeline's times.
+        foresight: stages under VARUNA know when the next stage has begun the backward that gives their gradient,
+            as the paper's offline tool does. Else they forecast it as the engine does, from their own times.
+        record: keep when each action ran.
     """
-    jitter = jitter or Jitter()
-    ops, counts, stash, backward_end = _kernels.simulate(
-        policy.code,
-        pipeline.micro_batches,
-        run_ahead,
-        *_times(pipeline),
-        pipeline.recompute,
-        jitter.latency_us,
-        jitter.compute,
-        jitter.seed,
+    P, N = pipeline.stages, pipeline.micro_batches
+    spans = np.zeros((2 * P, 4 * N if record else 0))
+    course = jitter.course(pipeline) if isinstance(jitter, Jitter) else jitter
+    times = _times(pipeline, course, WEIGHT_SHARE if policy is Policy.ZERO_BUBBLE else 0.0)
+    ops, counts, stash, end = _simulation.simulate(
+        policy.code, N, run_ahead, *times, pipeline.recompute, foresight, spans
     )
     return Simulation(
-        makespan_us=float((backward_end + pipeline.finish_us).max()),
-        backward_end_us=backward_end,
+        makespan_us=float((end + pipeline.finish_us).max()),
+        backward_end_us=end,
         stash=tuple(int(most) for most in stash),
         ops=ops,
         counts=counts,
+        spans_us=spans.reshape(2, P, spans.shape[1]),
     )
 
 
-def fixed_order(pipeline: Pipeline, schedule: Schedule, *, late_recompute: bool = False) -> float:
+def fixed_order(
+    pipeline: Pipeline,
+    schedule: Schedule,
+    *,
+    late_recompute: bool = False,
+    jitter: Jitter | Course | None = None,
+) -> float:
     """The makespan in microseconds when each stage runs its actions in the given order, each as soon as it can.
 
     Longest path over F_end[P, N], B_end[P, N] by a worklist of stages. `late_recompute`: R waits for the gradient.
@@ -147,18 +204,53 @@ def fixed_order(pipeline: Pipeline, schedule: Schedule, *, late_recompute: bool 
         ops[stage, : len(actions)] = [action.op for action in actions]
     if any(int((ops[s, : counts[s]] == op).sum()) != N for s in range(P) for op in (Op.F, Op.B)):
         raise ValueError(f"every stage needs {N} forwards and {N} backwards")
-    completed, backward_end = _kernels.fixed_order(ops, counts, N, *_times(pipeline), late_recompute)
+    return _play(pipeline, ops, counts, late_recompute=late_recompute, jitter=jitter)
+
+
+def replay(
+    pipeline: Pipeline,
+    order: Simulation,
+    *,
+    late_recompute: bool = False,
+    jitter: Jitter | Course | None = None,
+) -> float:
+    """`fixed_order` of what a simulation found: the policy's order as a static schedule."""
+    return _play(pipeline, order.ops, order.counts, late_recompute=late_recompute, jitter=jitter)
+
+
+def _play(
+    pipeline: Pipeline,
+    ops: npt.NDArray[np.int8],
+    counts: npt.NDArray[np.int64],
+    *,
+    late_recompute: bool,
+    jitter: Jitter | Course | None,
+) -> float:
+    course = jitter.course(pipeline) if isinstance(jitter, Jitter) else jitter
+    times = _times(pipeline, course, WEIGHT_SHARE if (ops == Op.W).any() else 0.0)
+    completed, end = _simulation.fixed_order(ops, counts, pipeline.micro_batches, *times, late_recompute)
     if not completed:
         raise ValueError("the schedule deadlocks: run varuna_planner.actions.check on it to see where")
-    return float((backward_end + pipeline.finish_us).max())
+    return float((end + pipeline.finish_us).max())
 
 
-def lower_bound(pipeline: Pipeline) -> float:
-    """No schedule is faster, in microseconds: max over stages of fill + N·work + drain + finish."""
+def lower_bound(pipeline: Pipeline, *, split_backward: bool = False) -> float:
+    """No schedule is faster, in microseconds: max over stages of fill + N·work + drain + finish.
+
+    `split_backward`: of schedules as ZERO_BUBBLE's, in which a stage that recomputes, and the last one, put off the W
+    of at most ACTIVATION_SETS micro-batches; else backwards are whole.
+    """
+    if split_backward:
+        return _split_lower_bound(pipeline)
     return float(
         _kernels.lower_bound(
             pipeline.micro_batches,
-            *_times(pipeline),
+            pipeline.forward_us,
+            pipeline.recompute_us,
+            pipeline.backward_us,
+            pipeline.activation_transfer_us,
+            pipeline.gradient_transfer_us,
+            pipeline.latency_us,
             pipeline.recompute,
             pipeline.finish_us,
             np.full(pipeline.stages, pipeline.micro_batches),
@@ -166,19 +258,45 @@ def lower_bound(pipeline: Pipeline) -> float:
     )
 
 
-def _times(pipeline: Pipeline) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
-    return (
-        pipeline.forward_us,
-        pipeline.recompute_us,
-        pipeline.backward_us,
-        pipeline.activation_transfer_us,
-        pipeline.gradient_transfer_us,
-        pipeline.latency_us,
+def _split_lower_bound(pipeline: Pipeline) -> float:
+    N, P = pipeline.micro_batches, pipeline.stages
+    per_row = np.array([N - 1, 1])
+    work = pipeline.forward_us + pipeline.backward_us + pipeline.recompute_us * pipeline.recompute
+    weight = pipeline.backward_us * WEIGHT_SHARE
+    hop = (pipeline.activation_transfer_us + pipeline.latency_us + pipeline.forward_us)[1 if N == 1 else 0]
+    fill = np.concatenate([np.zeros(1), np.cumsum(hop)[:-1]])
+    busy = fill + per_row @ work
+    bound = float((busy + pipeline.finish_us).max())
+    sent = -np.inf  # when the last B of the stage after can end
+    for s in reversed(range(P)):
+        put_off = min(N, ACTIVATION_SETS) if pipeline.recompute[s] or s == P - 1 else N
+        input_gradient = pipeline.backward_us[1, s] - weight[1, s]
+        link = pipeline.gradient_transfer_us[1, s] + pipeline.latency_us[s]
+        sent = max(sent + link + input_gradient, busy[s] - put_off * weight[:, s].max())
+        bound = max(bound, sent + weight[1, s] + float(pipeline.finish_us[s]))
+    return bound
+
+
+def _times(
+    pipeline: Pipeline, course: Course | None, weight_share: float
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """What the loops read; backwards are split into B and W by `weight_share`."""
+    backward = pipeline.backward_us
+    usual = np.stack(
+        [pipeline.forward_us, pipeline.recompute_us, backward * (1.0 - weight_share), backward * weight_share]
     )
+    actual = np.zeros((4, 0, 0))
+    delay = np.zeros((2, 0, 0))
+    if course is not None:
+        whole = course.action_us[Op.B]
+        actual = np.stack([*course.action_us[:2], whole * (1.0 - weight_share), whole * weight_share])
+        delay = course.delay_us
+    transfer = np.stack([pipeline.activation_transfer_us, pipeline.gradient_transfer_us])
+    return usual, actual, transfer, pipeline.latency_us, delay
 
 
 def _actions(ops: npt.NDArray[np.int8]) -> tuple[Action, ...]:
-    done = [0, 0, 0]
+    done = [0] * len(Op)
     actions = []
     for code in ops:
         actions.append(Action(Op(int(code)), done[code]))

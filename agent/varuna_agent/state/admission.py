@@ -87,6 +87,7 @@ def new_worker(
         run_ahead=plan.run_ahead,
         recompute=tuple(plan.recompute),
         checkpoint_url=launch.checkpoint_url,
+        profile_cache_url=launch.profile_cache_url,
         device=f"cuda:{assignment.local_rank}" if device == "cuda" else device,
     )
     start = StartWorker(

@@ -384,7 +384,10 @@ class AgentState:
                 yield from self._report(agent_pb2.Report(checkpoint_committed=committed))
             case "profile_done":
                 measured = agent_pb2.ProfileMeasured(
-                    job_id=key.job_id, generation=key.generation, profile_json=message.profile_done.profile_json
+                    job_id=key.job_id,
+                    generation=key.generation,
+                    profile_json=message.profile_done.profile_json,
+                    from_cache=message.profile_done.from_cache,
                 )
                 yield from self._report(agent_pb2.Report(profile_measured=measured))
             case "failure":

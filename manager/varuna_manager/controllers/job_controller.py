@@ -56,6 +56,7 @@ class JobController:
         events: EventLog,
         rules: Rules,
         data_dir: Path,
+        profile_cache_url: str,
         period_s: float,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -67,6 +68,7 @@ class JobController:
         self._events = events
         self._rules = rules
         self._data_dir = data_dir
+        self._profile_cache_url = profile_cache_url
         self._period_s = period_s
         self._now = now
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
@@ -292,7 +294,7 @@ class JobController:
     def _tell(self, session: AgentSession, key: object, jobs: dict[str, LoadedJob], snapshot: Snapshot) -> None:
         if isinstance(key, LaunchKey):
             url = f"file://{self._data_dir}/checkpoints/{key.job_id}"
-            session.send(messages.launch_message(jobs[key.job_id], session.vm_id, url))
+            session.send(messages.launch_message(jobs[key.job_id], session.vm_id, url, self._profile_cache_url))
         elif isinstance(key, StopKey):
             deadlines = {
                 vm.id: vm.notice_deadline

@@ -120,6 +120,7 @@ class SnapshotLoader:
             min_gpus=spec.resources.min_gpus,
             max_gpus=spec.resources.max_gpus,
             profiled_at=row.profiled_at,
+            profile_only=spec.profile_only,
             profile_error=row.profile_error or "",
             generation=None if newest is None else self._generation_view(newest, workers, vms),
             setbacks=await _setbacks(session, row.id),

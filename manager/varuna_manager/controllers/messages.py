@@ -17,7 +17,9 @@ _KINDS = {
 _MODES = {StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW, StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST}
 
 
-def launch_message(job: LoadedJob, vm_id: str, default_checkpoint_url: str) -> pb.ManagerMessage:
+def launch_message(
+    job: LoadedJob, vm_id: str, default_checkpoint_url: str, profile_cache_url: str
+) -> pb.ManagerMessage:
     """The part of the job's newest generation that runs on the VM."""
     generation = job.generation
     assert generation is not None, f"job {job.row.id} has nothing to launch"
@@ -49,6 +51,7 @@ def launch_message(job: LoadedJob, vm_id: str, default_checkpoint_url: str) -> p
         rendezvous_host=generation.rendezvous_host,
         rendezvous_port=generation.rendezvous_port,
         world_size=len(job.workers),
+        profile_cache_url=profile_cache_url,
     )
     return pb.ManagerMessage(launch=launch)
 

@@ -89,6 +89,8 @@ def wants_plan(job: JobView, devices: tuple[Device, ...], vms: Vms) -> bool:
     """Whether the planner must be asked before `decide_job` can answer."""
     if job.profiled_at is None or len(devices) < job.min_gpus or job.state not in (JobState.QUEUED, JobState.RUNNING):
         return False
+    if job.profile_only:
+        return False
     generation = job.generation
     if generation is None or not generation.live:
         return bool(devices)
@@ -110,6 +112,8 @@ def _slow(generation: GenerationView | None, vms: Vms) -> tuple[str, ...]:
 def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     if job.state is JobState.CANCELLING:
         return Decision(reason="cancelled by the user", actions=(FinishJob(state=JobState.CANCELLED),))
+    if job.profile_only and job.profiled_at is not None:
+        return Decision(reason="the profile is there", actions=(FinishJob(state=JobState.SUCCEEDED),))
     failures = job.setbacks.reasons
     if len(failures) >= rules.breaker:
         return _fail(_breaker_error(job))

@@ -221,6 +221,8 @@ class JobView:
     min_gpus: int = 1
     max_gpus: int | None = None
     profiled_at: float | None = None
+    profile_only: bool = False
+    """Whether it is over when it is profiled."""
     profile_error: str = ""
     """Why the profile that was measured could not be used."""
     generation: GenerationView | None = None

@@ -52,6 +52,7 @@ class JobSpec(_Strict):
     checkpoint: CheckpointSpec = CheckpointSpec()
     env: dict[str, str] = Field(default_factory=dict)
     plan: PlanPins = PlanPins()
+    profile_only: bool = Field(default=False, description="the job has succeeded when its profile is measured")
 
     @field_validator("name")
     @classmethod

@@ -121,6 +121,17 @@ class JobService:
             rows = await session.scalars(query.order_by(CheckpointRow.generation, CheckpointRow.step))
             return [documents.checkpoint_document(row) for row in rows]
 
+    async def profile(self, id_or_name: str) -> str:
+        """The job's profile document (JSON), as its heartbeats corrected it. Raises NotFoundError before there is one."""
+        async with self._database.read() as session:
+            job = await find(session, id_or_name)
+            if job.profile_json is None:
+                raise NotFoundError(
+                    f"job {id_or_name!r} has no profile {'yet' if job.finished_at is None else 'and is ' + job.state}: "
+                    f"its calibration makes one (varuna show {job.name})"
+                )
+            return job.profile_json
+
     async def events(self, id_or_name: str, after: int, limit: int) -> Sequence[EventRow]:
         async with self._database.read() as session:
             job = await find(session, id_or_name)

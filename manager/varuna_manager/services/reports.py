@@ -7,6 +7,7 @@ the agent would send it for ever.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -277,8 +278,15 @@ class ReportService:
             job.profile_error, kind = message, "profile_rejected"
         else:
             job.profile_json, job.profiled_at, job.profile_error = fact.profile_json, self._now(), None
-            message, kind = "the job's profile is measured", "profile_measured"
+            message = _from_cache(fact.profile_json) if fact.from_cache else "the job's profile is measured"
+            kind = "profile_measured"
         self._events.add(session, kind, message, job_id=job.id, generation=fact.generation)
+
+
+def _from_cache(profile_json: str) -> str:
+    measured = json.loads(profile_json).get("environment", {})
+    at, ranks, device = (measured.get(name, "?") for name in ("measured_at", "ranks", "device"))
+    return f"profile taken from the cache (measured {at} on {ranks} × {device})"
 
 
 def _lies_in_the_report(error: Exception) -> bool:

@@ -607,20 +607,24 @@ class ProfileMeasured(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    FROM_CACHE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     profile_json: _builtins.str
     """a varuna_planner profile document"""
+    from_cache: _builtins.bool
+    """measured before, by another generation"""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         generation: _builtins.int = ...,
         profile_json: _builtins.str = ...,
+        from_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_cache", b"from_cache", "generation", b"generation", "job_id", b"job_id", "profile_json", b"profile_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,6 +768,7 @@ class Launch(_message.Message):
     RENDEZVOUS_HOST_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    PROFILE_CACHE_URL_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -774,6 +779,8 @@ class Launch(_message.Message):
     rendezvous_host: _builtins.str
     rendezvous_port: _builtins.int
     world_size: _builtins.int
+    profile_cache_url: _builtins.str
+    """where a calibration looks for what was measured before; empty: nowhere"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
@@ -795,10 +802,11 @@ class Launch(_message.Message):
         rendezvous_host: _builtins.str = ...,
         rendezvous_port: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        profile_cache_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -232,15 +232,18 @@ class ProfileDone(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    FROM_CACHE_FIELD_NUMBER: _builtins.int
     profile_json: _builtins.str
+    from_cache: _builtins.bool
     def __init__(
         self,
         *,
         profile_json: _builtins.str = ...,
+        from_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_cache", b"from_cache", "profile_json", b"profile_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,6 +104,11 @@ def _jobs(services: Services) -> APIRouter:
     async def checkpoints(job: str) -> list[Document]:
         return await jobs.checkpoints(job)
 
+    @router.get("/jobs/{job}/profile", response_class=Response)
+    async def profile(job: str) -> Response:
+        """The profile document that the job's plans are made from; 404 before it is measured."""
+        return Response(await jobs.profile(job), media_type="application/json")
+
     @router.get("/jobs/{job}/logs", response_class=Response)
     async def logs(
         job: str,

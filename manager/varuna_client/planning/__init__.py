@@ -1,0 +1,1 @@
+"""Commands that plan: they ask the planner in this process and need no manager."""

@@ -1,0 +1,268 @@
+"""`varuna estimate` and `varuna calibrate`: what training would cost on GPUs that nobody has to own yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from varuna_client.errors import UserError
+from varuna_client.options import AsJson, emit
+from varuna_client.planning.files import read_hardware, read_text, write_text
+from varuna_client.planning.models import (
+    FusedAttention,
+    GpuName,
+    GpusPerVm,
+    HardwareFile,
+    Heads,
+    Hidden,
+    KvHeads,
+    Layers,
+    ModelFamily,
+    NetworkName,
+    PrecisionName,
+    Seq,
+    Vocab,
+    model_shape,
+)
+from varuna_client.render import shape as p_by_d
+from varuna_client.render import size
+
+if TYPE_CHECKING:
+    from varuna_planner.auto_config import Plan
+    from varuna_planner.fitting import Fit
+    from varuna_planner.hardware import Gpu
+    from varuna_planner.shapes import ModelShape
+
+
+def estimate(
+    model: ModelFamily,
+    layers: Layers,
+    hidden: Hidden,
+    seq: Seq,
+    gpu: GpuName,
+    network: NetworkName,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs to plan for.")],
+    global_batch: Annotated[int, typer.Option(min=1, help="Examples in a mini-batch.")],
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, in any currency.")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Time and cost for so many.")] = None,
+    vocab: Vocab = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    precision: PrecisionName = "fp16",
+    fused_attention: FusedAttention = True,
+    gpus_per_vm: GpusPerVm = 1,
+    hardware: HardwareFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how a model would train on GPUs you do not have yet: plan, rate, memory, time and cost."""
+    from varuna_planner.auto_config import choose_plan  # numba: the other commands start faster without it
+    from varuna_planner.synthesis import synthesise
+
+    shape = model_shape(model, layers, hidden, seq, vocab, heads, kv_heads, precision, fused_attention)
+    table = read_hardware(hardware)
+    try:
+        device = table.gpu(gpu)
+        profile = synthesise(shape, table, gpu, network, gpus_per_vm=gpus_per_vm)
+        choice = choose_plan(
+            profile,
+            gpus=gpus,
+            global_batch=global_batch,
+            device_memory_bytes=device.memory_bytes,
+            gpus_per_vm=gpus_per_vm,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if choice.best is None:
+        raise UserError(f"{gpus} × {gpu}: {choice.reason}")
+    document = estimate_document(shape, device, choice.best, gpus=gpus, price=price, examples=examples)
+    document["network"] = network
+    emit(document, estimate_page(document), as_json)
+
+
+def estimate_document(
+    shape: ModelShape,
+    device: Gpu,
+    plan: Plan,
+    *,
+    gpus: int,
+    price: float | None,
+    examples: int | None,
+) -> dict[str, Any]:
+    """What --json prints. GPUs that the plan leaves unused are not counted in rates and costs."""
+    used = plan.p * plan.d
+    examples_per_s = plan.examples_per_s
+    ends = (*plan.stage_starts[1:], shape.layers + 2)
+    stages = [
+        {"first_section": first, "sections": end - first, "recompute": recompute, "memory_bytes": memory}
+        for first, end, recompute, memory in zip(
+            plan.stage_starts, ends, plan.recompute, plan.memory_bytes, strict=True
+        )
+    ]
+    document: dict[str, Any] = {
+        "model": shape.family.value,
+        "parameters": shape.parameters,
+        "gpu": device.name,
+        "gpus": gpus,
+        "gpus_used": used,
+        "global_batch": plan.global_batch,
+        "best": {
+            "p": plan.p,
+            "d": plan.d,
+            "micro_batch": plan.micro_batch,
+            "stages": stages,
+            "policy": plan.policy,
+            "run_ahead": plan.run_ahead,
+        },
+        "predicted_minibatch_s": plan.predicted_minibatch_s,
+        "examples_per_s": examples_per_s,
+        "examples_per_s_per_gpu": examples_per_s / used,
+        "useful_flop_per_s_per_gpu": shape.flops * examples_per_s / used,
+        "memory_bytes": list(plan.memory_bytes),
+        "device_memory_bytes": device.memory_bytes,
+    }
+    if price is not None:
+        document["price_per_gpu_hour"] = price
+        document["cost_per_hour"] = price * used
+        document["cost_per_million_examples"] = price * used * 1e6 / examples_per_s / 3600
+    if examples is not None:
+        document["examples"] = examples
+        document["hours"] = examples / examples_per_s / 3600
+        if price is not None:
+            document["cost"] = document["hours"] * document["cost_per_hour"]
+    return document
+
+
+def estimate_page(document: dict[str, Any]) -> RenderableType:
+    best = document["best"]
+    head = Table.grid(padding=(0, 2))
+    head.add_row("model", f"{document['model']}, {document['parameters'] / 1e9:.3g} billion parameters")
+    unused = document["gpus"] - document["gpus_used"]
+    head.add_row(
+        "plan",
+        Text(
+            f"{p_by_d(best['p'], best['d'])}, micro-batch {best['micro_batch']}, {best['policy']}, on "
+            f"{document['gpus_used']} × {document['gpu']}" + (f" ({unused} unused)" if unused else ""),
+            style="bold",
+        ),
+    )
+    head.add_row("mini-batch", f"{document['predicted_minibatch_s']:.4g} s for {document['global_batch']} examples")
+    head.add_row(
+        "rate",
+        f"{document['examples_per_s']:.4g} examples/s, {document['examples_per_s_per_gpu']:.3g} per GPU "
+        f"({document['useful_flop_per_s_per_gpu'] / 1e12:.3g} TFLOP/s, recompute not counted)",
+    )
+    head.add_row("memory", f"at most {size(max(document['memory_bytes']))} of {size(document['device_memory_bytes'])}")
+    if "cost_per_hour" in document:
+        head.add_row(
+            "cost",
+            f"{document['cost_per_hour']:.2f} an hour, "
+            f"{document['cost_per_million_examples']:.4g} per million examples",
+        )
+    if "examples" in document:
+        cost = f", {document['cost']:.2f}" if "cost" in document else ""
+        head.add_row(f"{document['examples']} examples", f"{document['hours']:.4g} hours{cost}")
+    return Group(head, "", _stages_table(best["stages"]))
+
+
+def _stages_table(stages: list[dict[str, Any]]) -> Table:
+    table = Table("STAGE", "SECTIONS", "RECOMPUTE", "MEMORY", box=None, pad_edge=False)
+    for index, stage in enumerate(stages):
+        first, last = stage["first_section"], stage["first_section"] + stage["sections"] - 1
+        sections = str(first) if first == last else f"{first}-{last}"
+        table.add_row(str(index), sections, "yes" if stage["recompute"] else "no", size(stage["memory_bytes"]))
+    return table
+
+
+def calibrate(
+    gpu: GpuName,
+    network: NetworkName,
+    observations: Annotated[Path, typer.Option(metavar="O.json", help="Measured mini-batch times: a JSON list.")],
+    out: Annotated[Path, typer.Option(metavar="HW.json", help="Where the fitted entries go.")],
+    hardware: HardwareFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit a GPU's and a network's numbers to measured mini-batch times; say how well they then predict."""
+    from varuna_planner.fitting import fit
+    from varuna_planner.hardware import Hardware
+    from varuna_planner.observations import parse_observations
+
+    table = read_hardware(hardware)
+    folder = observations.parent
+
+    def read_beside(name: str) -> str:
+        return read_text(folder / name, "profile")
+
+    try:
+        rows = parse_observations(read_text(observations, "observations"), read_beside)
+        found = fit(rows, table, gpu=gpu, network=network)
+    except ValueError as error:
+        raise UserError(f"{observations}: {error}" if "observations" in str(error) else str(error)) from None
+    entries = Hardware(gpus=(found.hardware.gpu(gpu),), networks=(found.hardware.network(network),))
+    write_text(out, entries.to_json(), "hardware")
+    document = calibration_document(found)
+    document["out"] = str(out)
+    emit(document, calibration_page(document), as_json)
+
+
+def calibration_document(found: Fit) -> dict[str, Any]:
+    """What --json prints. Errors are relative: 0.02 is a prediction 2 % too long."""
+    return {
+        "gpu": found.gpu,
+        "network": found.network,
+        "scales": [
+            {
+                "name": scale.name,
+                "factor": scale.factor,
+                "interval": list(scale.interval),
+                "learned": scale.learned,
+                "verdict": scale.verdict,
+                "fields": dict(scale.fields),
+            }
+            for scale in found.scales
+        ],
+        "observations": [
+            {
+                "name": row.name,
+                "measured_s": row.measured_s,
+                "predicted_s": row.predicted_s,
+                "error": row.error,
+                "left_out_s": row.left_out_s,
+                "left_out_error": row.left_out_error,
+            }
+            for row in found.observations
+        ],
+        "mean_error": _mean(found.errors),
+        "worst_error": max(found.errors),
+        "mean_left_out_error": _mean(found.left_out_errors) if found.left_out_errors else None,
+        "worst_left_out_error": max(found.left_out_errors, default=None),
+        "confidence": found.confidence,
+    }
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values)
+
+
+def calibration_page(document: dict[str, Any]) -> RenderableType:
+    rows = Table("OBSERVATION", "MEASURED", "FITTED", "ERROR", "LEFT OUT", box=None, pad_edge=False)
+    for row in document["observations"]:
+        left_out = row["left_out_error"]
+        rows.add_row(
+            row["name"],
+            f"{row['measured_s']:.4g} s",
+            f"{row['predicted_s']:.4g} s",
+            f"{row['error']:+.1%}",
+            "-" if left_out is None else f"{left_out:+.1%}",
+        )
+    scales = Table("SCALE", "FACTOR", "95 %", "WHAT THE ROWS SAY", box=None, pad_edge=False)
+    for scale in document["scales"]:
+        low, high = scale["interval"]
+        scales.add_row(scale["name"], f"{scale['factor']:.3f}", f"{low:.2f}-{high:.2f}", scale["verdict"])
+    summary = f"mean error {document['mean_error']:.1%}, worst {document['worst_error']:.1%}; {document['confidence']}"
+    wrote = Text(f"wrote {document['out']}: use it with --hardware {document['out']}")
+    return Group(rows, "", scales, "", Text(summary), wrote)

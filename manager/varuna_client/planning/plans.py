@@ -1,0 +1,235 @@
+"""`varuna plan`: the best plan for a profile and GPUs, and what to expect of it where VMs are taken away."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from varuna_client.errors import UserError
+from varuna_client.options import AsJson, emit
+from varuna_client.planning.files import read_profile, read_text
+from varuna_client.planning.models import GpusPerVm
+from varuna_client.render import number, shape, size
+
+if TYPE_CHECKING:
+    from varuna_planner.auto_config import Choice, Plan
+    from varuna_planner.liveput import Hazard
+    from varuna_planner.liveput_ranking import LiveputChoice
+
+SHOWN = 12
+RANKED_SHOWN = 6
+"""Candidates that people are shown; --json has all."""
+
+
+def plan(
+    profile: Annotated[Path, typer.Option(metavar="P.json", help="What calibration measured, or was synthesised.")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs there are.")],
+    global_batch: Annotated[int, typer.Option(min=1, help="Examples in a mini-batch.")],
+    gpus_per_vm: GpusPerVm = 1,
+    device_memory_gb: Annotated[
+        float | None, typer.Option(min=0, help="Memory of each GPU, GiB; not given: no limit.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Schedule: gpipe, 1f1b, varuna, work-conserving.")] = "work-conserving",
+    hazard: Annotated[
+        float | None, typer.Option(min=0, help="Removals per VM and hour: rank by what is expected, not by peak.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same, from a history: milliseconds,add|remove,node.")
+    ] = None,
+    morph_s: Annotated[float, typer.Option(min=0, help="From a stop to the next mini-batch.")] = 30.0,
+    replace_s: Annotated[
+        float | None, typer.Option(min=0, help="The same with a warm spare and an unchanged plan; else as a morph.")
+    ] = None,
+    detect_s: Annotated[float, typer.Option(min=0, help="Until a loss without notice is noticed.")] = 3.0,
+    notice_probability: Annotated[float, typer.Option(min=0, max=1, help="Removals that come with notice.")] = 0.0,
+    save_stall_s: Annotated[float, typer.Option(min=0, help="Training stands still for a save.")] = 0.5,
+    save_write_s: Annotated[float, typer.Option(min=0, help="Until a save is complete, in the background.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Choose a plan for a profile: stages, replicas, micro-batch; with a hazard also how often to save, and spares."""
+    from varuna_planner.auto_config import choose_plan  # numba: the other commands start faster without it
+    from varuna_planner.liveput import Costs
+    from varuna_planner.liveput_ranking import rank_by_liveput
+    from varuna_planner.schedule import parse_policy
+
+    hazards, measured = _hazard(hazard, trace), read_profile(profile)
+    try:
+        question: dict[str, Any] = {
+            "gpus": gpus,
+            "global_batch": global_batch,
+            "device_memory_bytes": None if device_memory_gb is None else int(device_memory_gb * 2**30),
+            "gpus_per_vm": gpus_per_vm,
+            "policy": parse_policy(policy),
+        }
+        started = time.perf_counter()
+        ranking: LiveputChoice | None = None
+        if hazards is None:
+            choice = choose_plan(measured, **question)
+        else:
+            costs = Costs(
+                morph_s=morph_s,
+                replace_s=replace_s,
+                detect_s=detect_s,
+                notice_probability=notice_probability,
+                save_stall_s=save_stall_s,
+                save_write_s=save_write_s,
+            )
+            ranking = rank_by_liveput(measured, **question, hazard=hazards, costs=costs)
+            choice = ranking.peak
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if choice.best is None:
+        raise UserError(choice.reason)
+    document = plan_document(choice, ranking, sections=len(measured.sections), elapsed_ms=elapsed_ms)
+    emit(document, plan_page(document), as_json)
+
+
+def _hazard(rate: float | None, trace: Path | None) -> Hazard | None:
+    from varuna_planner.liveput import Hazard
+    from varuna_planner.spot_trace import measure_hazard, parse_trace
+
+    if trace is None:
+        return None if rate is None else Hazard(removals_per_vm_hour=rate)
+    if rate is not None:
+        raise UserError("--hazard and --trace both tell the hazard: give one of them")
+    try:
+        return measure_hazard(parse_trace(read_text(trace, "trace"), name=str(trace)))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+# ---------------------------------------------------------------- the document
+
+
+def plan_document(choice: Choice, ranking: LiveputChoice | None, *, sections: int, elapsed_ms: float) -> dict[str, Any]:
+    """What --json prints; `best` is the best in expectation where there is a ranking."""
+    best = ranking.best.plan if ranking is not None and ranking.best is not None else choice.best
+    assert best is not None, "a choice without a plan is an error before"
+    document: dict[str, Any] = {
+        "best": _best(best, sections),
+        "candidates": [candidate.to_dict() for candidate in choice.candidates],
+        "elapsed_ms": elapsed_ms,
+    }
+    if ranking is not None:
+        document["liveput"] = _liveput(ranking)
+    return document
+
+
+def _best(plan: Plan, sections: int) -> dict[str, Any]:
+    ends = (*plan.stage_starts[1:], sections)
+    stages = [
+        {"first_section": first, "sections": end - first, "recompute": recompute, "memory_bytes": memory_bytes}
+        for first, end, recompute, memory_bytes in zip(
+            plan.stage_starts, ends, plan.recompute, plan.memory_bytes, strict=True
+        )
+    ]
+    return {
+        "p": plan.p,
+        "d": plan.d,
+        "micro_batch": plan.micro_batch,
+        "stages": stages,
+        "policy": plan.policy,
+        "run_ahead": plan.run_ahead,
+        "predicted_minibatch_s": plan.predicted_minibatch_s,
+        "examples_per_s": plan.examples_per_s,
+    }
+
+
+def _liveput(ranking: LiveputChoice) -> dict[str, Any]:
+    """Of the best plan, and the table of those that were ranked."""
+    rows = [
+        {
+            "p": one.plan.p,
+            "d": one.plan.d,
+            "micro_batch": one.plan.micro_batch,
+            "vms": one.vms,
+            "spare_vms": one.spare_vms,
+            "examples_per_s": one.plan.examples_per_s,
+            "expected_examples_per_s": one.expected_examples_per_s,
+            "stops_per_hour": one.stops_per_hour,
+            "checkpoint_interval_s": one.checkpoint_interval_s,
+            "checkpoint_every": one.checkpoint_every,
+            "redone_s": one.redone_s,
+            "reason": one.reason,
+        }
+        for one in ranking.ranked
+    ]
+    names = ("expected_examples_per_s", "stops_per_hour", "checkpoint_interval_s", "checkpoint_every", "spare_vms")
+    return {**{name: rows[0][name] for name in names}, "spare_reason": ranking.spare_reason, "ranked": rows}
+
+
+# ---------------------------------------------------------------- text for people
+
+
+def plan_page(document: dict[str, Any]) -> RenderableType:
+    best = document["best"]
+    head = (
+        f"{shape(best['p'], best['d'])}, micro-batch {best['micro_batch']}, {best['policy']}: "
+        f"{best['predicted_minibatch_s']:.4g} s per mini-batch, {best['examples_per_s']:.4g} examples/s"
+    )
+    parts: list[RenderableType] = [Text(head, style="bold")]
+    liveput = document.get("liveput")
+    if liveput:
+        every = "1 mini-batch" if liveput["checkpoint_every"] == 1 else f"{liveput['checkpoint_every']} mini-batches"
+        parts += [
+            Text(
+                f"{liveput['expected_examples_per_s']:.4g} examples/s are expected; save every "
+                f"{liveput['checkpoint_interval_s']:.4g} s ({every})"
+            ),
+            Text(liveput["spare_reason"]),
+            "",
+            _ranked_table(liveput["ranked"]),
+        ]
+    parts += ["", _stages_table(best["stages"]), "", _candidates_table(document["candidates"])]
+    more = len(document["candidates"]) - SHOWN
+    if more > 0:
+        parts.append(Text(f"and {more} more: --json", style="dim"))
+    return Group(*parts)
+
+
+def _stages_table(stages: list[dict[str, Any]]) -> Table:
+    table = Table("STAGE", "SECTIONS", "RECOMPUTE", "MEMORY", box=None, pad_edge=False)
+    for index, stage in enumerate(stages):
+        first, last = stage["first_section"], stage["first_section"] + stage["sections"] - 1
+        sections = str(first) if first == last else f"{first}-{last}"
+        table.add_row(str(index), sections, "yes" if stage["recompute"] else "no", size(stage["memory_bytes"]))
+    return table
+
+
+def _candidates_table(candidates: list[dict[str, Any]]) -> Table:
+    table = Table("P×D", "M", "MINI-BATCH", "FITS", "WHY", box=None, pad_edge=False)
+    for one in candidates[:SHOWN]:
+        predicted = one["predicted_minibatch_s"]
+        table.add_row(
+            shape(one["p"], one["d"]),
+            str(one["micro_batch"]),
+            "-" if predicted is None else f"{predicted:.4g} s",
+            "yes" if one["fits"] else "no",
+            one["reason"],
+        )
+    return table
+
+
+def _ranked_table(rows: list[dict[str, Any]]) -> Table:
+    heads = ("P×D", "M", "VMS", "SPARE", "PEAK EX/S", "EXPECTED", "STOPS/H", "SAVE EVERY", "WHY")
+    table = Table(*heads, box=None, pad_edge=False)
+    for one in rows[:RANKED_SHOWN]:
+        table.add_row(
+            shape(one["p"], one["d"]),
+            str(one["micro_batch"]),
+            str(one["vms"]),
+            str(one["spare_vms"]),
+            number(one["examples_per_s"], 2),
+            number(one["expected_examples_per_s"], 2),
+            number(one["stops_per_hour"], 2),
+            f"{one['checkpoint_interval_s']:.4g} s",
+            one["reason"],
+        )
+    return table

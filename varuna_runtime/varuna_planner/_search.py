@@ -1,0 +1,384 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Compiled: the search for the best plan over all shapes; `auto_config` says what is searched.
+
+Letters: K sections, S micro-batch sizes, P stages, D replicas, N micro-batches of a replica, V the least possible work
+of the busiest stage, k run-ahead. A shape is (size, P, D), with `LEVELS` of it: how much run-ahead its cuts leave room
+for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from varuna_planner import _cuts, _enumerate, _kernels, _makespan
+from varuna_planner._enumerate import most_run_ahead, reduce_us
+from varuna_planner._rules import code_of, stash_cap
+from varuna_planner._tables import (
+    DRAWN,
+    LEVELS,
+    SIMULATED,
+    UNFIT,
+    Ends,
+    Flags,
+    Floats,
+    Ints,
+    Limits,
+    Network,
+    Sections,
+    Shapes,
+    StageTimes,
+    Tables,
+)
+
+_INFINITY = np.inf
+
+
+@njit(nogil=True)
+def _fill_full(sections: Sections, limits: Limits, a: int, tables: Tables) -> None:
+    most_stages = tables.free_us.shape[1] - 1
+    sets = np.zeros((3, most_stages + 2), dtype=np.int64)
+    _cuts.fill_sets(limits.policy, most_stages + 1, most_stages + 2, 0, limits.staged, sets)
+    _cuts.fill_full(
+        sections.work_us[a],
+        sections.rework_us[a],
+        sections.state_bytes,
+        sections.activation_bytes[a],
+        sections.inputs[a],
+        sections.outputs[a],
+        sections.working[a],
+        limits.usable_bytes,
+        sets,
+        most_stages,
+        tables.full_us[a],
+        tables.full_end[a],
+    )
+    tables.is_full[a] = True
+
+
+@njit(nogil=True)
+def _cut(
+    sections: Sections,
+    limits: Limits,
+    tables: Tables,
+    a: int,
+    P: int,
+    N: int,
+    room: int,
+    sets: Ints,
+    least: float,
+    limit: float,
+    value: Floats,
+    end: Ends,
+    starts: Ints,
+) -> float:
+    """V of the cut with room for a run-ahead, infinite if more than `limit`; fills starts[P + 1]."""
+    state, activation = sections.state_bytes, sections.activation_bytes[a]
+    inputs, outputs, working = sections.inputs[a], sections.outputs[a], sections.working[a]
+    usable = limits.usable_bytes
+    # The best cut where memory limits nothing is the best wherever it fits.
+    _cuts.read_starts(tables.free_end[a], P, starts)
+    if _cuts.fits_without_recompute(state, activation, inputs, outputs, working, usable, sets, starts, P):
+        return float(tables.free_us[a, P])
+    if limits.counts_stages and room == 0:
+        # With fewer micro-batches than stages no more are in flight, so that what fits full pipelines fits.
+        if not tables.is_full[a]:
+            _fill_full(sections, limits, a, tables)
+        full = tables.full_us[a, P, 0]
+        if N > P:
+            if full < _INFINITY:
+                _cuts.read_starts(tables.full_end[a], P, starts)
+            return float(full)
+        limit = min(limit, full) if full < _INFINITY else limit
+    return _cuts.cut(
+        sections.work_us[a],
+        sections.rework_us[a],
+        state,
+        activation,
+        inputs,
+        outputs,
+        working,
+        usable,
+        sets,
+        P,
+        max(least, tables.free_us[a, P]),
+        limit,
+        value,
+        end,
+        starts,
+    )
+
+
+@njit(nogil=True)
+def _draw(
+    sections: Sections,
+    limits: Limits,
+    tables: Tables,
+    a: int,
+    P: int,
+    N: int,
+    level: int,
+    least: float,
+    limit: float,
+    value: Floats,
+    end: Ends,
+    starts: Ints,
+    recompute: Flags,
+) -> tuple[float, int]:
+    """(V, k) of a shape's cut, with V infinite if more than `limit`; fills starts[P + 1] and recompute[P]."""
+    state, activation = sections.state_bytes, sections.activation_bytes[a]
+    inputs, outputs, working = sections.inputs[a], sections.outputs[a], sections.working[a]
+    most = most_run_ahead(limits, P, N)
+    room = min(level * P, most)
+    sets = np.empty((3, P + 1), dtype=np.int64)
+    _cuts.fill_sets(limits.policy, P, N, room, limits.staged, sets)
+    busiest = _cut(sections, limits, tables, a, P, N, room, sets, least, limit, value, end, starts)
+    if busiest == _INFINITY:
+        return busiest, 0
+    for s in range(P):
+        needed = _cuts.needed_bytes(state, activation, inputs, outputs, working, sets, starts, P, s, False)
+        recompute[s] = s < P - 1 and needed > limits.usable_bytes
+    k = _cuts.largest_run_ahead(
+        state,
+        activation,
+        inputs,
+        outputs,
+        working,
+        limits.usable_bytes,
+        limits.policy,
+        N,
+        limits.staged,
+        starts,
+        recompute[:P],
+        room,
+        most,
+    )
+    return busiest, k
+
+
+@njit(nogil=True)
+def _times(sections: Sections, net: Network, a: int, P: int, D: int, short_last: bool, starts: Ints) -> StageTimes:
+    times: StageTimes = _kernels.stage_times(
+        starts[: P + 1],
+        sections.forward_us[a],
+        sections.recompute_us[a],
+        sections.backward_us[a],
+        sections.output_bytes[a],
+        sections.gradient_bytes,
+        net.ties,
+        net.tie_bytes,
+        net.same_vm,
+        net.other_vm,
+        net.gpus_per_vm,
+        net.hop_us,
+        net.byte_us,
+        net.overhead_us,
+        D,
+        short_last,
+    )
+    return times
+
+
+@njit(nogil=True)
+def _run(
+    limits: Limits,
+    N: int,
+    k: int,
+    times: StageTimes,
+    recompute: Flags,
+    cutoff: float,
+    key: int,
+    told: Ints,
+    told_us: Floats,
+) -> float:
+    """The makespan of the policy; a lower bound where that exceeds `cutoff`; -1 when it has to be told and is not."""
+    F, R, B, transfer, latency, finish = times
+    time: float = _makespan.makespan(limits.policy, N, k, F, R, B, transfer, latency, finish, recompute, cutoff)
+    if time < 0.0:
+        for at in range(told.size):
+            if told[at] == key:
+                time = told_us[at]
+    return time
+
+
+def _make_draw(code: int) -> Any:
+    @njit(cache=True, nogil=True)
+    def draw(
+        sections: Sections,
+        net: Network,
+        limits: Limits,
+        tables: Tables,
+        a: int,
+        P: int,
+        D: int,
+        N: int,
+        level: int,
+    ) -> tuple[float, int, Ints, Flags, Ints, StageTimes]:
+        """(V, k, starts[P + 1], recompute[P], bytes[P], stage times) of one shape; V is infinite if it does not fit."""
+        assert code != -1  # a use, so that it is part of the cache's key
+        K = sections.inputs.shape[1]
+        value, end = np.empty((P + 1, K + 1)), np.empty((P + 1, K + 1), dtype=np.int16)
+        starts, recompute = np.zeros(P + 1, dtype=np.int64), np.zeros(P, dtype=np.bool_)
+        V, k = _draw(sections, limits, tables, a, P, N, level, 0.0, _INFINITY, value, end, starts, recompute)
+        needed = np.zeros(P, dtype=np.int64)
+        sets = np.zeros((3, P + 1), dtype=np.int64)
+        _cuts.fill_sets(limits.policy, P, N, k, limits.staged, sets)
+        for s in range(P):
+            needed[s] = _cuts.needed_bytes(
+                sections.state_bytes,
+                sections.activation_bytes[a],
+                sections.inputs[a],
+                sections.outputs[a],
+                sections.working[a],
+                sets,
+                starts,
+                P,
+                s,
+                recompute[s],
+            )
+        return V, k, starts, recompute, needed, _times(sections, net, a, P, D, D == 1, starts)
+
+    return draw
+
+
+@njit(nogil=True)
+def _representative(sections: Sections, N: int, times: StageTimes, recompute: Flags, starts: Ints, of: Floats) -> None:
+    """of[2, 4]: of two stages of a cut, time before and after their work, work, bytes of gradients, and backward.
+
+    The first is the one that a mini-batch of N micro-batches takes longest by; the second has the most gradients.
+    """
+    F, R, B, transfer, latency, finish = times
+    filled, longest, heaviest = 0.0, -1.0, -1.0
+    for s in range(recompute.shape[0]):
+        work = F[0, s] + B[0, s] + (R[0, s] if recompute[s] else 0.0)
+        gradient = float(sections.gradient_bytes[starts[s + 1]] - sections.gradient_bytes[starts[s]])
+        if filled + N * work > longest:
+            longest = filled + N * work
+            of[0, 0], of[0, 1], of[0, 2], of[0, 3] = filled, work, 0.0, B[0, s]
+        if finish[s] > heaviest:
+            heaviest = finish[s]
+            of[1, 0], of[1, 1], of[1, 2], of[1, 3] = 0.0, work, gradient, B[0, s]
+        filled += F[0, s] + B[0, s] + 2.0 * (transfer[0, s] + latency[s])
+
+
+def _make_search(code: int) -> Any:
+    @njit(cache=True, nogil=True)
+    def search(
+        sections: Sections,
+        net: Network,
+        limits: Limits,
+        tables: Tables,
+        shapes: Shapes,
+        ordered: Ints,
+        tied_bytes: float,
+        told: Ints,
+        told_us: Floats,
+    ) -> tuple[int, int, float, int, int]:
+        """(the best shape or -1, its level, its time, how many cuts were drawn, how many simulated).
+
+        Best first: the shape with the lowest bound is drawn, or if it is, simulated, until no bound is left below the
+        best time. On equal times fewer GPUs win, then fewer stages, then the smaller micro-batch and level.
+
+        Args:
+            ordered: the shapes to search, by bound.
+            tied_bytes: of tied weights in all sections, which are not summed with the rest.
+            told, told_us: times of shapes shape * LEVELS + level that the policy's makespan is not known of. Where one
+                more is needed, the answer is that shape, its level and a time of -1.
+        """
+        assert code != -1  # a use, so that it is part of the cache's key
+        size, p, d, n, short_last, state, time_us = shapes
+        S, K = sections.inputs.shape
+        most_stages = tables.free_us.shape[1] - 1
+        value, end = np.empty((most_stages + 1, K + 1)), np.empty((most_stages + 1, K + 1), dtype=np.int16)
+        starts, recompute = np.empty(most_stages + 1, dtype=np.int64), np.empty(most_stages, dtype=np.bool_)
+        cap = np.empty(most_stages, dtype=np.int64)
+        # What the cut of one shape tells of those with more micro-batches: its N (0: none is drawn), V, whether they
+        # have the same cut, and its `_representative` stages.
+        drawn_n, drawn_v = np.zeros((S, most_stages + 1), dtype=np.int64), np.zeros((S, most_stages + 1))
+        same_cut = np.zeros((S, most_stages + 1), dtype=np.bool_)
+        stages = np.zeros((S, most_stages + 1, 2, 4))
+        best, best_level, best_rank, best_time = -1, 0, 0, _INFINITY
+        draws, runs = 0, 0
+        # (bound, rank, shape, level, V): V is 0 for what is not drawn yet.
+        queue = [(_INFINITY, 0, -1, 0, 0.0)]
+        queue.pop()
+        at = 0
+        while True:
+            if queue and (at == ordered.size or queue[0][0] <= time_us[ordered[at]]):
+                bound, rank, index, level, V = heapq.heappop(queue)
+            elif at < ordered.size:
+                index, level, V = ordered[at], 0, 0.0
+                bound = time_us[index]
+                rank = ((p[index] * d[index] * (K + 1) + p[index]) * S + size[index]) * LEVELS
+                at += 1
+            else:
+                break
+            if bound > best_time:
+                break
+            if bound == best_time and rank >= best_rank:
+                continue
+            a, P, D, N = size[index], p[index], d[index], n[index]
+            full = N - 1 if short_last[index] else N
+            is_drawn = V > 0.0
+            if not is_drawn and level == 0 and 0 < drawn_n[a, P] <= N and not short_last[index]:
+                # More micro-batches in flight leave no better cut.
+                closer = full * drawn_v[a, P] + reduce_us(net, 0.0, 0.0, P, D)
+                if same_cut[a, P]:
+                    for one in range(2):
+                        of = stages[a, P, one]
+                        after = reduce_us(net, max(0.0, of[2] - tied_bytes), of[3], P, D)
+                        closer = max(closer, of[0] + N * of[1] + after)
+                if closer > bound * (1.0 + 1e-9):
+                    time_us[index] = closer
+                    heapq.heappush(queue, (closer, rank, index, 0, 0.0))
+                    continue
+            limit = V if is_drawn else best_time / full if full > 0 else _INFINITY
+            V, k = _draw(sections, limits, tables, a, P, N, level, V, limit, value, end, starts, recompute)
+            draws += 1
+            if V == _INFINITY or limit < V:
+                if level == 0 and V == _INFINITY and limit == _INFINITY:
+                    state[index], time_us[index] = UNFIT, _INFINITY
+                elif level == 0:
+                    time_us[index] = max(time_us[index], best_time)
+                continue
+            times = _times(sections, net, a, P, D, short_last[index], starts)
+            if not is_drawn:
+                for s in range(P):
+                    cap[s] = stash_cap(limits.policy, s, P, N, k)
+                F, R, B, transfer, latency, finish = times
+                closer = _kernels.lower_bound(N, F, R, B, transfer, transfer, latency, recompute[:P], finish, cap[:P])
+                heapq.heappush(queue, (closer, rank, index, level, max(V, 1e-300)))
+                if level == 0:
+                    state[index], time_us[index] = DRAWN, closer
+                    if not short_last[index] and (drawn_n[a, P] == 0 or drawn_n[a, P] > N):
+                        drawn_n[a, P], drawn_v[a, P] = N, V
+                        same_cut[a, P] = limits.counts_stages and N > P
+                        _representative(sections, N, times, recompute[:P], starts, stages[a, P])
+                most, level = most_run_ahead(limits, P, N), level + 1
+                while level < LEVELS and min(level * P, most) <= k:
+                    level += 1  # has the same cut
+                if level < LEVELS:
+                    heapq.heappush(queue, (max(bound, full * V), rank - rank % LEVELS + level, index, level, 0.0))
+                continue
+            key = index * LEVELS + level
+            time = _run(limits, N, k, times, recompute[:P], best_time, key, told, told_us)
+            runs += 1
+            if time < 0.0:
+                return index, level, time, draws, runs
+            if time <= best_time:
+                state[index], time_us[index] = SIMULATED, time
+                if time < best_time or rank < best_rank:
+                    best, best_level, best_rank, best_time = index, level, rank, time
+            elif state[index] != SIMULATED:
+                time_us[index] = max(time_us[index], time)
+        return best, best_level, best_time, draws, runs
+
+    return search
+
+
+_CODE = code_of(_cuts, _enumerate, _kernels, _makespan)
+draw = _make_draw(_CODE)
+search = _make_search(_CODE)

@@ -1,0 +1,112 @@
+"""What the compiled search reads and fills in, as arrays.
+
+Letters: K sections, S micro-batch sizes, P stages, D replicas, N micro-batches of a replica.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Ends = npt.NDArray[np.int16]
+StageTimes = tuple[Floats, Floats, Floats, Floats, Floats, Floats]
+
+
+class Sections(NamedTuple):
+    """A profile at S micro-batch sizes. Sums have K + 1 places; the axis of 2 is (full, last) micro-batch."""
+
+    forward_us: Floats
+    """Sums [S, 2, K + 1]."""
+    recompute_us: Floats
+    backward_us: Floats
+    output_bytes: Floats
+    """[S, 2, K]."""
+    work_us: Floats
+    """Sums [S, K + 1] of forward and backward of a full micro-batch, on a grid so that equal runs have equal sums."""
+    rework_us: Floats
+    """The same of recompute."""
+    state_bytes: Ints
+    """Sums [K + 1]: parameters, gradients and optimizer."""
+    gradient_bytes: Ints
+    """Sums [K + 1]."""
+    activation_bytes: Ints
+    """Sums [S, K + 1]."""
+    inputs: Ints
+    """Bytes [S, K]."""
+    outputs: Ints
+    working: Ints
+
+
+class Network(NamedTuple):
+    """What messages cost."""
+
+    same_vm: Floats
+    """(latency in µs, bytes per µs)."""
+    other_vm: Floats
+    gpus_per_vm: int
+    hop_us: float
+    """Of a ring all-reduce: time per hop."""
+    byte_us: float
+    """Of a ring all-reduce: time per byte on one link."""
+    overhead_us: float
+    """Profile.stage_overhead_us."""
+    ties: Ints
+    """[T, widest]: sections of each shared parameter, -1 where there are fewer."""
+    tie_bytes: Ints
+    """[T]."""
+
+
+class Limits(NamedTuple):
+    """What holds for all shapes."""
+
+    usable_bytes: int
+    policy: int
+    staged: bool
+    """memory.input_sets."""
+    runs_ahead: bool
+    """Whether the policy knows run-ahead."""
+    counts_stages: bool
+    """Whether the policy has no more in flight than stages follow."""
+
+
+class Tables(NamedTuple):
+    """The best cuts of all P at once, where one table holds for many shapes; see `_cuts`."""
+
+    free_us: Floats
+    """[S, P + 1]."""
+    free_end: Ends
+    """[S, P + 1, K + 1]."""
+    full_us: Floats
+    """[S, P + 1, K + 1], as full_end: only filled in where needed."""
+    full_end: Ends
+    is_full: Flags
+    """[S]."""
+
+
+class Shapes(NamedTuple):
+    """One array each; what is not final when enumerated is filled in by `search`."""
+
+    size: Ints
+    """Index of the micro-batch size."""
+    p: Ints
+    d: Ints
+    n: Ints
+    short_last: Flags
+    """Whether the replica's last micro-batch may be smaller."""
+    state: Ints
+    time_us: Floats
+    """Of the mini-batch; a lower bound but for SIMULATED, infinite for those that do not fit."""
+
+
+BOUNDED, DRAWN, SIMULATED, UNFIT = 0, 1, 2, 3
+"""What is known of a shape: a bound for any cut, one for its own cut, its time, that it does not fit."""
+
+LEVELS = 3
+"""Cuts are made with room for a run-ahead of 0, P, and RUN_AHEAD_STAGES · P."""
+RUN_AHEAD_STAGES = 2
+"""Run-ahead asked for, in units of P, when memory is free: by it jitter costs least (ANCHORS, schedules)."""

@@ -1,0 +1,307 @@
+"""Fits a hardware entry's free scales to measured mini-batch times: a few factors, the same for all models and shapes.
+
+Each scale multiplies some numbers of the GPU's or the network's entry. What is sought is the most probable set of
+factors: log-normal priors around the table's numbers keep few observations from being explained by many factors, and
+residuals beyond some standard deviations pull no harder than those (Huber 1964), so that one odd run does not decide.
+The predictions are the simulator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varuna_planner.hardware import Gpu, Hardware, Network
+from varuna_planner.observations import Observation
+from varuna_planner.prediction import predict_s
+from varuna_planner.profile import Links, Profile
+from varuna_planner.synthesis import all_reduces, link_of, synthesise
+
+__all__ = ["SCALES", "Fit", "FittedObservation", "FittedScale", "Scale", "fit", "predict_observation_s"]
+
+Floats = npt.NDArray[np.float64]
+
+MODEL_ERROR = 0.03
+"""Relative standard deviation of a measured time around the prediction of the right factors: the paper's simulator,
+with measured profiles, is off by 2.6 % on average (its table 7)."""
+
+HUBER = 1.5
+"""Standard deviations beyond which a residual's pull no longer grows."""
+
+_STEP = 0.05
+_MOST_STEPS = 30
+_ENOUGH = 1e-3
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One free factor."""
+
+    name: str
+    of_gpu: bool
+    """Else of the network."""
+    fields: tuple[str, ...]
+    """Numbers of the entry that it multiplies."""
+    prior: float
+    """Standard deviation of its logarithm: how well the table's number is known beforehand."""
+
+
+SCALES = (
+    Scale("compute_efficiency", True, ("compute_efficiency", "head_efficiency"), 0.3),
+    Scale("micro_batch_overhead", True, ("micro_batch_overhead_us",), 1.0),
+    Scale("section_overhead", True, ("section_overhead_us",), 1.0),
+    Scale("latency", False, ("latency_us", "all_reduce_hop_us"), 1.0),
+    Scale("bandwidth", False, ("bandwidth_efficiency", "all_reduce_efficiency"), 0.5),
+    Scale("jitter", False, ("jitter_us",), 1.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedScale:
+    """A factor with what is known of it."""
+
+    name: str
+    factor: float
+    interval: tuple[float, float]
+    """95 %, given the prior."""
+    learned: float
+    """By what part the observations narrowed the prior's standard deviation: 0 is not at all."""
+    fields: Mapping[str, float]
+    """The entry's numbers with the factor."""
+
+    @property
+    def verdict(self) -> str:
+        if self.learned < 0.1:
+            return "not identifiable from these observations: the prior stands"
+        if self.learned < 0.5:
+            return "weakly identified"
+        return "identified"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedObservation:
+    """A row with its errors, relative: 0.02 is a prediction 2 % too long."""
+
+    name: str
+    measured_s: float
+    predicted_s: float
+    left_out_s: float | None
+    """Predicted by a fit without this row; None when there is no other."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def left_out_error(self) -> float | None:
+        return None if self.left_out_s is None else self.left_out_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The answer."""
+
+    hardware: Hardware
+    """The table with the two entries corrected."""
+    gpu: str
+    network: str
+    scales: tuple[FittedScale, ...]
+    observations: tuple[FittedObservation, ...]
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        return tuple(abs(row.error) for row in self.observations)
+
+    @property
+    def left_out_errors(self) -> tuple[float, ...]:
+        return tuple(abs(row.left_out_error) for row in self.observations if row.left_out_error is not None)
+
+    @property
+    def confidence(self) -> str:
+        """In words: what to expect of a prediction for a shape that was not observed."""
+        left_out = self.left_out_errors
+        if not left_out:
+            return (
+                "one observation: it moves the factors towards itself, and nothing tells how well they predict others"
+            )
+        mean, worst = sum(left_out) / len(left_out), max(left_out)
+        unknown = [scale.name for scale in self.scales if scale.learned < 0.1]
+        text = (
+            f"a row that the fit has not seen is predicted within {mean:.1%} on average, {worst:.1%} at worst "
+            f"({len(left_out)} rows)"
+        )
+        if unknown:
+            text += f"; nothing was learned of {', '.join(unknown)}"
+        return text
+
+
+def fit(observations: Sequence[Observation], hardware: Hardware, *, gpu: str, network: str) -> Fit:
+    """Fits the entries `gpu` and `network` to what was measured, jointly over all observations.
+
+    Raises ValueError when there are no observations, no such entries, or a row describes what cannot run.
+    """
+    if not observations:
+        raise ValueError("there are no observations to fit to: give at least one")
+    problem = _Problem(tuple(observations), hardware.gpu(gpu), hardware.network(network), hardware)
+    best = _most_probable(problem, np.zeros(len(SCALES)))
+    residuals = problem.residuals(best)
+    deviations = _deviations(problem, best, residuals)
+    fitted_gpu, fitted_network = problem.entries(best)
+    rows = []
+    for index, observation in enumerate(observations):
+        left_out_s = None
+        if len(observations) > 1:
+            others = problem.without(index)
+            factors = _most_probable(others, best)
+            left_out_s = predict_observation_s(observation, *problem.entries(factors), hardware)
+        rows.append(
+            FittedObservation(
+                name=observation.label,
+                measured_s=observation.minibatch_s,
+                predicted_s=observation.minibatch_s * float(np.exp(residuals[index])),
+                left_out_s=left_out_s,
+            )
+        )
+    scales = []
+    for scale, value, deviation in zip(SCALES, best, deviations, strict=True):
+        entry: Gpu | Network = fitted_gpu if scale.of_gpu else fitted_network
+        low, high = np.exp(value - 1.96 * deviation), np.exp(value + 1.96 * deviation)
+        scales.append(
+            FittedScale(
+                name=scale.name,
+                factor=float(np.exp(value)),
+                interval=(float(low), float(high)),
+                learned=max(0.0, 1.0 - float(deviation) / scale.prior),
+                fields={field: getattr(entry, field) for field in scale.fields},
+            )
+        )
+    return Fit(
+        hardware=hardware.with_entries(Hardware(gpus=(fitted_gpu,), networks=(fitted_network,))),
+        gpu=gpu,
+        network=network,
+        scales=tuple(scales),
+        observations=tuple(rows),
+    )
+
+
+def predict_observation_s(observation: Observation, gpu: Gpu, network: Network, hardware: Hardware) -> float:
+    """What the simulator says of a row on these entries; `hardware` has the link inside VMs.
+
+    A row with a measured profile keeps its sections' times; its network and overhead are the entries'.
+    """
+    table = hardware.with_entries(Hardware(gpus=(gpu,), networks=(network,)))
+    if observation.measured is not None:
+        profile = observation.measured.model_copy(
+            update={
+                "links": Links(same_vm=link_of(table.network(gpu.inside_vm)), other_vm=link_of(network)),
+                "all_reduce": tuple(all_reduces(network, observation.gpus_per_vm)),
+                "stage_overhead_us": gpu.micro_batch_overhead_us,
+            }
+        )
+    else:
+        profile = _synthesised(observation, table, gpu.name, network.name)
+    return predict_s(profile, observation.shape(len(profile.sections)))
+
+
+def _synthesised(observation: Observation, table: Hardware, gpu: str, network: str) -> Profile:
+    sizes = {observation.micro_batch, observation.global_batch % observation.micro_batch or observation.micro_batch}
+    return synthesise(
+        observation.model_shape(),
+        table,
+        gpu,
+        network,
+        gpus_per_vm=observation.gpus_per_vm,
+        micro_batches=sorted(sizes),
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    observations: tuple[Observation, ...]
+    gpu: Gpu
+    network: Network
+    hardware: Hardware
+
+    def without(self, index: int) -> _Problem:
+        kept = (*self.observations[:index], *self.observations[index + 1 :])
+        return _Problem(kept, self.gpu, self.network, self.hardware)
+
+    def entries(self, factors: Floats) -> tuple[Gpu, Network]:
+        """The entries with the factors, given as logarithms."""
+        updates: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+        for scale, value in zip(SCALES, factors, strict=True):
+            entry: Gpu | Network = self.gpu if scale.of_gpu else self.network
+            for field in scale.fields:
+                scaled = getattr(entry, field) * float(np.exp(value))
+                # Nothing is faster than the data sheet says.
+                updates[scale.of_gpu][field] = min(scaled, 1.0) if field.endswith("_efficiency") else scaled
+        return self.gpu.model_copy(update=updates[True]), self.network.model_copy(update=updates[False])
+
+    def residuals(self, factors: Floats) -> Floats:
+        """[observations]: logarithm of predicted over measured."""
+        gpu, network = self.entries(factors)
+        return np.array(
+            [
+                np.log(predict_observation_s(observation, gpu, network, self.hardware) / observation.minibatch_s)
+                for observation in self.observations
+            ]
+        )
+
+
+_PRIORS = np.array([scale.prior for scale in SCALES])
+
+
+def _loss(residuals: Floats, factors: Floats) -> float:
+    """Minus the logarithm of the posterior."""
+    size = np.abs(residuals) / MODEL_ERROR
+    huber = np.where(size < HUBER, size**2 / 2, HUBER * (size - HUBER / 2))
+    return float(huber.sum() + ((factors / _PRIORS) ** 2).sum() / 2)
+
+
+def _curvature(residuals: Floats, jacobian: Floats, error: float = MODEL_ERROR) -> tuple[Floats, Floats]:
+    """(second derivatives of the loss as Gauss and Newton have it, weights of the residuals)."""
+    weights = np.minimum(1.0, HUBER * error / np.maximum(np.abs(residuals), 1e-12)) / error**2
+    return jacobian.T @ (jacobian * weights[:, None]) + np.diag(_PRIORS**-2.0), weights
+
+
+def _most_probable(problem: _Problem, start: Floats) -> Floats:
+    """The factors of least loss, by damped Gauss-Newton steps (Levenberg, Marquardt) with reweighting."""
+    factors, damping = start, 1e-2
+    residuals = problem.residuals(factors)
+    for _ in range(_MOST_STEPS):
+        jacobian = _jacobian(problem.residuals, factors, residuals)
+        curvature, weights = _curvature(residuals, jacobian)
+        slope = jacobian.T @ (weights * residuals) + factors / _PRIORS**2
+        before = _loss(residuals, factors)
+        while damping < 1e4:
+            step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope)
+            tried = factors + np.clip(step, -1.0, 1.0)
+            found = problem.residuals(tried)
+            if _loss(found, tried) < before:
+                break
+            damping *= 8
+        else:
+            break
+        factors, residuals, damping = tried, found, max(damping / 4, 1e-4)
+        if before - _loss(residuals, factors) < _ENOUGH:
+            break
+    return factors
+
+
+def _jacobian(function: Callable[[Floats], Floats], at: Floats, value: Floats) -> Floats:
+    """[residuals, factors], by central differences: a makespan has corners."""
+    steps = _STEP * np.eye(len(at))
+    columns = [(function(at + step) - function(at - step)) / (2 * _STEP) for step in steps]
+    return np.stack(columns, axis=1) if len(value) else np.zeros((0, len(at)))
+
+
+def _deviations(problem: _Problem, factors: Floats, residuals: Floats) -> Floats:
+    """Standard deviations of the logarithms of the factors; wider where the residuals are larger than assumed."""
+    error = max(MODEL_ERROR, float(np.sqrt(np.mean(residuals**2))))
+    curvature, _ = _curvature(residuals, _jacobian(problem.residuals, factors, residuals), error)
+    deviations: Floats = np.minimum(np.sqrt(np.diag(np.linalg.inv(curvature))), _PRIORS)
+    return deviations

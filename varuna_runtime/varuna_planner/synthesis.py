@@ -1,0 +1,147 @@
+"""A profile without a GPU: from a model's shape and the hardware table, what calibration would have measured.
+
+A section's forward takes the time of its matrix products at the rate the device reaches, plus that of all the bytes
+that it moves through the device's memory, plus a constant for launching its kernels; its backward does twice the work.
+So small products, which move more bytes per FLOP, are less efficient, as they are on real devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from varuna_planner.hardware import Gpu, Hardware, Network
+from varuna_planner.profile import AllReduceMeasurement, Link, Links, Measurement, Profile, Section
+from varuna_planner.shapes import GRADIENT_BYTES, OPTIMIZER_BYTES, ModelShape, SectionShape
+
+__all__ = ["MICRO_BATCHES", "all_reduces", "link_of", "synthesise"]
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Sizes that are synthesised, as calibration would measure them."""
+
+_TOKEN_BYTES = 8
+"""Of a token's number, and as much for its label."""
+
+_RINGS = (2, 8)
+_RING_BYTES = (1024 * 1024, 1024**3)
+"""All-reduces that are synthesised: as many as their model has parameters would do; more for its errors to show."""
+
+
+def synthesise(
+    shape: ModelShape,
+    hardware: Hardware,
+    gpu: str,
+    network: str,
+    *,
+    gpus_per_vm: int = 1,
+    micro_batches: Sequence[int] = MICRO_BATCHES,
+) -> Profile:
+    """The profile of a model on hardware that nobody has to own.
+
+    Args:
+        shape: the model.
+        hardware: the table in which `gpu` and `network` are.
+        gpu, network: names. The network joins VMs; what joins GPUs of one VM is the GPU's `inside_vm`.
+        gpus_per_vm: GPUs of each VM, whose stages then share its network when all reduce at once.
+        micro_batches: sizes to synthesise.
+
+    Raises:
+        ValueError: no such GPU or network, or the GPU does not know the model's precision.
+    """
+    device, between, inside = (
+        hardware.gpu(gpu),
+        hardware.network(network),
+        hardware.network(hardware.gpu(gpu).inside_vm),
+    )
+    if shape.precision not in device.peak_flop_per_s:
+        known = ", ".join(device.peak_flop_per_s)
+        raise ValueError(f"{gpu} does not compute in {shape.precision}: use one of {known} (--precision)")
+    sections = shape.sections()
+    return Profile(
+        environment={
+            "source": "synthesised, not measured",
+            "model": (
+                f"{shape.family}: {shape.layers} layers, hidden {shape.hidden}, {shape.seq} tokens, "
+                f"{shape.parameters / 1e9:.3g} billion parameters"
+            ),
+            "precision": shape.precision.value,
+            "device": gpu,
+            "network": network,
+        },
+        sections=tuple(
+            _section(shape, device, index, sections, sorted(set(micro_batches))) for index in range(len(sections))
+        ),
+        shared_parameters=shape.shared_parameters(),
+        stage_overhead_us=device.micro_batch_overhead_us,
+        links=Links(same_vm=link_of(inside), other_vm=link_of(between)),
+        all_reduce=tuple(all_reduces(between, gpus_per_vm)),
+    )
+
+
+def _forward_us(section: SectionShape, shape: ModelShape, gpu: Gpu, micro_batch: int) -> float:
+    """A section's forward without launch overhead."""
+    reached = gpu.head_efficiency if section.is_head else gpu.compute_efficiency
+    flops = micro_batch * sum(product.flops for product in section.products)
+    values = micro_batch * section.streamed_values + sum(p.moved_values(micro_batch) for p in section.products)
+    compute_s = flops / (gpu.peak_flop_per_s[shape.precision] * reached)
+    memory_s = values * shape.precision.value_bytes / (gpu.memory_bandwidth_bytes_per_s * gpu.memory_efficiency)
+    return (compute_s + memory_s) * 1e6
+
+
+def _accumulation_us(section: SectionShape, gpu: Gpu) -> float:
+    """What a backward takes to add its gradients to those of the micro-batches before: two reads and a write."""
+    moved = 3 * section.parameters * GRADIENT_BYTES
+    return moved / (gpu.memory_bandwidth_bytes_per_s * gpu.memory_efficiency) * 1e6
+
+
+def _section(
+    shape: ModelShape, gpu: Gpu, index: int, sections: Sequence[SectionShape], micro_batches: Sequence[int]
+) -> Section:
+    section = sections[index]
+    value_bytes = shape.precision.value_bytes
+    tokens_bytes = 2 * shape.seq * _TOKEN_BYTES
+    input_bytes = sections[index - 1].output_values * value_bytes if index else tokens_bytes
+    measurements = []
+    for micro_batch in micro_batches:
+        forward = _forward_us(section, shape, gpu, micro_batch)
+        accumulation = _accumulation_us(section, gpu)
+        measurements.append(
+            Measurement(
+                micro_batch=micro_batch,
+                forward_us=forward + gpu.section_overhead_us,
+                backward_us=2 * (forward + gpu.section_overhead_us) + accumulation,
+                recompute_us=forward + gpu.section_overhead_us,
+                output_bytes=micro_batch * section.output_values * value_bytes,
+                input_bytes=micro_batch * input_bytes,
+                activation_bytes=micro_batch * section.kept_values * value_bytes,
+            )
+        )
+    return Section(
+        index=index,
+        name=section.name,
+        parameter_bytes=section.parameters * shape.precision.parameter_bytes,
+        gradient_bytes=section.parameters * GRADIENT_BYTES,
+        optimizer_bytes=section.parameters * OPTIMIZER_BYTES,
+        measurements=tuple(measurements),
+    )
+
+
+def link_of(network: Network) -> Link:
+    return Link(
+        latency_us=network.latency_us,
+        bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * network.bandwidth_efficiency,
+        jitter_us=network.jitter_us,
+    )
+
+
+def all_reduces(network: Network, gpus_per_vm: int) -> list[AllReduceMeasurement]:
+    """Rings over the network. As many run at once through a VM's network as it has GPUs (paper, section 4.3)."""
+    per_ring = network.bandwidth_bytes_per_s * network.all_reduce_efficiency / gpus_per_vm
+    return [
+        AllReduceMeasurement(
+            ranks=ranks,
+            bytes=count,
+            us=2 * (ranks - 1) * (network.all_reduce_hop_us + count / ranks / per_ring * 1e6),
+        )
+        for ranks in _RINGS
+        for count in _RING_BYTES
+    ]
