@@ -1,7 +1,8 @@
 """Latency, bandwidth and jitter between ranks, and the time of all-reduces, over the transport that training uses.
 
-Ranks r and r+1 measure their link, first all pairs with an even r at once, then those with an odd r: links are as
-busy as in a pipeline. All-reduces run over the first 2, 4, 8, … ranks.
+Ranks r and r+1 measure their link both ways (activations go one way, their gradients the other), first all pairs with
+an even r at once, then those with an odd r: links are as busy as in a pipeline. All-reduces run over one rank of each
+of the first 2, 4, 8, … VMs, as the replicas of a stage lie; first one ring alone, then as many as the VMs have ranks.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class LinkSample:
     """What one pair of ranks measured, one way."""
 
     ranks: tuple[int, int]
+    """From the first to the second."""
     latency_us: float
     bandwidth_bytes_per_s: float
     jitter_us: float
@@ -53,7 +55,7 @@ class LinkSample:
 
 
 def measure_links(rank: int, world_size: int, connect: Connect) -> list[LinkSample]:
-    """The link from this rank to the next one (none on the last rank). Every rank calls it."""
+    """The links from this rank to its neighbours. Every rank calls it."""
     samples = []
     for parity in (0, 1):
         first = rank if rank % 2 == parity else rank - 1
@@ -62,20 +64,23 @@ def measure_links(rank: int, world_size: int, connect: Connect) -> list[LinkSamp
         group = connect(f"calibrate/pair{first}", [first, first + 1])
         if group is None:
             continue
-        if rank == first:
-            samples.append(_initiate(group, (first, first + 1)))
-        else:
-            _answer(group)
+        other = 2 * first + 1 - rank
+        for sender in (first, first + 1):
+            if rank == sender:
+                samples.append(_initiate(group, (rank, other), other - first))
+            else:
+                _answer(group, other - first)
     return samples
 
 
-def _initiate(group: GlooGroup, ranks: tuple[int, int]) -> LinkSample:
+def _initiate(group: GlooGroup, ranks: tuple[int, int], peer: int) -> LinkSample:
+    """`peer`: the other one's place in the group."""
     small, large = _buffers()
     one_way_us = []
     for _ in range(_ROUND_TRIPS):
         started_s = time.perf_counter()
-        _send(group, small, 1)
-        _receive(group, small, 1)
+        _send(group, small, peer)
+        _receive(group, small, peer)
         one_way_us.append((time.perf_counter() - started_s) * 1e6 / 2)
     # The lower tenth is the link at rest; what comes on top on average is jitter.
     latency_us = sorted(one_way_us)[_ROUND_TRIPS // 10]
@@ -83,22 +88,22 @@ def _initiate(group: GlooGroup, ranks: tuple[int, int]) -> LinkSample:
     transfers_s = []
     for _ in range(_MESSAGES):
         started_s = time.perf_counter()
-        _send(group, large, 1)
-        _receive(group, small, 1)
+        _send(group, large, peer)
+        _receive(group, small, peer)
         transfers_s.append(time.perf_counter() - started_s)
     # Half of a round trip belongs to the answer, the other half to the message's own latency.
     transfer_s = max(statistics.median(transfers_s) - 2e-6 * latency_us, 1e-6)
     return LinkSample(ranks, latency_us, _MESSAGE_BYTES / transfer_s, jitter_us)
 
 
-def _answer(group: GlooGroup) -> None:
+def _answer(group: GlooGroup, peer: int) -> None:
     small, large = _buffers()
     for _ in range(_ROUND_TRIPS):
-        _receive(group, small, 0)
-        _send(group, small, 0)
+        _receive(group, small, peer)
+        _send(group, small, peer)
     for _ in range(_MESSAGES):
-        _receive(group, large, 0)
-        _send(group, small, 0)
+        _receive(group, large, peer)
+        _send(group, small, peer)
 
 
 def _buffers() -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,18 +118,52 @@ def _receive(group: GlooGroup, tensor: torch.Tensor, sender: int) -> None:
     group.recv([tensor], sender, 0).wait(_WAIT)
 
 
-def measure_all_reduce(rank: int, world_size: int, connect: Connect) -> list[AllReduceMeasurement]:
-    """All-reduce times by ring size and bytes, on rank 0 (empty elsewhere). Every rank calls it."""
+def measure_all_reduce(rank: int, hosts: Sequence[str], connect: Connect) -> list[AllReduceMeasurement]:
+    """All-reduce times by ring size, rings at once and bytes, on rank 0 (empty elsewhere). Every rank calls it.
+
+    `hosts`: the VM of each rank.
+    """
     found = []
-    for ranks in ring_sizes(world_size):
-        if rank >= ranks:
+    connected: dict[tuple[int, ...], GlooGroup] = {}
+
+    def group_of(ranks: tuple[int, ...]) -> GlooGroup:
+        if ranks not in connected:
+            group = connect("calibrate/ring" + ".".join(map(str, ranks)), ranks)
+            assert group is not None
+            connected[ranks] = group
+        return connected[ranks]
+
+    for rings in rings_to_measure(hosts):
+        mine = next((ring for ring in rings if rank in ring), None)
+        if mine is None:
             continue
-        group = connect(f"calibrate/ring{ranks}", range(ranks))
-        assert group is not None
+        ring = group_of(mine)
+        # The ranks beside this one on its VM, one of each ring.
+        beside = group_of(tuple(other[mine.index(rank)] for other in rings)) if len(rings) > 1 else None
         for count in _RING_BYTES:
-            us = _time_all_reduce(group, count)
+            us = _time_all_reduce(ring, beside, count)
             if rank == 0:
-                found.append(AllReduceMeasurement(ranks=ranks, bytes=count, us=us))
+                found.append(AllReduceMeasurement(ranks=len(mine), bytes=count, us=us, rings=len(rings)))
+    return found
+
+
+def rings_to_measure(hosts: Sequence[str]) -> list[tuple[tuple[int, ...], ...]]:
+    """Rings (their ranks) that run at once, one set of them after the other; rank 0 is in the first ring of each.
+
+    Over several VMs a ring has one rank on each. On a lone VM there is one ring at a time, over its first ranks.
+    """
+    vms: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        vms.setdefault(host, []).append(rank)
+    if len(vms) == 1:
+        return [(tuple(range(size)),) for size in ring_sizes(len(hosts))]
+    at_once = min(len(ranks) for ranks in vms.values())
+    found = []
+    for size in ring_sizes(len(vms)):
+        rings = tuple(tuple(ranks[local] for ranks in list(vms.values())[:size]) for local in range(at_once))
+        found.append(rings[:1])
+        if at_once > 1:
+            found.append(rings)
     return found
 
 
@@ -135,17 +174,23 @@ def ring_sizes(world_size: int) -> list[int]:
     return sorted({size for size in (*doubled, largest) if 2 <= size <= largest})
 
 
-def _time_all_reduce(group: GlooGroup, count: int) -> float:
-    """Median microseconds of an all-reduce of `count` bytes of float32."""
-    tensor = torch.zeros(count // 4)
-    options = AllreduceOptions()
-    options.timeout = _WAIT
+def _time_all_reduce(ring: GlooGroup, beside: GlooGroup | None, count: int) -> float:
+    """Median microseconds of an all-reduce of `count` bytes of float32. Those `beside` start theirs together with it."""
+    tensor, together = torch.zeros(count // 4), torch.zeros(1)
     times_us = []
     for _ in range(_TIMES + 1):
+        if beside is not None:
+            _all_reduce(beside, together)
         started_s = time.perf_counter()
-        group.allreduce([tensor], options).wait(_WAIT)
+        _all_reduce(ring, tensor)
         times_us.append((time.perf_counter() - started_s) * 1e6)
     return statistics.median(times_us[1:])  # the first warms up
+
+
+def _all_reduce(group: GlooGroup, tensor: torch.Tensor) -> None:
+    options = AllreduceOptions()
+    options.timeout = _WAIT
+    group.allreduce([tensor], options).wait(_WAIT)
 
 
 def classify(samples: Sequence[LinkSample], hosts: Sequence[str]) -> Links:

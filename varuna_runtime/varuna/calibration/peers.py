@@ -33,6 +33,10 @@ class Peers:
             return None
         return [json.loads(self._store.get(f"{_PREFIX}/{name}/{rank}")) for rank in range(self.world_size)]
 
+    def share(self, name: str, value: T) -> list[T]:
+        """Every rank's value (of JSON types), by rank, on every rank."""
+        return self.tell(f"{name}/all", self.gather(name, value))
+
     def tell(self, name: str, value: T | None) -> T:
         """Rank 0's value (of JSON types), on every rank."""
         if self._store is not None:
