@@ -80,20 +80,26 @@ print(imported - began, time.perf_counter() - imported)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=(*PARTS, "all"), nargs="?", default="all")
-    parser.add_argument("--rounds", type=int, default=9, help="plans of each row of `speed`")
-    parser.add_argument("--cold", action="store_true", help="`speed`: time a first plan without numba's cache, too")
+    parser.add_argument("part", choices=(*PARTS, "all"), nargs="?", default="all", help="its --help tells its options")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given, rest = parser.parse_known_args()
     report = {}
     for part in PARTS if given.part == "all" else (given.part,):
         # What the other parts need takes a while to import.
         module = sys.modules[__name__] if part == "speed" else importlib.import_module(f"_planner_{part}")
-        report[part] = module.run(given)
+        options = argparse.ArgumentParser(prog=f"planner.py {part}")
+        module.add_arguments(options)
+        report[part] = module.run(options.parse_args([] if given.part == "all" else rest))
         if not given.json:
             Console().print(module.table(report[part]))
     if given.json:
         print(json.dumps(report, indent=2))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `speed`."""
+    parser.add_argument("--rounds", type=int, default=9, help="plans of each row")
+    parser.add_argument("--cold", action="store_true", help="time a first plan without numba's cache, too")
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:

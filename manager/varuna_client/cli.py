@@ -19,6 +19,8 @@ from varuna_client.jobfile import load_job
 from varuna_client.options import DEFAULT_URL, AsJson, JobName, ManagerUrl, connect, emit, emit_line
 from varuna_client.planning.estimates import calibrate, estimate
 from varuna_client.planning.plans import plan
+from varuna_client.planning.profile_run import run as run_profile
+from varuna_client.planning.profile_run import schema as profile_schema
 from varuna_client.planning.profiles import profile_app
 from varuna_client.planning.simulate import simulate
 
@@ -187,6 +189,8 @@ def demo(
 
 
 app.command()(plan)
+profile_app.command("run")(run_profile)
+profile_app.command("schema")(profile_schema)
 app.add_typer(profile_app, name="profile")
 app.command()(estimate)
 app.command()(calibrate)

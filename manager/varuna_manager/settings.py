@@ -72,7 +72,7 @@ class ManagerSettings(BaseSettings):
         return level
 
     def profile_cache(self, data_dir: Path) -> str:
-        """The URL of the profile cache, empty for none. What is no URL is a folder, seen from where the manager runs."""
+        """The URL of the profile cache; empty: none. What is no URL is a folder, seen from where the manager runs."""
         url = str(data_dir / "profiles") if self.profile_cache_url is None else self.profile_cache_url
         return url if "://" in url or not url else Path(url).expanduser().absolute().as_uri()
 

@@ -243,6 +243,17 @@ def test_every_policy_that_runs_can_be_planned_for(policy: Policy) -> None:
             assert pinned is None or pinned.predicted_minibatch_s >= slowest_allowed
 
 
+def test_a_first_look_at_many_shapes_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for memory, global_batch in ((None, 40), (9000, 40), (4500, 7), (2500, 40)):
+        profile = make_profile([3, 1, 2, 2, 5, 1, 4], fixed_us=100)
+        at_once = choose(profile, 12, global_batch, memory)
+        with monkeypatch.context() as patch:
+            patch.setattr("varuna_planner.auto_config.MANY_SHAPES", 8)
+            patch.setattr("varuna_planner.auto_config.FIRST_LOOK", 5)
+            looked_first = choose(profile, 12, global_batch, memory)
+        assert looked_first.best == at_once.best
+
+
 def test_a_policy_that_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="zero-bubble"):
         choose(make_profile([1, 1]), 2, 4, policy=Policy.ZERO_BUBBLE)

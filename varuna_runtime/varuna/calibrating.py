@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import structlog
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from varuna._gloo import first_line
+from varuna.calibration.cache import ProfileCache, fingerprint, why_not_enough
+from varuna.calibration.compute import OptimizerMemory, measure_optimizer
+from varuna.calibration.measuring import calibrate, device_name
+from varuna.calibration.peers import Peers
 from varuna.departure import PeerLost
 from varuna.partition.model_map import ModelMap
 from varuna.precision import Precision
-from varuna.profiler import calibrate
 from varuna.worker import Worker
+from varuna_planner.profile import Profile
 
 __all__ = ["Calibrating"]
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,29 +40,79 @@ class Calibrating:
     device: torch.device
     precision: Precision
     optimizer_on_device: bool
+    from_cache: bool
+    """Whether what was measured before will do."""
 
     def run(self, optimizer: Optimizer) -> NoReturn:
         """Measures with the other ranks, tells the agent (rank 0) and ends the script (SystemExit with code 0)."""
-        environment, rendezvous, departure = self.worker.environment, self.worker.rendezvous, self.worker.departure
+        departure = self.worker.departure
         try:
-            profile = calibrate(
-                self.model,
-                self.model_map,
-                self.get_batch,
-                optimizer=optimizer,
-                device=self.device,
-                precision=self.precision,
-                optimizer_on_device=self.optimizer_on_device,
-                global_batch=environment.global_batch,
-                rank=environment.rank,
-                world_size=environment.world_size,
-                store=rendezvous.store,
-                connect=rendezvous.gloo,
-            )
+            profile, from_cache = self._profile(optimizer)
         except torch.distributed.DistError as error:  # a peer went away: that is no fault of the script's
             departure.leave(PeerLost(f"while calibrating: {first_line(error)}"))
             departure.check()
             raise
         if profile is not None:
-            self.worker.link.profile_done(profile.to_json())
+            self.worker.link.profile_done(profile.to_json(), from_cache=from_cache)
         raise SystemExit(0)
+
+    def _profile(self, optimizer: Optimizer) -> tuple[Profile | None, bool]:
+        """(the profile on rank 0 and None elsewhere, whether it was measured before)."""
+        environment, rendezvous = self.worker.environment, self.worker.rendezvous
+        peers = Peers(environment.rank, environment.world_size, rendezvous.store)
+        cache = ProfileCache(environment.profile_cache_url) if environment.profile_cache_url else None
+        fleet = peers.gather("fleet", [socket.gethostname(), _hardware(self.device)])
+        key, earlier, enough = "", None, False
+        if cache is not None and fleet is not None:
+            key = self._fingerprint(optimizer, [hardware for _, hardware in fleet])
+            earlier = cache.find(key) if self.from_cache else None
+            enough = earlier is not None and self._is_enough(earlier, [host for host, _ in fleet])
+        if peers.tell("cached", enough):
+            return earlier, True
+        profile = calibrate(
+            self.model,
+            self.model_map,
+            self.get_batch,
+            optimizer=optimizer,
+            device=self.device,
+            precision=self.precision,
+            optimizer_on_device=self.optimizer_on_device,
+            global_batch=environment.global_batch,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            store=rendezvous.store,
+            connect=rendezvous.gloo,
+            earlier=earlier,
+        )
+        if cache is not None and profile is not None:
+            cache.keep(key, profile)
+        return profile, False
+
+    def _fingerprint(self, optimizer: Optimizer, hardware: list[str]) -> str:
+        return fingerprint(
+            self.model,
+            self.model_map,
+            self.get_batch(1),
+            optimizer=optimizer,
+            memory=measure_optimizer(optimizer) if self.optimizer_on_device else OptimizerMemory(0.0, 0),
+            precision=self.precision,
+            hardware=hardware,
+        )
+
+    def _is_enough(self, earlier: Profile, hosts: list[str]) -> bool:
+        environment = earlier.environment
+        names = [section.name for section in self.model_map.sections]
+        reason = why_not_enough(earlier, names, hosts, self.worker.environment.global_batch)
+        measured = (
+            f"measured {environment.get('measured_at')} on {environment.get('ranks')} × {environment.get('device')}"
+        )
+        if reason is None:
+            _log.info(f"profile taken from the cache ({measured})")
+        else:
+            _log.info(f"the profile in the cache ({measured}) is not enough: measuring anew", reason=reason)
+        return reason is None
+
+
+def _hardware(device: torch.device) -> str:
+    """What a rank's times depend on besides the model."""
+    return f"{device_name(device)}, {torch.get_num_threads()} threads, {os.cpu_count()} cores"

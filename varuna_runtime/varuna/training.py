@@ -62,7 +62,7 @@ class Varuna(nn.Module):
         fp16: mixed precision with fp16: parameters and optimizer stay fp32, and the loss is scaled (`set_optimizer`).
         local_rank, device: index of the CUDA device; -1: the launcher's.
         shared_weights: pairs of parameter names that train as one. Parameters that share memory are found without it.
-        from_cache: accepted for the seeds' sake; the dry run takes no time worth a cache.
+        from_cache: False measures the model anew when the job first starts, even where the manager has its profile.
         dtype: what the forward's matrix products run in; `torch.bfloat16` is mixed precision without a loss scale.
         offload_optimizer: keep the optimizer and its state in host memory: `parameters()` are then copies there.
 
@@ -113,7 +113,14 @@ class Varuna(nn.Module):
         if environment.mode is Mode.CALIBRATE:
             self._parameters_here = dict(model.named_parameters())
             self._calibrating = Calibrating(
-                self._worker, model, model_map, get_batch, self._device, self._precision, not offload_optimizer
+                worker=self._worker,
+                model=model,
+                model_map=model_map,
+                get_batch=get_batch,
+                device=self._device,
+                precision=self._precision,
+                optimizer_on_device=not offload_optimizer,
+                from_cache=from_cache,
             )
             return
         names = state_dict_names(model, model_map)

@@ -53,7 +53,7 @@ def fill_free(work: Floats, most_stages: int, least: Floats, end: Ends) -> None:
 @njit(nogil=True)
 def fewest_stages(state: Ints, activation: Ints, working: Ints, usable: int) -> int:
     """With fewer stages no cut fits the memory, whatever is recomputed; K + 1 when a section fits no device."""
-    K = working.shape[0]
+    K: int = working.shape[0]
     stages = i = 0
     while i < K:
         j, most = i, 0

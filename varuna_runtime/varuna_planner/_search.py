@@ -336,7 +336,9 @@ def _make_search(code: int) -> Any:
                     heapq.heappush(queue, (closer, rank, index, 0, 0.0))
                     continue
             limit = V if is_drawn else best_time / full if full > 0 else _INFINITY
-            V, k = _draw(sections, limits, tables, a, P, N, level, V, limit, value, end, starts, recompute)
+            # With more in flight no cut gets better, so that those of fewer are where to begin.
+            least = V if is_drawn else drawn_v[a, P] if 0 < drawn_n[a, P] <= N else 0.0
+            V, k = _draw(sections, limits, tables, a, P, N, level, least, limit, value, end, starts, recompute)
             draws += 1
             if V == _INFINITY or limit < V:
                 if level == 0 and V == _INFINITY and limit == _INFINITY:

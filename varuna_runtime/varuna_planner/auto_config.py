@@ -36,8 +36,8 @@ __all__ = ["Candidate", "Candidates", "Choice", "Pins", "Plan", "choose_plan", "
 IMPROVEMENT = 0.03
 """F(m)/m has stopped improving when no larger m betters it by more than this part: the noise of measurement."""
 
-FIRST_LOOK = 16384
-"""Of more shapes, so many with the lowest bounds are searched first, for a time by which to leave others out."""
+MANY_SHAPES, FIRST_LOOK = 16384, 512
+"""Of many shapes a few with the lowest bounds are searched first, for a time by which to leave out most others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,7 @@ class _Search:
     def _find(self) -> tuple[int, int, float]:
         """(the best shape or -1, its level, its time). Fills in what is found of all shapes."""
         enumerated = self.shapes
-        if len(enumerated.p) <= FIRST_LOOK:
+        if len(enumerated.p) <= MANY_SHAPES:
             return self._search_among(enumerated, np.argsort(enumerated.time_us, kind="stable"))
         # Most of many shapes are out of the question once there is a time to beat.
         some = np.argpartition(enumerated.time_us, FIRST_LOOK)[:FIRST_LOOK]

@@ -141,6 +141,7 @@ def all_reduces(network: Network, gpus_per_vm: int) -> list[AllReduceMeasurement
             ranks=ranks,
             bytes=count,
             us=2 * (ranks - 1) * (network.all_reduce_hop_us + count / ranks / per_ring * 1e6),
+            rings=gpus_per_vm,
         )
         for ranks in _RINGS
         for count in _RING_BYTES

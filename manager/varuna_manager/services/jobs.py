@@ -122,13 +122,13 @@ class JobService:
             return [documents.checkpoint_document(row) for row in rows]
 
     async def profile(self, id_or_name: str) -> str:
-        """The job's profile document (JSON), as its heartbeats corrected it. Raises NotFoundError before there is one."""
+        """The job's profile (JSON), as its heartbeats corrected it. Raises NotFoundError before there is one."""
         async with self._database.read() as session:
             job = await find(session, id_or_name)
             if job.profile_json is None:
                 raise NotFoundError(
-                    f"job {id_or_name!r} has no profile {'yet' if job.finished_at is None else 'and is ' + job.state}: "
-                    f"its calibration makes one (varuna show {job.name})"
+                    f"job {id_or_name!r} has no profile: it is {job.state}, and its calibration has not measured one "
+                    f"(varuna show {job.name})"
                 )
             return job.profile_json
 

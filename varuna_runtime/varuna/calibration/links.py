@@ -175,7 +175,7 @@ def ring_sizes(world_size: int) -> list[int]:
 
 
 def _time_all_reduce(ring: GlooGroup, beside: GlooGroup | None, count: int) -> float:
-    """Median microseconds of an all-reduce of `count` bytes of float32. Those `beside` start theirs together with it."""
+    """Median microseconds of an all-reduce of `count` bytes of float32. The ranks `beside` start theirs with it."""
     tensor, together = torch.zeros(count // 4), torch.zeros(1)
     times_us = []
     for _ in range(_TIMES + 1):
