@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ profile = calibrate(
     store=worker.rendezvous.store,
     connect=worker.rendezvous.gloo,
     budget_s=1.0,
+    host=sys.argv[2].split(",")[worker.environment.rank],
 )
 if profile is not None:
     print(profile.to_json())
@@ -206,12 +208,13 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     ).to_environ()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_share_the_work_and_measure_their_links(world_size: int) -> None:
+@pytest.mark.parametrize("hosts", [["a", "a", "a"], ["a", "a", "b", "b"]])
+def test_ranks_share_the_work_and_measure_their_links(hosts: list[str]) -> None:
+    world_size = len(hosts)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), ",".join(hosts)]
     workers = [
         subprocess.Popen(
             command,
@@ -235,7 +238,15 @@ def test_ranks_share_the_work_and_measure_their_links(world_size: int) -> None:
     assert len(profile.sections) == BLOCKS + 1
     assert 1 in profile.micro_batches
     assert profile.environment["ranks"] == str(world_size)
-    assert profile.links.same_vm == profile.links.other_vm
-    assert 0 < profile.links.same_vm.latency_us < 50_000
-    assert {measured.ranks for measured in profile.all_reduce} == {2, world_size}
+    assert profile.environment["hosts"] == ",".join(sorted(set(hosts)))
+    assert datetime.fromisoformat(profile.environment["measured_at"]).tzinfo is not None
+    for link in (profile.links.same_vm, profile.links.other_vm):
+        assert 0 < link.latency_us < 50_000
+    rings = {(measured.ranks, measured.rings) for measured in profile.all_reduce}
+    if len(set(hosts)) == 1:
+        assert profile.links.same_vm == profile.links.other_vm
+        assert rings == {(2, 1), (3, 1)}
+    else:
+        assert profile.links.same_vm != profile.links.other_vm
+        assert rings == {(2, 1), (2, 2)}
     assert json.loads(outputs[0][0])["schema"] == "varuna.profile/1"

@@ -148,7 +148,7 @@ def _check(profile: Profile, global_batch: int, gpus_per_vm: int, pins: Pins) ->
 
 
 def warm_up() -> None:
-    """Compiles what `choose_plan` runs (some ten seconds on a machine that has not yet; numba caches it)."""
+    """Compiles what `choose_plan` runs (some sixteen seconds on a machine that has not yet; numba caches it)."""
     one = Measurement(
         micro_batch=1,
         forward_us=1,
