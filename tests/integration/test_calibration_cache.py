@@ -83,6 +83,7 @@ def test_what_was_measured_before_is_not_measured_again(zygote: Zygote, tmp_path
     larger_batch = calibrate(global_batch=5)
     assert not larger_batch.from_cache, "micro-batches of 4 were not measured"
     assert Profile.from_json(larger_batch.profile_json).micro_batches == (1, 2, 4)
+    assert calibrate(2, global_batch=5).from_cache, "the links between two ranks are still known"
     assert not calibrate(width=5).from_cache
     assert len(list(cache.glob("*.json"))) == 2
 

@@ -352,7 +352,12 @@ async def test_a_job_calibrates_then_trains_by_the_planners_plan_and_succeeds(ma
     assert calibration[0].command == "python train.py"
     assert dict(calibration[0].environment) == {"A": "b"}
     assert calibration[0].checkpoint_url.startswith("file://")
+    assert calibration[0].profile_cache_url == (manager.data_dir / "profiles").as_uri()
+    missing = await manager.rest.get("jobs/train/profile")
+    assert missing.status_code == 404
+    assert "has no profile" in missing.json()["detail"]
     launches = await manager.calibrate()
+    assert await manager.get("jobs/train/profile") == json.loads(profile_json())
     assert {m.kind for m in launches} == {pb.GENERATION_KIND_TRAINING}
     plan = launches[0].plan
     assert plan.p * plan.d == 2

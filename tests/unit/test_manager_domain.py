@@ -289,6 +289,17 @@ def test_a_calibration_that_gives_no_profile_fails_the_job() -> None:
     assert kinds(decide(job(done), vm("a"))) == [EndGeneration]
 
 
+def test_a_job_that_is_only_to_be_profiled_is_over_when_it_is() -> None:
+    done = generation(
+        worker(0, "a", ExitCause.FINISHED), kind=GenerationKind.CALIBRATION, state=GenerationState.ENDED, last_step=None
+    )
+    view = job(done, profile_only=True, devices=devices("a"))
+    assert not wants_plan(view, view.devices, {"a": vm("a")})
+    (finish,) = decide(view, vm("a")).actions
+    assert finish == FinishJob(state=JobState.SUCCEEDED)
+    assert kinds(decide(job(profiled_at=None, profile_only=True, devices=devices("a")), vm("a"))) == [StartGeneration]
+
+
 def test_a_notice_saves_first_once_there_is_a_step_to_save() -> None:
     leaving = vm("a", state=VmState.DRAINING, reason="notice")
     (stop,) = decide(job(generation(worker(0, "a"))), leaving).actions

@@ -423,6 +423,26 @@ def test_all_reduce_is_fitted_to_what_was_measured() -> None:
     assert cutting.fit_all_reduce(profile, np.array([1.0, 1.0])) == pytest.approx((30, 0.01))
 
 
+def test_rings_of_several_stages_share_their_vms_network() -> None:
+    def measured(rings: int, hop_us: float, byte_us: float) -> list[AllReduceMeasurement]:
+        return [
+            AllReduceMeasurement(ranks=2, bytes=count, us=2 * (hop_us + count / 2 * byte_us), rings=rings)
+            for count in (1000, 1_000_000)
+        ]
+
+    profile = make_profile([1]).model_copy(update={"all_reduce": (*measured(1, 10, 0.1), *measured(4, 16, 0.4))})
+    link = np.array([1.0, 1.0])
+    for rings, expected in ((1, (10, 0.1)), (2, (12, 0.2)), (4, (16, 0.4)), (8, (16, 0.4))):
+        assert cutting.fit_all_reduce(profile, link, rings) == pytest.approx(expected)
+
+    def costs(gpus: int) -> tuple[float, float]:
+        found = cutting.network(profile, gpus=gpus, gpus_per_vm=4)
+        return found.hop_us, found.byte_us
+
+    assert costs(8) == pytest.approx((16, 0.4))
+    assert costs(4) == pytest.approx((10, 0.1)), "one VM: no ring leaves it"
+
+
 @pytest.mark.parametrize(
     ("pins", "message"),
     [

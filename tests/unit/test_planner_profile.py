@@ -71,6 +71,21 @@ def test_a_wrong_document_names_the_field(change, message) -> None:  # type: ign
         Profile.from_json(json.dumps(document))
 
 
+def test_a_profile_of_another_model_is_told_by_its_sections() -> None:
+    profile = Profile(sections=(section(0, 1), section(1, 1)))
+    assert profile.misfit(["block.0", "block.1"]) is None
+    assert profile.misfit(["block.0", "head"]) == "section 1 is 'block.1' in this profile and 'head' in the model"
+    assert profile.misfit(["block.0"]) == "this profile has 2 sections and the model has 1"
+
+
+def test_the_schema_describes_every_field() -> None:
+    schema = Profile.model_json_schema(by_alias=True)
+    kinds = [schema, *schema["$defs"].values()]
+    fields = {name: field for kind in kinds for name, field in kind["properties"].items()}
+    assert {"schema", "sections", "forward_us", "jitter_us", "rings", "stage_overhead_us"} <= set(fields)
+    assert [name for name, field in fields.items() if not field.get("description")] == []
+
+
 def test_a_document_that_is_no_json_is_refused() -> None:
     with pytest.raises(ValueError, match="profile: document: Invalid JSON"):
         Profile.from_json("{")

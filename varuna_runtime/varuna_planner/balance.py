@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from varuna_planner import _kernels
 from varuna_planner._tables import Network, Sections
-from varuna_planner.profile import Measurement, Profile
+from varuna_planner.profile import AllReduceMeasurement, Measurement, Profile
 from varuna_planner.simulator import Pipeline
 
 __all__ = ["Cost", "Network", "Sections", "fit_all_reduce", "network", "pipeline", "section_tables"]
@@ -111,7 +111,9 @@ def network(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Network:
         np.array([link.latency_us + link.jitter_us, link.bandwidth_bytes_per_s / 1e6])
         for link in (profile.links.same_vm, profile.links.other_vm)
     ]
-    hop_us, byte_us = fit_all_reduce(profile, links[0] if gpus <= gpus_per_vm else links[1])
+    # Over several VMs, each GPU of a VM is in the ring of another stage, and these share the VM's network.
+    rings = 1 if gpus <= gpus_per_vm else gpus_per_vm
+    hop_us, byte_us = fit_all_reduce(profile, links[0] if gpus <= gpus_per_vm else links[1], rings)
     widest = max((len(shared.sections) for shared in profile.shared_parameters), default=1)
     ties = np.full((len(profile.shared_parameters), widest), -1, dtype=np.int64)
     for row, shared in enumerate(profile.shared_parameters):
@@ -128,16 +130,23 @@ def network(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Network:
     )
 
 
-def fit_all_reduce(profile: Profile, link: Floats) -> tuple[float, float]:
+def fit_all_reduce(profile: Profile, link: Floats, rings: int = 1) -> tuple[float, float]:
     """(µs per hop, µs per byte on a link) of ring all-reduces: us = 2(n-1)·hop + 2(n-1)/n·bytes·byte.
 
-    Least squares on relative error over what was measured, both at least 0, so that any ring size and any number of
-    bytes can be predicted; from the link when nothing was measured.
+    For so many rings at once: as measured, between two measured numbers on the line through them, else as the nearest.
+    From the link when nothing was measured.
     """
     if not profile.all_reduce:
         return float(link[0]), float(1 / link[1])
-    terms = np.array([[2 * (a.ranks - 1), 2 * (a.ranks - 1) / a.ranks * a.bytes] for a in profile.all_reduce])
-    terms = terms / np.array([[a.us] for a in profile.all_reduce])
+    measured = sorted({a.rings for a in profile.all_reduce})
+    fits = np.array([_fit_rings([a for a in profile.all_reduce if a.rings == k]) for k in measured])
+    return float(np.interp(rings, measured, fits[:, 0])), float(np.interp(rings, measured, fits[:, 1]))
+
+
+def _fit_rings(all_reduce: Sequence[AllReduceMeasurement]) -> tuple[float, float]:
+    """Least squares on relative error, both at least 0: any ring size and any number of bytes can be predicted."""
+    terms = np.array([[2 * (a.ranks - 1), 2 * (a.ranks - 1) / a.ranks * a.bytes] for a in all_reduce])
+    terms = terms / np.array([[a.us] for a in all_reduce])
     ones = np.ones(len(terms))
     # Columns differ by many powers of ten; scaled, the solution is sound.
     scale = np.maximum(np.abs(terms).max(axis=0), 1e-300)

@@ -171,9 +171,9 @@ class Profile(_Frozen):
         own = [section.name for section in self.sections]
         for index, (mine, theirs) in enumerate(zip(own, names, strict=False)):
             if mine != theirs:
-                return f"section {index} is {mine!r} in the profile and {theirs!r} in the model"
+                return f"section {index} is {mine!r} in this profile and {theirs!r} in the model"
         if len(own) != len(names):
-            return f"the profile has {len(own)} sections and the model has {len(names)}"
+            return f"this profile has {len(own)} sections and the model has {len(names)}"
         return None
 
     def to_json(self) -> str:

@@ -94,9 +94,19 @@ def show(
 
 
 @profile_app.command()
-def validate(profile: ProfileFile, as_json: AsJson = False) -> None:
+def validate(
+    profile: ProfileFile,
+    against: Annotated[
+        Path | None, typer.Option(metavar="Q.json", help="A profile of the same model, to find out whether it is.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check a profile; exit 0 when it can be used. What is odd but usable is told."""
     found = read_profile(profile)
+    if against is not None:
+        misfit = found.misfit([section.name for section in read_profile(against).sections])
+        if misfit is not None:
+            raise UserError(f"{profile} is of another model than {against}: {misfit}")
     odd = oddities(found)
     document = {"valid": True, "sections": len(found.sections), "warnings": odd}
     lines = [Text(f"{profile}: valid, {len(found.sections)} sections", style="green")]

@@ -84,7 +84,8 @@ def calibrate(
         budget_s: about how long measuring sections may take. The smallest size is measured however long it takes.
         micro_batches: measure exactly these sizes instead of deciding.
         host: names this rank's VM; by default the host's name.
-        earlier: a profile of the same model on the same hardware. Sizes that only it has are kept (rank 0's counts).
+        earlier: a profile of the same model on the same hardware, to be extended: sizes that only it has are kept, and
+            its network where it was measured on more ranks. Rank 0's counts.
 
     Raises:
         ValueError: not even the smallest micro-batch fits on the device.
@@ -101,9 +102,7 @@ def calibrate(
     memory = measure_optimizer(optimizer) if optimizer_on_device else OptimizerMemory(0.0, 0)
     network.environment["global_batch"] = str(global_batch)
     if earlier is not None:
-        found.by_section = with_earlier(
-            found.by_section, _in_step(earlier, found.sharing), len(model_map.sections), every_size=True
-        )
+        _extend(found, network, earlier)
     return document(model, model_map, found, network, memory, precision)
 
 
@@ -311,6 +310,17 @@ def _section(
         optimizer_bytes=sum(memory.bytes_for(parameter.numel()) for parameter in trained),
         measurements=tuple(measurements),
     )
+
+
+def _extend(found: Measured, network: Network, earlier: Profile) -> None:
+    """Add what only an earlier profile of this model on this hardware has."""
+    count = len(earlier.sections)
+    found.by_section = with_earlier(found.by_section, _in_step(earlier, found.sharing), count, every_size=True)
+    now, before = network.environment, earlier.environment
+    now["global_batch"] = max(now["global_batch"], before.get("global_batch", "1"), key=int)
+    if int(before.get("ranks", "0")) > int(now["ranks"]):
+        network.links, network.all_reduce = earlier.links, list(earlier.all_reduce)
+        now["ranks"], now["hosts"] = before["ranks"], before["hosts"]
 
 
 def _in_step(earlier: Profile, sharing: float) -> Profile:
