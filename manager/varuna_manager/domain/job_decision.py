@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from varuna_manager.domain.better_shape import Vms, claims, grow, leave_slow_vms, slow_vms, why_not
 from varuna_manager.domain.observed import (
     Action,
     Decision,
@@ -21,11 +22,8 @@ from varuna_manager.domain.observed import (
     LiftQuarantine,
     Plan,
     Proposal,
-    Quarantine,
     Rules,
     StartGeneration,
-    StopGeneration,
-    VmView,
     WorkerView,
 )
 from varuna_manager.domain.states import (
@@ -39,10 +37,7 @@ from varuna_manager.domain.states import (
     VmState,
 )
 
-Vms = Mapping[str, VmView]
-
 _ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
-_QUARANTINE_DOUBLINGS = 6
 _FIRST_STEPS = 5.0
 """Predicted mini-batches that a first step may take: nothing is warm yet."""
 _CONSEQUENCE_OF = frozenset({EndCause.VM_LOST, EndCause.HANG, EndCause.WORKER_FAILED})
@@ -74,7 +69,7 @@ def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
     devices = sorted(job.devices, key=lambda device: (device not in own, device))
     if live:
         # What the job would do without its slow VMs; where they are all it has, there is nothing to ask.
-        slow = _slow(job.generation, vms)
+        slow = slow_vms(job.generation, vms)
         devices = [device for device in devices if device.vm_id not in slow]
         ages = {device: vms[device.vm_id].ready_for_s for device in devices if device not in own}
         young = [age for age in ages.values() if age < rules.growth_settle_s]
@@ -95,15 +90,7 @@ def wants_plan(job: JobView, devices: tuple[Device, ...], vms: Vms) -> bool:
     if generation is None or not generation.live:
         return bool(devices)
     may_morph = generation.kind is GenerationKind.TRAINING and generation.state is GenerationState.RUNNING
-    return may_morph and bool(devices) and (len(devices) > len(generation.workers) or bool(_slow(generation, vms)))
-
-
-def _slow(generation: GenerationView | None, vms: Vms) -> tuple[str, ...]:
-    """The slow VMs of the generation."""
-    if generation is None:
-        return ()
-    ids = sorted({worker.device.vm_id for worker in generation.workers})
-    return tuple(vm_id for vm_id in ids if vm_id in vms and vms[vm_id].slow_ratio is not None)
+    return may_morph and bool(devices) and (len(devices) > len(generation.workers) or bool(slow_vms(generation, vms)))
 
 
 # ---------------------------------------------------------------- no generation is live
@@ -208,6 +195,13 @@ def _start(
         number=number, kind=kind, placement=placement, plan=plan, candidates=candidates, reason=reason
     )
     return Decision(reason=reason, actions=(start,), claims=frozenset(placement))
+
+
+def _lift(job: JobView, why: str) -> Decision:
+    vm_ids = tuple(sorted({device.vm_id for device in job.quarantined}))
+    return Decision(
+        reason=f"{why}: the quarantined VMs are needed", actions=(LiftQuarantine(vm_ids=vm_ids, reason=why),)
+    )
 
 
 def _fail(error: str) -> Decision:
@@ -319,14 +313,16 @@ def _stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
     stop = generation.stop
     assert stop is not None, f"generation {generation.number} of {job.id} is stopping and nobody asked it to"
     if job.state is JobState.CANCELLING and stop.cause is not EndCause.CANCELLED:
-        return _stop(generation, StopMode.LEAVE_NOW, EndCause.CANCELLED, "cancelled by the user")
+        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.CANCELLED, "cancelled by the user")
     root = _root_cause(generation)
     lost = _worker_line(root) if root is not None and _is_gone(root) else _lost_vm(generation, vms)
     if lost and stop.cause is EndCause.SCRIPT_FAILED:
         # A script that raised a moment before its VM's or a peer's VM's end was known: that is the consequence.
-        return _stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
+        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
     if lost and stop.mode is StopMode.SAVE_FIRST and not (root is not None and _is_gone(root)):
-        return _stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, f"{lost}, while saving since {stop.reason}")
+        return Decision.stop(
+            generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, f"{lost}, while saving since {stop.reason}"
+        )
     text = f"{stop.reason}: waiting for its workers to stop"
     waiting = Decision(reason=text, claims=generation.devices, notable=False)
     stopped = [worker for worker in generation.workers if worker.stopped]
@@ -344,38 +340,26 @@ def _stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
     return Decision(reason=stop.reason, actions=(end,), claims=generation.devices)
 
 
-def _stop(generation: GenerationView, mode: StopMode, cause: EndCause, reason: str) -> Decision:
-    stop = StopGeneration(number=generation.number, mode=mode, cause=cause, reason=reason)
-    return Decision(reason=reason, actions=(stop,), claims=generation.devices)
-
-
 # ---------------------------------------------------------------- running
 
 
 def _running(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision:
     if job.state is JobState.CANCELLING:
-        return _stop(generation, StopMode.LEAVE_NOW, EndCause.CANCELLED, "cancelled by the user")
+        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.CANCELLED, "cancelled by the user")
     decision = (
         _broken(now, generation, vms, rules)
         or _calibrated(now, job, generation, rules)
         or _leaving_vm(generation, vms)
         or _hang(now, job, generation, rules)
-        or _slow_vms(now, job, generation, vms, rules)
-        or _growth(job, generation, vms, rules)
+        or leave_slow_vms(now, job, generation, vms, rules)
+        or grow(job, generation, len(next_devices(job, vms, rules)), rules)
     )
     if decision is not None:
         return decision
     # The step is left out: a reason that changed with every step would be an event with every step.
-    why_not = _why_no_escape(job, generation, vms) or _why_no_growth(job, generation, rules)
-    reason = f"generation {generation.number} is under way{why_not}"
-    return Decision(reason=reason, claims=_claims(job, generation, rules), notable=bool(why_not))
-
-
-def _claims(job: JobView, generation: GenerationView, rules: Rules) -> frozenset[Device]:
-    """Its own devices, and those that a better plan for it would use."""
-    if job.proposal is None or not _gains(job, generation, rules):
-        return generation.devices
-    return generation.devices | frozenset(job.proposal.placement)
+    stays = why_not(job, generation, vms, rules)
+    reason = f"generation {generation.number} is under way{stays}"
+    return Decision(reason=reason, claims=claims(job, generation, rules), notable=bool(stays))
 
 
 def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:
@@ -385,10 +369,10 @@ def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> D
         reason = _worker_line(root)
         if root.cause is ExitCause.SCRIPT_FAILED:
             reason = f"the script failed on rank {root.rank}: {_last_line(root.error)}"
-        return _stop(generation, StopMode.LEAVE_NOW, _end_cause(root), reason)
+        return Decision.stop(generation, StopMode.LEAVE_NOW, _end_cause(root), reason)
     lost = _lost_vm(generation, vms)
     if lost:
-        return _stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
+        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
     normal_exit = ExitCause.FINISHED
     odd = [worker for worker in generation.workers if worker.stopped and worker.cause is not normal_exit]
     if not odd:
@@ -398,7 +382,7 @@ def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> D
         return Decision(
             reason=f"{_worker_line(odd[0])}: waiting to hear what happened to it", claims=generation.devices
         )
-    return _stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, _worker_line(odd[0]))
+    return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, _worker_line(odd[0]))
 
 
 def _lost_vm(generation: GenerationView, vms: Vms) -> str:
@@ -419,7 +403,7 @@ def _calibrated(now: float, job: JobView, generation: GenerationView, rules: Rul
         end = EndGeneration(number=generation.number, cause=EndCause.PROFILED, reason=reason)
         return Decision(reason=reason, actions=(end,), claims=generation.devices)
     if now - job.profiled_at > rules.profile_exit_wait_s:
-        return _stop(generation, StopMode.LEAVE_NOW, EndCause.PROFILED, reason)
+        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.PROFILED, reason)
     text = f"{reason}: waiting for the calibrating workers to leave"
     return Decision(reason=text, claims=generation.devices, notable=False)
 
@@ -430,7 +414,7 @@ def _leaving_vm(generation: GenerationView, vms: Vms) -> Decision | None:
             saves = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
             mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
             reason = f"VM {vm_id} is leaving: {vms[vm_id].reason or 'it is draining'}"
-            return _stop(generation, mode, EndCause.NOTICE, reason)
+            return Decision.stop(generation, mode, EndCause.NOTICE, reason)
     return None
 
 
@@ -448,98 +432,4 @@ def _hang(now: float, job: JobView, generation: GenerationView, rules: Rules) ->
         limit = max(limit, rules.finish_timeout_s)
     if now - generation.progress_at <= limit:
         return None
-    return _stop(generation, StopMode.LEAVE_NOW, EndCause.HANG, f"hang: {what} for {limit:.0f} s")
-
-
-def _slow_vms(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:
-    """A plan without the slow VMs that is worth a morph: all others wait for them."""
-    slow = _slow(generation, vms)
-    if not slow or generation.last_step is None or generation.plan is None:
-        return None
-    proposal = job.proposal
-    if proposal is None or proposal.plan is None:
-        return None
-    present = _slowed_rate(proposal, generation.plan, slow, vms)
-    if proposal.plan.examples_per_s < job.morphs.worthwhile_ratio(rules.slow_gain) * present:
-        return None
-    told = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
-    before, after = generation.plan, proposal.plan
-    reason = (
-        f"{told}; without: {before.p}×{before.d} to {after.p}×{after.d}, {present:.1f} to {after.examples_per_s:.1f} "
-        "examples/s predicted"
-    )
-    doublings = min(max(vms[vm_id].quarantines for vm_id in slow), _QUARANTINE_DOUBLINGS)
-    quarantine = Quarantine(vm_ids=slow, until=now + rules.quarantine_s * 2.0**doublings, reason=told)
-    stop = _stop(generation, StopMode.SAVE_FIRST, EndCause.SLOW_VM, reason)
-    return Decision(reason=reason, actions=(quarantine, *stop.actions), claims=stop.claims)
-
-
-def _slowed_rate(proposal: Proposal, plan: Plan, slow: tuple[str, ...], vms: Vms) -> float:
-    """Examples/s of the present plan at the pace of its slowest VM."""
-    return _present_rate(proposal, plan) / max(vms[vm_id].slow_ratio or 1.0 for vm_id in slow)
-
-
-def _why_no_escape(job: JobView, generation: GenerationView, vms: Vms) -> str:
-    slow = _slow(generation, vms)
-    if not slow or generation.plan is None:
-        return ""
-    told = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
-    proposal = job.proposal
-    if proposal is None or proposal.plan is None:
-        return f"; {told}, but there is no plan without"
-    plan, present = proposal.plan, _slowed_rate(proposal, generation.plan, slow, vms)
-    return f"; {told}, but {plan.p}×{plan.d} without would give {plan.examples_per_s:.1f} examples/s, now {present:.1f}"
-
-
-def _lift(job: JobView, why: str) -> Decision:
-    vm_ids = tuple(sorted({device.vm_id for device in job.quarantined}))
-    return Decision(
-        reason=f"{why}: the quarantined VMs are needed", actions=(LiftQuarantine(vm_ids=vm_ids, reason=why),)
-    )
-
-
-def _growth(job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:
-    """More devices than are used, and a plan for them that is worth a morph.
-
-    A generation is left to complete its first step before it grows: a stream of new VMs must not keep a job from
-    ever making progress.
-    """
-    may_grow = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
-    if not may_grow or not _gains(job, generation, rules):
-        return None
-    assert job.proposal is not None
-    assert job.proposal.plan is not None
-    assert generation.plan is not None
-    before, after = generation.plan, job.proposal.plan
-    reason = (
-        f"growth: {len(next_devices(job, vms, rules))} GPUs instead of {len(generation.workers)}, "
-        f"{before.p}×{before.d} to {after.p}×{after.d}, "
-        f"{_present_rate(job.proposal, before):.1f} to {after.examples_per_s:.1f} examples/s predicted"
-    )
-    return _stop(generation, StopMode.SAVE_FIRST, EndCause.GROWTH, reason)
-
-
-def _why_no_growth(job: JobView, generation: GenerationView, rules: Rules) -> str:
-    if job.proposal is None or generation.last_step is None or generation.plan is None:
-        return ""
-    after = job.proposal.plan
-    if after is None:
-        return f"; there are {len(job.devices)} GPUs for it, but no plan for them: {job.proposal.reason}"
-    return (
-        f"; {after.p}×{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
-        f"{_present_rate(job.proposal, generation.plan):.1f}, less than "
-        f"{job.morphs.worthwhile_ratio(rules.growth_ratio):.2f} times as much (a morph costs {job.morphs.cost_s:.1f} s)"
-    )
-
-
-def _gains(job: JobView, generation: GenerationView, rules: Rules) -> bool:
-    if job.proposal is None or job.proposal.plan is None or generation.plan is None:
-        return False
-    more = len(job.devices) > len(generation.workers)
-    ratio = job.morphs.worthwhile_ratio(rules.growth_ratio)
-    return more and job.proposal.plan.examples_per_s >= ratio * _present_rate(job.proposal, generation.plan)
-
-
-def _present_rate(proposal: Proposal, plan: Plan) -> float:
-    """Examples/s of the plan that runs, by the profile of the proposal: its own prediction may be from an older one."""
-    return plan.examples_per_s if proposal.present_examples_per_s is None else proposal.present_examples_per_s
+    return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.HANG, f"hang: {what} for {limit:.0f} s")

@@ -301,3 +301,9 @@ class Decision:
     """Devices that younger jobs must leave alone."""
     notable: bool = True
     """Whether a new reason is worth an event."""
+
+    @classmethod
+    def stop(cls, generation: GenerationView, mode: StopMode, cause: EndCause, reason: str) -> Decision:
+        """To stop a generation, which keeps its devices meanwhile."""
+        action = StopGeneration(number=generation.number, mode=mode, cause=cause, reason=reason)
+        return cls(reason=reason, actions=(action,), claims=generation.devices)

@@ -1,0 +1,129 @@
+"""Whether another shape is worth a morph while a generation runs: without its slow VMs, or with more devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from varuna_manager.domain.observed import (
+    Decision,
+    Device,
+    GenerationView,
+    JobView,
+    Plan,
+    Proposal,
+    Quarantine,
+    Rules,
+    VmView,
+)
+from varuna_manager.domain.states import EndCause, GenerationKind, StopMode
+
+Vms = Mapping[str, VmView]
+
+_QUARANTINE_DOUBLINGS = 6
+
+
+def slow_vms(generation: GenerationView | None, vms: Vms) -> tuple[str, ...]:
+    """The slow VMs of the generation."""
+    if generation is None:
+        return ()
+    ids = sorted({worker.device.vm_id for worker in generation.workers})
+    return tuple(vm_id for vm_id in ids if vm_id in vms and vms[vm_id].slow_ratio is not None)
+
+
+def claims(job: JobView, generation: GenerationView, rules: Rules) -> frozenset[Device]:
+    """Its own devices, and those that a better plan for it would use."""
+    if job.proposal is None or not _gains(job, generation, rules):
+        return generation.devices
+    return generation.devices | frozenset(job.proposal.placement)
+
+
+def leave_slow_vms(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:
+    """A plan without the slow VMs that is worth a morph: all others wait for them."""
+    slow = slow_vms(generation, vms)
+    if not slow or generation.last_step is None or generation.plan is None:
+        return None
+    proposal = job.proposal
+    if proposal is None or proposal.plan is None:
+        return None
+    present = _slowed_rate(proposal, generation.plan, slow, vms)
+    if proposal.plan.examples_per_s < job.morphs.worthwhile_ratio(rules.slow_gain) * present:
+        return None
+    told = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
+    before, after = generation.plan, proposal.plan
+    reason = (
+        f"{told}; without: {before.p}×{before.d} to {after.p}×{after.d}, {present:.1f} to {after.examples_per_s:.1f} "
+        "examples/s predicted"
+    )
+    doublings = min(max(vms[vm_id].quarantines for vm_id in slow), _QUARANTINE_DOUBLINGS)
+    quarantine = Quarantine(vm_ids=slow, until=now + rules.quarantine_s * 2.0**doublings, reason=told)
+    stop = Decision.stop(generation, StopMode.SAVE_FIRST, EndCause.SLOW_VM, reason)
+    return Decision(reason=reason, actions=(quarantine, *stop.actions), claims=stop.claims)
+
+
+def _slowed_rate(proposal: Proposal, plan: Plan, slow: tuple[str, ...], vms: Vms) -> float:
+    """Examples/s of the present plan at the pace of its slowest VM."""
+    return _present_rate(proposal, plan) / max(vms[vm_id].slow_ratio or 1.0 for vm_id in slow)
+
+
+def why_not(job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> str:
+    """Why the generation stays as it is although there is a slow VM or a free device; empty when there is neither."""
+    return _why_not_leave(job, generation, vms) or _why_not_grow(job, generation, rules)
+
+
+def _why_not_leave(job: JobView, generation: GenerationView, vms: Vms) -> str:
+    slow = slow_vms(generation, vms)
+    if not slow or generation.plan is None:
+        return ""
+    told = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
+    proposal = job.proposal
+    if proposal is None or proposal.plan is None:
+        return f"; {told}, but there is no plan without"
+    plan, present = proposal.plan, _slowed_rate(proposal, generation.plan, slow, vms)
+    return f"; {told}, but {plan.p}×{plan.d} without would give {plan.examples_per_s:.1f} examples/s, now {present:.1f}"
+
+
+def grow(job: JobView, generation: GenerationView, gpus: int, rules: Rules) -> Decision | None:
+    """More devices than are used, `gpus` in all, and a plan for them that is worth a morph.
+
+    A generation is left to complete its first step before it grows: a stream of new VMs must not keep a job from
+    ever making progress.
+    """
+    may_grow = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
+    if not may_grow or not _gains(job, generation, rules):
+        return None
+    assert job.proposal is not None
+    assert job.proposal.plan is not None
+    assert generation.plan is not None
+    before, after = generation.plan, job.proposal.plan
+    reason = (
+        f"growth: {gpus} GPUs instead of {len(generation.workers)}, "
+        f"{before.p}×{before.d} to {after.p}×{after.d}, "
+        f"{_present_rate(job.proposal, before):.1f} to {after.examples_per_s:.1f} examples/s predicted"
+    )
+    return Decision.stop(generation, StopMode.SAVE_FIRST, EndCause.GROWTH, reason)
+
+
+def _why_not_grow(job: JobView, generation: GenerationView, rules: Rules) -> str:
+    if job.proposal is None or generation.last_step is None or generation.plan is None:
+        return ""
+    after = job.proposal.plan
+    if after is None:
+        return f"; there are {len(job.devices)} GPUs for it, but no plan for them: {job.proposal.reason}"
+    return (
+        f"; {after.p}×{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
+        f"{_present_rate(job.proposal, generation.plan):.1f}, less than "
+        f"{job.morphs.worthwhile_ratio(rules.growth_ratio):.2f} times as much (a morph costs {job.morphs.cost_s:.1f} s)"
+    )
+
+
+def _gains(job: JobView, generation: GenerationView, rules: Rules) -> bool:
+    if job.proposal is None or job.proposal.plan is None or generation.plan is None:
+        return False
+    more = len(job.devices) > len(generation.workers)
+    ratio = job.morphs.worthwhile_ratio(rules.growth_ratio)
+    return more and job.proposal.plan.examples_per_s >= ratio * _present_rate(job.proposal, generation.plan)
+
+
+def _present_rate(proposal: Proposal, plan: Plan) -> float:
+    """Examples/s of the plan that runs, by the profile of the proposal: its own prediction may be from an older one."""
+    return plan.examples_per_s if proposal.present_examples_per_s is None else proposal.present_examples_per_s
