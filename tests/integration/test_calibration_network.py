@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from varuna._gloo import GlooGroup, connect_group
 from varuna.calibration.links import (

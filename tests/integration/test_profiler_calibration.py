@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from varuna import CutPoint
-from varuna.calibration.compute import measure_optimizer, worth_doubling
+from varuna.calibration import measuring
+from varuna.calibration.compute import SectionMeter, measure_optimizer, worth_doubling
 from varuna.calibration.links import LinkSample, classify, ring_sizes
+from varuna.calibration.measuring import Meters
 from varuna.partition import trace
+from varuna.precision import Precision
 from varuna.profiler import Profiler, calibrate
-from varuna_planner.profile import Profile
+from varuna_planner.profile import Measurement, Profile
 from varuna_proto.environment import Mode, WorkerEnvironment
 
 BLOCKS, WIDTH, TOKENS, WORDS = 3, 32, 16, 50
@@ -127,6 +130,50 @@ def test_larger_micro_batches_are_measured_while_they_pay() -> None:
     assert worth_doubling([100.0, 60.0, 50.0])
     assert worth_doubling([100.0, 101.0, 80.0])
     assert not worth_doubling([100.0, 60.0, 59.0, 58.0])
+
+
+@pytest.mark.parametrize("room_bytes", [0, 8500, None])
+def test_sections_that_cannot_all_stay_on_the_device_are_measured_too(
+    room_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TinyLanguageModel()
+    meters = Meters(model, trace(model, get_batch(2)), CPU, Precision(torch.float32, "cpu"), room_bytes)
+    built: list[int] = []
+    really_build = measuring.SectionMeter
+
+    def build(*arguments: Any) -> SectionMeter:
+        built.append(arguments[2])
+        return really_build(*arguments)
+
+    monkeypatch.setattr(measuring, "SectionMeter", build)
+    sections = range(BLOCKS + 1)
+    meters.build(sections)
+    for size in (1, 2):
+        assert None not in [meters.measure(section, get_batch(size), size, 0.0) for section in sections]
+    # Of 10,624, 4,224, 4,224 and 6,400 bytes, 8,500 have room for the two blocks.
+    assert {section: built.count(section) for section in sections} == {
+        0: {0: 2, 1: 2, 2: 2, 3: 2},
+        8500: {0: 2, 1: 1, 2: 1, 3: 2},
+        None: {0: 1, 1: 1, 2: 1, 3: 1},
+    }[room_bytes]
+
+
+def test_what_does_not_fit_beside_other_sections_is_tried_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyLanguageModel()
+    meters = Meters(model, trace(model, get_batch(2)), CPU, Precision(torch.float32, "cpu"))
+    meters.build([0, 1])
+    really_measure, others = SectionMeter.measure, 1
+
+    def measure(self: SectionMeter, inputs: Any, micro_batch: int, slice_s: float) -> Measurement:
+        nonlocal others
+        if others >= 0:
+            others -= 1
+            raise torch.OutOfMemoryError
+        return really_measure(self, inputs, micro_batch, slice_s)
+
+    monkeypatch.setattr(SectionMeter, "measure", measure)
+    assert meters.measure(0, get_batch(1), 1, 0.0) is None, "neither beside the others nor alone"
+    assert meters.measure(1, get_batch(1), 1, 0.0) is not None
 
 
 def test_links_are_classed_by_host() -> None:

@@ -78,9 +78,9 @@ NAMES = ["0", "1"]
 
 
 def profile(hosts: str, *, ranks: int, global_batch: int = 4, largest: int = 4) -> Profile:
-    costs = {"forward_us": 1.0, "backward_us": 2.0, "recompute_us": 1.0}
-    sizes = {"output_bytes": 1, "input_bytes": 1, "activation_bytes": 1}
-    measured = tuple(Measurement(micro_batch=m, **costs, **sizes) for m in (1, 2, 4, 8) if m <= largest)
+    costs = {"forward_us": 1, "backward_us": 2, "recompute_us": 1}
+    costs |= {"output_bytes": 1, "input_bytes": 1, "activation_bytes": 1}
+    measured = tuple(Measurement(micro_batch=m, **costs) for m in (1, 2, 4, 8) if m <= largest)
     state = {"parameter_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 1}
     return Profile(
         environment={"ranks": str(ranks), "hosts": hosts, "global_batch": str(global_batch)},

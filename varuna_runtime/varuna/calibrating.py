@@ -68,6 +68,7 @@ class Calibrating:
             earlier = cache.find(key) if self.from_cache else None
             enough = earlier is not None and self._is_enough(earlier, [host for host, _ in fleet])
         if peers.tell("cached", enough):
+            peers.part()
             return earlier, True
         profile = calibrate(
             self.model,

@@ -125,7 +125,9 @@ class Profiler(nn.Module):
         before = self._existing() if peers.rank == 0 else None
         enough = self._from_cache and before is not None and set(sizes) <= set(before.micro_batches)
         profile = before if peers.tell("cached", enough) else self._measure(peers, sizes, before)
-        return Profile.from_json(peers.tell("profile", None if profile is None else profile.to_json()))
+        told = peers.tell("profile", None if profile is None else profile.to_json())
+        peers.part()
+        return Profile.from_json(told)
 
     def _measure(self, peers: Peers, sizes: Sequence[int], before: Profile | None) -> Profile | None:
         """The new profile, kept in the folder, on rank 0; None elsewhere."""

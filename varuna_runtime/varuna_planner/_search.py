@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from varuna_planner import _cuts, _enumerate, _kernels, _makespan
+from varuna_planner import _bounds, _cuts, _enumerate, _kernels, _makespan
 from varuna_planner._enumerate import most_run_ahead, reduce_us
 from varuna_planner._rules import code_of, stash_cap
 from varuna_planner._tables import (
@@ -35,6 +35,9 @@ from varuna_planner._tables import (
 )
 
 _INFINITY = np.inf
+
+FIRST_DIVE, DIVE_FACTOR = 16, 4
+"""After how many cuts drawn one is simulated before its turn, and how many times as many until the next."""
 
 
 @njit(nogil=True)
@@ -245,23 +248,44 @@ def _make_draw(code: int) -> Any:
 
 
 @njit(nogil=True)
-def _representative(sections: Sections, N: int, times: StageTimes, recompute: Flags, starts: Ints, of: Floats) -> None:
-    """of[2, 4]: of two stages of a cut, time before and after their work, work, bytes of gradients, and backward.
+def _nothing_known(S: int, most_stages: int) -> _bounds.Known:
+    of = (S, most_stages + 1, LEVELS)
+    return _bounds.Known(
+        np.zeros(of, dtype=np.int64),
+        np.zeros(of),
+        np.zeros(of, dtype=np.int64),
+        np.zeros(of, dtype=np.bool_),
+        np.zeros((S, most_stages + 1, LEVELS, 3, 5)),
+    )
 
-    The first is the one that a mini-batch of N micro-batches takes longest by; the second has the most gradients.
-    """
-    F, R, B, transfer, latency, finish = times
-    filled, longest, heaviest = 0.0, -1.0, -1.0
-    for s in range(recompute.shape[0]):
-        work = F[0, s] + B[0, s] + (R[0, s] if recompute[s] else 0.0)
-        gradient = float(sections.gradient_bytes[starts[s + 1]] - sections.gradient_bytes[starts[s]])
-        if filled + N * work > longest:
-            longest = filled + N * work
-            of[0, 0], of[0, 1], of[0, 2], of[0, 3] = filled, work, 0.0, B[0, s]
-        if finish[s] > heaviest:
-            heaviest = finish[s]
-            of[1, 0], of[1, 1], of[1, 2], of[1, 3] = 0.0, work, gradient, B[0, s]
-        filled += F[0, s] + B[0, s] + 2.0 * (transfer[0, s] + latency[s])
+
+@njit(nogil=True)
+def _least_work(known: _bounds.Known, a: int, P: int, N: int, level: int) -> float:
+    """The most that V is known to be at least."""
+    least = 0.0
+    for less in range(level + 1):
+        if 0 < known.n[a, P, less] <= N:
+            least = max(least, known.busiest_us[a, P, less])
+    return least
+
+
+@njit(nogil=True)
+def _most_work(net: Network, P: int, D: int, full: int, best_time: float) -> float:
+    """The most that V can be for a time of no more than the best; a little more, for rounding."""
+    if full == 0 or best_time == _INFINITY:
+        return _INFINITY
+    most: float = max(0.0, best_time - reduce_us(net, 0.0, 0.0, P, D)) / full * (1.0 + 1e-9)
+    return most
+
+
+@njit(nogil=True)
+def _lowest_drawn(queue: list[tuple[float, int, int, int, float]]) -> int:
+    """Place of the drawn shape with the lowest bound; -1 when none is."""
+    lowest = -1
+    for place in range(len(queue)):
+        if queue[place][4] > 0.0 and (lowest < 0 or queue[place][0] < queue[lowest][0]):
+            lowest = place
+    return lowest
 
 
 def _make_search(code: int) -> Any:
@@ -274,17 +298,20 @@ def _make_search(code: int) -> Any:
         shapes: Shapes,
         ordered: Ints,
         tied_bytes: float,
+        upper: float,
         told: Ints,
         told_us: Floats,
     ) -> tuple[int, int, float, int, int]:
         """(the best shape or -1, its level, its time, how many cuts were drawn, how many simulated).
 
-        Best first: the shape with the lowest bound is drawn, or if it is, simulated, until no bound is left below the
-        best time. On equal times fewer GPUs win, then fewer stages, then the smaller micro-batch and level.
+        Best first: the cut with the lowest bound is drawn, or if it is, simulated, until no bound is left below the
+        best time; now and then the lowest that is drawn is simulated before its turn, for a time to leave cuts out by.
+        On equal times fewer GPUs win, then fewer stages, then the smaller micro-batch and level.
 
         Args:
             ordered: the shapes to search, by bound.
             tied_bytes: of tied weights in all sections, which are not summed with the rest.
+            upper: the best time is known not to be above.
             told, told_us: times of shapes shape * LEVELS + level that the policy's makespan is not known of. Where one
                 more is needed, the answer is that shape, its level and a time of -1.
         """
@@ -295,19 +322,25 @@ def _make_search(code: int) -> Any:
         value, end = np.empty((most_stages + 1, K + 1)), np.empty((most_stages + 1, K + 1), dtype=np.int16)
         starts, recompute = np.empty(most_stages + 1, dtype=np.int64), np.empty(most_stages, dtype=np.bool_)
         cap = np.empty(most_stages, dtype=np.int64)
-        # What the cut of one shape tells of those with more micro-batches: its N (0: none is drawn), V, whether they
-        # have the same cut, and its `_representative` stages.
-        drawn_n, drawn_v = np.zeros((S, most_stages + 1), dtype=np.int64), np.zeros((S, most_stages + 1))
-        same_cut = np.zeros((S, most_stages + 1), dtype=np.bool_)
-        stages = np.zeros((S, most_stages + 1, 2, 4))
-        best, best_level, best_rank, best_time = -1, 0, 0, _INFINITY
-        draws, runs = 0, 0
-        # (bound, rank, shape, level, V): V is 0 for what is not drawn yet.
+        known = _nothing_known(S, most_stages)
+        best, best_level, best_rank, best_time = -1, 0, 0, upper
+        draws, runs, next_dive = 0, 0, FIRST_DIVE
+        # (bound, rank, shape, level, V), where V is 0 for what is not drawn yet, and -1 when the next level is queued
+        # all the same.
         queue = [(_INFINITY, 0, -1, 0, 0.0)]
         queue.pop()
         at = 0
         while True:
-            if queue and (at == ordered.size or queue[0][0] <= time_us[ordered[at]]):
+            dive = -1
+            if draws >= next_dive:
+                dive = _lowest_drawn(queue)
+                next_dive *= DIVE_FACTOR
+            if dive >= 0 and queue[dive][0] < best_time:
+                bound, rank, index, level, V = queue[dive]
+                queue[dive] = queue[-1]
+                queue.pop()
+                heapq.heapify(queue)
+            elif queue and (at == ordered.size or queue[0][0] <= time_us[ordered[at]]):
                 bound, rank, index, level, V = heapq.heappop(queue)
             elif at < ordered.size:
                 index, level, V = ordered[at], 0, 0.0
@@ -318,26 +351,24 @@ def _make_search(code: int) -> Any:
                 break
             if bound > best_time:
                 break
-            if bound == best_time and rank >= best_rank:
+            if bound == best_time and best >= 0 and rank >= best_rank:
                 continue
             a, P, D, N = size[index], p[index], d[index], n[index]
-            full = N - 1 if short_last[index] else N
+            full, most = (N - 1 if short_last[index] else N), most_run_ahead(limits, P, N)
             is_drawn = V > 0.0
-            if not is_drawn and level == 0 and 0 < drawn_n[a, P] <= N and not short_last[index]:
-                # More micro-batches in flight leave no better cut.
-                closer = full * drawn_v[a, P] + reduce_us(net, 0.0, 0.0, P, D)
-                if same_cut[a, P]:
-                    for one in range(2):
-                        of = stages[a, P, one]
-                        after = reduce_us(net, max(0.0, of[2] - tied_bytes), of[3], P, D)
-                        closer = max(closer, of[0] + N * of[1] + after)
-                if closer > bound * (1.0 + 1e-9):
-                    time_us[index] = closer
-                    heapq.heappush(queue, (closer, rank, index, 0, 0.0))
+            if V == 0.0 and not short_last[index]:
+                least, alone = _bounds.least_us(net, limits, known, tied_bytes, a, P, D, N, level)
+                if alone > bound * (1.0 + 1e-9):
+                    if level == 0:
+                        time_us[index] = max(time_us[index], least)
+                    heapq.heappush(queue, (alone, rank, index, level, -1.0))
+                    if level + 1 < LEVELS and level * P < most:
+                        heapq.heappush(queue, (max(bound, least), rank + 1, index, level + 1, 0.0))
                     continue
-            limit = V if is_drawn else best_time / full if full > 0 else _INFINITY
+            limit = V if is_drawn else _most_work(net, P, D, full, best_time)
             # With more in flight no cut gets better, so that those of fewer are where to begin.
-            least = V if is_drawn else drawn_v[a, P] if 0 < drawn_n[a, P] <= N else 0.0
+            least = V if is_drawn else _least_work(known, a, P, N, level)
+            next_queued = V != 0.0
             V, k = _draw(sections, limits, tables, a, P, N, level, least, limit, value, end, starts, recompute)
             draws += 1
             if V == _INFINITY or limit < V:
@@ -345,6 +376,8 @@ def _make_search(code: int) -> Any:
                     state[index], time_us[index] = UNFIT, _INFINITY
                 elif level == 0:
                     time_us[index] = max(time_us[index], best_time)
+                if not known.same_cut[a, P, level] and limit > known.busiest_us[a, P, level]:
+                    known.n[a, P, level], known.busiest_us[a, P, level] = N, limit
                 continue
             times = _times(sections, net, a, P, D, short_last[index], starts)
             if not is_drawn:
@@ -355,11 +388,21 @@ def _make_search(code: int) -> Any:
                 heapq.heappush(queue, (closer, rank, index, level, max(V, 1e-300)))
                 if level == 0:
                     state[index], time_us[index] = DRAWN, closer
-                    if not short_last[index] and (drawn_n[a, P] == 0 or drawn_n[a, P] > N):
-                        drawn_n[a, P], drawn_v[a, P] = N, V
-                        same_cut[a, P] = limits.counts_stages and N > P
-                        _representative(sections, N, times, recompute[:P], starts, stages[a, P])
-                most, level = most_run_ahead(limits, P, N), level + 1
+                same = limits.counts_stages and N > (level + 1) * P
+                if not short_last[index] and (
+                    known.n[a, P, level] == 0
+                    or known.n[a, P, level] > N
+                    or (same and not known.same_cut[a, P, level])
+                ):
+                    known.n[a, P, level], known.busiest_us[a, P, level] = N, V
+                    known.run_ahead[a, P, level] = k if k < most else -1
+                    known.same_cut[a, P, level] = same
+                    _bounds.note(
+                        sections, N, times, recompute[:P], starts, k, limits.policy, known.stages[a, P, level]
+                    )
+                if next_queued:
+                    continue
+                level += 1
                 while level < LEVELS and min(level * P, most) <= k:
                     level += 1  # has the same cut
                 if level < LEVELS:
@@ -372,7 +415,7 @@ def _make_search(code: int) -> Any:
                 return index, level, time, draws, runs
             if time <= best_time:
                 state[index], time_us[index] = SIMULATED, time
-                if time < best_time or rank < best_rank:
+                if time < best_time or best < 0 or rank < best_rank:
                     best, best_level, best_rank, best_time = index, level, rank, time
             elif state[index] != SIMULATED:
                 time_us[index] = max(time_us[index], time)
@@ -381,6 +424,6 @@ def _make_search(code: int) -> Any:
     return search
 
 
-_CODE = code_of(_cuts, _enumerate, _kernels, _makespan)
+_CODE = code_of(_bounds, _cuts, _enumerate, _kernels, _makespan)
 draw = _make_draw(_CODE)
 search = _make_search(_CODE)

@@ -278,11 +278,13 @@ class _Search:
             return self._search_among(enumerated, np.argsort(enumerated.time_us, kind="stable"))
         # Most of many shapes are out of the question once there is a time to beat.
         some = np.argpartition(enumerated.time_us, FIRST_LOOK)[:FIRST_LOOK]
-        found = self._search_among(enumerated, some[np.argsort(enumerated.time_us[some])])
-        hopeful = np.nonzero(enumerated.time_us <= found[2])[0]
-        return self._search_among(enumerated, hopeful[np.argsort(enumerated.time_us[hopeful], kind="stable")])
+        upper = self._search_among(enumerated, some[np.argsort(enumerated.time_us[some])])[2]
+        hopeful = np.nonzero(enumerated.time_us <= upper)[0]
+        return self._search_among(enumerated, hopeful[np.argsort(enumerated.time_us[hopeful], kind="stable")], upper)
 
-    def _search_among(self, enumerated: _tables.Shapes, ordered: npt.NDArray[np.int64]) -> tuple[int, int, float]:
+    def _search_among(
+        self, enumerated: _tables.Shapes, ordered: npt.NDArray[np.int64], upper: float = inf
+    ) -> tuple[int, int, float]:
         told: dict[int, float] = {}
         while True:
             self.shapes = enumerated._replace(state=enumerated.state.copy(), time_us=enumerated.time_us.copy())
@@ -294,6 +296,7 @@ class _Search:
                 self.shapes,
                 ordered,
                 self._tied_bytes,
+                upper,
                 np.array([*told], dtype=np.int64),
                 np.array([*told.values()], dtype=np.float64),
             )

@@ -7,12 +7,14 @@ measure their links, and rings their all-reduces.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +49,9 @@ __all__ = [
 
 _log = structlog.get_logger(__name__)
 
+_BUDGET_S, _BUDGET_PER_SECTION_S = 6.0, 0.2
+"""96 sections on one rank: 25 s, and 10 s to build them."""
+
 _SIZES_EXPECTED = 8
 """Micro-batch sizes among which the time is shared out at first: 1 to 128."""
 
@@ -65,7 +70,7 @@ def calibrate(
     world_size: int = 1,
     store: KeyValueStore | None = None,
     connect: Connect | None = None,
-    budget_s: float = 6.0,
+    budget_s: float | None = None,
     micro_batches: Sequence[int] | None = None,
     host: str | None = None,
     earlier: Profile | None = None,
@@ -81,7 +86,8 @@ def calibrate(
         optimizer_on_device: whether the optimizer's state takes the device's memory; else the host's.
         store: the rendezvous store; needed when there are other ranks.
         connect: makes gloo groups (`Rendezvous.gloo`); without it links keep the planner's defaults.
-        budget_s: about how long measuring sections may take. The smallest size is measured however long it takes.
+        budget_s: about how long measuring sections may take, once they are built; by default 6 s, and 0.2 s for each of
+            this rank's sections. The smallest size is measured however long it takes.
         micro_batches: measure exactly these sizes instead of deciding.
         host: names this rank's VM; by default the host's name.
         earlier: a profile of the same model on the same hardware, to be extended: sizes that only it has are kept, and
@@ -94,6 +100,8 @@ def calibrate(
     precision = precision or Precision(torch.float32, device.type)
     meters = Meters(model, model_map, device, precision)
     mine = range(len(model_map.sections))[rank::world_size]
+    if budget_s is None:
+        budget_s = _BUDGET_S + _BUDGET_PER_SECTION_S * len(mine)
     sizes = doubling(global_batch) if micro_batches is None else sorted(set(micro_batches))
     found = measure_sections(meters, get_batch, peers, mine, sizes, budget_s, decide=micro_batches is None)
     network = measure_network(peers, connect, device, host or socket.gethostname())
@@ -109,29 +117,60 @@ def calibrate(
 class Meters:
     """The meters of this rank's sections.
 
-    On a CPU each is built once. On a GPU only one is there at a time: all sections of a rank may be more than fits.
+    Building one takes longer than measuring with it (0.1 s where the model has 1,300 modules), so each is built once
+    where the device has room. All sections of a rank may be more than fits: others are built for each measurement.
+
+    Args:
+        room_bytes: of parameters that may stay on the device; None: any on a CPU, a quarter of what is free on a GPU.
     """
 
-    def __init__(self, model: nn.Module, model_map: ModelMap, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        model_map: ModelMap,
+        device: torch.device,
+        precision: Precision,
+        room_bytes: float | None = None,
+    ) -> None:
         self._model, self._model_map, self._device, self._precision = model, model_map, device, precision
         self.clock = Clock(device)
         self._kept: dict[int, SectionMeter] = {}
+        if room_bytes is None:
+            room_bytes = torch.cuda.mem_get_info(device)[0] / 4 if device.type == "cuda" else math.inf
+        self._room_bytes = room_bytes
+
+    def build(self, sections: Sequence[int]) -> None:
+        """Build those that may stay, so that it takes no time later. What does not fit is told when it is measured."""
+        for section in sections:
+            if self._bytes(section) <= self._room_bytes:
+                with suppress(torch.OutOfMemoryError):
+                    self._of(section)
 
     def measure(self, section: int, inputs: Mapping[str, Any], size: int, slice_s: float) -> Measurement | None:
         """None when the section, or this size of it, does not fit on the device."""
         try:
             return self._of(section).measure(inputs, size, slice_s)
         except torch.OutOfMemoryError:
-            _log.info("does not fit", section=section, micro_batch=size)
-            return None
+            if not self._kept:
+                _log.info("does not fit", section=section, micro_batch=size)
+                return None
+        # Perhaps it does without the other sections. From now on none stays.
+        self._kept.clear()
+        self._room_bytes = 0
+        return self.measure(section, inputs, size, slice_s)
 
     def _of(self, section: int) -> SectionMeter:
         if section in self._kept:
             return self._kept[section]
         meter = SectionMeter(self._model, self._model_map, section, self._device, self.clock, self._precision)
-        if self._device.type == "cpu":
+        if self._bytes(section) <= self._room_bytes:
+            self._room_bytes -= self._bytes(section)
             self._kept[section] = meter
         return meter
+
+    def _bytes(self, section: int) -> int:
+        parameters = self._model_map.sections[section].parameters
+        return sum(self._model_map.parameter_bytes[name] for name in parameters)
 
 
 def doubling(global_batch: int) -> list[int]:
@@ -159,6 +198,7 @@ def measure_sections(
     decide: bool,
 ) -> Measured | None:
     """Every section's measurements, on rank 0. `decide`: stop early when larger sizes gain nothing or time is up."""
+    meters.build(mine)
     started_s = time.monotonic()
     slice_s = budget_s / (_SIZES_EXPECTED * max(1, len(mine)))
     found: dict[int, list[Measurement]] = {section: [] for section in mine}

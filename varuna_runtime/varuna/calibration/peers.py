@@ -37,6 +37,10 @@ class Peers:
         """Every rank's value (of JSON types), by rank, on every rank."""
         return self.tell(f"{name}/all", self.gather(name, value))
 
+    def part(self) -> None:
+        """After this rank 0, which serves the store, may end: every rank has what it was told."""
+        self.gather("part", True)
+
     def tell(self, name: str, value: T | None) -> T:
         """Rank 0's value (of JSON types), on every rank."""
         if self._store is not None:
