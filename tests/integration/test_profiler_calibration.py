@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 from varuna import CutPoint
 from varuna.calibration import measuring
-from varuna.calibration.compute import SectionMeter, measure_optimizer, worth_doubling
+from varuna.calibration.compute import Clock, SectionMeter, worth_doubling
 from varuna.calibration.links import LinkSample, classify, ring_sizes
 from varuna.calibration.measuring import Meters
+from varuna.calibration.optimizer import measure_optimizer, time_optimizer
 from varuna.partition import trace
 from varuna.precision import Precision
 from varuna.profiler import Profiler, calibrate
@@ -122,6 +123,26 @@ def test_optimizers_tell_what_they_keep() -> None:
         "momentum": 8 * 4,
         "adam": 3 * 8 * 4 + 4,
     }
+
+
+def test_an_optimizer_step_is_timed_and_the_optimizer_left_alone() -> None:
+    parameter = nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.Adam([parameter])
+    time = time_optimizer(optimizer, torch.device("cpu"), Clock(torch.device("cpu")))
+    assert 0 < time.element_us < 1
+    assert time.us_for(2, 10**7) > time.us_for(2, 10**6) > time.us_for(2, 0) == 2 * time.tensor_us > 0
+    assert not optimizer.state
+    assert not parameter.any()
+    assert time.times(2).us_for(1, 10) == pytest.approx(2 * time.us_for(1, 10))
+
+
+def test_an_optimizer_that_cannot_be_copied_is_taken_to_cost_no_time() -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("only with my own parameters")
+
+    odd = Odd([nn.Parameter(torch.zeros(8))], lr=0.1)
+    assert time_optimizer(odd, torch.device("cpu"), Clock(torch.device("cpu"))).us_for(5, 10**9) == 0
 
 
 def test_larger_micro_batches_are_measured_while_they_pay() -> None:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from varuna._gloo import first_line
 from varuna.calibration.cache import ProfileCache, fingerprint, why_not_enough
-from varuna.calibration.compute import OptimizerMemory, measure_optimizer
 from varuna.calibration.measuring import calibrate, device_name
+from varuna.calibration.optimizer import OptimizerMemory, measure_optimizer
 from varuna.calibration.peers import Peers
 from varuna.departure import PeerLost
 from varuna.partition.model_map import ModelMap

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from varuna._gloo import GlooGroup
-from varuna.calibration.compute import ADAM_MEMORY, measure_optimizer
 from varuna.calibration.measuring import Meters, calibrate, document, measure_network, measure_sections, with_earlier
+from varuna.calibration.optimizer import ADAM_MEMORY, OptimizerTime, measure_optimizer, time_optimizer
 from varuna.calibration.peers import Peers
 from varuna.example_inputs import example_maker
 from varuna.generators import global_generators_kept
@@ -140,8 +140,11 @@ class Profiler(nn.Module):
         found.by_section = with_earlier(
             found.by_section, before, len(self._model_map.sections), every_size=self._add_to_existing
         )
-        memory = ADAM_MEMORY if self._optimizer is None else measure_optimizer(self._optimizer)
-        profile = document(self._model, self._model_map, found, network, memory, self._precision)
+        memory, step = ADAM_MEMORY, OptimizerTime(0.0, 0.0)
+        if self._optimizer is not None:
+            memory = measure_optimizer(self._optimizer)
+            step = time_optimizer(self._optimizer, self._device, meters.clock)
+        profile = document(self._model, self._model_map, found, network, memory, step, self._precision)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(profile.to_json())
         return profile

@@ -67,6 +67,8 @@ class Section(_Frozen):
     """A tied parameter counts in each section that uses it."""
     optimizer_bytes: Bytes
     """What the optimizer keeps of it on the device."""
+    optimizer_us: Microseconds = 0.0
+    """The optimizer's step over its parameters."""
     gradient_bytes: Bytes
     """What an all-reduce has to sum."""
     measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from varuna.calibration.compute import OptimizerMemory
 from varuna.calibration.links import ring_sizes
 from varuna.calibration.measuring import doubling
+from varuna.calibration.optimizer import OptimizerMemory
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.store import CheckpointStore
 from varuna.partition import ModelMap

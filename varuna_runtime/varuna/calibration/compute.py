@@ -9,10 +9,8 @@ Letter: m examples in a micro-batch.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
 from varuna.partition import ModelMap, Stage, build_stage
@@ -28,7 +25,7 @@ from varuna.partition.shapes import Boundary
 from varuna.precision import Precision
 from varuna_planner.profile import Measurement
 
-__all__ = ["ADAM_MEMORY", "Clock", "OptimizerMemory", "SectionMeter", "measure_optimizer", "worth_doubling"]
+__all__ = ["Clock", "SectionMeter", "worth_doubling"]
 
 _log = structlog.get_logger(__name__)
 
@@ -213,43 +210,3 @@ def _moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _tensors(inputs: Mapping[str, Any]) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(dict(inputs))[0] if isinstance(leaf, Tensor)]
-
-
-class OptimizerMemory:
-    """What an optimizer keeps per parameter: bytes per element, and bytes whatever its size."""
-
-    def __init__(self, per_element: float, fixed: int) -> None:
-        self.per_element = per_element
-        self.fixed = fixed
-
-    def bytes_for(self, elements: int) -> int:
-        return round(self.per_element * elements) + self.fixed
-
-
-ADAM_MEMORY = OptimizerMemory(8.0, 0)
-"""Two fp32 numbers per parameter."""
-
-
-def measure_optimizer(optimizer: Optimizer) -> OptimizerMemory:
-    """What `optimizer` will keep, learnt from one step of a copy of it on a parameter made up for this.
-
-    The optimizer itself is left alone. One that cannot be copied so is taken to keep two elements each, as Adam does.
-    """
-    group = optimizer.param_groups[0]
-    like = group["params"][0] if group["params"] else torch.empty(0)
-    made_up = nn.Parameter(torch.zeros(16, 16, dtype=like.dtype, device=like.device))
-    made_up.grad = torch.ones_like(made_up)
-    twin = copy.copy(optimizer)
-    # Not through add_param_group: optimizers may do anything there, and here is the whole of what `step` looks at.
-    twin.param_groups = [{**group, "params": [made_up]}]
-    twin.state = defaultdict(dict)
-    try:
-        twin.step()
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        _log.warning("optimizer state size is not known", optimizer=type(optimizer).__name__, error=str(error))
-        return OptimizerMemory(2.0 * like.element_size(), 0)
-    state = twin.state.get(made_up, {})
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    sized = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim() > 0)
-    fixed = sum(tensor.element_size() for tensor in tensors if tensor.dim() == 0)
-    return OptimizerMemory(sized / made_up.numel(), fixed)

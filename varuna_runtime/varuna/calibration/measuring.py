@@ -25,8 +25,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from varuna.calibration.compute import Clock, OptimizerMemory, SectionMeter, measure_optimizer, worth_doubling
+from varuna.calibration.compute import Clock, SectionMeter, worth_doubling
 from varuna.calibration.links import Connect, LinkSample, classify, measure_all_reduce, measure_links
+from varuna.calibration.optimizer import OptimizerMemory, OptimizerTime, measure_optimizer, time_optimizer
 from varuna.calibration.peers import Peers
 from varuna.example_inputs import GetBatch
 from varuna.launch import KeyValueStore
@@ -111,7 +112,8 @@ def calibrate(
     network.environment["global_batch"] = str(global_batch)
     if earlier is not None:
         _extend(found, network, earlier)
-    return document(model, model_map, found, network, memory, precision)
+    step = time_optimizer(optimizer, device if optimizer_on_device else torch.device("cpu"), meters.clock)
+    return document(model, model_map, found, network, memory, step, precision)
 
 
 class Meters:
@@ -315,6 +317,7 @@ def document(
     found: Measured,
     network: Network,
     memory: OptimizerMemory,
+    step: OptimizerTime,
     precision: Precision,
 ) -> Profile:
     return Profile(
@@ -324,7 +327,8 @@ def document(
             "sharing": f"{found.sharing:.4g}",
         },
         sections=tuple(
-            _section(model, model_map, index, found.by_section[index], memory) for index in sorted(found.by_section)
+            _section(model, model_map, index, found.by_section[index], memory, step.times(found.sharing))
+            for index in sorted(found.by_section)
         ),
         shared_parameters=tuple(
             SharedParameter(name=name, sections=uses, bytes=model_map.parameter_bytes[name])
@@ -336,7 +340,12 @@ def document(
 
 
 def _section(
-    model: nn.Module, model_map: ModelMap, index: int, measurements: list[Measurement], memory: OptimizerMemory
+    model: nn.Module,
+    model_map: ModelMap,
+    index: int,
+    measurements: list[Measurement],
+    memory: OptimizerMemory,
+    step: OptimizerTime,
 ) -> Section:
     """A section with its memory. Tied parameters count in each section that uses them: a stage with one needs them."""
     section = model_map.sections[index]
@@ -348,6 +357,7 @@ def _section(
         parameter_bytes=sum(model_map.parameter_bytes[name] for name in section.parameters),
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         optimizer_bytes=sum(memory.bytes_for(parameter.numel()) for parameter in trained),
+        optimizer_us=step.us_for(len(trained), sum(parameter.numel() for parameter in trained)),
         measurements=tuple(measurements),
     )
 
