@@ -13,9 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from varuna_planner._enumerate import most_run_ahead, reduce_us
+from varuna_planner import _cuts
+from varuna_planner._enumerate import least_finish_us, least_hop_us, most_run_ahead, reduce_us
+from varuna_planner._kernels import exposed_us, ring_us
 from varuna_planner._rules import stash_cap
-from varuna_planner._tables import Flags, Floats, Ints, Limits, Network, Sections, StageTimes
+from varuna_planner._tables import LEVELS, Flags, Floats, Ints, Limits, Network, Sections, StageTimes
 
 
 class Known(NamedTuple):
@@ -28,60 +30,168 @@ class Known(NamedTuple):
     run_ahead: Ints
     """The most that the memory leaves at any greater N; -1: it does not limit it."""
     same_cut: Flags
-    """Whether all with as many micro-batches or more have the same cut, so that `stages` are theirs."""
+    """Whether all with as many micro-batches or more have the same cut, so that what `note` fills in is theirs."""
     stages: Floats
-    """[S, P + 1, LEVELS, 3, 5]: of `note`."""
+    """[S, P + 1, LEVELS, 2, 5]: of `note`."""
+    before: Floats
+    """[S, P + 1, LEVELS, P + 1]: of `note`."""
+    impossible_n: Ints
+    """From this N on (0: none is known) no cut with as much room does it ..."""
+    impossible_us: Floats
+    """... in this time."""
+
+
+@njit(nogil=True)
+def _note_stage(sections: Sections, net: Network, starts: Ints, s: int, of: Floats) -> None:
+    """of[2], of[4]: bytes of gradients that stage s sums with its replicas alone, and with other stages too."""
+    i, j = starts[s], starts[s + 1]
+    own, tied = sections.gradient_bytes[j] - sections.gradient_bytes[i], 0
+    for tie in range(net.ties.shape[0]):
+        inside = outside = 0
+        for section in net.ties[tie]:
+            if i <= section < j:
+                inside += 1
+            elif section >= 0:
+                outside += 1
+        if inside > 0 and outside > 0:
+            own -= inside * net.tie_bytes[tie]
+            tied += net.tie_bytes[tie]
+        elif inside > 1:
+            own -= (inside - 1) * net.tie_bytes[tie]
+    of[2], of[4] = max(0, own), tied
+
+
+@njit(nogil=True)
+def _finish_us(net: Network, of: Floats, P: int, D: int) -> float:
+    """What follows the last backward of a stage, at least."""
+    least: float = reduce_us(net, 0.0, 0.0, P, 1)  # the agreement of all stages, of fewer ranks
+    least += exposed_us(int(of[2]), D, net.hop_us, net.byte_us, of[3])
+    if of[4] > 0.0:
+        least += ring_us(int(of[4]), 2 * D, net.hop_us, net.byte_us)
+    return least
 
 
 @njit(nogil=True)
 def note(
-    sections: Sections, N: int, times: StageTimes, recompute: Flags, starts: Ints, k: int, policy: int, of: Floats
+    sections: Sections,
+    net: Network,
+    N: int,
+    times: StageTimes,
+    recompute: Flags,
+    starts: Ints,
+    of: Floats,
+    before: Floats,
 ) -> None:
-    """of[3, 5]: of three stages of a cut, time before and after, work or round trip, gradient bytes, backward, number.
+    """before[s]: what a micro-batch's way takes from its start to stage s, and at its end from there; [P]: all of it.
 
-    The first is the one that a mini-batch takes longest by; the second has the longest all-reduce; the third waits
-    longest for round trips.
+    of[2, 5]: (before[s], work of stage s) of the stage that a mini-batch takes longest by, and of the first stage
+    (`_note_stage`'s, backward); all of these of the stage with the longest all-reduce.
     """
     F, R, B, transfer, latency, finish = times
     P = recompute.shape[0]
-    before, longest, heaviest = 0.0, -1.0, -1.0
+    longest, heaviest = -1.0, 0
+    before[0] = 0.0
     for s in range(P):
         work = F[0, s] + B[0, s] + (R[0, s] if recompute[s] else 0.0)
-        gradient = float(sections.gradient_bytes[starts[s + 1]] - sections.gradient_bytes[starts[s]])
-        if before + N * work > longest:
-            longest = before + N * work
-            of[0, 0], of[0, 1], of[0, 2], of[0, 3], of[0, 4] = before, work, 0.0, 0.0, s
-        if finish[s] > heaviest:
-            heaviest = finish[s]
-            of[1, 0], of[1, 1], of[1, 2], of[1, 3], of[1, 4] = 0.0, work, gradient, B[0, s], s
-        before += F[0, s] + B[0, s] + 2.0 * (transfer[0, s] + latency[s])
-    trip, longest = 0.0, -1.0
-    for s in range(P - 1, -1, -1):
+        if before[s] + N * work > longest:
+            longest = before[s] + N * work
+            of[0, 0], of[0, 1] = before[s], work
+        if finish[s] > finish[heaviest]:
+            heaviest = s
         hop = 2.0 * (transfer[0, s] + latency[s]) if s < P - 1 else 0.0
-        trip += F[0, s] + B[0, s] + hop
-        before -= F[0, s] + B[0, s] + hop
-        wait = max(0.0, before) + np.ceil(N / stash_cap(policy, s, P, N, k)) * trip
-        if wait > longest:
-            longest = wait
-            of[2, 0], of[2, 1], of[2, 2], of[2, 3], of[2, 4] = max(0.0, before), trip, 0.0, 0.0, s
+        before[s + 1] = before[s] + F[0, s] + B[0, s] + hop
+    s = heaviest
+    of[1, 0], of[1, 1] = 0.0, F[0, s] + B[0, s] + (R[0, s] if recompute[s] else 0.0)
+    of[0, 3], of[1, 3] = B[0, 0], B[0, s]
+    _note_stage(sections, net, starts, 0, of[0])
+    _note_stage(sections, net, starts, s, of[1])
 
 
 @njit(nogil=True)
 def least_us(
-    net: Network, limits: Limits, known: Known, tied_bytes: float, a: int, P: int, D: int, N: int, level: int
+    net: Network, limits: Limits, known: Known, K: int, a: int, P: int, D: int, N: int, level: int
 ) -> tuple[float, float]:
     """Lower bounds of the mini-batch's time: of this level's cut and of those with more room, and of this one alone."""
     if known.n[a, P, level] == 0 or known.n[a, P, level] > N:
         return 0.0, 0.0
-    agreement = reduce_us(net, 0.0, 0.0, P, D)
-    least = N * known.busiest_us[a, P, level] + agreement
+    least = N * known.busiest_us[a, P, level] + least_finish_us(net, K, P, D)
     if not known.same_cut[a, P, level]:
         return least, least
     of = known.stages[a, P, level]
     k = known.run_ahead[a, P, level]
     if k < 0:
         k = most_run_ahead(limits, P, N)
-    alone = max(least, of[0, 0] + N * of[0, 1] + agreement)
-    alone = max(alone, N * of[1, 1] + reduce_us(net, max(0.0, of[1, 2] - tied_bytes), of[1, 3], P, D))
-    rounds = np.ceil(N / stash_cap(limits.policy, int(of[2, 4]), P, N, k))
-    return least, max(alone, of[2, 0] + rounds * of[2, 1] + agreement)
+    before = known.before[a, P, level]
+    path = of[0, 0] + N * of[0, 1]  # all end with the first stage
+    for s in range(P):
+        rounds = -(-N // stash_cap(limits.policy, s, P, N, k))
+        path = max(path, before[s] + rounds * (before[P] - before[s]))
+    alone = max(path + _finish_us(net, of[0], P, D), N * of[1, 1] + _finish_us(net, of[1], P, D))
+    return least, max(least, alone)
+
+
+@njit(nogil=True)
+def nothing_known(S: int, most_stages: int) -> Known:
+    of = (S, most_stages + 1, LEVELS)
+    return Known(
+        np.zeros(of, dtype=np.int64),
+        np.zeros(of),
+        np.zeros(of, dtype=np.int64),
+        np.zeros(of, dtype=np.bool_),
+        np.zeros((S, most_stages + 1, LEVELS, 2, 5)),
+        np.empty((S, most_stages + 1, LEVELS, most_stages + 1)),
+        np.zeros(of, dtype=np.int64),
+        np.zeros(of),
+    )
+
+
+@njit(nogil=True)
+def least_work(known: Known, a: int, P: int, N: int, level: int) -> float:
+    """The most that V is known to be at least."""
+    least = 0.0
+    for less in range(level + 1):
+        if 0 < known.n[a, P, less] <= N:
+            least = max(least, known.busiest_us[a, P, less])
+    return least
+
+
+@njit(nogil=True)
+def is_possible(
+    sections: Sections,
+    net: Network,
+    limits: Limits,
+    known: Known,
+    a: int,
+    P: int,
+    D: int,
+    N: int,
+    level: int,
+    best_time: float,
+) -> bool:
+    """Whether a cut with this much room, or more, could be as fast as the best; notes it where none could."""
+    K = sections.inputs.shape[1]
+    most_us = (best_time - least_finish_us(net, K, P, D)) * (1.0 + 1e-9)
+    for less in range(level + 1):
+        if 0 < known.impossible_n[a, P, less] <= N and most_us <= known.impossible_us[a, P, less]:
+            return False
+    sets = np.empty((3, P + 1), dtype=np.int64)
+    _cuts.fill_sets(limits.policy, P, N, min(level * P, most_run_ahead(limits, P, N)), limits.staged, sets)
+    message = sections.output_bytes[a, 0, :-1].min() if P > 1 else 0.0
+    possible = _cuts.is_possible(
+        sections.work_us[a],
+        sections.rework_us[a],
+        sections.state_bytes,
+        sections.activation_bytes[a],
+        sections.inputs[a],
+        sections.outputs[a],
+        sections.working[a],
+        limits.usable_bytes,
+        sets,
+        P,
+        N,
+        2.0 * least_hop_us(net, message),
+        most_us,
+    )
+    if not possible:
+        known.impossible_n[a, P, level], known.impossible_us[a, P, level] = N, most_us
+    return bool(possible)

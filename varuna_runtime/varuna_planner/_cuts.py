@@ -141,6 +141,50 @@ def _windows(
 
 
 @njit(nogil=True)
+def is_possible(
+    work: Floats,
+    rework: Floats,
+    state: Ints,
+    activation: Ints,
+    inputs: Ints,
+    outputs: Ints,
+    working: Ints,
+    usable: int,
+    sets: Ints,
+    P: int,
+    N: int,
+    hop: float,
+    most_us: float,
+) -> bool:
+    """Whether any cut could be done in `most_us`: for each stage a micro-batch's way there and back, and N times its
+    work. Hops of the way take at least `hop`, there and back. Greedy: the later a stage starts, the further it reaches.
+    """
+    K = working.shape[0]
+    least_input = inputs[1:].min() if K > 1 else 0
+    least_output = outputs[:-1].min() if K > 1 else 0
+    i = 0
+    for s in range(P):
+        r, j, most = P - s, i, 0
+        messages = sets[1, r] * (inputs[0] if s == 0 else least_input) + sets[2, r] * least_output
+        limit = (most_us - work[i] - s * hop) / N
+        while j < K - r + 1:
+            most = max(most, working[j])
+            time = work[j + 1] - work[i]
+            kept, own = activation[j + 1] - activation[i], state[j + 1] - state[i] + messages
+            if stage_bytes(own, 0, 0, kept, most, 0, 0, sets[0, r]) > usable:
+                time += rework[j + 1] - rework[i]
+                if r == 1 or stage_bytes(own, 0, 0, kept, most, 0, 0, 1) > usable:
+                    break
+            if time > limit:
+                break
+            j += 1
+        if j == i:
+            return False
+        i = j
+    return bool(i == K)
+
+
+@njit(nogil=True)
 def _first_stage(
     work: Floats,
     rework: Floats,

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from varuna_planner import _cuts
+from varuna_planner import _cuts, _kernels
+from varuna_planner._kernels import ring_us
 from varuna_planner._rules import code_of
 from varuna_planner._tables import (
     BOUNDED,
@@ -44,6 +45,28 @@ def reduce_us(net: Network, gradient: float, backward: float, P: int, D: int) ->
 
 
 @njit(nogil=True)
+def least_finish_us(net: Network, K: int, P: int, D: int) -> float:
+    """The least that follows the first stage's last backward: weights tied to the last section's are summed there."""
+    least: float = reduce_us(net, 0.0, 0.0, P, D)
+    for tie in range(net.ties.shape[0]):
+        first = last = False
+        for section in net.ties[tie]:
+            first, last = first or section == 0, last or section == K - 1
+        if P > 1 and first and last:
+            least += ring_us(net.tie_bytes[tie], 2 * D, net.hop_us, net.byte_us)
+    return least
+
+
+@njit(nogil=True)
+def least_hop_us(net: Network, message: float) -> float:
+    """The least that a message takes one way, on whichever link."""
+    hop: float = net.other_vm[0] + message / net.other_vm[1]
+    if net.gpus_per_vm > 1:
+        hop = min(hop, net.same_vm[0] + message / net.same_vm[1])
+    return hop
+
+
+@njit(nogil=True)
 def _bound(
     net: Network,
     V: float,
@@ -56,29 +79,30 @@ def _bound(
     N: int,
     most_cap: int,
     short_last: bool,
+    message: float,
+    K: int,
 ) -> float:
     """A lower bound for every cut into P stages: of four, in the order below. No cut has to be made for it.
 
     1. The busiest stage's work. 2. One micro-batch's way through all stages and back, during which the busiest stage
     can do no more than its stash's forwards, and then what else it has to do. 3. That of s stages' fill, N times the
-    work of stage s, and their drain, were work dealt out to make it the same for every s: w_s = w_0 (1 - 1/N)^s.
-    4. The average stage, with its all-reduce, which at best overlaps one backward. Behind 1 to 3 comes an all-reduce of
-    next to nothing.
+    work of stage s, and their drain, were work dealt out to make it the same for every s: with hops of h there and
+    back, w_s + h = (w_0 + h) (1 - 1/N)^s. 4. The average stage, with its all-reduce, which at best overlaps one
+    backward. Behind 1 to 3 comes `least_finish_us`. `message`: the least bytes of any cut's.
     """
     full = N - 1 if short_last else N
     bound = full * V
     if not short_last:
-        latency = net.other_vm[0]
-        if net.gpus_per_vm > 1:
-            latency = min(latency, net.same_vm[0])
-        way = work + 2.0 * (P - 1) * latency
+        hop = least_hop_us(net, message)
+        way = work + 2.0 * (P - 1) * hop
         hidden = (min(N, most_cap) - 1) * heaviest_forward
         bound = max(bound, way + V * max(0.0, (N - 1) - hidden))
         if N > 1:
-            bound = max(bound, work / (1.0 - (1.0 - 1.0 / N) ** P))
+            done = 1.0 - (1.0 - 1.0 / N) ** P
+            bound = max(bound, (work + 2.0 * hop * max(0.0, P - N * done)) / done)
     bytes_us = 2.0 * (D - 1) / D * net.byte_us * gradient
     average = (full * work + bytes_us - backward) / P if D > 1 else 0.0
-    return max(bound, average) + reduce_us(net, 0.0, 0.0, P, D)
+    return max(bound + least_finish_us(net, K, P, D), average + reduce_us(net, 0.0, 0.0, P, D))
 
 
 @njit(nogil=True)
@@ -148,6 +172,7 @@ def _make_enumerate(code: int) -> Any:
             )
             backward = sections.backward_us[a, 0, K]
             work = sections.forward_us[a, 0, K] + backward
+            message = sections.output_bytes[a, 0, : K - 1].min() if K > 1 else 0.0
             for P in range(lowest, highest + 1):
                 D = min(gpus // P, count)
                 if pinned_d > 0:
@@ -160,7 +185,7 @@ def _make_enumerate(code: int) -> Any:
                     cap = P + most_run_ahead(limits, P, N) if limits.counts_stages else N
                     V, forward = tables.free_us[a, P], heaviest_forward[a]
                     state[at] = BOUNDED
-                    time_us[at] = _bound(net, V, work, backward, forward, gradient, P, D, N, cap, D == 1)
+                    time_us[at] = _bound(net, V, work, backward, forward, gradient, P, D, N, cap, D == 1, message, K)
                     at += 1
                     if fewest > P:
                         state[at - 1], time_us[at - 1] = UNFIT, _INFINITY
@@ -171,6 +196,6 @@ def _make_enumerate(code: int) -> Any:
     return enumerate_shapes
 
 
-_CODE = code_of(_cuts)
+_CODE = code_of(_cuts, _kernels)
 count_shapes = _make_count(_CODE)
 enumerate_shapes = _make_enumerate(_CODE)

@@ -15,13 +15,14 @@ import numpy as np
 from numba import njit
 
 from varuna_planner import _bounds, _cuts, _enumerate, _kernels, _makespan
-from varuna_planner._enumerate import most_run_ahead, reduce_us
+from varuna_planner._enumerate import least_finish_us, most_run_ahead
 from varuna_planner._rules import code_of, stash_cap
 from varuna_planner._tables import (
     DRAWN,
     LEVELS,
     SIMULATED,
     UNFIT,
+    UNLIMITED,
     Ends,
     Flags,
     Floats,
@@ -248,33 +249,11 @@ def _make_draw(code: int) -> Any:
 
 
 @njit(nogil=True)
-def _nothing_known(S: int, most_stages: int) -> _bounds.Known:
-    of = (S, most_stages + 1, LEVELS)
-    return _bounds.Known(
-        np.zeros(of, dtype=np.int64),
-        np.zeros(of),
-        np.zeros(of, dtype=np.int64),
-        np.zeros(of, dtype=np.bool_),
-        np.zeros((S, most_stages + 1, LEVELS, 3, 5)),
-    )
-
-
-@njit(nogil=True)
-def _least_work(known: _bounds.Known, a: int, P: int, N: int, level: int) -> float:
-    """The most that V is known to be at least."""
-    least = 0.0
-    for less in range(level + 1):
-        if 0 < known.n[a, P, less] <= N:
-            least = max(least, known.busiest_us[a, P, less])
-    return least
-
-
-@njit(nogil=True)
-def _most_work(net: Network, P: int, D: int, full: int, best_time: float) -> float:
+def _most_work(net: Network, K: int, P: int, D: int, full: int, best_time: float) -> float:
     """The most that V can be for a time of no more than the best; a little more, for rounding."""
     if full == 0 or best_time == _INFINITY:
         return _INFINITY
-    most: float = max(0.0, best_time - reduce_us(net, 0.0, 0.0, P, D)) / full * (1.0 + 1e-9)
+    most: float = max(0.0, best_time - least_finish_us(net, K, P, D)) / full * (1.0 + 1e-9)
     return most
 
 
@@ -297,8 +276,8 @@ def _make_search(code: int) -> Any:
         tables: Tables,
         shapes: Shapes,
         ordered: Ints,
-        tied_bytes: float,
         upper: float,
+        most_runs: int,
         told: Ints,
         told_us: Floats,
     ) -> tuple[int, int, float, int, int]:
@@ -310,8 +289,8 @@ def _make_search(code: int) -> Any:
 
         Args:
             ordered: the shapes to search, by bound.
-            tied_bytes: of tied weights in all sections, which are not summed with the rest.
             upper: the best time is known not to be above.
+            most_runs: to simulate; the best of these is the answer then.
             told, told_us: times of shapes shape * LEVELS + level that the policy's makespan is not known of. Where one
                 more is needed, the answer is that shape, its level and a time of -1.
         """
@@ -322,7 +301,7 @@ def _make_search(code: int) -> Any:
         value, end = np.empty((most_stages + 1, K + 1)), np.empty((most_stages + 1, K + 1), dtype=np.int16)
         starts, recompute = np.empty(most_stages + 1, dtype=np.int64), np.empty(most_stages, dtype=np.bool_)
         cap = np.empty(most_stages, dtype=np.int64)
-        known = _nothing_known(S, most_stages)
+        known = _bounds.nothing_known(S, most_stages)
         best, best_level, best_rank, best_time = -1, 0, 0, upper
         draws, runs, next_dive = 0, 0, FIRST_DIVE
         # (bound, rank, shape, level, V), where V is 0 for what is not drawn yet, and -1 when the next level is queued
@@ -330,7 +309,7 @@ def _make_search(code: int) -> Any:
         queue = [(_INFINITY, 0, -1, 0, 0.0)]
         queue.pop()
         at = 0
-        while True:
+        while runs < most_runs:
             dive = -1
             if draws >= next_dive:
                 dive = _lowest_drawn(queue)
@@ -357,17 +336,22 @@ def _make_search(code: int) -> Any:
             full, most = (N - 1 if short_last[index] else N), most_run_ahead(limits, P, N)
             is_drawn = V > 0.0
             if V == 0.0 and not short_last[index]:
-                least, alone = _bounds.least_us(net, limits, known, tied_bytes, a, P, D, N, level)
+                least, alone = _bounds.least_us(net, limits, known, K, a, P, D, N, level)
                 if alone > bound * (1.0 + 1e-9):
                     if level == 0:
                         time_us[index] = max(time_us[index], least)
                     heapq.heappush(queue, (alone, rank, index, level, -1.0))
-                    if level + 1 < LEVELS and level * P < most:
+                    if level + 1 < LEVELS and level * P < most and limits.usable_bytes < UNLIMITED:
                         heapq.heappush(queue, (max(bound, least), rank + 1, index, level + 1, 0.0))
                     continue
-            limit = V if is_drawn else _most_work(net, P, D, full, best_time)
+            may_check = not is_drawn and not short_last[index] and best_time < _INFINITY
+            if may_check and not _bounds.is_possible(sections, net, limits, known, a, P, D, N, level, best_time):
+                if level == 0:
+                    time_us[index] = max(time_us[index], best_time)
+                continue
+            limit = V if is_drawn else _most_work(net, K, P, D, full, best_time)
             # With more in flight no cut gets better, so that those of fewer are where to begin.
-            least = V if is_drawn else _least_work(known, a, P, N, level)
+            least = V if is_drawn else _bounds.least_work(known, a, P, N, level)
             next_queued = V != 0.0
             V, k = _draw(sections, limits, tables, a, P, N, level, least, limit, value, end, starts, recompute)
             draws += 1
@@ -388,18 +372,15 @@ def _make_search(code: int) -> Any:
                 heapq.heappush(queue, (closer, rank, index, level, max(V, 1e-300)))
                 if level == 0:
                     state[index], time_us[index] = DRAWN, closer
-                same = limits.counts_stages and N > (level + 1) * P
+                same = limits.counts_stages and (level + 1) * P < N
                 if not short_last[index] and (
-                    known.n[a, P, level] == 0
-                    or known.n[a, P, level] > N
-                    or (same and not known.same_cut[a, P, level])
+                    known.n[a, P, level] == 0 or known.n[a, P, level] > N or (same and not known.same_cut[a, P, level])
                 ):
                     known.n[a, P, level], known.busiest_us[a, P, level] = N, V
                     known.run_ahead[a, P, level] = k if k < most else -1
                     known.same_cut[a, P, level] = same
-                    _bounds.note(
-                        sections, N, times, recompute[:P], starts, k, limits.policy, known.stages[a, P, level]
-                    )
+                    of, before = known.stages[a, P, level], known.before[a, P, level]
+                    _bounds.note(sections, net, N, times, recompute[:P], starts, of, before)
                 if next_queued:
                     continue
                 level += 1

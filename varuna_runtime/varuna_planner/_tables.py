@@ -106,6 +106,9 @@ class Shapes(NamedTuple):
 BOUNDED, DRAWN, SIMULATED, UNFIT = 0, 1, 2, 3
 """What is known of a shape: a bound for any cut, one for its own cut, its time, that it does not fit."""
 
+UNLIMITED = 2**62
+"""memory.usable_bytes of devices whose memory is not known: then cuts with more room are no others."""
+
 LEVELS = 3
 """Cuts are made with room for a run-ahead of 0, P, and RUN_AHEAD_STAGES · P."""
 RUN_AHEAD_STAGES = 2

@@ -36,8 +36,9 @@ __all__ = ["Candidate", "Candidates", "Choice", "Pins", "Plan", "choose_plan", "
 IMPROVEMENT = 0.03
 """F(m)/m has stopped improving when no larger m betters it by more than this part: the noise of measurement."""
 
-MANY_SHAPES, FIRST_LOOK = 16384, 512
-"""Of many shapes a few with the lowest bounds are searched first, for a time by which to leave out most others."""
+MANY_SHAPES, FIRST_LOOK, FIRST_RUNS = 16384, 512, 4
+"""Of many shapes a few with the lowest bounds are searched first, and of these a few simulated, for a time by which to
+leave out most others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,12 +279,13 @@ class _Search:
             return self._search_among(enumerated, np.argsort(enumerated.time_us, kind="stable"))
         # Most of many shapes are out of the question once there is a time to beat.
         some = np.argpartition(enumerated.time_us, FIRST_LOOK)[:FIRST_LOOK]
-        upper = self._search_among(enumerated, some[np.argsort(enumerated.time_us[some])])[2]
+        by_bound = some[np.argsort(enumerated.time_us[some])]
+        upper = self._search_among(enumerated, by_bound, most_runs=FIRST_RUNS)[2]
         hopeful = np.nonzero(enumerated.time_us <= upper)[0]
         return self._search_among(enumerated, hopeful[np.argsort(enumerated.time_us[hopeful], kind="stable")], upper)
 
     def _search_among(
-        self, enumerated: _tables.Shapes, ordered: npt.NDArray[np.int64], upper: float = inf
+        self, enumerated: _tables.Shapes, ordered: npt.NDArray[np.int64], upper: float = inf, most_runs: int = 2**62
     ) -> tuple[int, int, float]:
         told: dict[int, float] = {}
         while True:
@@ -295,8 +297,8 @@ class _Search:
                 self.tables,
                 self.shapes,
                 ordered,
-                self._tied_bytes,
                 upper,
+                most_runs,
                 np.array([*told], dtype=np.int64),
                 np.array([*told.values()], dtype=np.float64),
             )
