@@ -31,6 +31,7 @@ def make_profile(
     links: Links | None = None,
     tied: bool = False,
     messages: Sequence[int] = (),
+    optimizer_us: float = 0.0,
 ) -> Profile:
     """Sections whose forward takes weight × (fixed_us + 100 µs × m), backward twice that."""
     sections = []
@@ -54,6 +55,7 @@ def make_profile(
                 parameter_bytes=state_bytes // 4 * weight,
                 gradient_bytes=state_bytes // 4 * weight,
                 optimizer_bytes=state_bytes // 2 * weight,
+                optimizer_us=optimizer_us * (1 + 3 * index),  # not in proportion to the work
                 measurements=measurements,
             )
         )
@@ -168,6 +170,7 @@ networks = st.builds(
     gpus_per_vm=st.integers(1, 4),
     fixed_us=st.sampled_from([0.0, 200.0]),
     tied=st.booleans(),
+    optimizer_us=st.sampled_from([0.0, 150.0, 5000.0]),
 )
 def test_the_choice_is_the_best_of_all_shapes(
     weights: list[int],
@@ -179,8 +182,16 @@ def test_the_choice_is_the_best_of_all_shapes(
     gpus_per_vm: int,
     fixed_us: float,
     tied: bool,
+    optimizer_us: float,
 ) -> None:
-    profile = make_profile(weights, fixed_us=fixed_us, links=links, tied=tied and len(weights) > 1, messages=messages)
+    profile = make_profile(
+        weights,
+        fixed_us=fixed_us,
+        links=links,
+        tied=tied and len(weights) > 1,
+        messages=messages,
+        optimizer_us=optimizer_us,
+    )
     choice = choose(profile, gpus, global_batch, memory, gpus_per_vm=gpus_per_vm)
     exhaustive = Exhaustive(profile, gpus, global_batch, memory, gpus_per_vm)
     best_us = exhaustive.best_us({candidate.micro_batch for candidate in choice.candidates})

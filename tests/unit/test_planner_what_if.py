@@ -117,6 +117,14 @@ def test_weights_tied_within_a_stage_are_summed_once() -> None:
     assert pipeline.finish_us == pytest.approx([first + agreement, second + agreement])
 
 
+def test_every_stage_ends_with_the_step_of_its_own_optimizer() -> None:
+    plain = make_profile()
+    slow = [section.model_copy(update={"optimizer_us": 100.0 * section.index}) for section in plain.sections]
+    before = make_pipeline(plain, [0, 1, K], 2).finish_us
+    after = make_pipeline(plain.model_copy(update={"sections": tuple(slow)}), [0, 1, K], 2).finish_us
+    assert after - before == pytest.approx([0.0, 100.0 * sum(range(1, K))])
+
+
 def test_a_smaller_last_micro_batch_takes_less() -> None:
     pipeline = make_pipeline(make_profile(), [0, 4, K], 1, last=1)
     assert pipeline.forward_us.tolist() == [[8000, 8000], [4000, 4000]]

@@ -112,12 +112,14 @@ def stage_times(
     hop_us: float,
     byte_us: float,
     overhead_us: float,
+    optimizer_us: Floats,
     D: int,
     short_last: bool,
 ) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
     """(forward, recompute, backward, transfer [2, P], latency, finish [P]) of stages cut at bounds[P + 1].
 
-    `forward` and the others are sums [2, K + 1] over the sections before; links are (latency_us, bytes per us).
+    `forward` and the others are sums [2, K + 1] over the sections before, `optimizer_us` [K + 1]; links are (latency_us,
+    bytes per us).
     """
     P = bounds.shape[0] - 1
     F, R, B, transfer = np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P))
@@ -153,4 +155,5 @@ def stage_times(
                 own[s] -= (uses[s] - 1) * tie_bytes[tie]
     for s in range(P):
         finish[s] += agreement + exposed_us(max(0, own[s]), D, hop_us, byte_us, B[1, s])
+        finish[s] += optimizer_us[bounds[s + 1]] - optimizer_us[bounds[s]]
     return F, R, B, transfer, latency, finish

@@ -180,6 +180,7 @@ def _times(sections: Sections, net: Network, a: int, P: int, D: int, short_last:
         net.hop_us,
         net.byte_us,
         net.overhead_us,
+        net.optimizer_us,
         D,
         short_last,
     )

@@ -55,6 +55,8 @@ class Network(NamedTuple):
     """Of a ring all-reduce: time per byte on one link."""
     overhead_us: float
     """Profile.stage_overhead_us."""
+    optimizer_us: Floats
+    """[K + 1]: of the sections before."""
     ties: Ints
     """[T, widest]: sections of each shared parameter, -1 where there are fewer."""
     tie_bytes: Ints

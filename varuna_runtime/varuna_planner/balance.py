@@ -125,6 +125,7 @@ def network(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Network:
         hop_us=hop_us,
         byte_us=byte_us,
         overhead_us=profile.stage_overhead_us,
+        optimizer_us=_sums(np.array([section.optimizer_us for section in profile.sections])),
         ties=ties,
         tie_bytes=np.array([shared.bytes for shared in profile.shared_parameters], dtype=np.int64),
     )
@@ -200,6 +201,7 @@ def pipeline(
         net.hop_us,
         net.byte_us,
         net.overhead_us,
+        net.optimizer_us,
         cost.d,
         cost.short_last,
     )
