@@ -118,8 +118,8 @@ def stage_times(
 ) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
     """(forward, recompute, backward, transfer [2, P], latency, finish [P]) of stages cut at bounds[P + 1].
 
-    `forward` and the others are sums [2, K + 1] over the sections before, `optimizer_us` [K + 1]; links are (latency_us,
-    bytes per us).
+    `forward` and the others are sums [2, K + 1] over the sections before, `optimizer_us` [K + 1]; links are
+    (latency_us, bytes per us).
     """
     P = bounds.shape[0] - 1
     F, R, B, transfer = np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P))
