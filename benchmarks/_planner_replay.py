@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,6 @@ MODEL = ModelShape(family=Family.GPT2, layers=54, hidden=1920, seq=1024, fused_a
 """GPT-2 with 2.5 billion parameters (paper, section 3.2), as its code of 2021 computes it."""
 GPU, NETWORK, MEMORY_BYTES = "v100-16gb", "ethernet-10g", 16 * 2**30
 """Of the trace's p3.2xlarge: one V100, up to 10 Gb/s."""
-STRETCHED_GRACE_S = 3600.0
-"""A stop that waits for the mini-batch under way, however long it is."""
 
 
 def main() -> None:
@@ -116,21 +114,14 @@ def make_plans(profile: Profile, global_batch: int) -> Plans:
 
 
 def _policies(trace: SpotTrace, plans: Plans, costs: Costs, horizon_s: float) -> dict[str, Policy]:
-    """By name; from the manager to liveput one thing changes with each.
-
-    "patient": a job that is to grow may end its mini-batch, though that takes longer than the manager's grace.
-    """
-    # A first mini-batch may take longer than the default limit for one: that is a fault of the rule, not of the trace.
-    rules = Rules(first_step_timeout_s=1e9, lost_after_s=costs.detect_s)
-    patient = replace(rules, save_grace_s=STRETCHED_GRACE_S)
+    """By name; from the manager to liveput one thing changes with each."""
+    rules = Rules(lost_after_s=costs.detect_s)
     saves = automatic_saves(costs)
-    liveput = Liveput(plans, patient, trace, costs, horizon_s)
+    liveput = Liveput(plans, rules, trace, costs, horizon_s)
     return {
         "greedy": Greedy(plans, rules, saves),
-        "greedy, patient": Greedy(plans, patient, saves),
         "manager": ManagersRules(plans, rules, saves),
-        "manager, patient": ManagersRules(plans, patient, saves),
-        "manager, patient, best saves": ManagersRules(plans, patient, liveput.every),
+        "manager, best saves": ManagersRules(plans, rules, liveput.every),
         "liveput": liveput,
     }
 

@@ -10,6 +10,7 @@ from _planner_replay_job import Generation, Job, Plans, Policy, Start, Stop
 
 from varuna.checkpoint import Cadence
 from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
+from varuna_manager.domain.morphs import RECENT, PastShape, look_back
 from varuna_manager.domain.observed import (
     Device,
     EndGeneration,
@@ -77,7 +78,12 @@ class Greedy:
 
 def _save_first(generation: Generation, now: float, rules: Rules) -> Stop:
     """While it is launched there is nothing to save."""
-    return Stop(grace_s=rules.save_grace_s if now > generation.ready_s else None)
+    return Stop(grace_s=_grace_s(generation, rules) if now > generation.ready_s else None)
+
+
+def _grace_s(generation: Generation, rules: Rules) -> float:
+    """As the manager tells the agents (`messages.stop_message`)."""
+    return rules.save_grace_s + 2 * generation.plan.predicted_minibatch_s
 
 
 class Liveput:
@@ -134,6 +140,8 @@ class ManagersRules:
         self._number = 0
         self._ended = 0
         self._stop: StopView | None = None
+        self._shapes: list[PastShape] = []
+        self._progress_at = 0.0
 
     def decide(self, now: float, job: Job) -> Start | Stop | None:
         while True:
@@ -151,9 +159,19 @@ class ManagersRules:
                 if isinstance(action, StopGeneration):
                     self._stop = StopView(mode=action.mode, cause=action.cause, reason=action.reason, requested_at=now)
                     saves = action.mode is StopMode.SAVE_FIRST
-                    return Stop(grace_s=self._rules.save_grace_s if saves else None)
+                    assert job.generation is not None
+                    return Stop(grace_s=_grace_s(job.generation, self._rules) if saves else None)
                 assert isinstance(action, EndGeneration), f"no job ends in a replay: {action}"
                 self._ended = action.number
+                self._note_end(now, job.generation or job.last)
+
+    def _note_end(self, now: float, generation: Generation | None) -> None:
+        """What the manager's store knows of it: how long it lived, and its time without progress."""
+        assert generation is not None
+        first_step_s = generation.ready_s + generation.plan.predicted_minibatch_s
+        morph_s = generation.ready_s - self._progress_at if first_step_s <= now and self._shapes else None
+        self._shapes.append(PastShape(lifetime_s=now - generation.started_s, morph_s=morph_s))
+        self._progress_at = now
 
     def _start(self, action: StartGeneration, job: Job) -> Start:
         plan = self._plans(action.plan.p * action.plan.d)
@@ -188,6 +206,7 @@ class ManagersRules:
             generation=self._generation(now, job),
             devices=tuple(Device(vm, 0) for vm in job.vms),
             proposal=proposal,
+            morphs=look_back(self._shapes[-RECENT:]),
         )
 
     def _generation(self, now: float, job: Job) -> GenerationView | None:

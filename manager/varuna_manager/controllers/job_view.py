@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.commands import Presence
-from varuna_manager.domain.morphs import Morphs, PastShape, look_back
+from varuna_manager.domain.morphs import RECENT, Morphs, PastShape, look_back
 from varuna_manager.domain.observed import Device, GenerationView, JobView, Plan, Rules, StopView, VmView, WorkerView
 from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
 from varuna_manager.domain.spec import JobSpec
@@ -208,15 +208,18 @@ async def _setbacks(session: AsyncSession, job_id: str) -> Setbacks:
 
 async def _morphs(session: AsyncSession, job_id: str) -> Morphs:
     row = GenerationRow
-    query = select(row.created_at, row.ended_at, row.seconds_without_progress)
-    query = query.where(
+    query = select(row).where(
         row.job_id == job_id, row.state == GenerationState.ENDED.value, row.kind == GenerationKind.TRAINING.value
     )
-    return look_back(
-        # The first one's wait is that of the job for its start.
-        PastShape(lifetime_s=(ended_at or created_at) - created_at, morph_s=morph_s if index else None)
-        for index, (created_at, ended_at, morph_s) in enumerate(await session.execute(query.order_by(row.number)))
-    )
+    rows = (await session.scalars(query.order_by(row.number.desc()).limit(RECENT))).all()
+    return look_back([_past_shape(ended) for ended in rows])
+
+
+def _past_shape(row: GenerationRow) -> PastShape:
+    morph_s = None
+    if row.resumed_step and row.seconds_without_progress is not None:  # one that starts at 0 waited for other things
+        morph_s = max(0.0, row.seconds_without_progress - Plan.from_document(row.plan).predicted_minibatch_s)
+    return PastShape(lifetime_s=(row.ended_at or row.created_at) - row.created_at, morph_s=morph_s)
 
 
 def with_devices(job: LoadedJob, devices: tuple[Device, ...], quarantined: tuple[Device, ...]) -> JobView:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-_RECENT = 5
+RECENT = 5
 """Morphs that are looked back on: what they cost changes with shape and fleet."""
 _FEWEST = 3
 """Lifetimes without which nothing is known of how long shapes last."""
 _SHORTEST_S = 60.0
 """A fleet that changes faster than this is growing or being replaced, and about to settle."""
-_REGRET = 1.5
-"""The gain that must be in sight, in units of the cost: a growing fleet may soon offer better, and shrink again."""
+_TO_BE_GAINED = 0.5
+"""Of the cost, over a usual lifetime. Found by replaying a spot trace (docs/planner.md): with more, jobs leave new VMs
+idle; with less, they morph for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class PastShape:
 
     lifetime_s: float
     morph_s: float | None
-    """Without progress until its first step; None: it never came to that."""
+    """Without progress until its first step began; None: it never completed one, or was the job's first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,11 @@ class Morphs:
 
     def worthwhile_ratio(self, least: float) -> float:
         """The rate of another shape, in units of the present one's, from which on it pays to change to it."""
-        return max(least, 1.0 + _REGRET * self.cost_s / self.lifetime_s)
+        return max(least, 1.0 + _TO_BE_GAINED * self.cost_s / self.lifetime_s)
 
 
-def look_back(shapes: Iterable[PastShape]) -> Morphs:
-    """`shapes`: oldest first."""
-    recent = list(shapes)[-_RECENT:]
+def look_back(recent: Sequence[PastShape]) -> Morphs:
+    """`recent`: the last RECENT shapes, in any order."""
     costs = [shape.morph_s for shape in recent if shape.morph_s is not None]
     known = Morphs()
     return Morphs(
