@@ -124,8 +124,14 @@ class Liveput:
         return _save_first(generation, now, self._rules)
 
     def every(self, plan: Plan, vms: int) -> int:
-        """Mini-batches between saves that keep the most work."""
-        return self._fleet.checkpoints(max(vms, plan.p * plan.d), self._plans.index(plan) + 1).every
+        """Mini-batches between saves that keep the most work.
+
+        A plan that is none of those here is taken for the slowest that is as fast: it has been left out for that one.
+        For a moment there may be more VMs than the trace ever holds, as some come and others go: then the fastest.
+        """
+        as_fast = [n for n, one in enumerate(self._plans, 1) if one.examples_per_s >= plan.examples_per_s]
+        option = min(as_fast, default=len(self._plans))
+        return self._fleet.checkpoints(max(vms, plan.p * plan.d), option).every
 
     def _option(self, generation: Generation | None) -> int:
         return 0 if generation is None else self._plans.index(generation.plan) + 1

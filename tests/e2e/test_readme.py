@@ -42,10 +42,12 @@ def varuna_commands(*names: str) -> list[list[str]]:
 RUN_BY_OTHERS = {"manager", "demo"}
 """`varuna manager` is the fixture, and `varuna demo --short` is test_demo.py."""
 ASKING = ("ps", "show", "events", "logs", "vms")
+PLANNING = ("estimate",)
+"""Commands that need no manager."""
 
 
 def test_the_pages_have_no_command_that_is_not_tried_here() -> None:
-    known = {"--help", "submit", "cancel", *ASKING, *RUN_BY_OTHERS}
+    known = {"--help", "submit", "cancel", *ASKING, *PLANNING, *RUN_BY_OTHERS}
     for command in commands():
         program, *arguments = shlex.split(command)
         if program == ".venv/bin/varuna":
@@ -80,6 +82,14 @@ def test_the_long_running_commands_take_their_options(arguments: list[str]) -> N
     assert done.returncode == 0, done.stderr
     for option in (argument for argument in arguments if argument.startswith("--")):
         assert option in done.stdout
+
+
+@pytest.mark.parametrize("arguments", varuna_commands(*PLANNING), ids=" ".join)
+def test_the_planning_commands_give_a_plan(arguments: list[str]) -> None:
+    done = run_varuna(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"plan +[0-9]+×[0-9]+, micro-batch [0-9]+", done.stdout)
+    assert "cost" in done.stdout
 
 
 def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from varuna import CutPoint
 from varuna.calibration.cache import ProfileCache, fingerprint, why_not_enough
-from varuna.calibration.compute import measure_optimizer
 from varuna.calibration.measuring import device_name
+from varuna.calibration.optimizer import measure_optimizer
 from varuna.partition import trace
 from varuna.precision import Precision
 from varuna_planner.profile import Measurement, Profile, Section
