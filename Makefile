@@ -17,6 +17,8 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 	@test -n "$(PYTHON)" || { echo "varuna needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,manager,dev]'
+	@# Compiled here, once, the planner takes no processor time from the first job's calibration.
+	$(BIN)/python -c 'from varuna_planner.auto_config import warm_up; warm_up()'
 	@touch $@
 
 demo: venv ## Train a GPT on four local spot VMs, lose one, gain one, drain one; check every loss
