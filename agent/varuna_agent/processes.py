@@ -34,6 +34,8 @@ class ProcessSpec:
     contract: Mapping[str, str] = field(default_factory=dict)
     """What this worker has for itself, on top of it."""
     log: Path
+    may_warm: bool = True
+    """Whether a process may be warmed beside it: not while it measures what the machine can do."""
     rendezvous: socket.socket | None = None
     """Inherited by the worker (VARUNA_RENDEZVOUS_FD says where); closed here once it has started."""
 
@@ -108,7 +110,7 @@ class WorkerProcesses:
         """Have a process at hand from which the next workers like this one start. Idempotent; returns at once."""
         spec = self._specs.get(key)
         recipe = None if spec is None else spec.recipe
-        if spec is None or recipe is None or not self._keeps_warm:
+        if spec is None or recipe is None or not spec.may_warm or not self._keeps_warm:
             return
         warm = self._warm
         if warm is not None and (warm.workers or (warm.recipe == recipe and not warm.is_over)):

@@ -28,6 +28,7 @@ from varuna_agent.settings import AgentSettings
 from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey
 from varuna_agent.state import stimuli as st
 from varuna_agent.worker_link import WorkerLink, socket_path
+from varuna_proto.environment import Mode
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -164,6 +165,7 @@ class AgentRunner:
                 workdir=start.workdir,
                 environment=environ,
                 contract=environment.to_environ(),
+                may_warm=environment.mode is Mode.TRAIN,
                 log=logs.log_path(self._settings.vm_dir, start.key),
                 rendezvous=rendezvous,
             )

@@ -244,6 +244,24 @@ def test_quotes_are_the_shells() -> None:
     assert (recipe.interpreter, recipe.arguments) == ("python3.11", ("train.py", "--name", "two words"))
 
 
+async def test_nothing_is_warmed_beside_a_worker_that_measures(world: World) -> None:
+    key = WorkerKey("job", 1, 0)
+    world.ends[key] = asyncio.get_running_loop().create_future()
+    world.processes.start(
+        ProcessSpec(
+            key=key,
+            command=f"{sys.executable} train.py",
+            workdir=str(world.folder),
+            environment={**world.environment, "RANK": "0"},
+            log=world.log(0),
+            may_warm=False,
+        )
+    )
+    world.processes.warm_up(key)
+    assert (await world.end(key)).exit_code == 0
+    assert not (world.folder / "jobs" / "job" / "warm.log").exists()
+
+
 async def test_closing_does_not_wait_for_a_process_that_is_being_warmed(world: World) -> None:
     key = world.start(0, THEN="wait")
     await world.result(0)
