@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from torch import Tensor
@@ -17,6 +17,9 @@ from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.manifest import MANIFEST, FileEntry, FileKind, Manifest, file_generation, parse
 from varuna.checkpoint.state import TrainingState, fill, optimizer_name, optimizer_states
 from varuna.checkpoint.store import CheckpointStore, folder_of
+
+if TYPE_CHECKING:
+    from varuna.launch import KeyValueStore
 
 __all__ = [
     "Loaded",
@@ -36,16 +39,6 @@ _log = structlog.get_logger(__name__)
 
 _KEY = "varuna.resume"
 _READERS = 4
-
-
-class KeyValueStore(Protocol):
-    """What agreeing on a checkpoint takes of `torch.distributed.Store`: `get` waits until the key is there."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
