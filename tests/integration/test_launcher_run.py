@@ -312,3 +312,18 @@ def test_a_script_may_make_its_own_process_group_first_and_ends_well(folder: Pat
     (folder / "machines").write_text("127.0.0.1\n")
     result = run(folder, *SIZES, "--no_arguments", "train.py", env={"PYTHONPATH": str(HERE)})
     assert result.returncode == 0, result.stderr
+
+
+def test_lines_of_several_ranks_are_never_mixed(folder: Path) -> None:
+    (folder / "talk.py").write_text(
+        "import os, sys\n"
+        "for number in range(200):\n"
+        "    for stream in (sys.stdout, sys.stderr):\n"
+        "        print('rank', os.environ['RANK'], 'says', number, file=stream)\n"
+        "sys.stdout.write('the end')\n"
+    )
+    result = run(folder, *SIZES, "--no_arguments", "talk.py")
+    assert result.returncode == 0, result.stderr
+    whole = [f"rank {rank} says {number}" for rank in range(4) for number in range(200)]
+    assert sorted(result.stdout.splitlines()) == sorted([*whole, *["the end"] * 4])
+    assert sorted(line for line in result.stderr.splitlines() if "says" in line) == sorted(whole)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from varuna.launching.children import Children, Ended, Stop, dies_with_parent
 from varuna.launching.layout import LaunchError, Layout, script_arguments
+from varuna.launching.lines import Relay, to_stream
 from varuna_proto.environment import WorkerEnvironment
 
 __all__ = ["ANNOUNCEMENT", "add_plan_flags", "main", "run"]
@@ -30,6 +31,8 @@ ANNOUNCEMENT = "varuna-rendezvous-port "
 
 DEFAULT_PORT = 29500
 _GRACE_S = 5.0
+_LAST_LINES_S = 1.0
+"""How long the last lines of a rank that has ended may take to get here."""
 _ORPHANED = 143
 
 
@@ -104,16 +107,22 @@ def run(given: argparse.Namespace) -> int:
     extra = _environment_from_stdin() if given.follow_stdin else {}
     children = Children(grace_s=_GRACE_S)
     children.stop_on_signals()
-    _start_ranks(children, given, layout, code_dir, {**os.environ, **extra})
+    ranks = _start_ranks(children, given, layout, code_dir, {**os.environ, **extra})
     children.watch()
+    relay, out, err = Relay(), to_stream(sys.stdout), to_stream(sys.stderr)
+    for rank in ranks:
+        relay.follow(rank, out, err)
     if given.follow_stdin:
         threading.Thread(target=_watch_stdin, args=(children,), name="stdin", daemon=True).start()
-    return _told(children.wait())
+    outcome = children.wait()
+    relay.join(_LAST_LINES_S)
+    return _told(outcome)
 
 
 def _start_ranks(
     children: Children, given: argparse.Namespace, layout: Layout, code_dir: Path, environ: Mapping[str, str]
-) -> None:
+) -> list[subprocess.Popen[bytes]]:
+    started = []
     ranks = layout.ranks(given.node_rank)
     listening = _listen(given.master_addr, given.master_port) if 0 in ranks else None
     port = listening.getsockname()[1] if listening else given.master_port
@@ -138,15 +147,18 @@ def _start_ranks(
                 files = (listening.fileno(),)
                 contract["VARUNA_RENDEZVOUS_FD"] = str(listening.fileno())
             try:
-                children.start(
+                process = children.start(
                     f"rank {rank}",
                     command,
                     cwd=code_dir,
                     env=_worker_environ(environ, contract, environment),
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                     pass_fds=files,
                     preexec_fn=dies_with_parent(),
                 )
+                started.append(process)
             except OSError as error:
                 children.end()
                 raise LaunchError(f"cannot start rank {rank}: {error}") from error
@@ -156,6 +168,7 @@ def _start_ranks(
     if given.master_port == 0 and listening is not None:
         sys.stdout.write(f"{ANNOUNCEMENT}{port}\n")
         sys.stdout.flush()
+    return started
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -17,17 +17,16 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from varuna.launcher import ANNOUNCEMENT, add_plan_flags
 from varuna.launching.children import Children, Ended, Said, Stop
 from varuna.launching.last_run import recall, remember
 from varuna.launching.layout import LaunchError, Layout, script_arguments
+from varuna.launching.lines import Relay, Write, to_stream
 from varuna.launching.machines import is_here, launcher_command, read_env_file, read_machine_list
 from varuna.launching.submit import job_document, manager_url, submit
 
@@ -35,8 +34,8 @@ __all__ = ["main"]
 
 _GRACE_S = 12.0
 """More than a launcher gives its ranks."""
-_PUMP_S = 1.0
-"""How long the last lines of machine 0 may take to get here once it has ended."""
+_LAST_LINES_S = 1.0
+"""How long the last lines of a machine may take to get here once it has ended."""
 _SSH_FAILED = 255
 
 
@@ -205,21 +204,20 @@ class _Nodes:
         children = Children(grace_s=_GRACE_S, ask=_close_stdin)
         children.stop_on_signals()
         children.watch()
-        first = self._start(children, 0, 0, capture=True)
-        assert first.stdout is not None
-        pump = threading.Thread(target=_pump, args=(first.stdout, children), name="stdout-0", daemon=True)
-        pump.start()
+        relay, out, err = Relay(), to_stream(sys.stdout), to_stream(sys.stderr)
+        relay.follow(self._start(children, 0, 0), _hears_port(out, children), err)
         outcome = children.next_event()  # the port, or what goes wrong before there is one
         if not isinstance(outcome, Said):
             children.end()
+            relay.join(_LAST_LINES_S)
             return self._told(outcome)
         for node in range(1, used):
-            self._start(children, node, int(outcome.text))
+            relay.follow(self._start(children, node, int(outcome.text)), out, err)
         ended = children.wait()
-        pump.join(_PUMP_S)
+        relay.join(_LAST_LINES_S)
         return self._told(ended)
 
-    def _start(self, children: Children, node: int, port: int, *, capture: bool = False) -> subprocess.Popen[bytes]:
+    def _start(self, children: Children, node: int, port: int) -> subprocess.Popen[bytes]:
         machine = self.machines[node]
         flags = [*self.flags, "--node_rank", str(node), "--master_port", str(port), *self.script]
         try:
@@ -227,7 +225,8 @@ class _Nodes:
                 self._name(node),
                 launcher_command(machine, self.python, flags),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if capture else None,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
         except OSError as error:
             children.end()
@@ -261,16 +260,20 @@ def _close_stdin(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
 
 
-def _pump(source: IO[bytes], children: Children) -> None:
+def _hears_port(write: Write, children: Children) -> Write:
     """Passes on what machine 0 writes, but for the line with the port, which becomes an event."""
     announced = False
-    for line in source:
-        if not announced and line.startswith(ANNOUNCEMENT.encode()):
-            announced = True
-            children.events.put(Said(line[len(ANNOUNCEMENT) :].decode().strip()))
-        else:
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
+
+    def heard(piece: bytes) -> None:
+        nonlocal announced
+        for line in [piece] if announced else piece.splitlines(keepends=True):
+            if not announced and line.startswith(ANNOUNCEMENT.encode()):
+                announced = True
+                children.events.put(Said(line[len(ANNOUNCEMENT) :].decode().strip()))
+            else:
+                write(line)
+
+    return heard
 
 
 if __name__ == "__main__":
