@@ -27,6 +27,13 @@ class Notice:
         return max(0.0, self.deadline_unix_s - now_unix_s)
 
 
+@dataclass(frozen=True)
+class NoticeCancelled:
+    """The provider leaves the VM after all."""
+
+    notice_id: str
+
+
 class NoticeSource(Protocol):
     def notices(self) -> AsyncIterator[Notice]:
         """Notices as they come, for ever; the same one may come again."""
