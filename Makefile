@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
-PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto
+PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto proto/varuna_proto/v1/identity.proto
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test soak soak-matrix soak-kills lint format proto proto-check clean
@@ -16,7 +16,7 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 .venv/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "varuna needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,manager,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,manager,azure,dev]'
 	@# Compiled here, once, the planner takes no processor time from the first job's calibration.
 	$(BIN)/python -c 'from varuna_planner.auto_config import warm_up; warm_up()'
 	@touch $@

@@ -1,0 +1,121 @@
+"""What Azure says of its market: refusals, spot prices, and how often VMs of a size are evicted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from azure.core.exceptions import AzureError, HttpResponseError
+from azure.core.rest import HttpRequest
+from azure.mgmt.compute.aio import ComputeManagementClient
+
+from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
+from varuna_manager.providers.azure_settings import AzureSize
+
+__all__ = ["Quote", "ask_market", "refusal_of"]
+
+_CAPACITY = frozenset(
+    {
+        "AllocationFailed",
+        "OverconstrainedAllocationRequest",
+        "OverconstrainedZonalAllocationRequest",
+        "SkuNotAvailable",
+        "SpotPriceExceededMaxPrice",
+        "ZonalAllocationFailed",
+    }
+)
+_QUOTA = frozenset({"QuotaExceeded", "ResourceQuotaExceeded"})
+_GRAPH_URL = "/providers/Microsoft.ResourceGraph/resources?api-version=2022-10-01"
+_OPEN_BAND = 5.0
+"""Percent that the open band "20+" is taken to be wide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quote:
+    """Of one size in the fleet's region. None: Azure does not say."""
+
+    price_per_hour: float | None = None
+    hazard_per_hour: float | None = None
+
+
+def refusal_of(error: AzureError) -> Refusal:
+    """What an error of the SDK means for asking again."""
+    if not isinstance(error, HttpResponseError):
+        return Refusal(kind=RefusalKind.FAILED, reason=f"Azure cannot be reached: {_first_line(error)}")
+    code = error.error.code if error.error is not None and error.error.code else ""
+    text = f"{code or error.status_code}: {_first_line(error)}"
+    if error.status_code == 429 or code in ("TooManyRequests", "OperationPreempted"):
+        return Refusal(kind=RefusalKind.THROTTLED, reason=text, retry_after_s=_retry_after_s(error))
+    if code in _CAPACITY:
+        return Refusal(kind=RefusalKind.CAPACITY, reason=text)
+    if code in _QUOTA or (code == "OperationNotAllowed" and "quota" in text.lower()):
+        return Refusal(kind=RefusalKind.QUOTA, reason=text)
+    return Refusal(kind=RefusalKind.FAILED, reason=text)
+
+
+def _first_line(error: AzureError) -> str:
+    inner = getattr(error, "error", None)
+    text = (getattr(inner, "message", None) or error.message or str(error)).strip()
+    return str(text).splitlines()[0] if text else type(error).__name__
+
+
+def _retry_after_s(error: HttpResponseError) -> float | None:
+    headers: Mapping[str, str] = getattr(error.response, "headers", {})
+    value = headers.get("Retry-After")
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return None  # an HTTP date, which Azure does not send
+
+
+async def ask_market(client: ComputeManagementClient, location: str, sizes: Sequence[AzureSize]) -> Mapping[str, Quote]:
+    """Spot prices and eviction rates from Azure Resource Graph, by the sizes' names. Raises AzureError."""
+    names = ", ".join(f"'{size.name.lower()}'" for size in sizes)
+    where = f"sku.name in~ ({names}) | where location =~ '{location}'"
+    prices = await _query(
+        client,
+        "SpotResources | where type =~ 'microsoft.compute/skuspotpricehistory/ostype/location' "
+        f"| where {where} | where properties.osType =~ 'linux' "
+        "| project size = tolower(tostring(sku.name)), value = tostring(properties.spotPrices[0].priceUSD)",
+    )
+    rates = await _query(
+        client,
+        "SpotResources | where type =~ 'microsoft.compute/skuspotevictionrate/location' "
+        f"| where {where} | project size = tolower(tostring(sku.name)), value = tostring(properties.evictionRate)",
+    )
+    return {
+        size.name: Quote(
+            price_per_hour=_number(prices.get(size.name.lower())), hazard_per_hour=_hazard(rates.get(size.name.lower()))
+        )
+        for size in sizes
+    }
+
+
+async def _query(client: ComputeManagementClient, query: str) -> dict[str, str]:
+    response = await client.send_request(HttpRequest("POST", _GRAPH_URL, json={"query": query}))
+    await response.read()
+    if response.status_code != 200:
+        raise HttpResponseError(response=response)
+    return {row["size"]: row["value"] for row in json.loads(response.text())["data"]}
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _hazard(band: str | None) -> float | None:
+    """Evictions per VM-hour from a band such as "5-10": the percentage of VMs that an hour takes, at its middle."""
+    if band is None:
+        return None
+    low, separator, high = band.rstrip("+%").partition("-")
+    try:
+        first = float(low)
+        last = float(high) if separator else first + _OPEN_BAND
+    except ValueError:
+        return None
+    return -math.log1p(-(first + last) / 200.0)

@@ -1,0 +1,101 @@
+"""Bodies of requests to Azure Resource Manager: the scale set and its VMs, in the REST API's own JSON."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
+
+__all__ = ["FLEET_TAG", "REQUEST_TAG", "scale_set_body", "vm_body"]
+
+FLEET_TAG = "varuna-fleet"
+REQUEST_TAG = "varuna-request"
+
+_NETWORK_API = "2022-11-01"
+
+
+def scale_set_body(settings: AzureSettings) -> dict[str, Any]:
+    """A Flexible set without a model of its VMs: each is made with its own name, size and start token.
+
+    One fault domain: N-series sizes take no more, and it lets Azure spread VMs as widely as it can.
+    """
+    zones = sorted({zone for size in settings.sizes for zone in size.zones})
+    return {
+        "location": settings.location,
+        "tags": {**settings.tags, FLEET_TAG: settings.scale_set},
+        **({"zones": zones} if zones else {}),
+        "properties": {
+            "orchestrationMode": "Flexible",
+            "platformFaultDomainCount": 1,
+            "singlePlacementGroup": False,
+        },
+    }
+
+
+def vm_body(
+    settings: AzureSettings, name: str, size: AzureSize, zone: str | None, request: str, cloud_init: str
+) -> dict[str, Any]:
+    """A spot VM of the set. Its disk and its network interface go when it goes."""
+    identity = settings.identity_id
+    return {
+        "location": settings.location,
+        "tags": {**settings.tags, FLEET_TAG: settings.scale_set, REQUEST_TAG: request},
+        **({"zones": [zone]} if zone else {}),
+        **({"identity": {"type": "UserAssigned", "userAssignedIdentities": {identity: {}}}} if identity else {}),
+        "properties": {
+            "virtualMachineScaleSet": {"id": settings.scale_set_id},
+            "priority": "Spot",
+            # Deallocated VMs would keep their quota and their disks' cost.
+            "evictionPolicy": "Delete",
+            "billingProfile": {"maxPrice": settings.max_price_per_hour},
+            "hardwareProfile": {"vmSize": size.name},
+            "storageProfile": {
+                "imageReference": _image(settings.image),
+                "osDisk": {
+                    "createOption": "FromImage",
+                    "deleteOption": "Delete",
+                    "diskSizeGB": settings.os_disk_gib,
+                    "managedDisk": {"storageAccountType": "Premium_LRS"},
+                },
+            },
+            "osProfile": _os_profile(settings, name, cloud_init),
+            "networkProfile": _network_profile(settings),
+            "scheduledEventsProfile": {"terminateNotificationProfile": {"enable": True, "notBeforeTimeout": "PT5M"}},
+        },
+    }
+
+
+def _image(image: str) -> dict[str, str]:
+    if image.startswith("/"):
+        return {"id": image}
+    return dict(zip(("publisher", "offer", "sku", "version"), image.split(":"), strict=True))
+
+
+def _os_profile(settings: AzureSettings, name: str, cloud_init: str) -> dict[str, Any]:
+    key_path = f"/home/{settings.admin_username}/.ssh/authorized_keys"
+    return {
+        "computerName": name,
+        "adminUsername": settings.admin_username,
+        "customData": base64.b64encode(cloud_init.encode()).decode(),
+        "linuxConfiguration": {
+            "disablePasswordAuthentication": True,
+            "ssh": {"publicKeys": [{"path": key_path, "keyData": settings.ssh_public_key}]},
+        },
+    }
+
+
+def _network_profile(settings: AzureSettings) -> dict[str, Any]:
+    """No public address: VMs reach out through the subnet's NAT, and nobody reaches in."""
+    group = settings.network_security_group_id
+    interface = {
+        "primary": True,
+        "deleteOption": "Delete",
+        "enableAcceleratedNetworking": True,
+        **({"networkSecurityGroup": {"id": group}} if group else {}),
+        "ipConfigurations": [{"name": "first", "properties": {"subnet": {"id": settings.subnet_id}}}],
+    }
+    return {
+        "networkApiVersion": _NETWORK_API,
+        "networkInterfaceConfigurations": [{"name": "first", "properties": interface}],
+    }

@@ -1,0 +1,72 @@
+"""What the Azure provider must be told: a YAML file, which the deployment in `deploy/azure` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AzureSize(_Model):
+    """One size of VM; a fleet may take several, in order of preference."""
+
+    name: str = Field(description="such as Standard_NC24ads_A100_v4")
+    gpus: int = Field(ge=1)
+    device_memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
+    zones: tuple[str, ...] = Field(default=(), description="availability zones to try, in order; none: Azure's choice")
+
+
+class AzureSettings(_Model):
+    subscription_id: str
+    resource_group: str
+    location: str
+    scale_set: str = Field(default="varuna", pattern=r"^[a-z][a-z0-9-]{0,31}$", description="made when it is not there")
+    sizes: tuple[AzureSize, ...] = Field(min_length=1, description="in order of preference")
+    image: str = Field(description="publisher:offer:sku:version, or the id of an image")
+    subnet_id: str
+    network_security_group_id: str | None = None
+    identity_id: str | None = Field(default=None, description="user-assigned identity, for the checkpoint store")
+    admin_username: str = "varuna"
+    ssh_public_key: str
+    os_disk_gib: int = Field(default=128, ge=30)
+    max_price_per_hour: float = Field(default=-1, description="a VM's; -1: up to the price on demand")
+    tags: dict[str, str] = Field(default_factory=dict)
+    writes_per_minute: int = Field(default=200, ge=1, description="creations and deletions that are asked for at most")
+
+    @field_validator("image")
+    @classmethod
+    def _image(cls, value: str) -> str:
+        if not value.startswith("/") and value.count(":") != 3:
+            raise ValueError("give publisher:offer:sku:version or a resource id that starts with /")
+        return value
+
+    @property
+    def scale_set_id(self) -> str:
+        return (
+            f"/subscriptions/{self.subscription_id}/resourceGroups/{self.resource_group}"
+            f"/providers/Microsoft.Compute/virtualMachineScaleSets/{self.scale_set}"
+        )
+
+
+def read_azure_settings(path: Path) -> AzureSettings:
+    """Raises ValueError with one line that names the file, the field and the value."""
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: expected a mapping with subscription_id, resource_group, ...")
+    try:
+        return AzureSettings.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        value = "" if first["type"] == "missing" else f" {first['input']!r}"
+        raise ValueError(f"{path}: {place}{value}: {first['msg'].removeprefix('Value error, ')}") from error

@@ -1,0 +1,273 @@
+"""A small Azure Resource Manager: scale sets, spot VMs, evictions, long-running operations, all that it refuses.
+
+It speaks the REST API's own JSON over HTTP, as far as the SDK's calls of the provider go, and keeps state as Azure
+does: a VM whose allocation fails stays as a failed resource, a request's outcome is told by an operation that has to be
+asked for, and lists come in pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import uvicorn
+from azure.core.pipeline.policies import SansIOHTTPPolicy
+from azure.mgmt.compute.aio import ComputeManagementClient
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from varuna_manager.providers.azure import PatientRetryPolicy
+from varuna_manager.providers.azure_settings import AzureSettings
+
+PAGE = 10
+GROUP = "/subscriptions/{subscription}/resourceGroups/{group}/providers/Microsoft.Compute"
+
+
+@dataclass
+class FakeVm:
+    name: str
+    body: dict[str, Any]
+    state: str = "Creating"
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
+    asks_until_settled: int = 1
+
+    @property
+    def size(self) -> str:
+        return str(self.body["properties"]["hardwareProfile"]["vmSize"])
+
+    @property
+    def place(self) -> tuple[str, str | None]:
+        return self.size, next(iter(self.body.get("zones", ())), None)
+
+    def document(self, group: str) -> dict[str, Any]:
+        properties = {**self.body["properties"], "provisioningState": self.state, "timeCreated": self.created}
+        properties["osProfile"] = {key: value for key, value in properties["osProfile"].items() if key != "customData"}
+        return {**self.body, "id": f"{group}/virtualMachines/{self.name}", "name": self.name, "properties": properties}
+
+
+@dataclass
+class Operation:
+    """Asked for until it has ended."""
+
+    asks_left: int
+    error: dict[str, str] | None = None
+    vm: FakeVm | None = None
+    deletes: tuple[str, ...] = ()
+
+
+@dataclass
+class FakeArm:
+    """The state, and the knobs: change them while it runs."""
+
+    capacity: dict[tuple[str, str | None], int] = field(default_factory=dict)
+    """VMs that a size has room for in a zone; missing: any number."""
+    quota: int | None = None
+    """VMs that the subscription may have, also those that failed."""
+    refuses_at_once: bool = False
+    """Whether a lack of capacity is said by the request itself (SkuNotAvailable), not by its operation."""
+    throttle: list[float] = field(default_factory=list)
+    """Retry-After of the answers 429 to the next writes."""
+    failures: list[int] = field(default_factory=list)
+    """Status codes of the next requests of any kind."""
+    slow_operations: int = 1
+    """How often an operation is asked for before it ends."""
+    vms: dict[str, FakeVm] = field(default_factory=dict)
+    scale_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    operations: dict[str, Operation] = field(default_factory=dict)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    market: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Spot price and eviction band by size, in small letters."""
+    url: str = ""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def evict(self, *names: str) -> None:
+        """As with eviction policy Delete: they are gone."""
+        with self._lock:
+            for name in names:
+                del self.vms[name]
+
+    def writes(self, kind: str) -> list[str]:
+        return [path for method, path in self.requests if method in ("PUT", "POST") and kind in path]
+
+    def client(self, settings: AzureSettings) -> ComputeManagementClient:
+        class NoCredential:
+            async def get_token(self, *scopes: str, **options: Any) -> Any:
+                raise AssertionError("the fake server wants no token")
+
+            async def close(self) -> None:
+                return
+
+        return ComputeManagementClient(
+            NoCredential(),  # type: ignore[arg-type]
+            settings.subscription_id,
+            base_url=self.url,
+            authentication_policy=SansIOHTTPPolicy(),
+            polling_interval=0,
+            retry_policy=PatientRetryPolicy(retry_total=4, retry_backoff_factor=0.01),
+        )
+
+    # ------------------------------------------------------------ what a request does
+
+    def put_vm(self, name: str, body: dict[str, Any]) -> Response:
+        with self._lock:
+            if name in self.vms:
+                return self._again(self.vms[name])
+            used = len(self.vms)
+            if self.quota is not None and used >= self.quota:
+                text = f"Operation could not be completed as it results in exceeding approved quota. Current: {used}"
+                return _error(409, "OperationNotAllowed", text)
+            vm = FakeVm(name, body)
+            full = self._is_full(vm)
+            if full and self.refuses_at_once:
+                return _error(409, "SkuNotAvailable", f"The requested VM size {vm.size} is currently not available")
+            self.vms[name] = vm
+            error = {"code": "AllocationFailed", "message": "Allocation failed. We do not have sufficient capacity"}
+            operation = Operation(self.slow_operations, error if full else None, vm)
+            return JSONResponse(vm.document(self._group()), 201, headers=self._operation(operation))
+
+    def _again(self, vm: FakeVm) -> Response:
+        if vm.state == "Failed":
+            return _error(409, "Conflict", f"VM {vm.name} is in a failed state")
+        return JSONResponse(vm.document(self._group()), 200)
+
+    def _is_full(self, vm: FakeVm) -> bool:
+        room = self.capacity.get(vm.place)
+        alive = sum(other.place == vm.place and other.state in ("Creating", "Succeeded") for other in self.vms.values())
+        return room is not None and alive >= room
+
+    def delete(self, names: list[str]) -> Response:
+        with self._lock:
+            unknown = [name for name in names if name not in self.vms]
+            if unknown:
+                return _error(404, "ResourceNotFound", f"The entity {unknown[0]} was not found")
+            for name in names:
+                self.vms[name].state = "Deleting"
+            operation = Operation(self.slow_operations, deletes=tuple(names))
+            headers = self._operation(operation)
+            return Response(status_code=202, headers={"Location": headers["Azure-AsyncOperation"]})
+
+    def _operation(self, operation: Operation) -> dict[str, str]:
+        number = f"{next(self._numbers)}"
+        self.operations[number] = operation
+        return {"Azure-AsyncOperation": f"{self.url}/operations/{number}?api-version=2024-03-01"}
+
+    def ask(self, number: str) -> Response:
+        with self._lock:
+            operation = self.operations[number]
+            operation.asks_left -= 1
+            if operation.asks_left > 0:
+                status = 202 if operation.deletes else 200
+                return JSONResponse({"status": "InProgress"}, status, headers={"Location": self._self(number)})
+            for name in operation.deletes:
+                self.vms.pop(name, None)
+            if operation.vm is not None:
+                operation.vm.state = "Failed" if operation.error else "Succeeded"
+            if operation.error:
+                return JSONResponse({"status": "Failed", "error": operation.error})
+            return JSONResponse({"status": "Succeeded"})
+
+    def _self(self, number: str) -> str:
+        return f"{self.url}/operations/{number}?api-version=2024-03-01"
+
+    def _group(self) -> str:
+        return GROUP.format(subscription="s", group="g")
+
+    def list_vms(self, skip: int) -> dict[str, Any]:
+        with self._lock:
+            everything = sorted(self.vms.values(), key=lambda vm: vm.name)
+            page = [vm.document(self._group()) for vm in everything[skip : skip + PAGE]]
+            more = len(everything) > skip + PAGE
+            path = f"{self.url}{self._group()}/virtualMachines?api-version=2024-03-01&skip={skip + PAGE}"
+            return {"value": page, **({"nextLink": path} if more else {})}
+
+    def graph(self, query: str) -> dict[str, Any]:
+        index = 0 if "skuspotpricehistory" in query else 1
+        return {"data": [{"size": size, "value": said[index]} for size, said in self.market.items()]}
+
+
+def _error(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": {"code": code, "message": message}}, status, headers=headers)
+
+
+def _app(arm: FakeArm) -> FastAPI:
+    app = FastAPI()
+    base = "/subscriptions/{subscription}/resourceGroups/{group}/providers/Microsoft.Compute"
+
+    @app.middleware("http")
+    async def refuse(request: Request, call_next: Any) -> Response:
+        arm.requests.append((request.method, request.url.path))
+        if arm.failures:
+            return _error(arm.failures.pop(0), "InternalServerError", "try again")
+        if arm.throttle and request.method in ("PUT", "POST") and "virtualMachines" in request.url.path:
+            wait_s = arm.throttle.pop(0)
+            return _error(429, "TooManyRequests", "slow down", {"Retry-After": f"{wait_s:g}"})
+        response: Response = await call_next(request)
+        return response
+
+    @app.get(base + "/virtualMachineScaleSets/{name}")
+    async def get_set(name: str) -> Response:
+        if name not in arm.scale_sets:
+            return _error(404, "ResourceNotFound", f"{name} was not found")
+        return JSONResponse(arm.scale_sets[name])
+
+    @app.put(base + "/virtualMachineScaleSets/{name}")
+    async def put_set(name: str, request: Request) -> Response:
+        arm.scale_sets[name] = {**await request.json(), "name": name, "id": f"x/{name}"}
+        return JSONResponse(arm.scale_sets[name])
+
+    @app.post(base + "/virtualMachineScaleSets/{name}/delete")
+    async def delete_instances(name: str, request: Request) -> Response:
+        return arm.delete((await request.json())["instanceIds"])
+
+    @app.get(base + "/virtualMachines")
+    async def list_vms(skip: int = 0) -> Response:
+        if not arm.scale_sets:
+            return _error(404, "ResourceNotFound", "no such scale set")
+        return JSONResponse(arm.list_vms(skip))
+
+    @app.put(base + "/virtualMachines/{name}")
+    async def put_vm(name: str, request: Request) -> Response:
+        return arm.put_vm(name, await request.json())
+
+    @app.get(base + "/virtualMachines/{name}")
+    async def get_vm(name: str) -> Response:
+        vm = arm.vms.get(name)
+        return JSONResponse(vm.document("g")) if vm else _error(404, "ResourceNotFound", name)
+
+    @app.delete(base + "/virtualMachines/{name}")
+    async def delete_vm(name: str) -> Response:
+        return arm.delete([name])
+
+    @app.get("/operations/{number}")
+    async def ask(number: str) -> Response:
+        return arm.ask(number)
+
+    @app.post("/providers/Microsoft.ResourceGraph/resources")
+    async def graph(request: Request) -> Response:
+        return JSONResponse(arm.graph((await request.json())["query"]))
+
+    return app
+
+
+@contextmanager
+def fake_arm() -> Iterator[FakeArm]:
+    """The server, on a port of its own, in a thread of its own."""
+    arm = FakeArm()
+    listener = socket.create_server(("127.0.0.1", 0))
+    arm.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(uvicorn.Config(_app(arm), log_config=None, lifespan="off", ws="none"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield arm
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listener.close()

@@ -1,0 +1,273 @@
+"""The Azure provider with Azure's own SDK against a fake Azure Resource Manager."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_arm import FakeArm, fake_arm
+from varuna_manager.domain.fleet_decision import RefusalKind
+from varuna_manager.providers.azure import AzureProvider
+from varuna_manager.providers.azure_settings import AzureSettings, AzureSize, read_azure_settings
+
+A100, V100 = "Standard_NC24ads_A100_v4", "Standard_NC6s_v3"
+SETTINGS = AzureSettings(
+    subscription_id="00000000-0000-0000-0000-000000000000",
+    resource_group="training",
+    location="westeurope",
+    sizes=(AzureSize(name=A100, gpus=1, device_memory_gib=80, zones=("1", "2")), AzureSize(name=V100, gpus=1)),
+    image="Canonical:ubuntu-24_04-lts:server:latest",
+    subnet_id="/subscriptions/s/resourceGroups/g/providers/Microsoft.Network/virtualNetworks/n/subnets/vms",
+    ssh_public_key="ssh-ed25519 AAAA",
+)
+
+
+@pytest.fixture
+def arm() -> Iterator[FakeArm]:
+    with fake_arm() as served:
+        yield served
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def boot_script(name: str) -> str:
+    return f"#cloud-config\n# {name}\n"
+
+
+def provider_on(arm: FakeArm, clock: Clock, settings: AzureSettings = SETTINGS) -> AzureProvider:
+    return AzureProvider(settings, arm.client(settings), boot_script, settle_s=20.0, now=clock)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def provider(arm: FakeArm, clock: Clock) -> AsyncIterator[AzureProvider]:
+    made = provider_on(arm, clock)
+    yield made
+    await made.close()
+
+
+async def test_nothing_is_there_before_the_scale_set(provider: AzureProvider) -> None:
+    assert list(await provider.list()) == []
+
+
+async def test_32_spot_vms_are_made_in_one_flexible_scale_set(arm: FakeArm, provider: AzureProvider) -> None:
+    created = await provider.create(32, "Request-1")
+    assert created.refusal is None
+    assert len(created.vms) == 32
+    assert {vm.request for vm in created.vms} == {"Request-1"}
+    assert {(vm.gpus, vm.device_memory_bytes) for vm in created.vms} == {(1, 80 << 30)}
+    scale_set = arm.scale_sets["varuna"]["properties"]
+    assert (scale_set["orchestrationMode"], scale_set["platformFaultDomainCount"]) == ("Flexible", 1)
+    vm = arm.vms["varuna-request1-007"]
+    properties = vm.body["properties"]
+    assert (properties["priority"], properties["evictionPolicy"]) == ("Spot", "Delete")
+    assert properties["billingProfile"] == {"maxPrice": -1}
+    assert properties["virtualMachineScaleSet"]["id"].endswith("/virtualMachineScaleSets/varuna")
+    assert vm.body["zones"] == ["1"]
+    assert base64.b64decode(properties["osProfile"]["customData"]).decode() == "#cloud-config\n# varuna-request1-007\n"
+
+
+async def test_a_request_made_again_makes_no_vm_twice(arm: FakeArm, clock: Clock, provider: AzureProvider) -> None:
+    await provider.create(3, "first")
+    after_restart = provider_on(arm, clock)
+    again = await after_restart.create(3, "first")
+    other = await after_restart.create(2, "second")
+    await after_restart.close()
+    assert sorted(vm.id for vm in again.vms) == [f"varuna-first-00{n}" for n in range(3)]
+    assert sorted(vm.id for vm in other.vms) == [f"varuna-second-00{n}" for n in range(2)]
+    assert len(arm.vms) == 5
+
+
+async def test_a_manager_that_died_in_the_middle_leaves_nothing_behind(
+    arm: FakeArm, clock: Clock, provider: AzureProvider
+) -> None:
+    await provider.create(2, "first")  # of 5: it died after these
+    after_restart = provider_on(arm, clock)
+    finished = await after_restart.create(5, "first")
+    await after_restart.close()
+    assert len(finished.vms) == len(arm.vms) == 5
+
+
+async def test_vms_of_others_are_neither_seen_nor_touched(arm: FakeArm, provider: AzureProvider) -> None:
+    await provider.create(1, "ours")
+    stranger = dict(arm.vms["varuna-ours-000"].body)
+    stranger["tags"] = {"owner": "somebody"}
+    arm.put_vm("theirs", stranger)
+    assert [vm.id for vm in await provider.list()] == ["varuna-ours-000"]
+
+
+async def test_evicted_vms_are_gone_from_the_list(arm: FakeArm, provider: AzureProvider) -> None:
+    await provider.create(32, "r")
+    lost = sorted(arm.vms)[:6]
+    arm.evict(*lost)
+    left = {vm.id for vm in await provider.list()}
+    assert len(left) == 26
+    assert not left & set(lost)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["said-by-the-request", "said-by-its-operation"])
+async def test_without_capacity_the_next_zone_and_size_are_tried_and_nothing_is_left_over(
+    arm: FakeArm, provider: AzureProvider, at_once: bool
+) -> None:
+    arm.refuses_at_once = at_once
+    arm.capacity = {(A100, "1"): 4, (A100, "2"): 2, (V100, None): 3}
+    created = await provider.create(12, "r")
+    assert len(created.vms) == 9
+    assert created.refusal is not None
+    assert created.refusal.kind is RefusalKind.CAPACITY
+    assert ("SkuNotAvailable" if at_once else "AllocationFailed") in created.refusal.reason
+    places = [arm.vms[vm.id].place for vm in created.vms]
+    assert {place: places.count(place) for place in places} == arm.capacity
+    assert len(arm.vms) == 9  # those that failed were cleared away
+
+
+async def test_a_place_that_refused_is_left_alone_for_a_while(
+    arm: FakeArm, clock: Clock, provider: AzureProvider
+) -> None:
+    arm.refuses_at_once = True
+    arm.capacity = {(A100, "1"): 0, (A100, "2"): 0, (V100, None): 0}
+    assert (await provider.create(1, "a")).refusal is not None
+    asked = len(arm.writes("virtualMachines/"))
+    at_once = await provider.create(1, "a")
+    assert len(arm.writes("virtualMachines/")) == asked
+    assert at_once.refusal is not None
+    assert at_once.refusal.retry_after_s is not None
+    clock.now += 3600.0
+    arm.capacity = {}
+    created = await provider.create(1, "a")
+    assert len(created.vms) == 1
+    assert arm.vms[created.vms[0].id].place == (A100, "1")
+
+
+async def test_the_quota_is_told_as_such(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.quota = 3
+    created = await provider.create(5, "r")
+    assert len(created.vms) == 3
+    assert created.refusal is not None
+    assert created.refusal.kind is RefusalKind.QUOTA
+    assert "quota" in created.refusal.reason
+
+
+async def test_a_short_retry_after_is_waited_out(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.throttle = [0.01, 0.01]
+    created = await provider.create(2, "r")
+    assert created.refusal is None
+    assert len(created.vms) == 2
+
+
+async def test_a_long_retry_after_becomes_a_refusal(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.throttle = [300.0] * 10
+    created = await provider.create(2, "r")
+    assert created.vms == ()
+    assert created.refusal is not None
+    assert created.refusal.kind is RefusalKind.THROTTLED
+    assert created.refusal.retry_after_s == 300.0
+
+
+async def test_our_own_budget_of_requests_is_kept(arm: FakeArm, clock: Clock) -> None:
+    modest = provider_on(arm, clock, SETTINGS.model_copy(update={"writes_per_minute": 5}))
+    created = await modest.create(8, "r")
+    assert len(created.vms) == 5
+    assert created.refusal is not None
+    assert (created.refusal.kind, created.refusal.retry_after_s) == (RefusalKind.THROTTLED, 60.0)
+    clock.now += 60.0
+    assert len((await modest.create(8, "r")).vms) == 8
+    await modest.close()
+
+
+async def test_errors_of_the_server_are_tried_again(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.failures = [500, 503, 500]
+    created = await provider.create(2, "r")
+    assert len(created.vms) == 2
+
+
+async def test_a_server_that_stays_broken_is_a_refusal(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.failures = [500] * 200
+    created = await provider.create(2, "r")
+    assert created.refusal is not None
+    assert created.refusal.kind is RefusalKind.FAILED
+
+
+async def test_deletes_go_in_batches_and_may_be_slow_or_repeated(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.slow_operations = 3
+    await provider.create(12, "r")
+    names = sorted(arm.vms)
+    await provider.delete([*names[:5], "varuna-r-999"])
+    await provider.delete(names[:5])
+    while {*names[:5]} & set(arm.vms):
+        await provider.list()
+    assert sorted(arm.vms) == names[5:]
+    left = len(arm.writes("virtualMachineScaleSets/varuna/delete"))
+    await provider.delete(names[5:])
+    assert len(arm.writes("virtualMachineScaleSets/varuna/delete")) == left + 1
+
+
+async def test_a_vm_that_fails_late_is_cleared_away(arm: FakeArm, provider: AzureProvider) -> None:
+    await provider.create(2, "r")
+    arm.vms["varuna-r-001"].state = "Failed"
+    assert [vm.id for vm in await provider.list()] == ["varuna-r-000"]
+    while "varuna-r-001" in arm.vms:
+        await provider.list()
+    assert sorted(arm.vms) == ["varuna-r-000"]
+
+
+async def test_prices_and_evictions_make_the_offer(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.market = {A100.lower(): ("0.73", "5-10"), V100.lower(): ("0.4", "20+")}
+    offer = await provider.offer()
+    assert (offer.gpus, offer.price_per_hour) == (1, 0.73)
+    assert offer.hazard_per_hour == pytest.approx(-math.log(1 - 0.075))
+    created = await provider.create(1, "r")
+    assert created.vms[0].price_per_hour == 0.73
+
+
+async def test_a_market_that_says_nothing_is_no_error(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.failures = [403]
+    offer = await provider.offer()
+    assert (offer.price_per_hour, offer.hazard_per_hour) == (None, None)
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {**SETTINGS.model_dump(mode="json"), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"image": "ubuntu"}, "image 'ubuntu': give publisher:offer:sku:version"),
+        ({"sizes": []}, "sizes"),
+        ({"scale_set": "No Good"}, "scale_set 'No Good'"),
+        ({"colour": "red"}, "colour 'red'"),
+    ],
+)
+def test_wrong_settings_are_told_in_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    import yaml
+
+    path = tmp_path / "azure.yaml"
+    path.write_text(yaml.safe_dump(document(**changes)))
+    with pytest.raises(ValueError, match=r"azure\.yaml") as raised:
+        read_azure_settings(path)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_settings_come_from_a_file(tmp_path: Path) -> None:
+    import yaml
+
+    path = tmp_path / "azure.yaml"
+    path.write_text(yaml.safe_dump(document()))
+    assert read_azure_settings(path) == SETTINGS
