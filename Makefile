@@ -25,7 +25,7 @@ demo: venv ## Train a GPT on four local spot VMs, lose one, gain one, drain one;
 	$(BIN)/varuna demo
 
 test: venv ## Run all tests
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadgroup $(PYTEST_FLAGS)
 
 soak: venv ## Train the example under random disturbances for some minutes; check every loss (not part of test)
 	$(BIN)/python tests/soak/soak.py $(SOAK)
