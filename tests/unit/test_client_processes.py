@@ -94,7 +94,9 @@ def test_only_a_demos_own_folder_is_emptied(tmp_path: Path) -> None:
 def test_a_folder_in_which_a_demo_runs_is_left_alone(tmp_path: Path) -> None:
     fresh_folder(tmp_path / "out")
     with DemoProcesses(tmp_path) as processes:
-        other = processes.start(["-c", SLEEPER, "demo"], tmp_path / "log")
+        script = f"open({str(tmp_path / 'up')!r}, 'w').close(); {SLEEPER}"
+        other = processes.start(["-c", script, "demo"], tmp_path / "log")
+        wait_for(tmp_path / "up")  # for a moment after its start, its command line is empty
         (tmp_path / "out" / ".varuna-demo").write_text(str(other.pid))
         with pytest.raises(UserError, match=f"pid {other.pid}"):
             fresh_folder(tmp_path / "out")

@@ -1,0 +1,347 @@
+# What a fleet on Azure needs: a network, a manager, checkpoint storage, and two identities with as few rights as will do.
+# The spot VMs are not here: the manager makes them, in a scale set of its own, and gives them back.
+
+terraform {
+  required_version = ">= 1.5"
+  required_providers {
+    azurerm = {
+      source  = "hashicorp/azurerm"
+      version = "~> 4.0"
+    }
+    random = {
+      source  = "hashicorp/random"
+      version = "~> 3.6"
+    }
+  }
+}
+
+provider "azurerm" {
+  features {}
+}
+
+data "azurerm_resource_group" "here" {
+  name = var.resource_group
+}
+
+data "azurerm_subscription" "here" {}
+
+locals {
+  location = data.azurerm_resource_group.here.location
+  tags     = { "varuna-fleet" = var.name }
+}
+
+# ---------------------------------------------------------------- network
+
+resource "azurerm_virtual_network" "net" {
+  name                = "${var.name}-net"
+  resource_group_name = var.resource_group
+  location            = local.location
+  address_space       = ["10.20.0.0/16"]
+  tags                = local.tags
+}
+
+resource "azurerm_subnet" "manager" {
+  name                 = "manager"
+  resource_group_name  = var.resource_group
+  virtual_network_name = azurerm_virtual_network.net.name
+  address_prefixes     = ["10.20.0.0/24"]
+}
+
+resource "azurerm_subnet" "vms" {
+  name                 = "vms"
+  resource_group_name  = var.resource_group
+  virtual_network_name = azurerm_virtual_network.net.name
+  address_prefixes     = ["10.20.16.0/20"]
+  service_endpoints    = ["Microsoft.Storage"]
+}
+
+resource "azurerm_public_ip" "nat" {
+  name                = "${var.name}-nat"
+  resource_group_name = var.resource_group
+  location            = local.location
+  allocation_method   = "Static"
+  sku                 = "Standard"
+  tags                = local.tags
+}
+
+resource "azurerm_nat_gateway" "nat" {
+  name                = "${var.name}-nat"
+  resource_group_name = var.resource_group
+  location            = local.location
+  sku_name            = "Standard"
+  tags                = local.tags
+}
+
+resource "azurerm_nat_gateway_public_ip_association" "nat" {
+  nat_gateway_id       = azurerm_nat_gateway.nat.id
+  public_ip_address_id = azurerm_public_ip.nat.id
+}
+
+resource "azurerm_subnet_nat_gateway_association" "vms" {
+  subnet_id      = azurerm_subnet.vms.id
+  nat_gateway_id = azurerm_nat_gateway.nat.id
+}
+
+resource "azurerm_network_security_group" "manager" {
+  name                = "${var.name}-manager"
+  resource_group_name = var.resource_group
+  location            = local.location
+  tags                = local.tags
+
+  security_rule {
+    name                       = "people"
+    priority                   = 100
+    direction                  = "Inbound"
+    access                     = "Allow"
+    protocol                   = "Tcp"
+    source_address_prefixes    = var.allowed_cidrs
+    source_port_range          = "*"
+    destination_address_prefix = "*"
+    destination_port_ranges    = ["22", "8750"]
+  }
+
+  security_rule {
+    name                       = "agents"
+    priority                   = 110
+    direction                  = "Inbound"
+    access                     = "Allow"
+    protocol                   = "Tcp"
+    source_address_prefix      = azurerm_subnet.vms.address_prefixes[0]
+    source_port_range          = "*"
+    destination_address_prefix = "*"
+    destination_port_ranges    = ["8750", "8751"]
+  }
+
+  security_rule {
+    name                       = "nobody-else"
+    priority                   = 4000
+    direction                  = "Inbound"
+    access                     = "Deny"
+    protocol                   = "*"
+    source_address_prefix      = "*"
+    source_port_range          = "*"
+    destination_address_prefix = "*"
+    destination_port_range     = "*"
+  }
+}
+
+resource "azurerm_network_security_group" "vms" {
+  name                = "${var.name}-vms"
+  resource_group_name = var.resource_group
+  location            = local.location
+  tags                = local.tags
+
+  # Workers of one job talk to each other on ports of their own choice.
+  security_rule {
+    name                       = "each-other"
+    priority                   = 100
+    direction                  = "Inbound"
+    access                     = "Allow"
+    protocol                   = "Tcp"
+    source_address_prefix      = azurerm_subnet.vms.address_prefixes[0]
+    source_port_range          = "*"
+    destination_address_prefix = azurerm_subnet.vms.address_prefixes[0]
+    destination_port_range     = "*"
+  }
+
+  security_rule {
+    name                       = "ssh-through-the-manager"
+    priority                   = 110
+    direction                  = "Inbound"
+    access                     = "Allow"
+    protocol                   = "Tcp"
+    source_address_prefix      = azurerm_subnet.manager.address_prefixes[0]
+    source_port_range          = "*"
+    destination_address_prefix = "*"
+    destination_port_range     = "22"
+  }
+
+  security_rule {
+    name                       = "nobody-else"
+    priority                   = 4000
+    direction                  = "Inbound"
+    access                     = "Deny"
+    protocol                   = "*"
+    source_address_prefix      = "*"
+    source_port_range          = "*"
+    destination_address_prefix = "*"
+    destination_port_range     = "*"
+  }
+}
+
+resource "azurerm_subnet_network_security_group_association" "manager" {
+  subnet_id                 = azurerm_subnet.manager.id
+  network_security_group_id = azurerm_network_security_group.manager.id
+}
+
+resource "azurerm_subnet_network_security_group_association" "vms" {
+  subnet_id                 = azurerm_subnet.vms.id
+  network_security_group_id = azurerm_network_security_group.vms.id
+}
+
+# ---------------------------------------------------------------- checkpoints
+
+resource "random_string" "storage" {
+  length  = 8
+  special = false
+  upper   = false
+}
+
+resource "azurerm_storage_account" "checkpoints" {
+  name                            = "${replace(var.name, "-", "")}${random_string.storage.result}"
+  resource_group_name             = var.resource_group
+  location                        = local.location
+  account_tier                    = "Standard"
+  account_replication_type        = "LRS"
+  min_tls_version                 = "TLS1_2"
+  shared_access_key_enabled       = false
+  allow_nested_items_to_be_public = false
+  tags                            = local.tags
+}
+
+resource "azurerm_storage_container" "checkpoints" {
+  name               = "checkpoints"
+  storage_account_id = azurerm_storage_account.checkpoints.id
+}
+
+# ---------------------------------------------------------------- who may do what
+
+resource "azurerm_user_assigned_identity" "manager" {
+  name                = "${var.name}-manager"
+  resource_group_name = var.resource_group
+  location            = local.location
+  tags                = local.tags
+}
+
+resource "azurerm_user_assigned_identity" "vms" {
+  name                = "${var.name}-vms"
+  resource_group_name = var.resource_group
+  location            = local.location
+  tags                = local.tags
+}
+
+resource "azurerm_role_definition" "fleet" {
+  name        = "${var.name} fleet (${var.resource_group})"
+  scope       = data.azurerm_resource_group.here.id
+  description = "Makes and deletes the spot VMs of one resource group."
+
+  permissions {
+    actions = [
+      "Microsoft.Compute/virtualMachines/read",
+      "Microsoft.Compute/virtualMachines/write",
+      "Microsoft.Compute/virtualMachines/delete",
+      "Microsoft.Compute/virtualMachineScaleSets/read",
+      "Microsoft.Compute/virtualMachineScaleSets/write",
+      "Microsoft.Compute/virtualMachineScaleSets/delete/action",
+      "Microsoft.Compute/disks/write",
+      "Microsoft.Compute/disks/delete",
+      "Microsoft.Network/networkInterfaces/read",
+      "Microsoft.Network/networkInterfaces/write",
+      "Microsoft.Network/networkInterfaces/join/action",
+      "Microsoft.Network/networkInterfaces/delete",
+      "Microsoft.Network/virtualNetworks/subnets/join/action",
+      "Microsoft.Network/networkSecurityGroups/join/action",
+      "Microsoft.ManagedIdentity/userAssignedIdentities/assign/action",
+    ]
+  }
+
+  assignable_scopes = [data.azurerm_resource_group.here.id]
+}
+
+resource "azurerm_role_assignment" "fleet" {
+  scope              = data.azurerm_resource_group.here.id
+  role_definition_id = azurerm_role_definition.fleet.role_definition_resource_id
+  principal_id       = azurerm_user_assigned_identity.manager.principal_id
+}
+
+resource "azurerm_role_assignment" "checkpoints" {
+  for_each = {
+    manager = azurerm_user_assigned_identity.manager.principal_id
+    vms     = azurerm_user_assigned_identity.vms.principal_id
+  }
+  scope                = azurerm_storage_container.checkpoints.id
+  role_definition_name = "Storage Blob Data Contributor"
+  principal_id         = each.value
+}
+
+# ---------------------------------------------------------------- manager
+
+resource "azurerm_public_ip" "manager" {
+  name                = "${var.name}-manager"
+  resource_group_name = var.resource_group
+  location            = local.location
+  allocation_method   = "Static"
+  sku                 = "Standard"
+  tags                = local.tags
+}
+
+resource "azurerm_network_interface" "manager" {
+  name                = "${var.name}-manager"
+  resource_group_name = var.resource_group
+  location            = local.location
+  tags                = local.tags
+
+  ip_configuration {
+    name                          = "first"
+    subnet_id                     = azurerm_subnet.manager.id
+    private_ip_address_allocation = "Static"
+    private_ip_address            = "10.20.0.10"
+    public_ip_address_id          = azurerm_public_ip.manager.id
+  }
+}
+
+resource "azurerm_linux_virtual_machine" "manager" {
+  name                  = "${var.name}-manager"
+  resource_group_name   = var.resource_group
+  location              = local.location
+  size                  = var.manager_size
+  admin_username        = "varuna"
+  network_interface_ids = [azurerm_network_interface.manager.id]
+  tags                  = local.tags
+
+  admin_ssh_key {
+    username   = "varuna"
+    public_key = var.ssh_public_key
+  }
+
+  identity {
+    type         = "UserAssigned"
+    identity_ids = [azurerm_user_assigned_identity.manager.id]
+  }
+
+  os_disk {
+    caching              = "ReadWrite"
+    storage_account_type = "Premium_LRS"
+    disk_size_gb         = 64
+  }
+
+  source_image_reference {
+    publisher = "Canonical"
+    offer     = "ubuntu-24_04-lts"
+    sku       = "server"
+    version   = "latest"
+  }
+
+  custom_data = base64encode(templatefile("${path.module}/manager-cloud-init.yaml.tftpl", {
+    service     = file("${path.module}/../systemd/varuna-manager.service")
+    wheel_name  = basename(var.wheel)
+    client_id   = azurerm_user_assigned_identity.manager.client_id
+    public_ip   = azurerm_public_ip.manager.ip_address
+    checkpoints = "az://${azurerm_storage_container.checkpoints.name}/jobs"
+    account     = azurerm_storage_account.checkpoints.name
+    max_vms     = var.max_vms
+    max_cost    = var.max_cost_per_hour
+    azure_settings = yamlencode({
+      subscription_id           = data.azurerm_subscription.here.subscription_id
+      resource_group            = var.resource_group
+      location                  = local.location
+      scale_set                 = var.name
+      sizes                     = [for size in var.sizes : { for key, value in size : key => value if value != null }]
+      image                     = var.image
+      subnet_id                 = azurerm_subnet.vms.id
+      network_security_group_id = azurerm_network_security_group.vms.id
+      identity_id               = azurerm_user_assigned_identity.vms.id
+      ssh_public_key            = var.ssh_public_key
+    })
+  }))
+}
