@@ -116,12 +116,13 @@ def make_plans(profile: Profile, global_batch: int) -> Plans:
 def _policies(trace: SpotTrace, plans: Plans, costs: Costs, horizon_s: float) -> dict[str, Policy]:
     """By name; from the manager to liveput one thing changes with each."""
     rules = Rules(lost_after_s=costs.detect_s)
-    saves = automatic_saves(costs)
+    usual = automatic_saves(costs)
+    saves = automatic_saves(costs, measure_hazard(trace).removals_per_vm_hour)
     liveput = Liveput(plans, rules, trace, costs, horizon_s)
     return {
-        "greedy": Greedy(plans, rules, saves),
+        "greedy": Greedy(plans, rules, usual),
+        "manager, saves at 1 %": ManagersRules(plans, rules, usual),
         "manager": ManagersRules(plans, rules, saves),
-        "manager, best saves": ManagersRules(plans, rules, liveput.every),
         "liveput": liveput,
     }
 

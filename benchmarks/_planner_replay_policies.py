@@ -45,10 +45,16 @@ Every = Callable[[Plan, int], int]
 """Mini-batches between saves, for a plan on a fleet of so many VMs."""
 
 
-def automatic_saves(costs: Costs) -> Every:
-    """As the runtime saves by itself."""
-    interval_s = Cadence().interval_s(costs.save_stall_s, costs.save_write_s)
-    return lambda plan, vms: max(1, math.ceil(interval_s / plan.predicted_minibatch_s))
+def automatic_saves(costs: Costs, removals_per_vm_hour: float = 0.0) -> Every:
+    """As the runtime saves by itself; 0: it is told no hazard."""
+
+    def every(plan: Plan, vms: int) -> int:
+        minibatch_s = plan.predicted_minibatch_s
+        cadence = Cadence(stops_per_hour=removals_per_vm_hour * plan.p * plan.d)
+        interval_s = cadence.interval_s(costs.save_stall_s, costs.save_write_s, minibatch_s)
+        return max(1, math.ceil(interval_s / minibatch_s))
+
+    return every
 
 
 class Greedy:

@@ -49,7 +49,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         memory = "no limit" if self.memory_gib is None else f"{self.memory_gib} GiB"
-        return f"{self.gpus:,} GPUs, {self.sections} sections, {memory}"
+        return f"{self.gpus:,} GPUs, {self.sections} sections, {memory}, batch {self.global_batch:,}"
 
 
 CASES = (
@@ -63,6 +63,10 @@ CASES = (
     Case(4096, 512, 4096, 8192, 80, 50),
     Case(100_000, 96, 4096, 131_072, 16, 500),
     Case(100_000, 96, 4096, 1_048_576, 80, 500),
+    Case(100_000, 512, 4096, 131_072, None, 500),
+    Case(100_000, 512, 4096, 131_072, 16, 500),
+    Case(100_000, 512, 4096, 131_072, 80, 500),
+    Case(100_000, 512, 4096, 1_048_576, 80, 500),
 )
 
 FIRST_CALL = """

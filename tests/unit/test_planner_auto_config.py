@@ -162,8 +162,8 @@ networks = st.builds(
 @settings(deadline=None, max_examples=150)
 @given(
     weights=weight_lists,
-    messages=st.lists(st.integers(1, 60), min_size=7, max_size=7),
-    gpus=st.integers(1, 10),
+    messages=st.lists(st.integers(1, 60) | st.integers(1, 1500), min_size=7, max_size=7),
+    gpus=st.integers(1, 10) | st.integers(11, 40),
     global_batch=st.integers(1, 30),
     links=networks,
     memory=st.none() | st.integers(2000, 40_000),

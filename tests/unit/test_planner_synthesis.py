@@ -31,6 +31,8 @@ def profile(shape: ModelShape = GPT_2_5B, gpu: str = "v100-16gb", network: str =
         (GPT_2_5B, 2.5),
         (ModelShape(family=Family.GPT2, layers=72, hidden=3072, seq=1024), 8.3),
         (ModelShape(family=Family.BERT, layers=24, hidden=1024, seq=512), 0.335),
+        (ModelShape(family=Family.T5, layers=12, hidden=768, seq=512), 0.223),
+        (ModelShape(family=Family.T5, layers=24, hidden=1024, seq=512), 0.738),
         (ModelShape(family=Family.LLAMA, layers=32, hidden=4096, seq=2048), 6.74),
         (ModelShape(family=Family.LLAMA, layers=80, hidden=8192, seq=4096, heads=64, kv_heads=8, mlp=28672), 68.98),
     ],
@@ -66,6 +68,30 @@ def test_tied_weights_are_shared_by_the_first_and_the_last_section() -> None:
     assert shared.bytes == 50257 * 1920 * 4
     untied = ModelShape(family=Family.LLAMA, layers=2, hidden=256, seq=64)
     assert profile(untied).shared_parameters == ()
+
+
+def test_a_decoder_relays_the_encoders_output_over_its_cuts() -> None:
+    made = profile(ModelShape(family=Family.T5, layers=3, hidden=512, seq=128))
+    one = 128 * 512 * 2
+    assert [section.name for section in made.sections][:5] == [
+        "embedding",
+        "encoder layer 0",
+        "encoder layer 1",
+        "encoder layer 2",
+        "decoder layer 0",
+    ]
+    # After the last layer of the decoder nobody looks at the encoder's output any more.
+    assert [each.output_bytes for each in made.at(1)] == [one] * 4 + [2 * one] * 2 + [one, 2]
+    assert [each.input_bytes for each in made.at(1)][1:] == [one] * 4 + [2 * one] * 2 + [one]
+    (shared,) = made.shared_parameters
+    assert shared.sections == (0, 4, 7)
+
+
+def test_an_encoder_and_decoder_take_six_flops_per_parameter_and_token_and_three_attentions() -> None:
+    shape = ModelShape(family=Family.T5, layers=12, hidden=768, seq=512)
+    products = 6 * shape.parameters * 512  # the embedding's only as the head's
+    attention = 3 * 12 * 12 * 512**2 * 768
+    assert shape.flops == pytest.approx(products + attention, rel=0.01)
 
 
 @settings(max_examples=30, deadline=None)

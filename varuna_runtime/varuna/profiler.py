@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from varuna._gloo import GlooGroup
-from varuna.calibration.measuring import Meters, calibrate, document, measure_network, measure_sections, with_earlier
+from varuna.calibration.measuring import Meters, calibrate, document, measure_network, measure_sections
+from varuna.calibration.merging import with_earlier
 from varuna.calibration.optimizer import ADAM_MEMORY, OptimizerTime, measure_optimizer, time_optimizer
 from varuna.calibration.peers import Peers
 from varuna.example_inputs import example_maker

@@ -6,18 +6,26 @@ comes back, the same everywhere, is done at the start of the next: by then the s
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
-from varuna.checkpoint import Checkpointer, SaveOutcome, TrainingState, next_save_due
+from varuna.checkpoint import Cadence, Checkpointer, SaveOutcome, TrainingState, next_save_due
 from varuna.departure import Departure, GenerationEnded
 
 __all__ = ["AutomaticSaves", "Wishes", "wait_for_save"]
 
 _log = structlog.get_logger("varuna")
+
+_STEPS_KEPT = 9
+"""Of which the median is what a mini-batch takes."""
+
+_NEWS = 2.0
+"""An interval that is so many times as long or short is told in the log."""
 
 _LOOK_UP_S = 0.1
 """How often a wait for a save looks whether the worker must leave."""
@@ -37,12 +45,18 @@ class Wishes:
 class AutomaticSaves:
     """The automatic checkpoints of one rank; does nothing but leave when there is no checkpointer."""
 
-    def __init__(self, checkpointer: Checkpointer | None, departure: Departure, *, decides: bool) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer | None, departure: Departure, *, decides: bool, cadence: Cadence
+    ) -> None:
         """`decides`: whether this rank is the one that says when a save is due."""
         self._checkpointer = checkpointer
         self._departure = departure
         self._decides = decides
+        self._cadence = cadence
         self._last_save_s = time.monotonic()
+        self._last_wishes_s: float | None = None
+        self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._told_interval_s: float | None = None
         self._agreed = Wishes()
 
     def wishes(self) -> Wishes:
@@ -50,16 +64,43 @@ class AutomaticSaves:
         leave = self._departure.save_first
         if self._checkpointer is None:
             return Wishes(leave=leave)
-        due = False
-        if self._decides:
-            due, _ = next_save_due(
-                time.monotonic(),
-                last_save_s=self._last_save_s,
-                last_stall_s=self._checkpointer.last_stall_s,
-                last_write_s=self._checkpointer.last_write_s,
-                in_flight=self._checkpointer.in_flight,
-            )
+        due = self._decides and self._is_due()
         return Wishes(save=due, busy=self._checkpointer.in_flight, leave=leave)
+
+    def _is_due(self) -> bool:
+        assert self._checkpointer is not None
+        now_s = time.monotonic()
+        if self._last_wishes_s is not None:
+            self._steps_s.append(now_s - self._last_wishes_s)
+        self._last_wishes_s = now_s
+        stall_s, write_s = self._checkpointer.last_stall_s, self._checkpointer.last_write_s
+        minibatch_s = statistics.median(self._steps_s) if self._steps_s else None
+        due, _ = next_save_due(
+            now_s,
+            last_save_s=self._last_save_s,
+            last_stall_s=stall_s,
+            last_write_s=write_s,
+            in_flight=self._checkpointer.in_flight,
+            cadence=self._cadence,
+            minibatch_s=minibatch_s,
+        )
+        if due and stall_s is not None:
+            self._tell(self._cadence.interval_s(stall_s, write_s, minibatch_s), stall_s, write_s)
+        return due
+
+    def _tell(self, interval_s: float, stall_s: float, write_s: float | None) -> None:
+        """Logs how often saves come, when it is news."""
+        told_s = self._told_interval_s
+        if told_s is not None and told_s / _NEWS <= interval_s <= told_s * _NEWS:
+            return
+        self._told_interval_s = interval_s
+        _log.info(
+            f"automatic checkpoints every {interval_s:.3g} s",
+            stall_s=round(stall_s, 4),
+            write_s=None if write_s is None else round(write_s, 4),
+            stops_per_hour=self._cadence.stops_per_hour,
+            pinned=self._cadence.pinned_interval_s is not None,
+        )
 
     def agree(self, wishes: Wishes) -> None:
         """Takes note of what all ranks together want."""

@@ -14,10 +14,27 @@ import numpy as np
 from numba import njit
 
 from varuna_planner import _cuts
-from varuna_planner._enumerate import least_finish_us, least_hop_us, most_run_ahead, reduce_us
+from varuna_planner._enumerate import (
+    agreement_us,
+    least_finish_us,
+    most_run_ahead,
+    reduce_us_per_byte,
+)
 from varuna_planner._kernels import exposed_us, ring_us
 from varuna_planner._rules import stash_cap
-from varuna_planner._tables import LEVELS, Flags, Floats, Ints, Limits, Network, Sections, StageTimes
+from varuna_planner._tables import (
+    LEVELS,
+    Cuts,
+    Flags,
+    Floats,
+    Ints,
+    Limits,
+    Network,
+    Sections,
+    Size,
+    StageTimes,
+    Whole,
+)
 
 
 class Known(NamedTuple):
@@ -27,16 +44,24 @@ class Known(NamedTuple):
     """Its N; 0: none is drawn."""
     busiest_us: Floats
     """V, or what it is known to exceed."""
+    drawn: Flags
+    """Whether the cut is known: else only that V exceeds busiest_us."""
     run_ahead: Ints
     """The most that the memory leaves at any greater N; -1: it does not limit it."""
+    starts: Cuts
+    """[S, P + 1, LEVELS, P + 1]: the cut."""
+    recompute: Flags
+    """[S, P + 1, LEVELS, P]."""
     same_cut: Flags
-    """Whether all with as many micro-batches or more have the same cut, so that what `note` fills in is theirs."""
+    """Whether all with as many micro-batches or more are known to have the same cut."""
     stages: Floats
     """[S, P + 1, LEVELS, 2, 5]: of `note`."""
     before: Floats
     """[S, P + 1, LEVELS, P + 1]: of `note`."""
     impossible_n: Ints
-    """From this N on (0: none is known) no cut with as much room does it ..."""
+    """From this N on (0: none is known) ..."""
+    impossible_d: Ints
+    """... and this D, no cut with as much room does it ..."""
     impossible_us: Floats
     """... in this time."""
 
@@ -64,7 +89,7 @@ def _note_stage(sections: Sections, net: Network, starts: Ints, s: int, of: Floa
 @njit(nogil=True)
 def _finish_us(net: Network, of: Floats, P: int, D: int) -> float:
     """What follows the last backward of a stage, at least."""
-    least: float = reduce_us(net, 0.0, 0.0, P, 1)  # the agreement of all stages, of fewer ranks
+    least: float = agreement_us(net, P, D)
     least += exposed_us(int(of[2]), D, net.hop_us, net.byte_us, of[3])
     if of[4] > 0.0:
         least += ring_us(int(of[4]), 2 * D, net.hop_us, net.byte_us)
@@ -108,25 +133,44 @@ def note(
 
 
 @njit(nogil=True)
+def has_same_cut(of: Size, limits: Limits, known: Known, a: int, P: int, N: int, level: int) -> bool:
+    """Whether the known cut, of fewer micro-batches, is the best of N, too: if its stages take no longer.
+
+    For no cut's stages take less. What recomputes for fewer does so for more, and what fits neither way does not.
+    """
+    if not known.drawn[a, P, level] or known.n[a, P, level] > N:
+        return False
+    if known.same_cut[a, P, level]:
+        return True
+    sets = np.empty((4, P + 1), dtype=np.int64)
+    _cuts.fill_sets(of, limits, P, N, min(level * P, most_run_ahead(limits, P, N)), sets)
+    starts, recompute = known.starts[a, P, level], known.recompute[a, P, level]
+    needed = 0
+    for s in range(P):
+        needed = max(needed, _cuts.needed_bytes(of, sets, starts, P, s, recompute[s]))
+    return needed <= of.usable
+
+
+@njit(nogil=True)
 def least_us(
-    net: Network, limits: Limits, known: Known, K: int, a: int, P: int, D: int, N: int, level: int
+    of: Size, model: Whole, net: Network, limits: Limits, known: Known, a: int, P: int, D: int, N: int, level: int
 ) -> tuple[float, float]:
     """Lower bounds of the mini-batch's time: of this level's cut and of those with more room, and of this one alone."""
     if known.n[a, P, level] == 0 or known.n[a, P, level] > N:
         return 0.0, 0.0
-    least = N * known.busiest_us[a, P, level] + least_finish_us(net, K, P, D)
-    if not known.same_cut[a, P, level]:
+    least = N * known.busiest_us[a, P, level] + least_finish_us(model, net, P, D)
+    if not has_same_cut(of, limits, known, a, P, N, level):
         return least, least
-    of = known.stages[a, P, level]
+    noted, before = known.stages[a, P, level], known.before[a, P, level]
     k = known.run_ahead[a, P, level]
     if k < 0:
         k = most_run_ahead(limits, P, N)
-    before = known.before[a, P, level]
-    path = of[0, 0] + N * of[0, 1]  # all end with the first stage
+    path = max(noted[0, 0] + N * noted[0, 1], before[P])  # all end with the first stage
     for s in range(P):
-        rounds = -(-N // stash_cap(limits.policy, s, P, N, k))
-        path = max(path, before[s] + rounds * (before[P] - before[s]))
-    alone = max(path + _finish_us(net, of[0], P, D), N * of[1, 1] + _finish_us(net, of[1], P, D))
+        cap = stash_cap(limits.policy, s, P, N, k)
+        if cap < N:
+            path = max(path, before[s] - (-N // cap) * (before[P] - before[s]))
+    alone = max(path + _finish_us(net, noted[0], P, D), N * noted[1, 1] + _finish_us(net, noted[1], P, D))
     return least, max(least, alone)
 
 
@@ -136,10 +180,14 @@ def nothing_known(S: int, most_stages: int) -> Known:
     return Known(
         np.zeros(of, dtype=np.int64),
         np.zeros(of),
+        np.zeros(of, dtype=np.bool_),
         np.zeros(of, dtype=np.int64),
+        np.empty((S, most_stages + 1, LEVELS, most_stages + 1), dtype=np.int16),
+        np.empty((S, most_stages + 1, LEVELS, most_stages), dtype=np.bool_),
         np.zeros(of, dtype=np.bool_),
         np.zeros((S, most_stages + 1, LEVELS, 2, 5)),
         np.empty((S, most_stages + 1, LEVELS, most_stages + 1)),
+        np.zeros(of, dtype=np.int64),
         np.zeros(of, dtype=np.int64),
         np.zeros(of),
     )
@@ -156,7 +204,19 @@ def least_work(known: Known, a: int, P: int, N: int, level: int) -> float:
 
 
 @njit(nogil=True)
+def is_known_impossible(known: Known, a: int, P: int, D: int, N: int, level: int, best_time: float) -> bool:
+    """Whether `is_possible` has found as much of fewer micro-batches and replicas and no more room."""
+    for less in range(level + 1):
+        n, d = known.impossible_n[a, P, less], known.impossible_d[a, P, less]
+        if 0 < n <= N and d <= D and best_time <= known.impossible_us[a, P, less]:
+            return True
+    return False
+
+
+@njit(nogil=True)
 def is_possible(
+    of: Size,
+    model: Whole,
     sections: Sections,
     net: Network,
     limits: Limits,
@@ -169,29 +229,23 @@ def is_possible(
     best_time: float,
 ) -> bool:
     """Whether a cut with this much room, or more, could be as fast as the best; notes it where none could."""
-    K = sections.inputs.shape[1]
-    most_us = (best_time - least_finish_us(net, K, P, D)) * (1.0 + 1e-9)
-    for less in range(level + 1):
-        if 0 < known.impossible_n[a, P, less] <= N and most_us <= known.impossible_us[a, P, less]:
-            return False
-    sets = np.empty((3, P + 1), dtype=np.int64)
-    _cuts.fill_sets(limits.policy, P, N, min(level * P, most_run_ahead(limits, P, N)), limits.staged, sets)
-    message = sections.output_bytes[a, 0, :-1].min() if P > 1 else 0.0
-    possible = _cuts.is_possible(
-        sections.work_us[a],
-        sections.rework_us[a],
-        sections.state_bytes,
-        sections.activation_bytes[a],
-        sections.inputs[a],
-        sections.outputs[a],
-        sections.working[a],
-        limits.usable_bytes,
-        sets,
-        P,
-        N,
-        2.0 * least_hop_us(net, message),
-        most_us,
-    )
-    if not possible:
-        known.impossible_n[a, P, level], known.impossible_us[a, P, level] = N, most_us
-    return bool(possible)
+    sets = np.empty((4, P + 1), dtype=np.int64)
+    _cuts.fill_sets(of, limits, P, N, min(level * P, most_run_ahead(limits, P, N)), sets)
+    most_us = best_time * (1.0 + 1e-9)
+    for replicas in (D, (D + 1) // 2):  # what fewer could not do either says more
+        if _cuts.is_possible(
+            of,
+            sections.own_bytes,
+            sections.forward_us[a, 0],
+            sets,
+            P,
+            N,
+            2.0 * model.hop_us,
+            reduce_us_per_byte(net, replicas),
+            most_us - least_finish_us(model, net, P, replicas),
+            most_us - agreement_us(net, P, replicas) + net.overhead_us,
+        ):
+            return replicas == D
+        known.impossible_n[a, P, level], known.impossible_d[a, P, level] = N, replicas
+        known.impossible_us[a, P, level] = best_time
+    return False

@@ -1,8 +1,12 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Compiled: cutting sections into stages, and what memory makes of the stages; `balance` describes the results.
+"""Compiled: cutting sections into stages, and what memory makes of the stages; `auto_config` says which cut is best.
 
 Letters: K sections, P stages, N micro-batches of a replica, k run-ahead, r stages from one to the last (so that stage s
 has r = P - s): a stage's stash depends on how many stages follow it. Sums over sections have K + 1 places.
+
+Three problems, each no easier than the one before, so that the best cut of one is the best of the next wherever its
+stages take no longer there: memory limits nothing; every message is as small as the smallest, so that a part of a stage
+that fits fits, and greedy passes find the cut; messages are as large as they are, which takes dynamic programming.
 
 Nothing here is cached by itself: the entry points of `_search` are, whose key includes the code of these functions.
 """
@@ -10,17 +14,15 @@ Nothing here is cached by itself: the entry points of `_search` are, whose key i
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
 from varuna_planner._rules import gradient_sets, input_sets, most_in_flight, stage_bytes, stash_cap
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-Ends = npt.NDArray[np.int16]
+from varuna_planner._tables import Ends, Flags, Floats, Ints, Limits, Sections, Size
 
 _INFINITY = np.inf
+
+KEPT, INPUTS, GRADIENTS, MESSAGES = 0, 1, 2, 3
+"""Rows of sets[4, r]: activations when nothing is recomputed, inputs, gradients; the least bytes of the last two."""
 
 
 @njit(nogil=True)
@@ -51,8 +53,28 @@ def fill_free(work: Floats, most_stages: int, least: Floats, end: Ends) -> None:
 
 
 @njit(nogil=True)
-def fewest_stages(state: Ints, activation: Ints, working: Ints, usable: int) -> int:
+def at_size(sections: Sections, limits: Limits, a: int) -> Size:
+    """Micro-batch size number a."""
+    inputs, outputs = sections.inputs[a], sections.outputs[a]
+    alone = inputs.shape[0] == 1
+    return Size(
+        sections.work_us[a],
+        sections.rework_us[a],
+        sections.state_bytes,
+        sections.activation_bytes[a],
+        inputs,
+        outputs,
+        sections.working[a],
+        limits.usable_bytes,
+        0 if alone else inputs[1:].min(),
+        0 if alone else outputs[:-1].min(),
+    )
+
+
+@njit(nogil=True)
+def fewest_stages(of: Size) -> int:
     """With fewer stages no cut fits the memory, whatever is recomputed; K + 1 when a section fits no device."""
+    state, activation, working, usable = of.state, of.activation, of.working, of.usable
     K: int = working.shape[0]
     stages = i = 0
     while i < K:
@@ -70,36 +92,137 @@ def fewest_stages(state: Ints, activation: Ints, working: Ints, usable: int) -> 
 
 
 @njit(nogil=True)
-def fill_sets(policy: int, P: int, N: int, k: int, staged: bool, sets: Ints) -> None:
-    """sets[3, r]: of activations when nothing is recomputed, of inputs and of gradients."""
+def fill_sets(of: Size, limits: Limits, P: int, N: int, k: int, sets: Ints) -> None:
     for r in range(1, P + 1):
-        in_flight = most_in_flight(policy, P - r, P, N, k)
-        cap = stash_cap(policy, P - r, P, N, k)
-        sets[0, r] = in_flight
-        sets[1, r] = input_sets(r == P, in_flight, cap, N, staged)
-        sets[2, r] = gradient_sets(r == 1, cap, N, staged)
+        in_flight = most_in_flight(limits.policy, P - r, P, N, k)
+        cap = stash_cap(limits.policy, P - r, P, N, k)
+        sets[KEPT, r] = in_flight
+        sets[INPUTS, r] = input_sets(r == P, in_flight, cap, N, limits.staged)
+        sets[GRADIENTS, r] = gradient_sets(r == 1, cap, N, limits.staged)
+        least_input = of.inputs[0] if r == P else of.least_input
+        sets[MESSAGES, r] = sets[INPUTS, r] * least_input + sets[GRADIENTS, r] * of.least_output
 
 
 @njit(nogil=True)
-def _windows(
-    work: Floats,
-    rework: Floats,
-    state: Ints,
-    activation: Ints,
-    working: Ints,
-    usable: int,
-    sets: Ints,
-    messages: Ints,
-    P: int,
-    limit: float,
-    first: Ints,
-    last: Ints,
-) -> bool:
-    """Fills first[r] and last[r], between which the last r stages start in every cut whose stages work at most `limit`.
+def _stage_us(work: float, rework: float, own: int, kept: int, most: int, usable: int, sets: int, last: bool) -> float:
+    """A stage's work for one micro-batch, with recompute where memory demands it; infinite where it does not fit.
 
-    Greedy from both ends, with messages[r], the least bytes that a stage's can take, in the place of its own: so a part
-    of a stage that fits fits. False: there is no cut.
+    Args:
+        own: bytes of its state and messages.
+        kept: of the activations of one micro-batch, of which there are so many `sets` if nothing is recomputed.
+        most: of its largest section's working set.
+        last: the last stage works on one micro-batch at a time: to recompute would save nothing.
     """
+    if stage_bytes(own, 0, 0, kept, most, 0, 0, sets) <= usable:
+        return work
+    if last or stage_bytes(own, 0, 0, kept, most, 0, 0, 1) > usable:
+        return _INFINITY
+    return work + rework
+
+
+@njit(nogil=True)
+def _earliest(of: Size, sets: Ints, i: int, R: int, limit: float, first: Ints) -> tuple[float, float]:
+    """Fills first[r]: in no cut of R stages over sections i and up, each of which works at most `limit`, do the last r
+    start before.
+
+    Greedy from the end, with the smallest messages. Returns the most that one of these stages works, infinite when
+    they do not reach i, and the least that one would with one section more.
+    """
+    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    usable, K = of.usable, of.working.shape[0]
+    busiest, beyond = 0.0, _INFINITY
+    first[0] = K
+    r = 1
+    while r <= R:
+        end = start = first[r - 1]
+        most, longest = 0, 0.0
+        while start > i + R - r:
+            most = max(most, working[start - 1])
+            own = state[end] - state[start - 1] + sets[MESSAGES, r]
+            kept = activation[end] - activation[start - 1]
+            again = rework[end] - rework[start - 1]
+            time = _stage_us(work[end] - work[start - 1], again, own, kept, most, usable, sets[KEPT, r], r == 1)
+            if time > limit:
+                beyond = min(beyond, time)
+                break
+            longest = time
+            start -= 1
+        if start == end:
+            # Nor does that section fit a stage before, which has as much in flight, but for the first of all, which
+            # receives nothing.
+            first[r : R + 1] = end
+            if r == R or i > 0:
+                return _INFINITY, beyond
+            r = R
+            continue
+        first[r] = start
+        busiest = max(busiest, longest)
+        r += 1
+    return (busiest if first[R] == i else _INFINITY), beyond
+
+
+@njit(nogil=True)
+def least_work(of: Size, sets: Ints, i: int, R: int, least: float, most: float, first: Ints) -> float:
+    """The least work of the busiest of R stages over sections i and up, were all messages as small as the smallest.
+
+    At least `least`; infinite if more than `most`. Each pass says of what work to try next, up or down, so that it
+    ends with the exact value.
+    """
+    low, high, step, limit = least, _INFINITY, 1e-3, least
+    while low < high and low <= most:
+        busiest, beyond = _earliest(of, sets, i, R, limit, first)
+        if busiest < _INFINITY:
+            high = max(busiest, least)
+        else:
+            low = beyond
+            step *= 2.0
+        limit = min(low * (1.0 + step), most) if high == _INFINITY else 0.5 * (low + high)
+        limit = max(limit, low)
+    return high if high <= most else _INFINITY
+
+
+@njit(nogil=True)
+def _cut_greedily(of: Size, sets: Ints, P: int, least: float, limit: float, starts: Ints) -> float:
+    """The least work of the busiest of P stages, were all messages as small as the smallest; fills starts[P + 1].
+
+    Every stage is as long as it can be where the busiest of it and those after it work least.
+    """
+    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    K = working.shape[0]
+    first = np.empty(P + 1, dtype=np.int64)
+    busiest = within = least_work(of, sets, 0, P, least, limit, first)
+    if busiest == _INFINITY:
+        return busiest
+    _earliest(of, sets, 0, P, np.nextafter(within, 0.0), first)  # from here on less would do
+    i = 0
+    for s in range(P):
+        r = P - s
+        if s > 0 and i >= first[r]:
+            rest = least_work(of, sets, i, r, 0.0, within, np.empty(P + 1, dtype=np.int64))
+            if rest < within:
+                within = rest
+                _earliest(of, sets, i, r, np.nextafter(within, 0.0), first)
+        starts[s] = i
+        j, most = i, 0
+        while j < K - r + 1:
+            most = max(most, working[j])
+            own, kept = state[j + 1] - state[i] + sets[MESSAGES, r], activation[j + 1] - activation[i]
+            again = rework[j + 1] - rework[i]
+            if _stage_us(work[j + 1] - work[i], again, own, kept, most, of.usable, sets[KEPT, r], r == 1) > within:
+                break
+            j += 1
+        i = j
+    starts[P] = i
+    return busiest
+
+
+@njit(nogil=True)
+def _latest(of: Size, sets: Ints, P: int, limit: float, last: Ints) -> None:
+    """Fills last[r]: in no cut of P stages, each of which works at most `limit`, do the last r start later.
+
+    As `_earliest`, from the other end.
+    """
+    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
     K = working.shape[0]
     last[P] = 0
     for r in range(P, 1, -1):
@@ -107,173 +230,39 @@ def _windows(
         most = 0
         while j < K - r + 1:
             most = max(most, working[j])
-            time = work[j + 1] - work[i]
-            kept, own = activation[j + 1] - activation[i], state[j + 1] - state[i] + messages[r]
-            if stage_bytes(own, 0, 0, kept, most, 0, 0, sets[0, r]) > usable:
-                time += rework[j + 1] - rework[i]
-                if stage_bytes(own, 0, 0, kept, most, 0, 0, 1) > usable:
-                    break
-            if time > limit:
+            own, kept = state[j + 1] - state[i] + sets[MESSAGES, r], activation[j + 1] - activation[i]
+            again = rework[j + 1] - rework[i]
+            if _stage_us(work[j + 1] - work[i], again, own, kept, most, of.usable, sets[KEPT, r], False) > limit:
                 break
             j += 1
-        if j == i:
-            return False
         last[r - 1] = j
-    first[0] = K
-    for r in range(1, P + 1):
-        i = j = first[r - 1]
-        most = 0
-        while i > P - r:
-            most = max(most, working[i - 1])
-            time = work[j] - work[i - 1]
-            kept, own = activation[j] - activation[i - 1], state[j] - state[i - 1] + messages[r]
-            if stage_bytes(own, 0, 0, kept, most, 0, 0, sets[0, r]) > usable:
-                time += rework[j] - rework[i - 1]
-                if r == 1 or stage_bytes(own, 0, 0, kept, most, 0, 0, 1) > usable:
-                    break
-            if time > limit:
-                break
-            i -= 1
-        if i == j or i > last[r]:
-            return False
-        first[r] = i
-    return True
-
-
-@njit(nogil=True)
-def is_possible(
-    work: Floats,
-    rework: Floats,
-    state: Ints,
-    activation: Ints,
-    inputs: Ints,
-    outputs: Ints,
-    working: Ints,
-    usable: int,
-    sets: Ints,
-    P: int,
-    N: int,
-    hop: float,
-    most_us: float,
-) -> bool:
-    """Whether any cut could be done in `most_us`: for each stage a micro-batch's way there and back, and N times its
-    work. Hops of the way take at least `hop`, there and back. Greedy: the later a stage starts, the further it reaches.
-    """
-    K = working.shape[0]
-    least_input = inputs[1:].min() if K > 1 else 0
-    least_output = outputs[:-1].min() if K > 1 else 0
-    i = 0
-    for s in range(P):
-        r, j, most = P - s, i, 0
-        messages = sets[1, r] * (inputs[0] if s == 0 else least_input) + sets[2, r] * least_output
-        limit = (most_us - work[i] - s * hop) / N
-        while j < K - r + 1:
-            most = max(most, working[j])
-            time = work[j + 1] - work[i]
-            kept, own = activation[j + 1] - activation[i], state[j + 1] - state[i] + messages
-            if stage_bytes(own, 0, 0, kept, most, 0, 0, sets[0, r]) > usable:
-                time += rework[j + 1] - rework[i]
-                if r == 1 or stage_bytes(own, 0, 0, kept, most, 0, 0, 1) > usable:
-                    break
-            if time > limit:
-                break
-            j += 1
-        if j == i:
-            return False
-        i = j
-    return bool(i == K)
 
 
 @njit(nogil=True)
 def _first_stage(
-    work: Floats,
-    rework: Floats,
-    state: Ints,
-    activation: Ints,
-    outputs: Ints,
-    working: Ints,
-    usable: int,
-    into: int,
-    kept_sets: int,
-    gradient_sets: int,
-    last_stage: bool,
-    i: int,
-    earliest: int,
-    latest: int,
-    limit: float,
-    rest: Floats,
+    of: Size, sets: Ints, r: int, i: int, earliest: int, latest: int, limit: float, rest: Floats
 ) -> tuple[float, int]:
-    """(least work of the busiest stage, where the first ends) of stages over sections i and up; infinite over `limit`.
+    """(least work of the busiest stage, where the first ends) of r stages over sections i and up.
 
-    The first ends within [earliest, latest]; rest[j] is the least for the stages over j and up; `into` are the bytes of
-    its inputs, all sets of them.
+    Infinite over `limit`. The first ends within [earliest, latest]; rest[j] is the least for the stages over j and up.
     """
+    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    into = of.inputs[i] * sets[INPUTS, r]
     best, end, most = limit, -1, 0
     for j in range(i + 1, latest + 1):
         most = max(most, working[j - 1])
-        time = work[j] - work[i]
-        if time > best:
+        if work[j] - work[i] > best:
             break
         if j < earliest or rest[j] > best:
             continue
-        own = state[j] - state[i] + into
-        kept, out = activation[j] - activation[i], outputs[j - 1]
-        if stage_bytes(own, 0, out, kept, most, 0, gradient_sets, kept_sets) > usable:
-            # The last stage works on one micro-batch at a time: to recompute would save nothing.
-            if last_stage or stage_bytes(own, 0, out, kept, most, 0, gradient_sets, 1) > usable:
-                continue
-            time += rework[j] - rework[i]
+        own = state[j] - state[i] + into + sets[GRADIENTS, r] * of.outputs[j - 1]
+        kept, again = activation[j] - activation[i], rework[j] - rework[i]
+        time = _stage_us(work[j] - work[i], again, own, kept, most, of.usable, sets[KEPT, r], r == 1)
         time = max(time, rest[j])
         # On a tie the longest stage wins, as in `fill_free`.
-        if time <= best:
+        if time <= best and time < _INFINITY:
             best, end = time, j
     return (best, end) if end >= 0 else (_INFINITY, -1)
-
-
-@njit(nogil=True)
-def fill_full(
-    work: Floats,
-    rework: Floats,
-    state: Ints,
-    activation: Ints,
-    inputs: Ints,
-    outputs: Ints,
-    working: Ints,
-    usable: int,
-    sets: Ints,
-    most_stages: int,
-    value: Floats,
-    end: Ends,
-) -> None:
-    """For every P at once, with memory for N >= P: value[r, i] is the least work of the busiest of r stages over
-    sections i and up, end[r, i] where the first of them ends. `sets` are those of stages that are not the first.
-    """
-    K = working.shape[0]
-    value[0, :] = _INFINITY
-    value[0, K] = 0.0
-    for r in range(1, most_stages + 1):
-        value[r, :] = _INFINITY
-        for i in range(K - r + 1):
-            # The first stage receives nothing, and keeps the inputs of what is in flight.
-            into = inputs[i] * (sets[0, r] if i == 0 else sets[1, r])
-            value[r, i], end[r, i] = _first_stage(
-                work,
-                rework,
-                state,
-                activation,
-                outputs,
-                working,
-                usable,
-                into,
-                sets[0, r],
-                sets[2, r],
-                r == 1,
-                i,
-                K if r == 1 else i + 1,
-                K - r + 1,
-                _INFINITY,
-                value[r - 1],
-            )
 
 
 @njit(nogil=True)
@@ -285,146 +274,136 @@ def read_starts(end: Ends, P: int, starts: Ints) -> None:
 
 
 @njit(nogil=True)
-def cut(
-    work: Floats,
-    rework: Floats,
-    state: Ints,
-    activation: Ints,
-    inputs: Ints,
-    outputs: Ints,
-    working: Ints,
-    usable: int,
-    sets: Ints,
-    P: int,
-    least: float,
-    limit: float,
-    value: Floats,
-    end: Ends,
-    starts: Ints,
-) -> float:
+def _cut_exactly(of: Size, sets: Ints, P: int, least: float, limit: float, starts: Ints) -> float:
     """The least work of the busiest of P stages, infinite if more than `limit`; fills starts[P + 1].
 
-    It is known to be at least `least`. value and end are scratch [P + 1, K + 1]. Narrow windows are quick to search,
-    so the limit within which they are made is raised from `least` to where there first are any.
+    It is known to be at least `least`. Narrow windows are quick to search, so the limit within which they are made is
+    raised from there.
     """
-    K = working.shape[0]
+    K = of.working.shape[0]
     first, last = np.empty(P + 1, dtype=np.int64), np.empty(P + 1, dtype=np.int64)
-    messages = np.empty(P + 1, dtype=np.int64)
-    least_input = inputs[1:].min() if K > 1 else 0
-    least_output = outputs[:-1].min() if K > 1 else 0
-    for r in range(1, P + 1):
-        messages[r] = sets[1, r] * (inputs[0] if r == P else least_input) + sets[2, r] * least_output
-    if not _windows(work, rework, state, activation, working, usable, sets, messages, P, limit, first, last):
-        return _INFINITY
-    within, below = min(least, limit), 0.0
-    while not _windows(work, rework, state, activation, working, usable, sets, messages, P, within, first, last):
-        below, within = within, min(limit, within * 1.08 if within < 64.0 * least else _INFINITY)
-    while below > 0.0 and within < _INFINITY and within > 1.002 * below:
-        middle = 0.5 * (below + within)
-        if _windows(work, rework, state, activation, working, usable, sets, messages, P, middle, first, last):
-            within = middle
-        else:
-            below = middle
+    value, end = np.empty((P + 1, K + 1)), np.empty((P + 1, K + 1), dtype=np.int16)
+    within = min(least, limit)
     while True:
-        _windows(work, rework, state, activation, working, usable, sets, messages, P, within, first, last)
+        _earliest(of, sets, 0, P, within, first)
+        _latest(of, sets, P, within, last)
+        value[:] = _INFINITY
         value[0, K] = 0.0
         for r in range(1, P + 1):
             earliest, latest = (K, K) if r == 1 else (first[r - 1], last[r - 1])
             for i in range(first[r], min(last[r], K - r) + 1):
-                value[r, i], end[r, i] = _first_stage(
-                    work,
-                    rework,
-                    state,
-                    activation,
-                    outputs,
-                    working,
-                    usable,
-                    inputs[i] * sets[1, r],
-                    sets[0, r],
-                    sets[2, r],
-                    r == 1,
-                    i,
-                    earliest,
-                    latest,
-                    within,
-                    value[r - 1],
-                )
+                value[r, i], end[r, i] = _first_stage(of, sets, r, i, earliest, latest, within, value[r - 1])
         busiest: float = value[P, 0]
         if busiest < _INFINITY:
             read_starts(end, P, starts)
             return busiest
         if within == limit:
             return _INFINITY
-        # The windows knew only the least that messages can take.
         within = min(limit, within * 1.1 if within < 64.0 * least else _INFINITY)
 
 
 @njit(nogil=True)
-def needed_bytes(
-    state: Ints,
-    activation: Ints,
-    inputs: Ints,
-    outputs: Ints,
-    working: Ints,
+def _is_as_good(of: Size, sets: Ints, P: int, starts: Ints) -> bool:
+    """Whether the stages that `_cut_greedily` made take no longer with messages as large as they are."""
+    state, activation, working = of.state, of.activation, of.working
+    for s in range(P):
+        r, i, j, most = P - s, starts[s], starts[s + 1], 0
+        if j == i:
+            return False
+        for section in range(i, j):
+            most = max(most, working[section])
+        own, kept = state[j] - state[i], activation[j] - activation[i]
+        messages = sets[INPUTS, r] * of.inputs[i] + sets[GRADIENTS, r] * of.outputs[j - 1]
+        less = _stage_us(0.0, 1.0, own + sets[MESSAGES, r], kept, most, of.usable, sets[KEPT, r], r == 1)
+        if less < _stage_us(0.0, 1.0, own + messages, kept, most, of.usable, sets[KEPT, r], r == 1):
+            return False
+    return bool(starts[P] == working.shape[0])
+
+
+@njit(nogil=True)
+def cut(of: Size, sets: Ints, P: int, least: float, limit: float, starts: Ints) -> float:
+    """The least work of the busiest of P stages, infinite if more than `limit`; fills starts[P + 1].
+
+    It is known to be at least `least`.
+    """
+    busiest: float = _cut_greedily(of, sets, P, least, limit, starts)
+    if busiest == _INFINITY or _is_as_good(of, sets, P, starts):
+        return busiest
+    exact: float = _cut_exactly(of, sets, P, busiest, limit, starts)
+    return exact
+
+
+@njit(nogil=True)
+def is_possible(
+    of: Size,
+    own_bytes: Floats,
+    forward: Floats,
     sets: Ints,
-    starts: Ints,
     P: int,
-    s: int,
-    recompute: bool,
-) -> int:
+    N: int,
+    hop: float,
+    reduce: float,
+    most_us: float,
+    alone_us: float,
+) -> bool:
+    """Whether any cut could be done in time: for each stage a micro-batch's way there and back, and N times its work,
+    in `most_us`; and in `alone_us` its way there, N times its work, and its all-reduce beyond one backward.
+
+    Hops of the way take at least `hop`, there and back, and a byte of gradients takes `reduce` µs. Greedy: the later a
+    stage starts, the further it reaches.
+    """
+    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    K = working.shape[0]
+    i = 0
+    for s in range(P):
+        r, j, most = P - s, i, 0
+        full_us = most_us - work[i] - s * hop
+        # What overlaps its all-reduce is at most its whole work but the forward.
+        rest_us = alone_us - forward[i] - 0.5 * s * hop
+        while j < K - r + 1:
+            most = max(most, working[j])
+            own, kept = state[j + 1] - state[i] + sets[MESSAGES, r], activation[j + 1] - activation[i]
+            time = work[j + 1] - work[i]
+            hidden = time - (forward[j + 1] - forward[i])
+            again = rework[j + 1] - rework[i]
+            time = N * _stage_us(time, again, own, kept, most, of.usable, sets[KEPT, r], r == 1)
+            if time > full_us or time + (own_bytes[j + 1] - own_bytes[i]) * reduce - hidden > rest_us:
+                break
+            j += 1
+        i = j
+    return bool(i == K)
+
+
+@njit(nogil=True)
+def needed_bytes(of: Size, sets: Ints, starts: Ints, P: int, s: int, recompute: bool) -> int:
     """Peak bytes of stage s."""
     i, j, r = starts[s], starts[s + 1], P - s
     most = 0
     for section in range(i, j):
-        most = max(most, working[section])
-    kept_sets = 1 if recompute else sets[0, r]
+        most = max(most, of.working[section])
     needed: int = stage_bytes(
-        state[j] - state[i],
-        inputs[i],
-        outputs[j - 1],
-        activation[j] - activation[i],
+        of.state[j] - of.state[i],
+        of.inputs[i],
+        of.outputs[j - 1],
+        of.activation[j] - of.activation[i],
         most,
-        sets[1, r],
-        sets[2, r],
-        kept_sets,
+        sets[INPUTS, r],
+        sets[GRADIENTS, r],
+        1 if recompute else sets[KEPT, r],
     )
     return needed
 
 
 @njit(nogil=True)
-def fits_without_recompute(
-    state: Ints,
-    activation: Ints,
-    inputs: Ints,
-    outputs: Ints,
-    working: Ints,
-    usable: int,
-    sets: Ints,
-    starts: Ints,
-    P: int,
-) -> bool:
+def fits_without_recompute(of: Size, sets: Ints, starts: Ints, P: int) -> bool:
+    needed = 0
     for s in range(P):
-        if needed_bytes(state, activation, inputs, outputs, working, sets, starts, P, s, False) > usable:
-            return False
-    return True
+        needed = max(needed, needed_bytes(of, sets, starts, P, s, False))
+    return needed <= of.usable
 
 
 @njit(nogil=True)
-def largest_run_ahead(
-    state: Ints,
-    activation: Ints,
-    inputs: Ints,
-    outputs: Ints,
-    working: Ints,
-    usable: int,
-    policy: int,
-    N: int,
-    staged: bool,
-    starts: Ints,
-    recompute: Flags,
-    least: int,
-    most: int,
-) -> int:
+def largest_run_ahead(of: Size, limits: Limits, N: int, starts: Ints, recompute: Flags, least: int, most: int) -> int:
     """The largest k from `least`, with which every stage fits, to `most`."""
     P = recompute.shape[0]
     for s in range(P):
@@ -432,20 +411,21 @@ def largest_run_ahead(
         i, j = starts[s], starts[s + 1]
         largest = 0
         for section in range(i, j):
-            largest = max(largest, working[section])
+            largest = max(largest, of.working[section])
         while low < high:
-            in_flight, cap = most_in_flight(policy, s, P, N, tried), stash_cap(policy, s, P, N, tried)
+            in_flight = most_in_flight(limits.policy, s, P, N, tried)
+            cap = stash_cap(limits.policy, s, P, N, tried)
             needed = stage_bytes(
-                state[j] - state[i],
-                inputs[i],
-                outputs[j - 1],
-                activation[j] - activation[i],
+                of.state[j] - of.state[i],
+                of.inputs[i],
+                of.outputs[j - 1],
+                of.activation[j] - of.activation[i],
                 largest,
-                input_sets(s == 0, in_flight, cap, N, staged),
-                gradient_sets(s == P - 1, cap, N, staged),
+                input_sets(s == 0, in_flight, cap, N, limits.staged),
+                gradient_sets(s == P - 1, cap, N, limits.staged),
                 1 if recompute[s] else in_flight,
             )
-            if needed <= usable:
+            if needed <= of.usable:
                 low = tried
             else:
                 high = tried - 1

@@ -39,6 +39,15 @@ def _least_left(F: Floats, R: Floats, B: Floats, s: int, N: int, f: int, r: int,
 
 
 @njit(nogil=True)
+def _least_after(B: Floats, transfer: Floats, latency: Floats, finish: Floats) -> Floats:
+    """[P]: what at least follows a stage's last backward, in the stages before or in itself."""
+    after = finish.copy()
+    for s in range(1, finish.shape[0]):
+        after[s] = max(after[s], transfer[1, s - 1] + latency[s - 1] + B[1, s - 1] + after[s - 1])
+    return after
+
+
+@njit(nogil=True)
 def makespan(
     policy: int,
     N: int,
@@ -66,6 +75,7 @@ def makespan(
     done = np.zeros((P, 3), dtype=np.int64)  # [stage][op]
     clock = np.zeros(P)  # a stage's next action does not begin before
     down_free_at, up_free_at = np.zeros(P), np.zeros(P)
+    after = _least_after(B, transfer, latency, finish)
     left, latest = P, 0.0
     moved = True
     ended = np.zeros(P, dtype=np.bool_)
@@ -78,7 +88,7 @@ def makespan(
                 continue
             f, r, b = done[s, _F], done[s, _R], done[s, _B]
             now, again = clock[s], recompute[s]
-            least = now + _least_left(F, R, B, s, N, f, r, b, again) + finish[s]
+            least = now + _least_left(F, R, B, s, N, f, r, b, again) + after[s]
             if least > cutoff:
                 return float(least)
             while b < N:

@@ -23,7 +23,6 @@ from varuna_planner._tables import (
     SIMULATED,
     UNFIT,
     UNLIMITED,
-    Ends,
     Flags,
     Floats,
     Ints,
@@ -31,8 +30,10 @@ from varuna_planner._tables import (
     Network,
     Sections,
     Shapes,
+    Size,
     StageTimes,
     Tables,
+    Whole,
 )
 
 _INFINITY = np.inf
@@ -42,83 +43,8 @@ FIRST_DIVE, DIVE_FACTOR = 16, 4
 
 
 @njit(nogil=True)
-def _fill_full(sections: Sections, limits: Limits, a: int, tables: Tables) -> None:
-    most_stages = tables.free_us.shape[1] - 1
-    sets = np.zeros((3, most_stages + 2), dtype=np.int64)
-    _cuts.fill_sets(limits.policy, most_stages + 1, most_stages + 2, 0, limits.staged, sets)
-    _cuts.fill_full(
-        sections.work_us[a],
-        sections.rework_us[a],
-        sections.state_bytes,
-        sections.activation_bytes[a],
-        sections.inputs[a],
-        sections.outputs[a],
-        sections.working[a],
-        limits.usable_bytes,
-        sets,
-        most_stages,
-        tables.full_us[a],
-        tables.full_end[a],
-    )
-    tables.is_full[a] = True
-
-
-@njit(nogil=True)
-def _cut(
-    sections: Sections,
-    limits: Limits,
-    tables: Tables,
-    a: int,
-    P: int,
-    N: int,
-    room: int,
-    sets: Ints,
-    least: float,
-    limit: float,
-    value: Floats,
-    end: Ends,
-    starts: Ints,
-) -> float:
-    """V of the cut with room for a run-ahead, infinite if more than `limit`; fills starts[P + 1]."""
-    state, activation = sections.state_bytes, sections.activation_bytes[a]
-    inputs, outputs, working = sections.inputs[a], sections.outputs[a], sections.working[a]
-    usable = limits.usable_bytes
-    # The best cut where memory limits nothing is the best wherever it fits.
-    _cuts.read_starts(tables.free_end[a], P, starts)
-    if _cuts.fits_without_recompute(state, activation, inputs, outputs, working, usable, sets, starts, P):
-        return float(tables.free_us[a, P])
-    if limits.counts_stages and room == 0:
-        # With fewer micro-batches than stages no more are in flight, so that what fits full pipelines fits.
-        if not tables.is_full[a]:
-            _fill_full(sections, limits, a, tables)
-        full = tables.full_us[a, P, 0]
-        if N > P:
-            if full < _INFINITY:
-                _cuts.read_starts(tables.full_end[a], P, starts)
-            return float(full)
-        limit = min(limit, full) if full < _INFINITY else limit
-    return _cuts.cut(
-        sections.work_us[a],
-        sections.rework_us[a],
-        state,
-        activation,
-        inputs,
-        outputs,
-        working,
-        usable,
-        sets,
-        P,
-        max(least, tables.free_us[a, P]),
-        limit,
-        value,
-        end,
-        starts,
-    )
-
-
-@njit(nogil=True)
 def _draw(
-    sections: Sections,
+    of: Size,
     limits: Limits,
     tables: Tables,
     a: int,
@@ -127,40 +53,26 @@ def _draw(
     level: int,
     least: float,
     limit: float,
-    value: Floats,
-    end: Ends,
     starts: Ints,
     recompute: Flags,
 ) -> tuple[float, int]:
     """(V, k) of a shape's cut, with V infinite if more than `limit`; fills starts[P + 1] and recompute[P]."""
-    state, activation = sections.state_bytes, sections.activation_bytes[a]
-    inputs, outputs, working = sections.inputs[a], sections.outputs[a], sections.working[a]
     most = most_run_ahead(limits, P, N)
     room = min(level * P, most)
-    sets = np.empty((3, P + 1), dtype=np.int64)
-    _cuts.fill_sets(limits.policy, P, N, room, limits.staged, sets)
-    busiest = _cut(sections, limits, tables, a, P, N, room, sets, least, limit, value, end, starts)
+    sets = np.empty((4, P + 1), dtype=np.int64)
+    _cuts.fill_sets(of, limits, P, N, room, sets)
+    # The best cut where memory limits nothing is the best wherever it fits.
+    _cuts.read_starts(tables.free_end[a], P, starts)
+    if _cuts.fits_without_recompute(of, sets, starts, P):
+        busiest = tables.free_us[a, P]
+    else:
+        busiest = _cuts.cut(of, sets, P, max(least, tables.least_us[a, P]), limit, starts)
     if busiest == _INFINITY:
         return busiest, 0
     for s in range(P):
-        needed = _cuts.needed_bytes(state, activation, inputs, outputs, working, sets, starts, P, s, False)
+        needed = _cuts.needed_bytes(of, sets, starts, P, s, False)
         recompute[s] = s < P - 1 and needed > limits.usable_bytes
-    k = _cuts.largest_run_ahead(
-        state,
-        activation,
-        inputs,
-        outputs,
-        working,
-        limits.usable_bytes,
-        limits.policy,
-        N,
-        limits.staged,
-        starts,
-        recompute[:P],
-        room,
-        most,
-    )
-    return busiest, k
+    return busiest, _cuts.largest_run_ahead(of, limits, N, starts, recompute[:P], room, most)
 
 
 @njit(nogil=True)
@@ -224,37 +136,25 @@ def _make_draw(code: int) -> Any:
     ) -> tuple[float, int, Ints, Flags, Ints, StageTimes]:
         """(V, k, starts[P + 1], recompute[P], bytes[P], stage times) of one shape; V is infinite if it does not fit."""
         assert code != -1  # a use, so that it is part of the cache's key
-        K = sections.inputs.shape[1]
-        value, end = np.empty((P + 1, K + 1)), np.empty((P + 1, K + 1), dtype=np.int16)
+        of = _cuts.at_size(sections, limits, a)
         starts, recompute = np.zeros(P + 1, dtype=np.int64), np.zeros(P, dtype=np.bool_)
-        V, k = _draw(sections, limits, tables, a, P, N, level, 0.0, _INFINITY, value, end, starts, recompute)
+        V, k = _draw(of, limits, tables, a, P, N, level, 0.0, _INFINITY, starts, recompute)
         needed = np.zeros(P, dtype=np.int64)
-        sets = np.zeros((3, P + 1), dtype=np.int64)
-        _cuts.fill_sets(limits.policy, P, N, k, limits.staged, sets)
+        sets = np.zeros((4, P + 1), dtype=np.int64)
+        _cuts.fill_sets(of, limits, P, N, k, sets)
         for s in range(P):
-            needed[s] = _cuts.needed_bytes(
-                sections.state_bytes,
-                sections.activation_bytes[a],
-                sections.inputs[a],
-                sections.outputs[a],
-                sections.working[a],
-                sets,
-                starts,
-                P,
-                s,
-                recompute[s],
-            )
+            needed[s] = _cuts.needed_bytes(of, sets, starts, P, s, recompute[s])
         return V, k, starts, recompute, needed, _times(sections, net, a, P, D, D == 1, starts)
 
     return draw
 
 
 @njit(nogil=True)
-def _most_work(net: Network, K: int, P: int, D: int, full: int, best_time: float) -> float:
+def _most_work(model: Whole, net: Network, P: int, D: int, full: int, best_time: float) -> float:
     """The most that V can be for a time of no more than the best; a little more, for rounding."""
     if full == 0 or best_time == _INFINITY:
         return _INFINITY
-    most: float = max(0.0, best_time - least_finish_us(net, K, P, D)) / full * (1.0 + 1e-9)
+    most: float = max(0.0, best_time - least_finish_us(model, net, P, D)) / full * (1.0 + 1e-9)
     return most
 
 
@@ -299,7 +199,6 @@ def _make_search(code: int) -> Any:
         size, p, d, n, short_last, state, time_us = shapes
         S, K = sections.inputs.shape
         most_stages = tables.free_us.shape[1] - 1
-        value, end = np.empty((most_stages + 1, K + 1)), np.empty((most_stages + 1, K + 1), dtype=np.int16)
         starts, recompute = np.empty(most_stages + 1, dtype=np.int64), np.empty(most_stages, dtype=np.bool_)
         cap = np.empty(most_stages, dtype=np.int64)
         known = _bounds.nothing_known(S, most_stages)
@@ -335,9 +234,15 @@ def _make_search(code: int) -> Any:
                 continue
             a, P, D, N = size[index], p[index], d[index], n[index]
             full, most = (N - 1 if short_last[index] else N), most_run_ahead(limits, P, N)
+            of, model = _cuts.at_size(sections, limits, a), _enumerate.whole(sections, net, a)
             is_drawn = V > 0.0
+            may_check = not is_drawn and not short_last[index] and best_time < _INFINITY
+            if may_check and _bounds.is_known_impossible(known, a, P, D, N, level, best_time):
+                if level == 0:
+                    time_us[index] = max(time_us[index], best_time)
+                continue
             if V == 0.0 and not short_last[index]:
-                least, alone = _bounds.least_us(net, limits, known, K, a, P, D, N, level)
+                least, alone = _bounds.least_us(of, model, net, limits, known, a, P, D, N, level)
                 if alone > bound * (1.0 + 1e-9):
                     if level == 0:
                         time_us[index] = max(time_us[index], least)
@@ -345,24 +250,26 @@ def _make_search(code: int) -> Any:
                     if level + 1 < LEVELS and level * P < most and limits.usable_bytes < UNLIMITED:
                         heapq.heappush(queue, (max(bound, least), rank + 1, index, level + 1, 0.0))
                     continue
-            may_check = not is_drawn and not short_last[index] and best_time < _INFINITY
-            if may_check and not _bounds.is_possible(sections, net, limits, known, a, P, D, N, level, best_time):
+            if may_check and not _bounds.is_possible(
+                of, model, sections, net, limits, known, a, P, D, N, level, best_time
+            ):
                 if level == 0:
                     time_us[index] = max(time_us[index], best_time)
                 continue
-            limit = V if is_drawn else _most_work(net, K, P, D, full, best_time)
+            limit = V if is_drawn else _most_work(model, net, P, D, full, best_time)
             # With more in flight no cut gets better, so that those of fewer are where to begin.
             least = V if is_drawn else _bounds.least_work(known, a, P, N, level)
             next_queued = V != 0.0
-            V, k = _draw(sections, limits, tables, a, P, N, level, least, limit, value, end, starts, recompute)
+            V, k = _draw(of, limits, tables, a, P, N, level, least, limit, starts, recompute)
             draws += 1
             if V == _INFINITY or limit < V:
                 if level == 0 and V == _INFINITY and limit == _INFINITY:
                     state[index], time_us[index] = UNFIT, _INFINITY
                 elif level == 0:
                     time_us[index] = max(time_us[index], best_time)
-                if not known.same_cut[a, P, level] and limit > known.busiest_us[a, P, level]:
+                if limit > known.busiest_us[a, P, level] and not known.same_cut[a, P, level]:
                     known.n[a, P, level], known.busiest_us[a, P, level] = N, limit
+                    known.drawn[a, P, level] = False
                 continue
             times = _times(sections, net, a, P, D, short_last[index], starts)
             if not is_drawn:
@@ -370,18 +277,23 @@ def _make_search(code: int) -> Any:
                     cap[s] = stash_cap(limits.policy, s, P, N, k)
                 F, R, B, transfer, latency, finish = times
                 closer = _kernels.lower_bound(N, F, R, B, transfer, transfer, latency, recompute[:P], finish, cap[:P])
+                closer *= 1.0 - 1e-12  # it may be the time itself, summed in another order
                 heapq.heappush(queue, (closer, rank, index, level, max(V, 1e-300)))
                 if level == 0:
                     state[index], time_us[index] = DRAWN, closer
-                same = limits.counts_stages and (level + 1) * P < N
-                if not short_last[index] and (
-                    known.n[a, P, level] == 0 or known.n[a, P, level] > N or (same and not known.same_cut[a, P, level])
-                ):
+                if not short_last[index] and (not known.same_cut[a, P, level] or known.n[a, P, level] > N):
                     known.n[a, P, level], known.busiest_us[a, P, level] = N, V
+                    known.drawn[a, P, level] = True
                     known.run_ahead[a, P, level] = k if k < most else -1
-                    known.same_cut[a, P, level] = same
-                    of, before = known.stages[a, P, level], known.before[a, P, level]
-                    _bounds.note(sections, net, N, times, recompute[:P], starts, of, before)
+                    known.same_cut[a, P, level] = limits.usable_bytes >= UNLIMITED or (
+                        limits.counts_stages and (level + 1) * P < N
+                    )
+                    known.starts[a, P, level, : P + 1], known.recompute[a, P, level, :P] = (
+                        starts[: P + 1],
+                        recompute[:P],
+                    )
+                    noted, before = known.stages[a, P, level], known.before[a, P, level]
+                    _bounds.note(sections, net, N, times, recompute[:P], starts, noted, before)
                 if next_queued:
                     continue
                 level += 1
@@ -391,7 +303,8 @@ def _make_search(code: int) -> Any:
                     heapq.heappush(queue, (max(bound, full * V), rank - rank % LEVELS + level, index, level, 0.0))
                 continue
             key = index * LEVELS + level
-            time = _run(limits, N, k, times, recompute[:P], best_time, key, told, told_us)
+            cutoff = best_time * (1.0 + 1e-12)  # sums in other orders differ
+            time = _run(limits, N, k, times, recompute[:P], cutoff, key, told, told_us)
             runs += 1
             if time < 0.0:
                 return index, level, time, draws, runs

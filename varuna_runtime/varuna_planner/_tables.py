@@ -14,6 +14,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Ends = npt.NDArray[np.int16]
+Cuts = npt.NDArray[np.int16]
 StageTimes = tuple[Floats, Floats, Floats, Floats, Floats, Floats]
 
 
@@ -34,6 +35,10 @@ class Sections(NamedTuple):
     """Sums [K + 1]: parameters, gradients and optimizer."""
     gradient_bytes: Ints
     """Sums [K + 1]."""
+    own_bytes: Floats
+    """Sums [K + 1]: of gradients without those of tied weights, no more than what a stage's replicas sum alone."""
+    reduce_rate: Floats
+    """[S]: where reducing takes more µs per byte, it takes longer than the backward of any section but the last."""
     activation_bytes: Ints
     """Sums [S, K + 1]."""
     inputs: Ints
@@ -63,6 +68,23 @@ class Network(NamedTuple):
     """[T]."""
 
 
+class Whole(NamedTuple):
+    """What bounds read of all sections together, at one micro-batch size."""
+
+    forward_us: float
+    backward_us: float
+    own_bytes: float
+    """Sections.own_bytes of all, and of the first."""
+    first_own_bytes: float
+    first_backward_us: float
+    reduce_rate: float
+    """Sections.reduce_rate."""
+    ends_bytes: int
+    """Of weights that the first and the last section share."""
+    hop_us: float
+    """The least that a message takes one way."""
+
+
 class Limits(NamedTuple):
     """What holds for all shapes."""
 
@@ -77,17 +99,33 @@ class Limits(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The best cuts of all P at once, where one table holds for many shapes; see `_cuts`."""
+    """The cuts that would be best if memory limited nothing, of all P at once; see `_cuts`."""
 
     free_us: Floats
-    """[S, P + 1]."""
+    """[S, P + 1]: work of the busiest stage."""
     free_end: Ends
-    """[S, P + 1, K + 1]."""
-    full_us: Floats
-    """[S, P + 1, K + 1], as full_end: only filled in where needed."""
-    full_end: Ends
-    is_full: Flags
-    """[S]."""
+    """[S, P + 1, K + 1]: where stages end."""
+    least_us: Floats
+    """[S, P + 1]: what memory leaves possible of free_us."""
+
+
+class Size(NamedTuple):
+    """What cutting reads of the sections at one micro-batch size, and of the memory."""
+
+    work: Floats
+    """Sums [K + 1], as the next three."""
+    rework: Floats
+    state: Ints
+    activation: Ints
+    inputs: Ints
+    """[K], as the next two."""
+    outputs: Ints
+    working: Ints
+    usable: int
+    least_input: int
+    """Of all sections but the first."""
+    least_output: int
+    """Of all sections but the last."""
 
 
 class Shapes(NamedTuple):

@@ -15,7 +15,6 @@ simulated, until no bound is left below the best time. So the best is the best o
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -149,7 +148,7 @@ def _check(profile: Profile, global_batch: int, gpus_per_vm: int, pins: Pins) ->
 
 
 def warm_up() -> None:
-    """Compiles what `choose_plan` runs (some sixteen seconds on a machine that has not yet; numba caches it)."""
+    """Compiles what `choose_plan` runs (some thirty seconds on a machine that has not yet; numba caches it)."""
     one = Measurement(
         micro_batch=1,
         forward_us=1,
@@ -218,7 +217,10 @@ class _Search:
     def choose(self) -> Choice:
         best, level, time_us = self._find()
         shapes = self.shapes
-        candidates = Candidates(shapes.time_us, shapes.state == _tables.SIMULATED, self._row)
+        if best >= 0:  # that no other is faster is known of all, also where the bound that told it was not kept
+            others = shapes.state != _tables.SIMULATED
+            shapes.time_us[others] = np.maximum(shapes.time_us[others], time_us)
+        candidates = Candidates(shapes.p, shapes.time_us, shapes.state == _tables.SIMULATED, self._row)
         if best < 0:
             return Choice(best=None, candidates=candidates, reason=self._why_none())
         self.best_index, drawn = best, self._draw(best, level)
@@ -242,9 +244,7 @@ class _Search:
         tables = _tables.Tables(
             free_us=np.empty((S, highest + 1)),
             free_end=np.empty((S, highest + 1, K + 1), dtype=np.int16),
-            full_us=np.empty((S, highest + 1, K + 1)),
-            full_end=np.empty((S, highest + 1, K + 1), dtype=np.int16),
-            is_full=np.zeros(S, dtype=np.bool_),
+            least_us=np.empty((S, highest + 1)),
         )
         total = _enumerate.count_shapes(counts, self.gpus, lowest, highest, pins.d or 0)
         numbers, times = np.empty((5, total), dtype=np.int64), np.empty(total)
@@ -257,7 +257,6 @@ class _Search:
             self.limits,
             counts,
             (forward / np.maximum(forward + backward, 1e-300)).max(axis=1),
-            max(0.0, float(sections.gradient_bytes[-1]) - self._tied_bytes),
             self.gpus,
             lowest,
             pins.d or 0,
@@ -265,12 +264,6 @@ class _Search:
             shapes,
         )
         return tables, _tables.Shapes._make(column[:found] for column in shapes)
-
-    @cached_property
-    def _tied_bytes(self) -> float:
-        """Of tied weights in all sections that use them."""
-        net = self.network
-        return float(((net.ties >= 0).sum(axis=1) * net.tie_bytes).sum())
 
     def _find(self) -> tuple[int, int, float]:
         """(the best shape or -1, its level, its time). Fills in what is found of all shapes."""

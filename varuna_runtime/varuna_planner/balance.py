@@ -39,6 +39,7 @@ def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> Sectio
     parts = [(s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes, s.gradient_bytes) for s in profile.sections]
     state, gradient = np.array(parts, dtype=np.int64).T
     work = column["forward_us"][:, 0] + column["backward_us"][:, 0]
+    own = _own_bytes(profile, gradient)
     return Sections(
         forward_us=_sums(column["forward_us"]),
         recompute_us=_sums(column["recompute_us"]),
@@ -48,12 +49,23 @@ def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> Sectio
         rework_us=_sums(np.round(column["recompute_us"][:, 0] * _GRID) / _GRID),
         state_bytes=_sums(state),
         gradient_bytes=_sums(gradient),
+        own_bytes=_sums(own),
+        reduce_rate=(column["backward_us"][:, 0] / np.maximum(own, 1e-300))[:, :-1].max(axis=1, initial=0.0),
         activation_bytes=_sums(full["activation_bytes"]),
         inputs=full["input_bytes"],
         outputs=full["output_bytes"],
         # What running one section takes for a while: its messages, and gradients the size of its activations.
         working=full["input_bytes"] + full["output_bytes"] + full["activation_bytes"],
     )
+
+
+def _own_bytes(profile: Profile, gradient: Ints) -> Floats:
+    """Of each section's gradients, less tied weights; what these are said to be more comes off every section."""
+    own = gradient.astype(np.float64)
+    for shared in profile.shared_parameters:
+        own[list(shared.sections)] -= shared.bytes
+    own[:] = np.maximum(own + np.minimum(own, 0.0).sum(), 0.0)
+    return own
 
 
 def _sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -35,9 +35,14 @@ class Candidates(Sequence[Candidate]):
     """Best first. There may be hundreds of thousands, so order and words are made on demand."""
 
     def __init__(
-        self, time_us: npt.NDArray[np.float64], simulated: npt.NDArray[np.bool_], row: Callable[[int], Candidate]
+        self,
+        p: npt.NDArray[np.int64],
+        time_us: npt.NDArray[np.float64],
+        simulated: npt.NDArray[np.bool_],
+        row: Callable[[int], Candidate],
     ):
         """`row` words shape number i; those that were not simulated stand behind those that were."""
+        self._p = p
         self._time_us = time_us
         self._simulated = simulated
         self._row = row
@@ -53,8 +58,19 @@ class Candidates(Sequence[Candidate]):
     def __getitem__(self, place: slice) -> tuple[Candidate, ...]: ...
 
     def __getitem__(self, place: int | slice) -> Candidate | tuple[Candidate, ...]:
+        if isinstance(place, slice):
+            return tuple(self._row(int(index)) for index in self._ordered()[place])
+        return self._row(int(self._ordered()[place]))
+
+    def best_of_each_p(self, most: int) -> tuple[Candidate, ...]:
+        """Best first, but of the shapes with the same number of stages no more than `most`."""
+        order = self._ordered()
+        by_p = np.argsort(self._p[order], kind="stable")  # places in `order`
+        first = np.flatnonzero(np.diff(self._p[order][by_p], prepend=-1))
+        rank = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+        return tuple(self._row(int(order[place])) for place in np.sort(by_p[rank < most]))
+
+    def _ordered(self) -> npt.NDArray[np.int64]:
         if self._order is None:
             self._order = np.lexsort((self._time_us, ~self._simulated, np.isinf(self._time_us)))
-        if isinstance(place, slice):
-            return tuple(self._row(int(index)) for index in self._order[place])
-        return self._row(int(self._order[place]))
+        return self._order

@@ -44,13 +44,14 @@ class Drift:
 
 
 def expected(profile: Profile, micro_batch: int, stages: Sequence[StageTimes]) -> list[float]:
-    """Forward and backward of a micro-batch by the profile, µs per stage."""
+    """Forward and backward of a micro-batch by the profile, what a stage takes on top included, µs per stage."""
     predicted = profile.at(micro_batch)
     for stage in stages:
         if not 0 <= stage.first < stage.stop <= len(predicted):
             raise ValueError(f"stage of sections {stage.first} to {stage.stop - 1}: the profile has {len(predicted)}")
     return [
-        sum(section.forward_us + section.backward_us for section in predicted[stage.first : stage.stop])
+        2 * profile.stage_overhead_us
+        + sum(section.forward_us + section.backward_us for section in predicted[stage.first : stage.stop])
         for stage in stages
     ]
 
@@ -76,7 +77,9 @@ def find_drift(profile: Profile, micro_batch: int, stages: Sequence[StageTimes])
     shown = ", ".join(f"{factor:.2f}" for factor in factors)
     per = "as a whole" if alone else "stage by stage"
     return Drift(
-        profile=profile.model_copy(update={"sections": sections}),
+        profile=profile.model_copy(
+            update={"sections": sections, "stage_overhead_us": profile.stage_overhead_us * common}
+        ),
         factors=factors,
         reason=f"forward and backward take {shown} times as long as profiled: the profile is corrected {per}",
     )

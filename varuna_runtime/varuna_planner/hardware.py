@@ -10,8 +10,9 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from varuna_planner.documents import parse_document
 from varuna_planner.shapes import Precision
 
 __all__ = ["Gpu", "Hardware", "Network", "built_in"]
@@ -104,14 +105,7 @@ class Hardware(_Frozen):
     @classmethod
     def from_json(cls, text: str) -> Hardware:
         """Reads a document. Raises ValueError naming the field, its value and what is wrong with it."""
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "document"
-            value = repr(first["input"])
-            shown = value if len(value) <= 60 else value[:57] + "..."
-            raise ValueError(f"hardware: {where}: {first['msg']} (got {shown})") from None
+        return parse_document(cls, text, "hardware")
 
 
 Entry = TypeVar("Entry", Gpu, Network)

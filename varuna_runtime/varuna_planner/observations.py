@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from varuna_planner.documents import what_is_wrong
 from varuna_planner.prediction import Shape, even_starts
 from varuna_planner.profile import Profile
 from varuna_planner.schedule import Policy
@@ -121,10 +122,7 @@ def _parse_row(number: int, row: Any, read: Callable[[str], str]) -> Observation
     try:
         observation = Observation.model_validate(row)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise ValueError(f"observations: row {number}{': ' + where if where else ''}: {message}") from None
+        raise ValueError(f"observations: row {number}: {what_is_wrong(error)}") from None
     if observation.profile is None:
         return observation
     try:

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from varuna_planner.documents import parse_document
 
 __all__ = [
     "AllReduceMeasurement",
@@ -185,14 +187,7 @@ class Profile(_Frozen):
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Reads a document. Raises ValueError naming the field, its value and what is wrong with it."""
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "document"
-            value = repr(first["input"])
-            shown = value if len(value) <= 60 else value[:57] + "..."
-            raise ValueError(f"profile: {where}: {first['msg']} (got {shown})") from None
+        return parse_document(cls, text, "profile")
 
 
 def interpolate(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:

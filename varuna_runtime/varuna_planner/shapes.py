@@ -1,13 +1,14 @@
 """What a transformer computes, moves and keeps, per section, from its shape alone: no weights, no torch, no GPU.
 
 Letters: L layers, H hidden, S tokens of an example, V vocabulary, A attention heads, F width of the perceptron.
-Sections are the embedding, each layer, and the head with the loss, so there are L + 2. "Values" are numbers of
-activations or weights; bytes follow from the precision. All is for one example and the forward pass, unless said.
+Sections are the embedding, each layer, and the head with the loss, so there are L + 2; in t5 L layers of the encoder
+and L of the decoder, so 2 L + 2. "Values" are numbers of activations or weights; bytes follow from the precision. All
+is for one example and the forward pass, unless said.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from varuna_planner.profile import SharedParameter
@@ -44,10 +45,11 @@ class Family(StrEnum):
     GPT2 = "gpt2"
     BERT = "bert"
     LLAMA = "llama"
+    T5 = "t5"
 
 
 FAMILIES = tuple(family.value for family in Family)
-_VOCABULARY = {Family.GPT2: 50257, Family.BERT: 30522, Family.LLAMA: 32000}
+_VOCABULARY = {Family.GPT2: 50257, Family.BERT: 30522, Family.LLAMA: 32000, Family.T5: 32128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +100,10 @@ class ModelShape:
 
     family: Family
     layers: int
+    """In t5 of the encoder, and as many of the decoder."""
     hidden: int
     seq: int
-    """Tokens of one example."""
+    """Tokens of one example; in t5 of its input, and as many of its output."""
     vocab: int = 0
     """0: the family's own."""
     heads: int = 0
@@ -139,8 +142,8 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Tied ones once."""
-        tied = self.vocab * self.hidden if self.tied else 0
-        return sum(section.parameters for section in self.sections()) - tied
+        again = sum(len(shared.sections) - 1 for shared in self.shared_parameters())
+        return sum(section.parameters for section in self.sections()) - again * self.vocab * self.hidden
 
     @property
     def tied(self) -> bool:
@@ -156,16 +159,48 @@ class ModelShape:
         if not self.tied:
             return ()
         size = self.vocab * self.hidden * GRADIENT_BYTES
-        return (SharedParameter(name="token embedding", sections=(0, self.layers + 1), bytes=size),)
+        # The decoder begins with an embedding of its own tokens, in its first layer's section.
+        uses = (0, self.layers + 1, 2 * self.layers + 1) if self.family is Family.T5 else (0, self.layers + 1)
+        return (SharedParameter(name="token embedding", sections=uses, bytes=size),)
 
     def sections(self) -> tuple[SectionShape, ...]:
         """Embedding, layers, head."""
+        if self.family is Family.T5:
+            return (self._embedding(), *self._encoder_and_decoder(), self._head())
         layer = self._layer()
-        layers = (SectionShape(**{**vars(layer), "name": f"layer {index}"}) for index in range(self.layers))
+        layers = (replace(layer, name=f"layer {index}") for index in range(self.layers))
         return (self._embedding(), *layers, self._head())
 
+    def _encoder_and_decoder(self) -> tuple[SectionShape, ...]:
+        """All layers of the decoder look at the encoder's output, which is relayed over the cuts between them."""
+        L, values = self.layers, self.seq * self.hidden
+        encoder, decoder, cross = self._layer(), self._layer(), self._cross_attention()
+        decoder = replace(
+            decoder,
+            parameters=decoder.parameters + cross.parameters,
+            products=decoder.products + cross.products,
+            streamed_values=decoder.streamed_values + cross.streamed_values,
+            kept_values=decoder.kept_values + cross.kept_values,
+        )
+        first = replace(
+            decoder,
+            parameters=decoder.parameters + self.vocab * self.hidden,
+            streamed_values=decoder.streamed_values + 3 * values,
+        )
+        return (
+            *(replace(encoder, name=f"encoder layer {index}") for index in range(L)),
+            *(
+                replace(
+                    decoder if index else first,
+                    name=f"decoder layer {index}",
+                    output_values=values if index == L - 1 else 2 * values,
+                )
+                for index in range(L)
+            ),
+        )
+
     def _embedding(self) -> SectionShape:
-        positions = 0 if self.family is Family.LLAMA else self.seq * self.hidden
+        positions = 0 if self.family in (Family.LLAMA, Family.T5) else self.seq * self.hidden
         values = self.seq * self.hidden
         return SectionShape(
             name="embedding",
@@ -192,7 +227,7 @@ class ModelShape:
             Product(rows=S, inner=H, columns=2 * F if gated else F),
             Product(rows=S, inner=F, columns=H),
         )
-        norms_and_biases = 2 * H if gated else 9 * H + F
+        norms_and_biases = 2 * H if self.family in (Family.LLAMA, Family.T5) else 9 * H + F
         weights = sum(product.inner * product.columns for product in products if product.weights)
         # Per token: two norms (4 H), two residuals with dropout (6 H), heads split and merged, the activation.
         streamed = 4 * H + 6 * H + 2 * (2 * H + 2 * kv) + (3 * F if gated else 2 * F)
@@ -206,6 +241,27 @@ class ModelShape:
             products=products,
             streamed_values=S * streamed,
             kept_values=S * kept,
+            output_values=S * H,
+        )
+
+    def _cross_attention(self) -> SectionShape:
+        """What a layer of a decoder has on top: norm, queries, keys and values of the encoder's output, residual."""
+        H, S, A = self.hidden, self.seq, self.heads
+        kv = H // A * self.kv_heads
+        products = (
+            Product(rows=S, inner=H, columns=H),
+            Product(rows=S, inner=H, columns=2 * kv),
+            Product(rows=S, inner=H // A, columns=S, count=A, weights=False, stored=not self.fused_attention),
+            Product(rows=S, inner=S, columns=H // A, count=A, weights=False, stored=not self.fused_attention),
+            Product(rows=S, inner=H, columns=H),
+        )
+        scores = 0 if self.fused_attention else A * S
+        return SectionShape(
+            name="cross-attention",
+            parameters=sum(p.inner * p.columns for p in products if p.weights) + H,
+            products=products,
+            streamed_values=S * (2 * H + 3 * H + 2 * (2 * H + 2 * kv) + 4 * scores),
+            kept_values=S * (4 * H + 2 * kv + 5 * scores // 2),
             output_values=S * H,
         )
 

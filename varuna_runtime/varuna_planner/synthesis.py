@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from varuna_planner.hardware import Gpu, Hardware, Network
 from varuna_planner.profile import AllReduceMeasurement, Link, Links, Measurement, Profile, Section
-from varuna_planner.shapes import GRADIENT_BYTES, OPTIMIZER_BYTES, ModelShape, SectionShape
+from varuna_planner.shapes import GRADIENT_BYTES, OPTIMIZER_BYTES, Family, ModelShape, SectionShape
 
 __all__ = ["MICRO_BATCHES", "all_reduces", "link_of", "synthesise"]
 
@@ -56,11 +56,12 @@ def synthesise(
         known = ", ".join(device.peak_flop_per_s)
         raise ValueError(f"{gpu} does not compute in {shape.precision}: use one of {known} (--precision)")
     sections = shape.sections()
+    each = " each of encoder and decoder" if shape.family is Family.T5 else ""
     return Profile(
         environment={
             "source": "synthesised, not measured",
             "model": (
-                f"{shape.family}: {shape.layers} layers, hidden {shape.hidden}, {shape.seq} tokens, "
+                f"{shape.family}: {shape.layers} layers{each}, hidden {shape.hidden}, {shape.seq} tokens, "
                 f"{shape.parameters / 1e9:.3g} billion parameters"
             ),
             "precision": shape.precision.value,

@@ -96,7 +96,7 @@ def estimate_document(
     """What --json prints. GPUs that the plan leaves unused are not counted in rates and costs."""
     used = plan.p * plan.d
     examples_per_s = plan.examples_per_s
-    ends = (*plan.stage_starts[1:], shape.layers + 2)
+    ends = (*plan.stage_starts[1:], len(shape.sections()))
     stages = [
         {"first_section": first, "sections": end - first, "recompute": recompute, "memory_bytes": memory}
         for first, end, recompute, memory in zip(

@@ -12,10 +12,10 @@ from varuna_client.errors import UserError
 if TYPE_CHECKING:
     from varuna_planner.shapes import ModelShape
 
-ModelFamily = Annotated[str, typer.Option("--model", help="Kind of transformer: gpt2, bert, llama.")]
-Layers = Annotated[int, typer.Option(min=1, help="Transformer layers.")]
+ModelFamily = Annotated[str, typer.Option("--model", help="Kind of transformer: gpt2, bert, llama, t5.")]
+Layers = Annotated[int, typer.Option(min=1, help="Transformer layers; t5: of the encoder, and as many of the decoder.")]
 Hidden = Annotated[int, typer.Option(min=1, help="Width of a token.")]
-Seq = Annotated[int, typer.Option(min=1, help="Tokens of an example.")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens of an example; t5: of input and of output.")]
 Vocab = Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; if not given, the family's own.")]
 Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads; if not given, of the usual width.")]
 KvHeads = Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; if not given, as many.")]

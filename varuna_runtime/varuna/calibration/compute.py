@@ -1,5 +1,9 @@
 """Time and memory of one section: a stage of that section alone, run on boundary tensors made up for it.
 
+A stage runs the whole of the user's forward, with ghosts in the place of what other stages run. So a section alone
+takes longer than as one of several: by what each run of a stage takes, which is measured by itself
+(`time_stage_overhead`).
+
 On a CPU the clock is the thread's own. Ranks that share cores wait for them at random, for many times what a section
 takes, so that elapsed times of single sections say little; what sharing costs over the whole calibration
 (`Clock.sharing`) is put on top of every section alike.
@@ -25,7 +29,7 @@ from varuna.partition.shapes import Boundary
 from varuna.precision import Precision
 from varuna_planner.profile import Measurement
 
-__all__ = ["Clock", "SectionMeter", "worth_doubling"]
+__all__ = ["Clock", "SectionMeter", "time_stage_overhead", "worth_doubling"]
 
 _log = structlog.get_logger(__name__)
 
@@ -79,18 +83,18 @@ class Clock:
 
 
 class SectionMeter:
-    """Measures section `section` of a model on `device`, at any micro-batch sizes."""
+    """Measures a section of a model, or a run of them as one, on `device` and at any micro-batch sizes."""
 
     def __init__(
         self,
         model: nn.Module,
         model_map: ModelMap,
-        section: int,
+        sections: range,
         device: torch.device,
         clock: Clock,
         precision: Precision,
     ) -> None:
-        self._stage: Stage = build_stage(model, model_map, section, section + 1, device)
+        self._stage: Stage = build_stage(model, model_map, sections.start, sections.stop, device)
         self._device = device
         self._precision = precision
         self._clock = clock
@@ -105,8 +109,17 @@ class SectionMeter:
             with self._clock.watching(), self._precision.whole_pass():
                 return self._measure(_moved(inputs, self._device), micro_batch, slice_s)
         finally:
-            for parameter in self._stage.parameters.values():
-                parameter.grad = None
+            self.forget_gradients()
+
+    def once_us(self, inputs: Mapping[str, Any], micro_batch: int) -> tuple[float, float]:
+        """(forward, backward) of one run. Gradients add up until `forget_gradients`."""
+        received = [_made_up(boundary, micro_batch, self._device) for boundary in self._stage.receives]
+        with self._clock.watching(), self._precision.whole_pass():
+            return self._once(_moved(inputs, self._device), received)
+
+    def forget_gradients(self) -> None:
+        for parameter in self._stage.parameters.values():
+            parameter.grad = None
 
     def _measure(self, inputs: dict[str, Any], micro_batch: int, slice_s: float) -> Measurement:
         stage = self._stage
@@ -160,6 +173,33 @@ class SectionMeter:
         if outputs:
             torch.autograd.backward(outputs, gradients)
         return forward_us, self._clock.now_us() - started_us
+
+
+def time_stage_overhead(
+    whole: SectionMeter, parts: Sequence[SectionMeter], inputs: Mapping[str, Any], micro_batch: int, slice_s: float
+) -> tuple[float, float]:
+    """What each (forward, backward) of a stage takes in microseconds, however few sections it has.
+
+    `whole` is a stage of all the sections that are `parts`, at least two: run one by one, they take it once each. The
+    median over rounds, which take about `slice_s` together. Raises torch.OutOfMemoryError.
+    """
+    started_s = time.perf_counter()
+    rounds: list[tuple[float, float]] = []
+    try:
+        while len(rounds) < _MOST and (len(rounds) < _FEWEST or time.perf_counter() - started_s < slice_s):
+            once = whole.once_us(inputs, micro_batch)
+            each = [part.once_us(inputs, micro_batch) for part in parts]
+            forward_us, backward_us = (
+                sum(times) - of_whole for times, of_whole in zip(zip(*each, strict=True), once, strict=True)
+            )
+            rounds.append((forward_us, backward_us))
+            if time.perf_counter() - started_s > 10 * slice_s:
+                break  # beside sections this slow it does not count
+    finally:
+        for meter in (whole, *parts):
+            meter.forget_gradients()
+    forward_us, backward_us = (statistics.median(times) / (len(parts) - 1) for times in zip(*rounds, strict=True))
+    return max(0.0, forward_us), max(0.0, backward_us)
 
 
 class _KeptBytes:

@@ -25,8 +25,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from varuna.calibration.compute import Clock, SectionMeter, worth_doubling
+from varuna.calibration.compute import Clock, SectionMeter, time_stage_overhead, worth_doubling
 from varuna.calibration.links import Connect, LinkSample, classify, measure_all_reduce, measure_links
+from varuna.calibration.merging import in_step, scaled, with_earlier, without
 from varuna.calibration.optimizer import OptimizerMemory, OptimizerTime, measure_optimizer, time_optimizer
 from varuna.calibration.peers import Peers
 from varuna.example_inputs import GetBatch
@@ -45,13 +46,15 @@ __all__ = [
     "doubling",
     "measure_network",
     "measure_sections",
-    "with_earlier",
 ]
 
 _log = structlog.get_logger(__name__)
 
 _BUDGET_S, _BUDGET_PER_SECTION_S = 6.0, 0.2
 """96 sections on one rank: 25 s, and 10 s to build them."""
+
+_OVERHEAD_S, _OVERHEAD_SECTIONS = 0.5, 3
+"""For measuring what a stage takes on top of its sections: how long, and on stages of how many."""
 
 _SIZES_EXPECTED = 8
 """Micro-batch sizes among which the time is shared out at first: 1 to 128."""
@@ -111,7 +114,10 @@ def calibrate(
     memory = measure_optimizer(optimizer) if optimizer_on_device else OptimizerMemory(0.0, 0)
     network.environment["global_batch"] = str(global_batch)
     if earlier is not None:
-        _extend(found, network, earlier)
+        found.by_section = with_earlier(
+            found.by_section, in_step(earlier, found.sharing), len(earlier.sections), every_size=True
+        )
+        network.extend(earlier)
     step = time_optimizer(optimizer, device if optimizer_on_device else torch.device("cpu"), meters.clock)
     return document(model, model_map, found, network, memory, step, precision)
 
@@ -141,6 +147,11 @@ class Meters:
             room_bytes = torch.cuda.mem_get_info(device)[0] / 4 if device.type == "cuda" else math.inf
         self._room_bytes = room_bytes
 
+    @property
+    def sections(self) -> int:
+        """How many the model has."""
+        return len(self._model_map.sections)
+
     def build(self, sections: Sequence[int]) -> None:
         """Build those that may stay, so that it takes no time later. What does not fit is told when it is measured."""
         for section in sections:
@@ -164,11 +175,29 @@ class Meters:
     def _of(self, section: int) -> SectionMeter:
         if section in self._kept:
             return self._kept[section]
-        meter = SectionMeter(self._model, self._model_map, section, self._device, self.clock, self._precision)
+        meter = self._meter(range(section, section + 1))
         if self._bytes(section) <= self._room_bytes:
             self._room_bytes -= self._bytes(section)
             self._kept[section] = meter
         return meter
+
+    def _meter(self, sections: range) -> SectionMeter:
+        return SectionMeter(self._model, self._model_map, sections, self._device, self.clock, self._precision)
+
+    def stage_overhead_us(self, sections: range, get_batch: GetBatch, size: int) -> tuple[float, float] | None:
+        """What each (forward, backward) of a stage takes on top, told from these sections.
+
+        None where there are not two of them, or the device has no room.
+        """
+        if len(sections) < 2:
+            return None
+        self._kept.clear()
+        try:
+            whole, *parts = (self._meter(each) for each in (sections, *(range(i, i + 1) for i in sections)))
+            return time_stage_overhead(whole, parts, get_batch(size), size, _OVERHEAD_S)
+        except torch.OutOfMemoryError:
+            _log.info("no room to measure what a stage takes on top of its sections", sections=len(sections))
+            return None
 
     def _bytes(self, section: int) -> int:
         parameters = self._model_map.sections[section].parameters
@@ -187,6 +216,8 @@ class Measured:
     by_section: dict[int, list[Measurement]]
     sharing: float
     """How many times as long things took as they would on cores of their own; it is in the measurements already."""
+    stage_overhead_us: float = 0.0
+    """What each op of a stage takes on top of its sections; it is in none of the measurements."""
 
 
 def measure_sections(
@@ -235,32 +266,35 @@ def measure_sections(
             )
         if not told["go_on"]:
             break
+    overhead_us = meters.stage_overhead_us(_some_sections(peers, meters.sections), get_batch, sizes[0])
+    overheads_us = peers.gather("overhead", overhead_us)
     sharing = peers.gather("sharing", meters.clock.sharing if mine else None)
     gathered = peers.gather(
         "sections", {str(i): [each.model_dump() for each in measured] for i, measured in found.items()}
     )
-    if gathered is None or sharing is None:
+    if gathered is None or sharing is None or overheads_us is None:
         return None
     # One factor for all: in training every rank shares its cores, whoever had the bad luck in this calibration.
     factor = statistics.median(each for each in sharing if each is not None)
+    known = [each for each in overheads_us if each is not None] or [(0.0, 0.0)]
+    forward_us, backward_us = (statistics.median(times) for times in zip(*known, strict=True))
     return Measured(
         {
-            int(i): [_scaled(Measurement(**each), factor) for each in measured]
+            int(i): [scaled(without(Measurement(**each), forward_us, backward_us), factor) for each in measured]
             for part in gathered
             for i, measured in part.items()
         },
         factor,
+        # The planner adds one figure to forwards, backwards and recomputes alike.
+        stage_overhead_us=(forward_us + backward_us) / 2 * factor,
     )
 
 
-def _scaled(measured: Measurement, factor: float) -> Measurement:
-    return measured.model_copy(
-        update={
-            "forward_us": measured.forward_us * factor,
-            "backward_us": measured.backward_us * factor,
-            "recompute_us": measured.recompute_us * factor,
-        }
-    )
+def _some_sections(peers: Peers, count: int) -> range:
+    """Neighbours in the model, other ones on each rank, for what a stage takes depends on where it is in the model."""
+    length = min(count, _OVERHEAD_SECTIONS)
+    first = (count - length) * (2 * peers.rank + 1) // (2 * peers.world_size)
+    return range(first, first + length)
 
 
 @dataclass
@@ -270,6 +304,14 @@ class Network:
     environment: dict[str, str]
     links: Links
     all_reduce: list[AllReduceMeasurement]
+
+    def extend(self, earlier: Profile) -> None:
+        """Add what an earlier profile of this model on this hardware was measured for, and on a larger fleet."""
+        now, before = self.environment, earlier.environment
+        now["global_batch"] = max(now["global_batch"], before.get("global_batch", "1"), key=int)
+        if int(before.get("ranks", "0")) > int(now["ranks"]):
+            self.links, self.all_reduce = earlier.links, list(earlier.all_reduce)
+            now["ranks"], now["hosts"] = before["ranks"], before["hosts"]
 
 
 def measure_network(peers: Peers, connect: Connect | None, device: torch.device, host: str) -> Network | None:
@@ -334,6 +376,7 @@ def document(
             SharedParameter(name=name, sections=uses, bytes=model_map.parameter_bytes[name])
             for name, uses in model_map.shared.items()
         ),
+        stage_overhead_us=found.stage_overhead_us,
         links=network.links,
         all_reduce=tuple(network.all_reduce),
     )
@@ -360,43 +403,3 @@ def _section(
         optimizer_us=step.us_for(len(trained), sum(parameter.numel() for parameter in trained)),
         measurements=tuple(measurements),
     )
-
-
-def _extend(found: Measured, network: Network, earlier: Profile) -> None:
-    """Add what only an earlier profile of this model on this hardware has."""
-    count = len(earlier.sections)
-    found.by_section = with_earlier(found.by_section, _in_step(earlier, found.sharing), count, every_size=True)
-    now, before = network.environment, earlier.environment
-    now["global_batch"] = max(now["global_batch"], before.get("global_batch", "1"), key=int)
-    if int(before.get("ranks", "0")) > int(now["ranks"]):
-        network.links, network.all_reduce = earlier.links, list(earlier.all_reduce)
-        now["ranks"], now["hosts"] = before["ranks"], before["hosts"]
-
-
-def _in_step(earlier: Profile, sharing: float) -> Profile:
-    """`earlier` as it would be, had as many ranks shared the cores as now."""
-    factor = sharing / float(earlier.environment.get("sharing", "1"))
-    sections = [
-        section.model_copy(update={"measurements": tuple(_scaled(each, factor) for each in section.measurements)})
-        for section in earlier.sections
-    ]
-    return earlier.model_copy(update={"sections": tuple(sections)})
-
-
-def with_earlier(
-    found: Mapping[int, list[Measurement]], before: Profile | None, count: int, *, every_size: bool
-) -> dict[int, list[Measurement]]:
-    """What was measured now, completed by what was measured before; now wins where both have a size."""
-    earlier = {} if before is None else {section.index: section.measurements for section in before.sections}
-    missing = [section for section in range(count) if section not in found and section not in earlier]
-    if missing:
-        raise ValueError(
-            f"sections {missing} were never measured: leave pstages_to_profile out, or keep the profile of an earlier "
-            "run in out_folder"
-        )
-    merged = {}
-    for section in range(count):
-        kept = earlier.get(section, ()) if every_size or section not in found else ()
-        by_size = {each.micro_batch: each for each in (*kept, *found.get(section, ()))}
-        merged[section] = [by_size[size] for size in sorted(by_size)]
-    return merged
