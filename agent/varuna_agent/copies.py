@@ -11,7 +11,16 @@ from pathlib import Path
 
 import structlog
 
+from varuna_agent.isolation import JobUser
+
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+
+def make_folder_for(folder: Path, user: JobUser) -> None:
+    """The folder of one job, which is nobody else's. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o711)
+    folder.mkdir(exist_ok=True, mode=0o700)
+    user.own(folder)
 
 
 def discard_other_jobs(folder: Path, job_ids: Collection[str]) -> None:

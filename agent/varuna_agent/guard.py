@@ -1,10 +1,11 @@
-"""Stands between the agent and one worker; run as `python -I -S guard.py LIFE_FD STATUS_FD COMMAND...`.
+"""Stands between the agent and one worker; run as `python -I -S guard.py LIFE_FD STATUS_FD USER COMMAND...`.
 
 The worker gets a process group of its own. LIFE_FD is the read end of a pipe whose write end only the agent has: when
 that closes, because the agent wants it or because the agent is gone (SIGKILL included), the guard kills the worker's
 group. The guard is the reaper of all orphans among the worker's descendants, so it also finds those that left the
 group. It ends as the worker ended: same exit code, same signal. On STATUS_FD it writes the number of the group, and at
-last the exit code (negative: the signal), a line each.
+last the exit code (negative: the signal), a line each. USER is UID:GID:GROUP,GROUP... for a command that is to run as
+another user, or `-`; the guard itself stays what the agent is, so that the command cannot touch it.
 
 Standard library only, and little of it: one of these starts with every worker. It imports nothing of ours.
 """
@@ -16,18 +17,21 @@ import signal
 import sys
 import time
 
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
+"""At this a worker writes the stacks of its threads (see `stacks.py`); 0 or less: the system has no such signals."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_PATIENCE_S = 10.0  # a process in uninterruptible sleep does not die; the exit must be told all the same
 
 
 def main(arguments: list[str]) -> None:
-    life_fd, status_fd, command = int(arguments[0]), int(arguments[1]), arguments[2:]
-    fork_worker(life_fd, status_fd)
+    life_fd, status_fd, user, command = int(arguments[0]), int(arguments[1]), arguments[2], arguments[3:]
+    fork_worker(life_fd, status_fd, user)
     _execute(command)
 
 
-def fork_worker(life_fd: int, status_fd: int) -> None:
+def fork_worker(life_fd: int, status_fd: int, user: str = "-") -> None:
     """Fork. Returns in the child only, which is to become the worker; this process is its guard from now on."""
     os.set_inheritable(life_fd, False)
     os.set_inheritable(status_fd, False)
@@ -40,7 +44,7 @@ def fork_worker(life_fd: int, status_fd: int) -> None:
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _leave_guard(guard, (life_fd, status_fd, wake_fd, signal.set_wakeup_fd(-1)))
+        _leave_guard(guard, (life_fd, status_fd, wake_fd, signal.set_wakeup_fd(-1)), user)
         return
     _set_group(worker)
     try:
@@ -58,9 +62,14 @@ def fork_worker(life_fd: int, status_fd: int) -> None:
     os._exit(code)
 
 
-def _leave_guard(guard: int, guards_fds: "tuple[int, ...]") -> None:
-    """In the child: a group of its own, and nothing that is the guard's."""
+def _leave_guard(guard: int, guards_fds: "tuple[int, ...]", user: str) -> None:
+    """In the child: a group of its own, perhaps a user of its own, and nothing that is the guard's."""
     os.setpgid(0, 0)
+    if user != "-":
+        uid, gid, groups = user.split(":")
+        os.setgroups([int(group) for group in groups.split(",") if group])
+        os.setgid(int(gid))
+        os.setuid(int(uid))  # before the next line, which it would undo
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
     if os.getppid() != guard:
         os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from varuna_agent.isolation import JobUser
 from varuna_agent.state import WorkerKey
 
 
@@ -12,10 +13,18 @@ def log_path(vm_dir: Path, key: WorkerKey) -> Path:
     return vm_dir / "jobs" / key.job_id / f"g{key.generation}" / f"rank{key.rank}.log"
 
 
-def open_log(path: Path) -> int:
-    """A file descriptor that appends; folders are made."""
+def warm_log_path(vm_dir: Path, job_id: str) -> Path:
+    """Of the process from which the job's workers are forked."""
+    return vm_dir / "jobs" / job_id / "warm.log"
+
+
+def open_log(path: Path, user: JobUser | None = None) -> int:
+    """A file descriptor that appends; folders are made. The file is the user's: scripts may open /dev/stderr anew."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    if user is not None:
+        os.fchown(descriptor, user.uid, user.gid)
+    return descriptor
 
 
 def tail(path: Path, *, lines: int = 40, max_bytes: int = 16_384) -> str:

@@ -8,18 +8,25 @@ import fcntl
 import importlib.metadata
 import logging
 import os
+import random
 import signal
 import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
+from varuna_agent.errors import JoinError
+from varuna_agent.isolation import JobUser, hide_this_process, keep_private
 from varuna_agent.notices import FileNoticeSource
 from varuna_agent.runner import AgentRunner
 from varuna_agent.settings import AgentSettings
 from varuna_agent.state import Identity
+
+if TYPE_CHECKING:
+    from varuna_agent.identity import AgentIdentity
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -33,14 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _configure_logging(options.log_format, options.vm_id)
     try:
         settings = _settings(options)
-        settings.vm_dir.mkdir(parents=True, exist_ok=True)
+        user = JobUser.named(settings.run_as) if settings.run_as else None
+        keep_private(settings.vm_dir, user)
         lock = _lock(settings.vm_dir)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"varuna agent: {error}\n")
         return EXIT_USAGE
+    hide_this_process()
     try:
-        return asyncio.run(_run(settings))
-    except OSError as error:
+        return asyncio.run(_run(settings, user))
+    except (OSError, JoinError) as error:
         sys.stderr.write(f"varuna agent: {error}\n")
         return 1
     finally:
@@ -49,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="varuna agent", description=__doc__)
-    parser.add_argument("--manager", required=True, help="host:port of the manager's gRPC service")
+    parser.add_argument(
+        "--manager", required=True, help="host:port of the manager's gRPC service; of several, separated by commas"
+    )
     parser.add_argument("--vm-id", required=True, help="the id by which the manager knows this VM")
     parser.add_argument("--vm-dir", required=True, type=Path, help="folder for logs, socket and notices")
     parser.add_argument(
@@ -70,6 +81,25 @@ def _parser() -> argparse.ArgumentParser:
         help="keep a process with the job's imports done, from which its next workers start, for so long after its "
         "last worker here; 0: start every worker from nothing",
     )
+    parser.add_argument(
+        "--join-token-file",
+        type=Path,
+        help="holds a token with which this VM joins the manager (default: what VARUNA_JOIN_TOKEN says)",
+    )
+    parser.add_argument(
+        "--join-url",
+        default="",
+        help="the manager's REST API, or each, separated by commas (default: https, port 8750 of --manager's hosts)",
+    )
+    parser.add_argument(
+        "--join-ca", type=Path, help="PEM of who signed --join-url's certificate, if that is not the manager itself"
+    )
+    parser.add_argument(
+        "--run-as",
+        default="",
+        metavar="USER",
+        help="run jobs as this user; only an agent that runs as root can (default: as the agent's own user)",
+    )
     parser.add_argument("--log-format", default="console", choices=("console", "json"))
     return parser
 
@@ -87,10 +117,15 @@ def _settings(options: argparse.Namespace) -> AgentSettings:
         reconnect_first_s=options.reconnect_first_s,
         reconnect_most_s=options.reconnect_most_s,
         keep_warm_s=options.keep_warm_s,
+        run_as=options.run_as,
+        join_token=_join_token(options.join_token_file),
+        join_url=options.join_url,
+        join_ca=options.join_ca,
     )
 
 
-async def _run(settings: AgentSettings) -> int:
+async def _run(settings: AgentSettings, user: JobUser | None) -> int:
+    manager_identity = await _identity(settings) if settings.is_certified else None
     identity = Identity(
         vm_id=settings.vm_id,
         incarnation=uuid.uuid4().hex,
@@ -101,7 +136,7 @@ async def _run(settings: AgentSettings) -> int:
         device=settings.device,
     )
     notices = FileNoticeSource(settings.vm_dir / "notice.json", settings.notice_poll_s)
-    runner = AgentRunner(settings, identity, notices, os.environ)
+    runner = AgentRunner(settings, identity, notices, os.environ, user=user, manager_identity=manager_identity)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, runner.terminate, f"the agent got {number.name}")
@@ -109,6 +144,23 @@ async def _run(settings: AgentSettings) -> int:
     code = await runner.run()
     _log.info("agent ends", code=code)
     return code
+
+
+async def _identity(settings: AgentSettings) -> AgentIdentity | None:
+    """This VM's certificate. Raises JoinError."""
+    from varuna_agent.identity import JoinToken, open_identity  # agents of an open manager start sooner
+
+    token = JoinToken.parse(settings.join_token) if settings.join_token else None
+    return await open_identity(
+        settings.identity_dir, settings.vm_id, token, settings.join_urls, settings.join_ca, random.Random()
+    )
+
+
+def _join_token(file: Path | None) -> str:
+    """From the file, or from VARUNA_JOIN_TOKEN: never from the command line, which everybody on the VM can list."""
+    if file is not None:
+        return file.read_text().strip()
+    return os.environ.get("VARUNA_JOIN_TOKEN", "")
 
 
 def _lock(vm_dir: Path) -> int:

@@ -1,4 +1,4 @@
-"""Worker processes: each under a guard of its own (see `guard.py`), from a warmed process where there is one."""
+"""Worker processes: each under a guard of its own (see `guard.py`), from a warmed process where that is possible."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import asyncio
 import os
 import signal
 import socket
-import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import structlog
-
 from varuna_agent import logs
+from varuna_agent.isolation import JobUser
+from varuna_agent.spawn import ProcessNotStartedError, open_log, spawn
+from varuna_agent.stacks import NoStacksError, StackPipe
 from varuna_agent.state import WorkerKey
-from varuna_agent.warm import Recipe, WarmProcess, read_end
+from varuna_agent.warm import Recipe, WarmPool, WarmProcess
 
-_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
-
-_GUARD = Path(__file__).with_name("guard.py")
+__all__ = ["ProcessEnd", "ProcessNotStartedError", "ProcessSpec", "WorkerProcesses"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +32,8 @@ class ProcessSpec:
     contract: Mapping[str, str] = field(default_factory=dict)
     """What this worker has for itself, on top of it."""
     log: Path
-    may_warm: bool = True
-    """Whether a process may be warmed beside it: not while it measures what the machine can do."""
     rendezvous: socket.socket | None = None
     """Inherited by the worker (VARUNA_RENDEZVOUS_FD says where); closed here once it has started."""
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """How to warm a process for workers like this one; None: it cannot be done."""
-        return Recipe.of(self.command, self.workdir, self.environment)
 
 
 @dataclass(frozen=True)
@@ -52,8 +43,20 @@ class ProcessEnd:
     log_tail: str
 
 
-class ProcessNotStartedError(Exception):
-    """The worker could not be started; says why."""
+class _Worker:
+    """The agent's ends of what a worker has: letting go of `life` kills it, `stacks` has what it says at a signal."""
+
+    def __init__(self) -> None:
+        self.life_read, self._life_write = os.pipe()
+        self.stacks = StackPipe()
+        self.killed = asyncio.Event()
+        self.group = 0
+        """Of its processes; 0: not started yet."""
+
+    def kill(self) -> None:
+        if not self.killed.is_set():
+            self.killed.set()
+            os.close(self._life_write)
 
 
 class WorkerProcesses:
@@ -61,240 +64,181 @@ class WorkerProcesses:
 
     Args:
         on_end: awaited with the key and how it ended, when nothing of the worker's group runs any more.
+        on_preparing: called with the jobs whose workers would have to wait for imports that are being done, when that
+            changes.
         keep_warm_s: how long a warmed process is kept for a job that has no worker here; 0: there are none.
+        user: as whom workers run; None: as the agent.
     """
 
     def __init__(
         self,
         on_end: Callable[[WorkerKey, ProcessEnd | ProcessNotStartedError], Awaitable[None]],
         keep_warm_s: float = 120.0,
+        user: JobUser | None = None,
+        on_preparing: Callable[[frozenset[str]], None] = lambda job_ids: None,
     ) -> None:
         self._on_end = on_end
-        self._keep_warm_s = keep_warm_s
-        self._keeps_warm = keep_warm_s > 0
-        self._life: dict[WorkerKey, int] = {}
+        self._user = user
+        self._workers: dict[WorkerKey, _Worker] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
-        self._specs: dict[WorkerKey, ProcessSpec] = {}
-        self._warm: WarmProcess | None = None
-        self._warming: asyncio.Task[None] | None = None
-        self._cooling: asyncio.TimerHandle | None = None
+        self._warm = WarmPool(keep_warm_s, user, on_preparing) if keep_warm_s > 0 else None
 
     def start(self, spec: ProcessSpec) -> None:
         """Returns at once; also when it cannot be started, its end is told later."""
-        self._keep_warm()
-        self._specs[spec.key] = spec
-        life_read, self._life[spec.key] = os.pipe()
-        self._tasks[spec.key] = asyncio.create_task(self._run(spec, life_read), name=f"worker {spec.key}")
+        self._workers[spec.key] = worker = _Worker()
+        self._tasks[spec.key] = asyncio.create_task(self._run(spec, worker), name=f"worker {spec.key}")
+
+    def prepare(self, job_id: str, command: str, workdir: str, environment: Mapping[str, str], log: Path) -> None:
+        """Have a process at hand from which such workers start at once, where that is possible. Returns at once."""
+        recipe = Recipe.of(command, workdir, environment)
+        if self._warm is not None and recipe is not None:
+            self._warm.get(job_id, recipe, log)
 
     @property
     def job_ids(self) -> set[str]:
         """The jobs that have workers here."""
-        return {key.job_id for key in self._specs}
+        return {key.job_id for key in self._tasks}
+
+    @property
+    def prepared_job_ids(self) -> frozenset[str]:
+        """The jobs whose workers would start at once."""
+        return frozenset() if self._warm is None else self._warm.job_ids
 
     def kill(self, key: WorkerKey) -> None:
         """SIGKILL everything that belongs to the worker, by letting go of its guard's pipe. Idempotent."""
-        life_write = self._life.pop(key, None)
-        if life_write is not None:
-            os.close(life_write)
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.kill()
+
+    async def stacks(self, key: WorkerKey, pid: int) -> str:
+        """Where all Python threads of the worker stand. Raises NoStacksError.
+
+        Args:
+            pid: what the worker says that it is; 0: it has said nothing yet. Believed only within its own group.
+        """
+        worker = self._workers.get(key)
+        if worker is None or not worker.group:
+            raise NoStacksError(f"worker {key} has no process")
+        with suppress(ProcessLookupError):
+            if pid and os.getpgid(pid) == worker.group:
+                return await worker.stacks.ask(pid)
+        return await worker.stacks.ask(worker.group)
 
     async def close(self) -> None:
         """Kill all that still runs and wait until it is gone."""
-        for key in tuple(self._life):
-            self.kill(key)
+        for worker in self._workers.values():
+            worker.kill()
         await asyncio.gather(*self._tasks.values())
-        await self._cool()
-
-    # ------------------------------------------------------------ warmed processes
-
-    def warm_up(self, key: WorkerKey) -> None:
-        """Have a process at hand from which the next workers like this one start. Idempotent; returns at once."""
-        spec = self._specs.get(key)
-        recipe = None if spec is None else spec.recipe
-        if spec is None or recipe is None or not spec.may_warm or not self._keeps_warm:
-            return
-        warm = self._warm
-        if warm is not None and (warm.workers or (warm.recipe == recipe and not warm.is_over)):
-            return  # there is one, or another whose workers would end with it
-        old, self._warm = (self._warm, self._warming), WarmProcess(recipe)
-        log = spec.log.parents[1] / "warm.log"
-        self._warming = asyncio.create_task(self._run_warm(self._warm, log, old), name="warmed process")
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether there is a warmed process to start workers from."""
-        return self._warm is not None and self._warm.is_ready
-
-    async def _run_warm(
-        self, warm: WarmProcess, log: Path, old: tuple[WarmProcess | None, asyncio.Task[None] | None]
-    ) -> None:
-        """From its start to its end; after that of the one before it."""
-        await _cooled(*old)
-        status_read, status_write = os.pipe()
-        try:
-            try:
-                guard = await _spawn(
-                    warm.recipe.command(warm.theirs.fileno()),
-                    workdir=warm.recipe.workdir,
-                    environment=warm.recipe.environment,
-                    log=log,
-                    life_read=warm.life_read,
-                    status_write=status_write,
-                    inherited=[warm.theirs.fileno()],
-                )
-            finally:
-                os.close(warm.life_read)
-                os.close(status_write)
-                warm.theirs.close()
-            if await warm.wait_ready():
-                _log.info("the next workers start from a warmed process", pid=guard.pid)
-            await guard.wait()
-        except ProcessNotStartedError as error:
-            _log.warning("no warmed process", reason=str(error))
-        finally:
-            warm.release()
-            os.close(status_read)
-
-    def _keep_warm(self) -> None:
-        if self._cooling is not None:
-            self._cooling.cancel()
-            self._cooling = None
-
-    def _cool_later(self) -> None:
-        """When no worker runs: the job may be over, and memory is not to be held for ever."""
-        self._keep_warm()
-        if self._warm is not None and not self._tasks:
-            warm = self._warm
-            self._cooling = asyncio.get_running_loop().call_later(self._keep_warm_s, warm.close)
-
-    async def _cool(self) -> None:
-        self._keep_warm()
-        await _cooled(self._warm, self._warming)
-        self._warm = self._warming = None
+        if self._warm is not None:
+            await self._warm.close()
 
     # ------------------------------------------------------------ one worker
 
-    async def _run(self, spec: ProcessSpec, life_read: int) -> None:
+    async def _run(self, spec: ProcessSpec, worker: _Worker) -> None:
         end: ProcessEnd | ProcessNotStartedError
         try:
-            exit_code = await self._run_guard(spec, life_read)
+            exit_code = await self._run_guard(spec, worker)
             quiet = exit_code == 0
             end = ProcessEnd(exit_code, "" if quiet else await asyncio.to_thread(logs.tail, spec.log))
         except ProcessNotStartedError as error:
             end = error
         finally:
-            self.kill(spec.key)
+            worker.kill()
+            del self._workers[spec.key]
+            worker.stacks.close()
+            if self._warm is not None:
+                self._warm.release(spec.key)
         await self._on_end(spec.key, end)
-        del self._tasks[spec.key], self._specs[spec.key]
-        if self._warm is not None:
-            self._warm.workers.discard(spec.key)
-        self._cool_later()
+        del self._tasks[spec.key]
 
-    async def _run_guard(self, spec: ProcessSpec, life_read: int) -> int:
+    async def _run_guard(self, spec: ProcessSpec, worker: _Worker) -> int:
         """The worker's exit code. Raises ProcessNotStartedError."""
         status_read, status_write = os.pipe()
         guard: asyncio.subprocess.Process | None = None
         try:
-            if not await self._fork(spec, life_read, status_write):
-                guard = await _spawn(
+            if not await self._fork(spec, worker, status_write):
+                guard = await spawn(
                     ["/bin/sh", "-c", spec.command],
                     workdir=spec.workdir,
-                    environment={**spec.environment, **spec.contract},
+                    environment={**spec.environment, **spec.contract, **worker.stacks.variable},
                     log=spec.log,
-                    life_read=life_read,
+                    life_read=worker.life_read,
                     status_write=status_write,
-                    inherited=[] if spec.rendezvous is None else [spec.rendezvous.fileno()],
+                    inherited=[worker.stacks.theirs, *_rendezvous_fd(spec)],
+                    user=self._user,
                 )
         except BaseException:
             os.close(status_read)
             raise
         finally:
-            os.close(life_read)
+            os.close(worker.life_read)
             os.close(status_write)
+            worker.stacks.started()
             if spec.rendezvous is not None:
                 spec.rendezvous.close()
-        group, *exit_codes = (await read_end(status_read)).split()[:2] or [b""]
+        exit_code = await _follow(status_read, worker)
         if guard is not None:
             await guard.wait()
-        if not exit_codes:  # it was the guard that was killed
-            _kill_group(group)
+        if exit_code is None:  # it was the guard that was killed
+            _kill_group(worker.group)
             return -signal.SIGKILL
-        return int(exit_codes[0])
+        return exit_code
 
-    async def _fork(self, spec: ProcessSpec, life_read: int, status_write: int) -> bool:
-        """Whether the worker was started from the warmed process."""
-        warm = self._warm
-        if warm is None or not warm.is_ready or warm.recipe != spec.recipe:
+    async def _fork(self, spec: ProcessSpec, worker: _Worker, status_write: int) -> bool:
+        """Whether the worker was started from a warmed process, which is warmed first when it is the job's first."""
+        recipe = Recipe.of(spec.command, spec.workdir, spec.environment)
+        if self._warm is None or recipe is None:
             return False
-        log = await _open_log(spec.log)
-        fds = [life_read, status_write, log, *([] if spec.rendezvous is None else [spec.rendezvous.fileno()])]
+        warm = self._warm.get(spec.key.job_id, recipe, spec.log.parents[1] / "warm.log")
+        if warm is None:
+            return False
         warm.workers.add(spec.key)
+        if not await _ready_or_killed(warm, worker):
+            self._warm.release(spec.key)
+            return False
+        log = await open_log(spec.log, self._user)
+        fds = [worker.life_read, status_write, log, worker.stacks.theirs, *_rendezvous_fd(spec)]
         try:
             is_forked = await warm.fork({**spec.environment, **spec.contract}, fds)
         finally:
             os.close(log)
         if not is_forked:
-            warm.workers.discard(spec.key)
+            self._warm.release(spec.key)
         return is_forked
 
 
-async def _spawn(
-    command: Sequence[str],
-    *,
-    workdir: str,
-    environment: Mapping[str, str],
-    log: Path,
-    life_read: int,
-    status_write: int,
-    inherited: Sequence[int],
-) -> asyncio.subprocess.Process:
-    """A guard with its command. Raises ProcessNotStartedError."""
-    if not Path(workdir).is_dir():
-        raise ProcessNotStartedError(f"workdir {workdir!r} is not a folder on this VM")
-    log_fd = await _open_log(log)
+async def _ready_or_killed(warm: WarmProcess, worker: _Worker) -> bool:
+    """Whether workers can be forked; a worker that is killed waits no longer."""
+    waits = [asyncio.create_task(warm.wait_ready()), asyncio.create_task(worker.killed.wait())]
     try:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            *["-I", "-S", str(_GUARD), str(life_read), str(status_write), *command],
-            cwd=workdir,
-            env=dict(environment),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
-            pass_fds=[life_read, status_write, *inherited],
-            start_new_session=True,  # out of reach of signals to the agent's group
-        )
-    except (OSError, ValueError) as error:
-        raise ProcessNotStartedError(f"cannot start the worker: {error}") from error
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        os.close(log_fd)
+        for wait in waits:
+            wait.cancel()
+    return warm.is_ready
 
 
-async def _open_log(path: Path) -> int:
-    try:
-        return await asyncio.to_thread(logs.open_log, path)
-    except OSError as error:
-        raise ProcessNotStartedError(f"cannot open the log {path}: {error}") from error
+async def _follow(status_fd: int, worker: _Worker) -> int | None:
+    """What a guard writes, until it ends: the exit code, None when it did not come to that. Closes the descriptor."""
+    os.set_blocking(status_fd, False)
+    with os.fdopen(status_fd, "rb", buffering=0) as pipe:
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            worker.group = int(await reader.readline() or 0)
+            exit_code = await reader.readline()
+            await reader.read()
+        finally:
+            transport.close()
+    return int(exit_code) if exit_code else None
 
 
-async def _cooled(warm: WarmProcess | None, warming: asyncio.Task[None] | None) -> None:
-    """Lets the warmed process end, and waits for that."""
-    if warm is not None:
-        warm.close()
-    if warming is not None:
-        await warming
+def _rendezvous_fd(spec: ProcessSpec) -> list[int]:
+    return [] if spec.rendezvous is None else [spec.rendezvous.fileno()]
 
 
-def _kill_group(group: bytes) -> None:
+def _kill_group(group: int) -> None:
     if group:
         with suppress(ProcessLookupError):
-            os.killpg(int(group), signal.SIGKILL)
-
-
-def worker_environ(base: Mapping[str, str], extra: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-    """What workers of a job have in common: the agent's environment without Varuna's settings, then the job's own."""
-    environ = {name: value for name, value in base.items() if not name.startswith("VARUNA_")}
-    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
-    environ["PYTHONUNBUFFERED"] = "1"  # a log that is read while the worker runs, and after it was killed
-    if on_cpu:
-        environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores
-    return {**environ, **extra}
+            os.killpg(group, signal.SIGKILL)

@@ -8,12 +8,13 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
 
 from varuna_agent import logs
-from varuna_agent.copies import discard_other_jobs
+from varuna_agent.copies import discard_other_jobs, make_folder_for
+from varuna_agent.isolation import JobUser, worker_environ
 from varuna_agent.manager_link import Backoff, ManagerLink
 from varuna_agent.notices import NoticeSource, unix_now_s
 from varuna_agent.processes import (
@@ -21,15 +22,19 @@ from varuna_agent.processes import (
     ProcessNotStartedError,
     ProcessSpec,
     WorkerProcesses,
-    worker_environ,
 )
 from varuna_agent.rendezvous import RendezvousSockets
+from varuna_agent.seen import SeenGenerations
 from varuna_agent.settings import AgentSettings
-from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey
+from varuna_agent.stacks import NoStacksError
+from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey, stack_dump
 from varuna_agent.state import stimuli as st
 from varuna_agent.worker_link import WorkerLink, socket_path
-from varuna_proto.environment import Mode
+from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2, worker_pb2
+
+if TYPE_CHECKING:
+    from varuna_agent.identity import AgentIdentity
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -45,7 +50,9 @@ class AgentRunner:
     """One agent, from its start until it exits.
 
     Args:
-        base_environ: what workers inherit, apart from Varuna's own settings.
+        base_environ: what workers inherit, apart from Varuna's own settings and secrets.
+        user: as whom workers run; None: as this process.
+        manager_identity: this VM's certificate; None: the manager is an open one.
     """
 
     def __init__(
@@ -55,15 +62,19 @@ class AgentRunner:
         notice_source: NoticeSource,
         base_environ: Mapping[str, str],
         chance: random.Random | None = None,
+        user: JobUser | None = None,
+        manager_identity: AgentIdentity | None = None,
     ) -> None:
         self._settings = settings
         self._notice_source = notice_source
         self._base_environ = base_environ
-        self._state = AgentState(identity, settings.timings)
+        self._user = user
+        self._seen = SeenGenerations(settings.vm_dir)
+        self._state = AgentState(identity, settings.timings, self._seen.read())
         backoff = Backoff(settings.reconnect_first_s, settings.reconnect_most_s, chance or random.Random())
-        self._manager = ManagerLink(settings.manager, backoff, _FromManager(self))
-        self._link = WorkerLink(socket_path(settings.vm_dir), _FromWorkers(self))
-        self._processes = WorkerProcesses(self._process_ended, settings.keep_warm_s)
+        self._manager = ManagerLink(settings.manager, backoff, _FromManager(self), manager_identity)
+        self._link = WorkerLink(socket_path(settings.vm_dir), _FromWorkers(self), user)
+        self._processes = WorkerProcesses(self._process_ended, settings.keep_warm_s, user, self._preparing)
         self._rendezvous = RendezvousSockets(settings.host)
         self._events: deque[Event] = deque()
         self._is_handling = False
@@ -108,19 +119,26 @@ class AgentRunner:
         """Whether a worker that says it is `key` may connect."""
         return self._state.expects(key)
 
-    def warm_up(self, key: WorkerKey) -> None:
-        """A worker trains now: that is the time to prepare for the next one."""
-        self._processes.warm_up(key)
-
     # ------------------------------------------------------------ instructions
 
     def _carry_out(self, instruction: Instruction) -> None:
+        failpoint(f"agent.{type(instruction).__name__}.before")
         match instruction:
             case st.Send(message):
                 self._manager.send(message)
+                if message.HasField("report"):
+                    failpoint(f"agent.{message.report.WhichOneof('fact')}.sent")
                 return
             case st.ReadLogs(request):
                 self._spawn(self._send_logs(request), "logs")
+                return
+            case st.ReadStacks(request_id, key, pid):
+                self._spawn(self._send_stacks(request_id, key, pid), "stacks")
+            case st.Prepare(request):
+                self._prepare(request)
+                return
+            case st.Remember(seen):
+                self._seen.write(seen)
                 return
             case st.StartWorker():
                 self._start_worker(instruction)
@@ -144,8 +162,8 @@ class AgentRunner:
 
     def _start_worker(self, start: st.StartWorker) -> None:
         rendezvous = self._rendezvous.take(start.rendezvous_port) if start.rendezvous_port else None
-        copies = (self._settings.checkpoint_dir or self._settings.vm_dir / "checkpoints").resolve()
         jobs = {*self._processes.job_ids, start.key.job_id}
+        copies = (self._settings.checkpoint_dir or self._settings.vm_dir / "checkpoints").resolve()
         self._spawn(asyncio.to_thread(discard_other_jobs, copies, jobs), "copies of checkpoints")
         environment = replace(
             start.environment,
@@ -153,29 +171,39 @@ class AgentRunner:
             agent_socket=str(self._link.path),
             rendezvous_fd=rendezvous.fileno() if rendezvous is not None else -1,
         )
-        environ = worker_environ(
-            self._base_environ,
-            start.extra_environment,
-            on_cpu=environment.device == "cpu",
-        )
+        if self._user is not None:
+            make_folder_for(copies / start.key.job_id, self._user)
         self._processes.start(
             ProcessSpec(
                 key=start.key,
                 command=start.command,
                 workdir=start.workdir,
-                environment=environ,
+                environment=self._environ_of(start.extra_environment),
                 contract=environment.to_environ(),
-                may_warm=environment.mode is Mode.TRAIN,
                 log=logs.log_path(self._settings.vm_dir, start.key),
                 rendezvous=rendezvous,
             )
         )
+
+    def _prepare(self, request: agent_pb2.Prepare) -> None:
+        log = logs.warm_log_path(self._settings.vm_dir, request.job_id)
+        environment = self._environ_of(request.environment)
+        self._processes.prepare(request.job_id, request.command, request.workdir, environment, log)
+
+    def _environ_of(self, extra: Mapping[str, str]) -> dict[str, str]:
+        """What all workers of a job have in common."""
+        on_cpu = self._settings.device == "cpu"
+        return worker_environ(self._base_environ, extra, on_cpu=on_cpu, user=self._user)
+
+    def _preparing(self, job_ids: frozenset[str]) -> None:
+        self.handle(st.Preparing(job_ids))
 
     async def _process_ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
         if isinstance(end, ProcessNotStartedError):
             self.handle(st.ProcessNotStarted(key, str(end)))
             return
         await self._link.drained(key, _DRAIN_SOCKET_S)  # its last words come before its end
+        failpoint("agent.worker.ended")
         _log.info("worker ended", worker=str(key), exit_code=end.exit_code)
         self.handle(st.ProcessEnded(key, end.exit_code, end.log_tail))
 
@@ -195,6 +223,13 @@ class AgentRunner:
             end = start + _LOG_CHUNK_BYTES
             chunk = agent_pb2.LogChunk(request_id=request.request_id, data=data[start:end], last=end >= len(data))
             self._send_chunk(chunk)
+
+    async def _send_stacks(self, request_id: str, key: WorkerKey, pid: int) -> None:
+        try:
+            dump = stack_dump(request_id, key, text=await self._processes.stacks(key, pid))
+        except NoStacksError as error:
+            dump = stack_dump(request_id, key, error=str(error))
+        self._manager.send(dump)
 
     def _send_chunk(self, chunk: agent_pb2.LogChunk) -> None:
         self._manager.send(agent_pb2.AgentMessage(log_chunk=chunk))
@@ -254,6 +289,7 @@ class _FromManager:
         self._runner.handle(st.StreamOpened())
 
     def received(self, message: agent_pb2.ManagerMessage) -> None:
+        failpoint(f"agent.{message.WhichOneof('body')}.received")
         self._runner.handle(st.ManagerSaid(message))
 
     def closed(self, reason: str) -> None:
@@ -268,14 +304,13 @@ class _FromWorkers:
 
     def connected(self, key: WorkerKey, pid: int) -> bool:
         is_ours = self._runner.expects(key)
+        failpoint("agent.worker.connected")
         if is_ours:
             self._runner.handle(st.WorkerConnected(key, pid))
         return is_ours
 
     def said(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
         self._runner.handle(st.WorkerSaid(key, message))
-        if message.HasField("ready"):
-            self._runner.warm_up(key)
 
     def disconnected(self, key: WorkerKey) -> None:
         self._runner.handle(st.WorkerDisconnected(key))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from varuna_agent.state import Timings
+from varuna_proto.names import plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +15,7 @@ class AgentSettings:
     """Made once in `main`. Raises ValueError naming the setting and what to do."""
 
     manager: str
-    """host:port of the manager's gRPC service."""
+    """host:port of the manager's gRPC service; of several managers, separated by commas."""
     vm_id: str
     vm_dir: Path
     """Logs, the socket of the workers and the notice file live here; one agent at a time."""
@@ -34,19 +35,29 @@ class AgentSettings:
     notice_poll_s: float = 0.2
     keep_warm_s: float = 120.0
     """How long a warmed process is kept after the last worker of its job; 0: there is none."""
+    join_token: str = field(default="", repr=False)
+    """With which this VM becomes one of the manager's; empty: it is one already, or the manager is an open one."""
+    join_url: str = ""
+    """The manager's REST API, or each, separated by commas; empty: https, port 8750 of the hosts of `manager`."""
+    join_ca: Path | None = None
+    """Who signed the certificate of `join_url`; None: the manager's own authority, which the token names."""
+    run_as: str = ""
+    """The user as whom workers run; empty: as the agent does."""
     timings: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:
-        host, separator, port = self.manager.rpartition(":")
-        if not separator or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"--manager {self.manager!r}: expected host:port, such as 127.0.0.1:7443")
-        if not is_loopback(host.strip("[]")):
-            raise ValueError(
-                f"--manager {self.manager!r}: this version has no encryption between agent and manager, so it only "
-                "talks to a manager on a loopback address (127.0.0.1, ::1, localhost)"
-            )
+        for address in self.manager.split(","):
+            host, separator, port = address.strip().rpartition(":")
+            if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"--manager {address!r}: expected host:port, such as 127.0.0.1:7443")
+            if not is_loopback(host.strip("[]")) and not self.is_certified:
+                raise ValueError(
+                    f"--manager {address!r}: a manager that is not on a loopback address asks for a certificate: "
+                    "make a token with varuna token create --join, and give it with --join-token-file"
+                )
         if not self.vm_id:
             raise ValueError("--vm-id is empty: give this VM the id that the manager knows it by")
+        plain(self.vm_id, "--vm-id")
         if self.gpus < 1:
             raise ValueError(f"--gpus {self.gpus}: a VM needs at least one device to run a worker")
         if self.device not in ("cpu", "cuda"):
@@ -58,6 +69,22 @@ class AgentSettings:
                 f"--reconnect-first-s {self.reconnect_first_s} and --reconnect-most-s {self.reconnect_most_s}: "
                 "expected 0 < first <= most"
             )
+
+    @property
+    def identity_dir(self) -> Path:
+        return self.vm_dir / "identity"
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether this VM has a certificate, or a token to get one; else it dials without TLS."""
+        return bool(self.join_token) or (self.identity_dir / "identity.json").exists()
+
+    @property
+    def join_urls(self) -> tuple[str, ...]:
+        if self.join_url:
+            return tuple(url.strip().rstrip("/") for url in self.join_url.split(","))
+        hosts = dict.fromkeys(address.strip().rpartition(":")[0] for address in self.manager.split(","))
+        return tuple(f"https://{host}:8750" for host in hosts)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,4 +1,8 @@
-"""A warmed process for the next generation's workers (see `zygote.py`): what they import is imported already."""
+"""Warmed processes, from which workers are forked (see `zygote.py`): what they import is imported already.
+
+One for each kind of worker, from its first worker on: that one, too, is forked from it, so that nothing is ever
+imported beside a worker that runs.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from varuna_agent.isolation import JobUser
+from varuna_agent.spawn import ProcessNotStartedError, spawn
 from varuna_agent.state import WorkerKey
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -64,29 +71,73 @@ class WarmProcess:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.life_read, self._life_write = os.pipe()
+        self.job_ids: set[str] = set()
+        """Whose workers it is for: jobs may have the same command."""
+        self.is_ready = False
+        """Workers can be forked from it."""
         self.is_over = False
         """It has ended, or does not answer: it forks no more workers."""
+        self.has_failed = False
+        """It ended by itself before it was ready."""
+        self.workers: set[WorkerKey] = set()
+        """Forked from it, or about to be, and not ended: they would be killed with it."""
+        self.ends: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._decided = asyncio.Event()
+        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._life_read, self._life_write = os.pipe()
         self._is_closed = False
         self._one_at_a_time = asyncio.Lock()
-        self.is_ready = False
-        self.workers: set[WorkerKey] = set()
-        """Forked from it and not ended: they would be killed with it."""
 
-    async def wait_ready(self) -> bool:
-        """True once workers can be forked from it; False when it has ended instead."""
+    async def run(self, log: Path, user: JobUser | None, ready: Callable[[], None]) -> None:
+        """From its start to its end. `ready` is called when workers can be forked from it."""
+        status_read, status_write = os.pipe()
+        try:
+            try:
+                guard = await spawn(
+                    self.recipe.command(self._theirs.fileno()),
+                    workdir=self.recipe.workdir,
+                    environment=self.recipe.environment,
+                    log=log,
+                    life_read=self._life_read,
+                    status_write=status_write,
+                    inherited=[self._theirs.fileno()],
+                    user=user,
+                )
+            finally:
+                os.close(self._life_read)
+                os.close(status_write)
+                self._theirs.close()
+            if await self._hear_ready():
+                _log.info("workers start from a warmed process from now on", jobs=sorted(self.job_ids), pid=guard.pid)
+                ready()
+            self.has_failed = not self.is_ready and not self._is_closed
+            self._decided.set()
+            await guard.wait()
+        except ProcessNotStartedError as error:
+            _log.warning("no warmed process", reason=str(error))
+        finally:
+            self.close()
+            self._ours.close()
+            os.close(status_read)
+
+    async def _hear_ready(self) -> bool:
         self._ours.setblocking(False)
         with suppress(OSError):
             is_there = bool(await asyncio.get_running_loop().sock_recv(self._ours, 16))
             self.is_ready = is_there and not self.is_over
         return self.is_ready
 
+    async def wait_ready(self) -> bool:
+        """True once workers can be forked from it; False when that will never be."""
+        await self._decided.wait()
+        return self.is_ready
+
     async def fork(self, environment: Mapping[str, str], fds: Sequence[int]) -> bool:
         """Have it fork a worker with this environment. False when it has ended: start the worker otherwise.
 
         Args:
-            fds: life, status, log and perhaps the rendezvous; duplicates go over, these stay open here.
+            fds: life, status, log, stacks and perhaps the rendezvous; duplicates go over, these stay open here.
         """
         request = json.dumps(dict(environment)).encode()
         try:
@@ -108,25 +159,97 @@ class WarmProcess:
     def close(self) -> None:
         """Let go of its guard's pipe: SIGKILL to it and its workers. Idempotent."""
         self.is_ready, self.is_over = False, True
+        self._decided.set()
+        if self.ends is not None:
+            self.ends.cancel()
         if not self._is_closed:
             self._is_closed = True
             os.close(self._life_write)
 
-    def release(self) -> None:
-        """After its end."""
-        self.close()
-        self._ours.close()
-        self.theirs.close()
 
+class WarmPool:
+    """The warmed processes of a VM. One without workers ends after a while, or when one of another kind is wanted.
 
-async def read_end(status_fd: int) -> bytes:
-    """All that a guard writes, until it ends. The descriptor is closed."""
-    loop = asyncio.get_running_loop()
-    os.set_blocking(status_fd, False)
-    with os.fdopen(status_fd, "rb", buffering=0) as pipe:
-        reader = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    Args:
+        keep_s: how long one is kept that has no worker.
+        on_preparing: called with the jobs whose workers would have to wait for one that is not ready, when that
+            changes.
+    """
+
+    def __init__(self, keep_s: float, user: JobUser | None, on_preparing: Callable[[frozenset[str]], None]) -> None:
+        self._keep_s = keep_s
+        self._user = user
+        self._on_preparing = on_preparing
+        self._told: frozenset[str] = frozenset()
+        self._all: list[WarmProcess] = []
+        self._failed: deque[Recipe] = deque(maxlen=16)
+        """What could not be warmed (an import starts a thread, say), and so is not tried again."""
+
+    @property
+    def job_ids(self) -> frozenset[str]:
+        """The jobs whose workers would start at once."""
+        return frozenset(job_id for warm in self._all if warm.is_ready for job_id in warm.job_ids)
+
+    def get(self, job_id: str, recipe: Recipe, log: Path) -> WarmProcess | None:
+        """The warmed process for such workers; is started when there is none. None when it cannot be.
+
+        It is kept for `keep_s` from now on, or for as long as it has workers. Returns at once.
+        """
+        if recipe in self._failed:
+            return None
+        warm = next((known for known in self._all if known.recipe == recipe and not known.is_over), None)
+        if warm is None:
+            for other in self._all:
+                if not other.workers:
+                    other.close()  # two would hold twice the memory
+            warm = WarmProcess(recipe)
+            self._all.append(warm)
+            warm.task = asyncio.create_task(self._run(warm, log), name="warmed process")
+        self._keep(warm)
+        warm.job_ids.add(job_id)
+        self._tell()
+        return warm
+
+    def release(self, key: WorkerKey) -> None:
+        """The worker has ended, or was not forked after all."""
+        for warm in self._all:
+            if key in warm.workers:
+                warm.workers.discard(key)
+                self._keep(warm)
+
+    async def close(self) -> None:
+        """End them all, and wait for that."""
+        for warm in self._all:
+            warm.close()
+        await asyncio.gather(*(warm.task for warm in self._all if warm.task is not None))
+
+    async def _run(self, warm: WarmProcess, log: Path) -> None:
         try:
-            return await reader.read()
+            await warm.run(log, self._user, self._tell)
         finally:
-            transport.close()
+            self._all.remove(warm)
+            if warm.has_failed:
+                _log.warning("workers cannot start from a warmed process", jobs=sorted(warm.job_ids), see=str(log))
+                self._failed.append(warm.recipe)
+            self._tell()
+
+    def _tell(self) -> None:
+        making = (warm for warm in self._all if not (warm.is_ready or warm.is_over))
+        job_ids = frozenset(job_id for warm in making for job_id in warm.job_ids)
+        if job_ids != self._told:
+            self._told = job_ids
+            self._on_preparing(job_ids)
+
+    def _keep(self, warm: WarmProcess) -> None:
+        """Until it has been without workers for a while: the job may be over, and memory is not to be held for ever."""
+        if warm.ends is not None:
+            warm.ends.cancel()
+        warm.ends = asyncio.get_running_loop().call_later(self._keep_s, self._end_if_idle, warm)
+
+    def _end_if_idle(self, warm: WarmProcess) -> None:
+        if warm.workers:
+            return  # the end of the last one sets the time anew
+        if warm.is_ready or warm.is_over:
+            warm.close()
+        else:
+            self._keep(warm)  # a slow disk: it has not been idle yet

@@ -12,6 +12,7 @@ from typing import Protocol
 import structlog
 from google.protobuf.message import DecodeError
 
+from varuna_agent.isolation import JobUser
 from varuna_agent.state import WorkerKey
 from varuna_proto import framing
 from varuna_proto.v1 import agent_pb2, worker_pb2
@@ -47,11 +48,16 @@ def socket_path(vm_dir: Path) -> Path:
 
 
 class WorkerLink:
-    """Accepts workers, passes on what they say, tells them to leave."""
+    """Accepts workers, passes on what they say, tells them to leave.
 
-    def __init__(self, path: Path, listener: WorkerListener) -> None:
+    Args:
+        user: as whom workers run: the socket is theirs alone; None: as this process.
+    """
+
+    def __init__(self, path: Path, listener: WorkerListener, user: JobUser | None = None) -> None:
         self.path = path
         self._listener = listener
+        self._user = user
         self._server: asyncio.Server | None = None
         self._connections: dict[WorkerKey, _Connection] = {}
         self._serving: set[asyncio.Task[None]] = set()
@@ -60,6 +66,10 @@ class WorkerLink:
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._accept, self.path)
         self.path.chmod(0o600)
+        if self._user is not None:
+            self._user.own(self.path)
+            if self.path.parent.name.startswith("varuna-"):
+                self.path.parent.chmod(0o711)
 
     def leave(self, key: WorkerKey, mode: agent_pb2.StopMode.ValueType) -> None:
         connection = self._connections.get(key)

@@ -3,13 +3,14 @@
     PYTHON zygote.py SOCKET_FD SCRIPT ARGUMENTS...      or      PYTHON zygote.py SOCKET_FD -m MODULE ARGUMENTS...
 
 On the socket it writes a line when it is ready, and one for each worker that it has forked. Each request is eight bytes
-of length, with which come the file descriptors (life, status, log and, for rank 0, the rendezvous), and a JSON object,
-the worker's whole environment. For each it forks a guard, which forks the worker: that runs the script as
+of length, with which come the file descriptors (life, status, log, stacks and, for rank 0, the rendezvous), and a JSON
+object, the worker's whole environment. For each it forks a guard, which forks the worker: that runs the script as
 `python SCRIPT ARGUMENTS...` would have done. Ends when the agent closes the socket.
 
 Nothing here may start a thread or touch a device: neither survives a fork. Standard library only, like the guard.
 """
 
+import faulthandler
 import gc
 import importlib
 import importlib.machinery
@@ -26,7 +27,7 @@ import threading
 from types import ModuleType
 
 _PRELOADED = "varuna.preload"
-_FDS = 4
+_FDS = 5
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def _read(agent: socket.socket, size: int) -> bytes:
 
 def _become_worker(environment: "dict[str, str]", fds: "list[int]", guard: ModuleType) -> None:
     """In the fork: stay behind as the guard, and return in the worker."""
-    life_fd, status_fd, log_fd, *rendezvous = fds
+    life_fd, status_fd, log_fd, stacks_fd, *rendezvous = fds
     os.setsid()
     guard.fork_worker(life_fd, status_fd)
     # As Python sets them at its start.
@@ -92,6 +93,8 @@ def _become_worker(environment: "dict[str, str]", fds: "list[int]", guard: Modul
     for output in (1, 2):
         os.dup2(log_fd, output)
     os.close(log_fd)
+    if guard.STACKS_SIGNAL > 0:
+        faulthandler.register(guard.STACKS_SIGNAL, stacks_fd)
     os.environ.clear()
     os.environ.update(environment, PWD=os.getcwd())  # noqa: PTH109 - the shell, which starts the others, sets it
     if rendezvous:

@@ -5,6 +5,7 @@ One class with both directions, so that writer and reader cannot drift apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -53,6 +54,10 @@ class WorkerEnvironment:
     """Folder of the VM for copies of its workers' part of this job's checkpoints; empty: none are made."""
     profile_cache_url: str = ""
     """Where a calibration looks for what was measured before, and leaves what it measures; empty: nowhere."""
+    checkpoint_interval_s: float = 0.0
+    """Seconds between automatic checkpoints as the user wants them; 0: the worker decides."""
+    stops_per_hour: float = 0.0
+    """How often the loss of a VM is expected to stop this generation, by which the worker decides; 0: not known."""
     device: str = "cpu"
     agent_socket: str = ""
     """Unix socket of the agent; empty when no agent runs this worker."""
@@ -85,6 +90,8 @@ class WorkerEnvironment:
             "VARUNA_CHECKPOINT_URL": self.checkpoint_url,
             "VARUNA_LOCAL_CHECKPOINT_DIR": self.local_checkpoint_dir,
             "VARUNA_PROFILE_CACHE_URL": self.profile_cache_url,
+            "VARUNA_CHECKPOINT_INTERVAL_S": repr(self.checkpoint_interval_s),
+            "VARUNA_STOPS_PER_HOUR": repr(self.stops_per_hour),
             "VARUNA_DEVICE": self.device,
             "VARUNA_AGENT_SOCKET": self.agent_socket,
             "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
@@ -119,6 +126,8 @@ class WorkerEnvironment:
             checkpoint_url=environ.get("VARUNA_CHECKPOINT_URL", ""),
             local_checkpoint_dir=environ.get("VARUNA_LOCAL_CHECKPOINT_DIR", ""),
             profile_cache_url=environ.get("VARUNA_PROFILE_CACHE_URL", ""),
+            checkpoint_interval_s=_float(environ, "VARUNA_CHECKPOINT_INTERVAL_S"),
+            stops_per_hour=_float(environ, "VARUNA_STOPS_PER_HOUR"),
             device=environ.get("VARUNA_DEVICE", "cpu"),
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
             rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),
@@ -152,6 +161,18 @@ def _int(environ: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a whole number") from None
+
+
+def _float(environ: Mapping[str, str], name: str) -> float:
+    """At least 0, which is what it is when it is not set."""
+    text = environ.get(name, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={text!r} is not a number of at least 0")
+    return value
 
 
 def _ints(environ: Mapping[str, str], name: str) -> tuple[int, ...]:

@@ -16,12 +16,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from varuna_agent.isolation import worker_environ
 from varuna_agent.processes import (
     ProcessEnd,
     ProcessNotStartedError,
     ProcessSpec,
     WorkerProcesses,
-    worker_environ,
 )
 from varuna_agent.rendezvous import RendezvousSockets
 from varuna_agent.state import WorkerKey
@@ -29,7 +29,7 @@ from varuna_agent.worker_link import WorkerLink, socket_path
 from varuna_proto import framing
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Workers:
@@ -128,7 +128,7 @@ async def test_signals_are_as_a_shell_expects_them(workers: Workers) -> None:
     assert end.log_tail == "True"  # SIGPIPE: ignored by Python itself
 
 
-async def test_a_worker_inherits_the_rendezvous_socket_and_no_other_descriptor(workers: Workers) -> None:
+async def test_a_worker_inherits_the_rendezvous_socket_and_no_descriptor_that_is_not_its_own(workers: Workers) -> None:
     sockets = RendezvousSockets("127.0.0.1")
     port = sockets.open()
     sockets.claim(port)
@@ -136,7 +136,8 @@ async def test_a_worker_inherits_the_rendezvous_socket_and_no_other_descriptor(w
     script = "import os, socket, sys; fd = int(sys.argv[1]); print(socket.socket(fileno=fd).getsockname()[1])"
     command = f"ls /proc/self/fd | wc -w; exec {sys.executable} -c '{script}' {held.fileno()}"
     end = await workers.end(workers.start(f"({command}); exit 1", rendezvous=held))
-    assert end.log_tail.splitlines() == ["5", str(port)]  # 0, 1, 2, the socket, and the folder that ls reads
+    # 0, 1, 2, the socket, the pipe for stacks, and the folder that ls reads.
+    assert end.log_tail.splitlines() == ["6", str(port)]
     assert held.fileno() == -1  # closed here: the port is the worker's alone
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from varuna_agent.processes import ProcessEnd, ProcessNotStartedError, ProcessSp
 from varuna_agent.state import WorkerKey
 from varuna_agent.warm import Recipe
 
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 
 SCRIPT = """
 import json, os, random, signal, sys, threading
@@ -33,7 +34,7 @@ result = {
     "group": os.getpgid(0), "parent_is_warm": "zygote.py" in Path(f"/proc/{os.getppid()}/cmdline").read_text(),
     "signals": {s.name: str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP,
                                                             signal.SIGPIPE, signal.SIGCHLD)},
-    "umask": os.umask(0o22), "fds": sorted(os.listdir("/proc/self/fd")), "threads": threading.active_count(),
+    "umask": os.umask(0o22), "fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(),
     "main": sys.modules["__main__"].__dict__ is globals(),
 }
 Path(os.environ["OUT"] + os.environ["RANK"]).write_text(json.dumps(result))
@@ -56,26 +57,35 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+        self.preload("")
         self.ends: dict[WorkerKey, asyncio.Future[ProcessEnd | ProcessNotStartedError]] = {}
-        self.processes = WorkerProcesses(self._ended)
-        self.environment = {**os.environ, "OUT": str(folder / "out"), "PYTHONUNBUFFERED": "1"}
+        self.preparing: list[frozenset[str]] = []
+        self.processes = WorkerProcesses(self._ended, on_preparing=self.preparing.append)
+        self.cold = WorkerProcesses(self._ended, keep_warm_s=0.0)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**os.environ, "OUT": str(folder / "out"), "PYTHONUNBUFFERED": "1", "PATH": path}
 
     async def _ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
         self.ends[key].set_result(end)
 
-    def start(self, rank: int, command: str = "python train.py --lr 3", **contract: str) -> WorkerKey:
+    def preload(self, code: str) -> None:
+        """What is imported ahead: torch and Varuna take seconds, and most tests have no use for them."""
+        (self.folder / "varuna").mkdir(exist_ok=True)
+        (self.folder / "varuna" / "__init__.py").touch()
+        (self.folder / "varuna" / "preload.py").write_text(code)
+
+    def start(self, rank: int, command: str = "python train.py --lr 3", *, cold: bool = False, **contract: str) -> Any:
         key = WorkerKey("job", 1, rank)
         self.ends[key] = asyncio.get_running_loop().create_future()
-        environment = {**self.environment, "PATH": f"{Path(sys.executable).parent}:{self.environment['PATH']}"}
         spec = ProcessSpec(
             key=key,
             command=command,
             workdir=str(self.folder),
-            environment=environment,
+            environment=self.environment,
             contract={"RANK": str(rank), **contract},
             log=self.log(rank),
         )
-        self.processes.start(spec)
+        (self.cold if cold else self.processes).start(spec)
         return key
 
     def log(self, rank: int) -> Path:
@@ -93,14 +103,10 @@ class World:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    async def warm_up(self, **start: str) -> None:
-        """Have rank 0 run, from cold, and a warmed process come after it."""
-        key = self.start(0, THEN="wait", **start)
-        await self.result(0)
-        self.processes.warm_up(key)
-        await until(lambda: self.processes.is_warm)
-        self.processes.kill(key)
-        await self.end(key)
+    async def warm_up(self, command: str = "python train.py --lr 3") -> None:
+        log = self.folder / "jobs" / "job" / "warm.log"
+        self.processes.prepare("job", command, str(self.folder), self.environment, log)
+        await until(lambda: self.processes.prepared_job_ids == {"job"})
 
 
 async def until(probe: Any) -> None:
@@ -114,21 +120,31 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     world = World(tmp_path)
     yield world
     await world.processes.close()
+    await world.cold.close()
     assert [p for p in psutil.Process().children(recursive=True) if "guard.py" in " ".join(p.cmdline())] == []
 
 
 @pytest.mark.parametrize(
-    "command", ["python train.py --lr 3", "python -u -m train --lr 3", f"{sys.executable} ./train.py"]
+    ("command", "real"),
+    [
+        ("python train.py --lr 3", True),
+        ("python -u -m train --lr 3", False),
+        (f"{sys.executable} ./train.py", False),
+    ],
 )
-async def test_a_worker_from_a_warmed_process_is_like_one_from_cold(world: World, command: str) -> None:
-    await world.warm_up(command=command)
+async def test_a_worker_from_a_warmed_process_is_like_one_from_cold(world: World, command: str, real: bool) -> None:
+    if real:
+        shutil.rmtree(world.folder / "varuna")
+    await world.end(world.start(0, command, cold=True))
     cold = await world.result(0)
+    await world.warm_up(command)
     key = world.start(1, command, CODE="7", ONLY="mine")
     assert (await world.end(key)).exit_code == 7
     warm = await world.result(1)
     assert warm["pid"] == warm["group"]
     assert (cold.pop("parent_is_warm"), warm.pop("parent_is_warm")) == (False, True)
     assert warm["environ"].pop("ONLY") == "mine"
+    assert cold["environ"].pop("VARUNA_STACKS").startswith("62:")  # the other is ready before its script begins
     for result, rank in ((cold, "0"), (warm, "1")):
         assert result["environ"].pop("RANK") == rank
         result["environ"] = {
@@ -166,7 +182,7 @@ async def test_a_warm_worker_that_is_killed_takes_its_descendants_with_it(world:
     world.processes.kill(key)
     assert (await world.end(key)).exit_code == -signal.SIGKILL
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
-    assert world.processes.is_warm, "the next one starts from it"
+    assert world.processes.prepared_job_ids == {"job"}, "the next one starts from it"
 
 
 async def test_a_warm_worker_does_not_outlive_its_guard(world: World) -> None:
@@ -178,23 +194,75 @@ async def test_a_warm_worker_does_not_outlive_its_guard(world: World) -> None:
     await until(lambda: not worker.is_running())
 
 
-async def test_a_warmed_process_that_has_died_costs_nothing_but_time(world: World) -> None:
+async def test_the_first_worker_of_a_job_comes_from_a_warmed_process_too(world: World) -> None:
+    first, second = world.start(1), world.start(2)
+    assert ((await world.end(first)).exit_code, (await world.end(second)).exit_code) == (0, 0)
+    assert [(await world.result(rank))["parent_is_warm"] for rank in (1, 2)] == [True, True]
+    assert world.preparing == [{"job"}, frozenset()]
+
+
+async def test_a_warmed_process_that_has_died_is_replaced(world: World) -> None:
     await world.warm_up()
     (zygote,) = [p for p in psutil.Process().children(recursive=True) if "zygote.py" in p.cmdline()[1]]
     zygote.kill()
-    key = world.start(1, CODE="5")
-    assert (await world.end(key)).exit_code == 5
-    assert not (await world.result(1))["parent_is_warm"]
+    await until(lambda: not world.processes.prepared_job_ids)
+    assert (await world.end(world.start(1, CODE="5"))).exit_code == 5
+    assert (await world.result(1))["parent_is_warm"]
+
+
+async def test_where_nothing_can_be_forked_workers_start_without_and_nobody_tries_again(world: World) -> None:
+    world.preload("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n")
+    for rank in (1, 2):
+        assert (await world.end(world.start(rank, CODE="5"))).exit_code == 5
+        assert not (await world.result(rank))["parent_is_warm"]
+    log = (world.folder / "jobs" / "job" / "warm.log").read_text()
+    assert log.count("cannot fork workers: something imported started threads") == 1
+    assert world.preparing == [{"job"}, frozenset()]
+
+
+async def test_a_worker_that_is_killed_while_its_imports_are_done_does_not_start(world: World) -> None:
+    world.preload("import time\ntime.sleep(600)")
+    key = world.start(1)
+    await until(lambda: (world.folder / "jobs" / "job" / "warm.log").exists())
+    world.processes.kill(key)
+    assert (await world.end(key)).exit_code == -signal.SIGKILL
+    assert not (world.folder / "out1").exists()
+
+
+async def test_an_idle_warmed_process_makes_room_for_another_and_one_with_workers_stays(world: World) -> None:
+    await world.warm_up()
+
+    def prepare(job_id: str, command: str) -> None:
+        log = world.folder / f"{job_id}.log"
+        world.processes.prepare(job_id, command, str(world.folder), world.environment, log)
+
+    prepare("other", "python train.py --lr 4")
+    await until(lambda: world.processes.prepared_job_ids == {"other"})
+    key = world.start(1, "python train.py --lr 4", THEN="wait")
+    await world.result(1)
+    prepare("third", "python train.py --lr 5")
+    await until(lambda: world.processes.prepared_job_ids == {"job", "other", "third"})
+    world.processes.kill(key)
+    await world.end(key)
+
+
+async def test_a_warmed_process_ends_when_it_has_had_no_worker_for_a_while(world: World) -> None:
+    preparing: list[frozenset[str]] = []
+
+    async def ended(key: WorkerKey, end: object) -> None: ...
+
+    processes = WorkerProcesses(ended, keep_warm_s=0.3, on_preparing=preparing.append)
+    try:
+        log = world.folder / "warm.log"
+        processes.prepare("job", "python train.py", str(world.folder), world.environment, log)
+        await until(lambda: preparing == [{"job"}, frozenset()] and not processes.prepared_job_ids)
+    finally:
+        await processes.close()
 
 
 async def test_the_rendezvous_goes_over(world: World) -> None:
     (world.folder / "train.py").write_text(
-        "import os, socket, time\n"
-        "from pathlib import Path\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    Path(os.environ['OUT'] + '0').write_text('{}')\n"
-        "    time.sleep(600)\n"
-        "print(socket.socket(fileno=int(os.environ['VARUNA_RENDEZVOUS_FD'])).getsockname()[1])\n"
+        "import os, socket\nprint(socket.socket(fileno=int(os.environ['VARUNA_RENDEZVOUS_FD'])).getsockname()[1])\n"
     )
     await world.warm_up()
     with socket.socket() as held:
@@ -202,13 +270,12 @@ async def test_the_rendezvous_goes_over(world: World) -> None:
         port = held.getsockname()[1]
         key = WorkerKey("job", 1, 1)
         world.ends[key] = asyncio.get_running_loop().create_future()
-        environment = {**world.environment, "PATH": f"{Path(sys.executable).parent}:{world.environment['PATH']}"}
         world.processes.start(
             ProcessSpec(
                 key=key,
                 command="python train.py --lr 3",
                 workdir=str(world.folder),
-                environment=environment,
+                environment=world.environment,
                 contract={"RANK": "1", "VARUNA_RENDEZVOUS_FD": str(held.fileno())},
                 log=world.log(1),
                 rendezvous=held,
@@ -244,29 +311,10 @@ def test_quotes_are_the_shells() -> None:
     assert (recipe.interpreter, recipe.arguments) == ("python3.11", ("train.py", "--name", "two words"))
 
 
-async def test_nothing_is_warmed_beside_a_worker_that_measures(world: World) -> None:
-    key = WorkerKey("job", 1, 0)
-    world.ends[key] = asyncio.get_running_loop().create_future()
-    world.processes.start(
-        ProcessSpec(
-            key=key,
-            command=f"{sys.executable} train.py",
-            workdir=str(world.folder),
-            environment={**world.environment, "RANK": "0"},
-            log=world.log(0),
-            may_warm=False,
-        )
-    )
-    world.processes.warm_up(key)
-    assert (await world.end(key)).exit_code == 0
-    assert not (world.folder / "jobs" / "job" / "warm.log").exists()
-
-
 async def test_closing_does_not_wait_for_a_process_that_is_being_warmed(world: World) -> None:
-    key = world.start(0, THEN="wait")
-    await world.result(0)
-    world.processes.warm_up(key)
+    world.preload("import time\ntime.sleep(600)")
+    world.start(1)
     await until(lambda: (world.folder / "jobs" / "job" / "warm.log").exists())
     async with asyncio.timeout(DEADLINE_S):
         await world.processes.close()
-    assert not world.processes.is_warm
+    assert world.preparing == [{"job"}, frozenset()]

@@ -20,9 +20,17 @@ PORT = 4000
 class Vm:
     """An AgentState with a clock, and what it has told to do."""
 
-    def __init__(self, *, gpus: int = 4, welcome: bool = True, timings: Timings | None = None) -> None:
-        identity = Identity(vm_id="vm-1", incarnation="i", version="1", host="h", gpus=gpus, device="cuda")
-        self.state = AgentState(identity, timings)
+    def __init__(
+        self,
+        *,
+        gpus: int = 4,
+        welcome: bool = True,
+        timings: Timings | None = None,
+        device: str = "cuda",
+        seen: dict[str, int] | None = None,
+    ) -> None:
+        identity = Identity(vm_id="vm-1", incarnation="i", version="1", host="h", gpus=gpus, device=device)
+        self.state = AgentState(identity, timings, seen)
         self.now = 100.0
         self.told: list[st.Instruction] = []
         self.handle(st.RendezvousOpened(PORT))
@@ -162,6 +170,66 @@ def test_a_newer_generation_starts_when_the_older_ones_workers_are_gone() -> Non
     assert of(st.StartWorker, told) == []
     assert of(st.StartWorker, vm.ended(key(1, 1), 75)) == []
     assert [start.key for start in of(st.StartWorker, vm.ended(key(1, 2), -9))] == [key(2, 4)]
+
+
+def test_on_the_cpu_a_newer_generation_starts_beside_the_end_of_the_older() -> None:
+    vm = Vm(device="cpu")
+    vm.says(launch=launch(1, ranks=[1, 2]))
+    vm.ready(key(1, 1))
+    told = vm.says(launch=launch(2, ranks=[4]))
+    assert [leave.key for leave in of(st.TellWorkerToLeave, told)] == [key(1, 1)]
+    assert [start.key for start in of(st.StartWorker, told)] == [key(2, 4)]
+    assert exits(vm.ended(key(1, 1), 75)) == [(1, 1, "GENERATION_ENDED")]
+    assert of(st.StartWorker, vm.told) == [*of(st.StartWorker, vm.told)[:2], *of(st.StartWorker, told)], "once"
+
+
+def test_on_the_cpu_another_job_waits_for_a_worker_that_saves() -> None:
+    vm = Vm(device="cpu")
+    vm.says(launch=launch(1))
+    vm.ready(key(1))
+    vm.says(stop=stop(1, mode=pb.STOP_MODE_SAVE_FIRST))
+    assert of(st.StartWorker, vm.says(launch=launch(1, job_id="other"))) == []
+    assert [start.key.job_id for start in of(st.StartWorker, vm.ended(key(1), 75))] == ["other"]
+
+
+def test_what_was_seen_is_remembered_before_anything_is_done_about_it() -> None:
+    vm = Vm(seen={"job": 2, "old": 7})
+    assert "generation 2 is over" in sent(vm.says(launch=launch(2)), "command_refused")[0].reason
+    told = vm.says(launch=launch(3))
+    assert isinstance(told[0], st.Remember)
+    assert list(told[0].seen.items()) == [("old", 7), ("job", 3)]
+    assert of(st.Remember, vm.says(stop=stop(3))) == [], "nothing new"
+    assert of(st.Remember, vm.says(stop=stop(5))) == [st.Remember({"old": 7, "job": 5})]
+
+
+def test_only_so_many_jobs_are_remembered() -> None:
+    vm = Vm(seen={f"j{number}": 1 for number in range(1000)})
+    (remember,) = of(st.Remember, vm.says(stop=pb.Stop(job_id="new", generation=1)))
+    assert (len(remember.seen), "j0" in remember.seen, "new" in remember.seen) == (1000, False, True)
+
+
+def test_stacks_are_asked_of_each_worker_of_the_generation_that_has_a_process() -> None:
+    vm = Vm()
+    vm.says(launch=launch(1, ranks=[1, 2], job_id="other"))
+    vm.handle(st.WorkerConnected(key(1, 1, "other"), 77))
+    vm.says(stop=pb.Stop(job_id="other", generation=1, grace_s=9))
+    vm.says(launch=launch(1))  # waits for the device of the other job
+
+    told = vm.says(dump_stacks=pb.DumpStacks(job_id="other", generation=1, request_id="r"))
+    assert told == [st.ReadStacks("r", key(1, 1, "other"), 77), st.ReadStacks("r", key(1, 2, "other"), 0)]
+    (dump,) = sent(vm.says(dump_stacks=pb.DumpStacks(job_id="job", generation=1, request_id="s")), "stack_dump")
+    assert (dump.request_id, dump.rank, "still in use" in dump.error) == ("s", 1, True)
+    assert vm.says(dump_stacks=pb.DumpStacks(job_id="job", generation=9, request_id="t")) == []
+
+
+def test_the_next_heartbeat_says_for_which_jobs_it_prepares() -> None:
+    vm = Vm()
+    wish = pb.Prepare(job_id="job", command="python train.py")
+    assert vm.says(prepare=wish) == [st.Prepare(wish)]
+    (heartbeat,) = sent(vm.handle(st.Preparing(frozenset({"job"}))), "heartbeat")
+    assert list(heartbeat.preparing_jobs) == ["job"]
+    vm.says(drain=pb.Drain())
+    assert of(st.Prepare, vm.says(prepare=wish)) == []
 
 
 def test_a_waiting_generation_that_is_overtaken_is_reported_as_ended() -> None:

@@ -22,21 +22,33 @@ class Agent(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = AgentState(Identity(vm_id="v", incarnation="i", version="0", host="h", gpus=GPUS))
+        self.device = "cpu"
+        self.incarnation = 0
+        self.remembered: dict[str, int] = {}
+        self.newest: dict[str, int] = {}
         self.now = 0.0
+        self.port = 0
+        self.next_port = 1
+        self.begin()
+
+    def begin(self) -> None:
+        """A new agent process, in the folder of the one before; what is told about its workers begins anew."""
+        self.incarnation += 1
+        identity = Identity(
+            vm_id="v", incarnation=str(self.incarnation), version="0", host="h", gpus=GPUS, device=self.device
+        )
+        self.state = AgentState(identity, seen=self.remembered)
+        self.leaving: set[WorkerKey] = set()  # told to leave at once
         self.processes: dict[WorkerKey, bool] = {}  # running; whether told to be killed
         self.connected: set[WorkerKey] = set()
         self.devices: dict[WorkerKey, int] = {}
         self.accepted: set[WorkerKey] = set()
-        self.newest: dict[str, int] = {}
         self.exited: list[WorkerKey] = []
         self.open = False
         self.welcome = False
         self.stored: list[pb.Report] = []
         self.on_stream: list[int] = []
         self.steps_made: dict[tuple[str, int], list[int]] = {}
-        self.port = 0
-        self.next_port = 1
         self.claimed: set[int] = set()
         self.renewed_at: float | None = None
         self.sent_at: dict[int, float] = {}
@@ -58,16 +70,23 @@ class Agent(RuleBasedStateMachine):
                 assert key not in self.processes
                 assert key.generation == self.newest[key.job_id], "an old generation was started"
                 device = instruction.environment.local_rank
-                assert device not in [self.devices[other] for other in self.processes], "two workers on one device"
-                assert all(o.job_id != key.job_id or o.generation == key.generation for o in self.processes)
+                assert self.remembered[key.job_id] >= key.generation, "started before it was remembered"
+                holding = [other for other in self.processes if self.device == "cuda" or not self.ends(other)]
+                assert device not in [self.devices[other] for other in holding], "two workers on one device"
+                assert all(o.job_id != key.job_id or o.generation == key.generation for o in holding)
                 if instruction.rendezvous_port:
                     self.claimed.remove(instruction.rendezvous_port)
                 self.processes[key], self.devices[key] = False, device
             case st.KillWorker(key):
                 assert not self.processes[key], "killed twice"
                 self.processes[key] = True
-            case st.TellWorkerToLeave(key):
+            case st.TellWorkerToLeave(key, mode):
                 assert key in self.connected
+                if mode == pb.STOP_MODE_LEAVE_NOW:
+                    self.leaving.add(key)
+            case st.Remember(seen):
+                assert all(seen[job] >= generation for job, generation in self.remembered.items())
+                self.remembered = dict(seen)
             case st.ClaimRendezvous(port):
                 assert port == self.port
                 self.claimed.add(port)
@@ -84,6 +103,10 @@ class Agent(RuleBasedStateMachine):
                 self.exit_agent = True
             case _:
                 raise AssertionError(instruction)
+
+    def ends(self, key: WorkerKey) -> bool:
+        """Whether a process was killed or told to leave at once."""
+        return self.processes[key] or key in self.leaving
 
     def receive(self, message: pb.AgentMessage) -> None:
         match message.WhichOneof("body"):
@@ -106,12 +129,24 @@ class Agent(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ the manager
 
-    @initialize()
-    def start(self) -> None:
-        self.port, self.next_port = 1, 2
-        self.handle(st.RendezvousOpened(1))
+    @initialize(device=strategies.sampled_from(["cpu", "cuda"]))
+    def start(self, device: str) -> None:
+        self.device = device
+        self.begin()
+        self.connect()
+
+    def connect(self) -> None:
+        self.port, self.next_port = self.next_port, self.next_port + 1
+        self.handle(st.RendezvousOpened(self.port))
         self.stream_opens()
         self.manager_welcomes()
+
+    @rule()
+    def agent_is_killed_and_comes_back(self) -> None:
+        """Its workers ended with it; what it had seen is still over for it."""
+        self.begin()
+        self.newest = dict(self.remembered)
+        self.connect()
 
     @precondition(lambda self: not self.open)
     @rule()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from varuna import stacks
+
 if TYPE_CHECKING:
     from varuna import data
     from varuna.cut_point import CutPoint
@@ -51,3 +53,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+stacks.answer_the_agent()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from varuna._gloo import first_line
 from varuna.agreement import Totals, agree
-from varuna.checkpoint import Checkpointer, Loaded, TrainingState, load, on_one_disk, resume
+from varuna.checkpoint import Cadence, Checkpointer, Loaded, TrainingState, load, on_one_disk, resume
 from varuna.departure import PeerLost
 from varuna.launch import Group
 from varuna.partition import Stage
@@ -108,7 +108,10 @@ class Checkpointing:
         own: Checkpointer | None = None
         if url := environment.checkpoint_url:
             own = self._checkpointer(url, local=_worth_copying(url, environment.local_checkpoint_dir))
-        self.automatic = AutomaticSaves(own, worker.departure, decides=environment.rank == 0)
+        cadence = Cadence(
+            stops_per_hour=environment.stops_per_hour, pinned_interval_s=environment.checkpoint_interval_s or None
+        )
+        self.automatic = AutomaticSaves(own, worker.departure, decides=environment.rank == 0, cadence=cadence)
         """The checkpoints that nobody asks for."""
         atexit.register(self._finish)
 

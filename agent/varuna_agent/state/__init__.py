@@ -2,7 +2,17 @@
 
 from varuna_agent.state.admission import Identity
 from varuna_agent.state.agent import AgentState, Timings
+from varuna_agent.state.messages import stack_dump
 from varuna_agent.state.stimuli import Event, Instruction, WorkerKey
 from varuna_agent.state.worker import IllegalTransitionError
 
-__all__ = ["AgentState", "Event", "Identity", "IllegalTransitionError", "Instruction", "Timings", "WorkerKey"]
+__all__ = [
+    "AgentState",
+    "Event",
+    "Identity",
+    "IllegalTransitionError",
+    "Instruction",
+    "Timings",
+    "WorkerKey",
+    "stack_dump",
+]

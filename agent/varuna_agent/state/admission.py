@@ -88,6 +88,8 @@ def new_worker(
         recompute=tuple(plan.recompute),
         checkpoint_url=launch.checkpoint_url,
         profile_cache_url=launch.profile_cache_url,
+        checkpoint_interval_s=launch.checkpoint_interval_s,
+        stops_per_hour=launch.stops_per_hour,
         device=f"cuda:{assignment.local_rank}" if device == "cuda" else device,
     )
     start = StartWorker(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+from varuna_agent.state import messages
 from varuna_agent.state.admission import Identity, device_in_use, flaw_of, new_worker
 from varuna_agent.state.conversation import Conversation
 from varuna_agent.state.outbox import Outbox
@@ -18,10 +19,14 @@ from varuna_agent.state.stimuli import (
     KillWorker,
     ManagerSaid,
     NoticeSeen,
+    Prepare,
+    Preparing,
     ProcessEnded,
     ProcessNotStarted,
     ReadLogs,
+    ReadStacks,
     ReleaseRendezvous,
+    Remember,
     RendezvousOpened,
     Send,
     StreamClosed,
@@ -63,22 +68,32 @@ class _Leaving:
     linger_s: float
 
 
+_MAX_SEEN_JOBS = 1000
+"""Of jobs that were here long ago the manager knows itself that they are over."""
+
+
 class AgentState:
     """Which workers run, what was reported, whether the agent may still run them.
 
     `handle` is the only way in; it returns what is to be done, in order. Nothing in here blocks or fails for what
     the manager or a worker says: a command that cannot be followed is refused or becomes the exit of its workers.
+
+    Args:
+        seen: the newest generation of each job that this VM has seen before, as `Remember` said it last.
     """
 
-    def __init__(self, identity: Identity, timings: Timings | None = None) -> None:
+    def __init__(
+        self, identity: Identity, timings: Timings | None = None, seen: Mapping[str, int] | None = None
+    ) -> None:
         self.identity = identity
         self._timings = timings or Timings()
         self._conversation = Conversation(silence_s=self._timings.silence_s)
         self._outbox = Outbox()
         self._workers: dict[WorkerKey, Worker] = {}
-        self._seen: dict[str, int] = {}  # newest generation of each job, launched here or not
+        self._seen = dict(seen or {})  # newest generation of each job, launched here or not; the last seen at the end
         self._launched: dict[str, int] = {}
         self._rendezvous_port = 0
+        self._preparing: frozenset[str] = frozenset()
         self._notices: set[str] = set()
         self._no_launches = ""
         self._leaving: _Leaving | None = None
@@ -150,6 +165,10 @@ class AgentState:
                 self._conversation.closed()
             case Tick():
                 yield from self._tick(now)
+            case Preparing(job_ids):
+                self._preparing = job_ids
+                self._conversation.heartbeat_now(now)
+                yield from self._tick(now)
             case Terminate(reason):
                 yield from self._leave(
                     _Leaving(reason, 0, self._timings.terminate_linger_s), self._timings.terminate_grace_s, now
@@ -175,6 +194,11 @@ class AgentState:
                 yield from self._drain(message.drain.reason, now)
             case "fetch_logs":
                 yield ReadLogs(message.fetch_logs)
+            case "dump_stacks":
+                yield from self._dump_stacks(message.dump_stacks)
+            case "prepare":
+                if not self._no_launches:
+                    yield Prepare(message.prepare)
             case "refused":
                 reason = f"the manager refused this VM: {message.refused.reason}"
                 yield from self._leave(_Leaving(reason, 1, 0.0), 0.0, now)
@@ -184,7 +208,7 @@ class AgentState:
     # ------------------------------------------------------------ commands
 
     def _launch(self, launch: agent_pb2.Launch, now: float) -> Iterator[Instruction]:
-        if self._launched.get(launch.job_id) == launch.generation == self._seen[launch.job_id]:
+        if self._launched.get(launch.job_id) == launch.generation == self._seen.get(launch.job_id):
             return  # a repetition: its workers run, or their exits are reported
         refusal = self._refusal(launch, now)
         if refusal is not None:
@@ -196,7 +220,8 @@ class AgentState:
                 )
             )
             return
-        self._seen[launch.job_id] = self._launched[launch.job_id] = launch.generation
+        self._launched[launch.job_id] = launch.generation
+        yield from self._see(launch.job_id, launch.generation)
         reason = f"generation {launch.generation} takes its place"
         yield from self._end_workers(
             lambda worker: worker.key.job_id == launch.job_id,
@@ -206,6 +231,15 @@ class AgentState:
             now,
         )
         yield from self._admit(launch, now)
+
+    def _see(self, job_id: str, generation: int) -> Iterator[Instruction]:
+        if generation <= self._seen.get(job_id, 0):
+            return
+        self._seen.pop(job_id, None)
+        self._seen[job_id] = generation
+        while len(self._seen) > _MAX_SEEN_JOBS:
+            del self._seen[next(iter(self._seen))]
+        yield Remember(dict(self._seen))
 
     def _refusal(self, launch: agent_pb2.Launch, now: float) -> str | None:
         """Why this Launch cannot be followed; None when it can."""
@@ -242,8 +276,9 @@ class AgentState:
         yield from self._start_waiting(now)
 
     def _start_waiting(self, now: float) -> Iterator[Instruction]:
-        """Start the generations whose devices are free and whose older generations have ended."""
-        running = [worker for worker in self._workers.values() if worker.has_process]
+        """Start the generations whose devices are free and whose older generations have ended, or do so apart."""
+        kind = self.identity.device
+        running = [worker for worker in self._workers.values() if worker.has_process and worker.holds_device(kind)]
         waiting = [worker for worker in self._workers.values() if worker.phase is Phase.WAITING]
         devices = {worker.local_rank for worker in running}
         blocked = {w.key.generation_key for w in waiting if w.local_rank in devices}
@@ -259,7 +294,7 @@ class AgentState:
 
     def _stop(self, stop: agent_pb2.Stop, now: float) -> Iterator[Instruction]:
         """End the generation, and older ones of the job: stopping never does harm, so it is never refused."""
-        self._seen[stop.job_id] = max(self._seen.get(stop.job_id, 0), stop.generation)
+        yield from self._see(stop.job_id, stop.generation)
         yield from self._end_workers(
             lambda worker: worker.key.job_id == stop.job_id and worker.key.generation <= stop.generation,
             stop.mode or agent_pb2.STOP_MODE_LEAVE_NOW,
@@ -353,43 +388,22 @@ class AgentState:
             yield TellWorkerToLeave(key, worker.leave_mode, "it was to leave before it had connected")
 
     def _worker_said(self, worker: Worker, event: WorkerSaid, now: float) -> Iterator[Instruction]:
-        message, key = event.message, worker.key
+        message = event.message
         match message.WhichOneof("body"):
             case "ready":
                 worker.move(Stimulus.READY, now)
                 worker.health.step = message.ready.resumed_step
-                started = agent_pb2.WorkerStarted(
-                    job_id=key.job_id,
-                    generation=key.generation,
-                    rank=key.rank,
-                    pid=worker.pid,
-                    resumed_step=message.ready.resumed_step,
-                )
-                yield from self._report(agent_pb2.Report(worker_started=started))
+                yield from self._report(messages.started(worker, message.ready))
             case "step_done":
                 yield from self._step_done(worker, message.step_done)
             case "evaluated":
                 worker.health.evaluated = message.evaluated.micro_batches
             case "checkpoint_done":
-                done = message.checkpoint_done
-                committed = agent_pb2.CheckpointCommitted(
-                    job_id=key.job_id,
-                    generation=key.generation,
-                    step=done.step,
-                    url=done.url,
-                    total_bytes=done.total_bytes,
-                )
                 # Nobody does the steps before it again: their losses must not be lost with this VM.
                 yield from self._send_steps(even_if_full=True)
-                yield from self._report(agent_pb2.Report(checkpoint_committed=committed))
+                yield from self._report(messages.committed(worker.key, message.checkpoint_done))
             case "profile_done":
-                measured = agent_pb2.ProfileMeasured(
-                    job_id=key.job_id,
-                    generation=key.generation,
-                    profile_json=message.profile_done.profile_json,
-                    from_cache=message.profile_done.from_cache,
-                )
-                yield from self._report(agent_pb2.Report(profile_measured=measured))
+                yield from self._report(messages.measured(worker.key, message.profile_done))
             case "failure":
                 worker.failure = message.failure.traceback
                 worker.failed_before_leave = worker.phase in (Phase.CONNECTED, Phase.READY)
@@ -410,43 +424,36 @@ class AgentState:
             if self._conversation.is_welcome:
                 yield from self._send_steps()
 
+    def _dump_stacks(self, request: agent_pb2.DumpStacks) -> Iterator[Instruction]:
+        for worker in self.workers:
+            if worker.key.generation_key != (request.job_id, request.generation):
+                continue
+            if worker.has_process:
+                yield ReadStacks(request.request_id, worker.key, worker.pid)
+                continue
+            error = "it has not started: its device is still in use"
+            yield Send(messages.stack_dump(request.request_id, worker.key, error=error))
+
     # ------------------------------------------------------------ talking
 
     def _hello(self) -> agent_pb2.Hello:
-        return agent_pb2.Hello(
-            vm_id=self.identity.vm_id,
-            incarnation=self.identity.incarnation,
-            agent_version=self.identity.version,
-            host=self.identity.host,
-            gpus=self.identity.gpus,
-            device_memory_bytes=self.identity.device_memory_bytes,
-            rendezvous_port=self._rendezvous_port,
-            workers=[
-                agent_pb2.RunningWorker(
-                    job_id=key.job_id, generation=key.generation, rank=key.rank, step=worker.health.step
-                )
-                for key, worker in sorted(self._workers.items())
-            ],
-            seen_generations=[
-                agent_pb2.SeenGeneration(job_id=job_id, generation=generation)
-                for job_id, generation in self._seen.items()
-            ],
-            first_report=self._outbox.first_report,
+        return messages.hello(
+            self.identity, self._workers.values(), self._seen, self._rendezvous_port, self._outbox.first_report
         )
 
     def _report(self, report: agent_pb2.Report) -> Iterator[Instruction]:
         self._outbox.add(report)
         if self._conversation.is_welcome:
-            yield _send_report(report)
+            yield Send(messages.report(report))
 
     def _send_steps(self, *, even_if_full: bool = False) -> Iterator[Instruction]:
         for report in self._outbox.take_steps(even_if_full=even_if_full):
             if self._conversation.is_welcome:
-                yield _send_report(report)
+                yield Send(messages.report(report))
 
     def _send_everything_again(self) -> Iterator[Instruction]:
         for report in self._outbox.unacknowledged:
-            yield _send_report(report)
+            yield Send(messages.report(report))
 
     def _notice_seen(self, notice: NoticeSeen) -> Iterator[Instruction]:
         if notice.notice_id in self._notices:
@@ -480,6 +487,7 @@ class AgentState:
                 sequence=self._conversation.next_sequence(now),
                 rendezvous_port=self._rendezvous_port,
                 workers=[worker.health for worker in self._workers.values()],
+                preparing_jobs=sorted(self._preparing),
             )
             yield Send(agent_pb2.AgentMessage(heartbeat=heartbeat))
 
@@ -492,7 +500,3 @@ class AgentState:
         if self._outbox.is_empty or now >= self._exit_at:
             self._has_exited = True
             yield ExitAgent(self._leaving.code, self._leaving.reason)
-
-
-def _send_report(report: agent_pb2.Report) -> Send:
-    return Send(agent_pb2.AgentMessage(report=report))

@@ -104,6 +104,13 @@ class Terminate:
     reason: str
 
 
+@dataclass(frozen=True)
+class Preparing:
+    """The jobs whose workers would have to wait here, for imports that are being done, have changed."""
+
+    job_ids: frozenset[str]
+
+
 Event = (
     StreamOpened
     | StreamClosed
@@ -117,6 +124,7 @@ Event = (
     | NoticeSeen
     | Tick
     | Terminate
+    | Preparing
 )
 
 # ---------------------------------------------------------------- instructions
@@ -183,6 +191,30 @@ class ReadLogs:
 
 
 @dataclass(frozen=True)
+class ReadStacks:
+    """Ask the worker's process where it stands, and send that."""
+
+    request_id: str
+    key: WorkerKey
+    pid: int
+    """What the worker says that it is; 0: it has not said so yet."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Have a process at hand from which such workers start at once."""
+
+    request: agent_pb2.Prepare
+
+
+@dataclass(frozen=True)
+class Remember:
+    """Keep the newest generation of each job for the agent's next start: before anything else is done about them."""
+
+    seen: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class ExitAgent:
     code: int
     reason: str
@@ -197,5 +229,8 @@ Instruction = (
     | ClaimRendezvous
     | ReleaseRendezvous
     | ReadLogs
+    | ReadStacks
+    | Prepare
+    | Remember
     | ExitAgent
 )

@@ -127,6 +127,16 @@ class Worker:
     def has_process(self) -> bool:
         return self.phase not in (Phase.WAITING, Phase.GONE)
 
+    def holds_device(self, kind: str) -> bool:
+        """Whether the next worker on its device has to wait until this one has ended.
+
+        The memory of a GPU is free only when the process is gone, and the next one needs all of it. On the CPU a worker
+        that was told to leave at once, or was killed, takes nothing from the next one, which may start beside it: an
+        end that takes its time (a thread sits in a call, gigabytes are unmapped) then costs none.
+        """
+        leaves_at_once = self.phase is Phase.LEAVING and self.leave_mode == agent_pb2.STOP_MODE_LEAVE_NOW
+        return kind != "cpu" or not (leaves_at_once or self.phase is Phase.KILLED)
+
     def exited(self, exit_code: int, log_tail: str) -> agent_pb2.WorkerExited:
         """What to report about its end."""
         code = _signal_of_shell(exit_code)

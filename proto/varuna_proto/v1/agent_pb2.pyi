@@ -108,6 +108,7 @@ class AgentMessage(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     LOG_CHUNK_FIELD_NUMBER: _builtins.int
+    STACK_DUMP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """first on every stream; the truth about this VM"""
@@ -120,6 +121,10 @@ class AgentMessage(_message.Message):
     def log_chunk(self) -> Global___LogChunk:
         """answers FetchLogs"""
 
+    @_builtins.property
+    def stack_dump(self) -> Global___StackDump:
+        """answers DumpStacks, one for each rank"""
+
     def __init__(
         self,
         *,
@@ -127,12 +132,13 @@ class AgentMessage(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         report: Global___Report | None = ...,
         log_chunk: Global___LogChunk | None = ...,
+        stack_dump: Global___StackDump | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "log_chunk", b"log_chunk", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "log_chunk", b"log_chunk", "report", b"report", "stack_dump", b"stack_dump"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "log_chunk", b"log_chunk", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "log_chunk", b"log_chunk", "report", b"report", "stack_dump", b"stack_dump"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "report", "log_chunk"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "report", "log_chunk", "stack_dump"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -149,6 +155,8 @@ class ManagerMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     FETCH_LOGS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    DUMP_STACKS_FIELD_NUMBER: _builtins.int
+    PREPARE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """answers Hello"""
@@ -167,6 +175,10 @@ class ManagerMessage(_message.Message):
     def refused(self) -> Global___Refused:
         """answers a Hello that the manager does not take; the stream ends"""
 
+    @_builtins.property
+    def dump_stacks(self) -> Global___DumpStacks: ...
+    @_builtins.property
+    def prepare(self) -> Global___Prepare: ...
     def __init__(
         self,
         *,
@@ -177,12 +189,14 @@ class ManagerMessage(_message.Message):
         drain: Global___Drain | None = ...,
         fetch_logs: Global___FetchLogs | None = ...,
         refused: Global___Refused | None = ...,
+        dump_stacks: Global___DumpStacks | None = ...,
+        prepare: Global___Prepare | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "fetch_logs", b"fetch_logs", "launch", b"launch", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "fetch_logs", b"fetch_logs", "launch", b"launch", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused", "dump_stacks", "prepare"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -302,20 +316,26 @@ class Heartbeat(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    PREPARING_JOBS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     rendezvous_port: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerHealth]: ...
+    @_builtins.property
+    def preparing_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """job ids for whose workers a process imports what they will: they would wait for it"""
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         rendezvous_port: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerHealth] | None = ...,
+        preparing_jobs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -684,6 +704,42 @@ class LogChunk(_message.Message):
 Global___LogChunk: _TypeAlias = LogChunk  # noqa: Y015
 
 @_typing.final
+class StackDump(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    generation: _builtins.int
+    rank: _builtins.int
+    text: _builtins.str
+    """the Python stacks of all threads, as faulthandler writes them; at most 64 KiB"""
+    error: _builtins.str
+    """why there is none"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        text: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "generation", b"generation", "job_id", b"job_id", "rank", b"rank", "request_id", b"request_id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StackDump: _TypeAlias = StackDump  # noqa: Y015
+
+@_typing.final
 class Welcome(_message.Message):
     """---------------------------------------------------------------- manager to agent"""
 
@@ -769,6 +825,8 @@ class Launch(_message.Message):
     RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     PROFILE_CACHE_URL_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    STOPS_PER_HOUR_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -781,6 +839,10 @@ class Launch(_message.Message):
     world_size: _builtins.int
     profile_cache_url: _builtins.str
     """where a calibration looks for what was measured before; empty: nowhere"""
+    checkpoint_interval_s: _builtins.float
+    """the user's; 0: the workers decide"""
+    stops_per_hour: _builtins.float
+    """expected of this generation, by which they decide; 0: not known"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
@@ -803,10 +865,12 @@ class Launch(_message.Message):
         rendezvous_port: _builtins.int = ...,
         world_size: _builtins.int = ...,
         profile_cache_url: _builtins.str = ...,
+        checkpoint_interval_s: _builtins.float = ...,
+        stops_per_hour: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "stops_per_hour", b"stops_per_hour", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -969,6 +1033,85 @@ class FetchLogs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchLogs: _TypeAlias = FetchLogs  # noqa: Y015
+
+@_typing.final
+class DumpStacks(_message.Message):
+    """where do the workers of this generation on this VM stand?"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DumpStacks: _TypeAlias = DumpStacks  # noqa: Y015
+
+@_typing.final
+class Prepare(_message.Message):
+    """workers of this job may come: have a process at hand from which they start at once"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class EnvironmentEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
+    WORKDIR_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    command: _builtins.str
+    """as in Launch"""
+    workdir: _builtins.str
+    @_builtins.property
+    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        command: _builtins.str = ...,
+        workdir: _builtins.str = ...,
+        environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "environment", b"environment", "job_id", b"job_id", "workdir", b"workdir"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prepare: _TypeAlias = Prepare  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import ssl
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -64,11 +66,18 @@ def job_document(
 
 
 def submit(url: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The job as the manager has taken it. Raises LaunchError when it does not, or does not answer."""
+    """The job as the manager has taken it. Raises LaunchError when it does not, or does not answer.
+
+    A secure manager takes the token of VARUNA_TOKEN; VARUNA_CA says who signed its certificate.
+    """
+    headers = {"Idempotency-Key": str(uuid.uuid4())}
+    if token := os.environ.get("VARUNA_TOKEN"):
+        headers["Authorization"] = f"Bearer {token}"
+    trust = ssl.create_default_context(cafile=os.environ.get("VARUNA_CA")) if url.startswith("https:") else False
     # The environment's proxies are for the outside; the manager is on this machine or network.
-    with httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False) as http:
+    with httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False, verify=trust) as http:
         try:
-            answer = http.post("/api/v1/jobs", json=document, headers={"Idempotency-Key": str(uuid.uuid4())})
+            answer = http.post("/api/v1/jobs", json=document, headers=headers)
         except httpx.HTTPError as error:
             raise LaunchError(
                 f"no manager answers at {url} ({str(error) or type(error).__name__}): start one with 'varuna manager', "

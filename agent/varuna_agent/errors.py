@@ -1,0 +1,7 @@
+"""What ends the agent before it has begun."""
+
+from __future__ import annotations
+
+
+class JoinError(Exception):
+    """This VM cannot become one of the manager's; `str()` is one line with the way out."""

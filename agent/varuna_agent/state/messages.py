@@ -1,0 +1,79 @@
+"""What the agent tells the manager, put together from what it knows and what its workers say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from varuna_agent.state.admission import Identity
+from varuna_agent.state.stimuli import WorkerKey
+from varuna_agent.state.worker import Worker
+from varuna_proto.v1 import agent_pb2, worker_pb2
+
+
+def hello(
+    identity: Identity, workers: Iterable[Worker], seen: Mapping[str, int], rendezvous_port: int, first_report: int
+) -> agent_pb2.Hello:
+    return agent_pb2.Hello(
+        vm_id=identity.vm_id,
+        incarnation=identity.incarnation,
+        agent_version=identity.version,
+        host=identity.host,
+        gpus=identity.gpus,
+        device_memory_bytes=identity.device_memory_bytes,
+        rendezvous_port=rendezvous_port,
+        workers=[
+            agent_pb2.RunningWorker(
+                job_id=worker.key.job_id,
+                generation=worker.key.generation,
+                rank=worker.key.rank,
+                step=worker.health.step,
+            )
+            for worker in sorted(workers, key=lambda worker: worker.key)
+        ],
+        seen_generations=[
+            agent_pb2.SeenGeneration(job_id=job_id, generation=generation) for job_id, generation in seen.items()
+        ],
+        first_report=first_report,
+    )
+
+
+def started(worker: Worker, ready: worker_pb2.WorkerReady) -> agent_pb2.Report:
+    fact = agent_pb2.WorkerStarted(
+        job_id=worker.key.job_id,
+        generation=worker.key.generation,
+        rank=worker.key.rank,
+        pid=worker.pid,
+        resumed_step=ready.resumed_step,
+    )
+    return agent_pb2.Report(worker_started=fact)
+
+
+def committed(key: WorkerKey, done: worker_pb2.CheckpointDone) -> agent_pb2.Report:
+    fact = agent_pb2.CheckpointCommitted(
+        job_id=key.job_id, generation=key.generation, step=done.step, url=done.url, total_bytes=done.total_bytes
+    )
+    return agent_pb2.Report(checkpoint_committed=fact)
+
+
+def measured(key: WorkerKey, done: worker_pb2.ProfileDone) -> agent_pb2.Report:
+    fact = agent_pb2.ProfileMeasured(
+        job_id=key.job_id, generation=key.generation, profile_json=done.profile_json, from_cache=done.from_cache
+    )
+    return agent_pb2.Report(profile_measured=fact)
+
+
+def report(numbered: agent_pb2.Report) -> agent_pb2.AgentMessage:
+    return agent_pb2.AgentMessage(report=numbered)
+
+
+def stack_dump(request_id: str, key: WorkerKey, *, text: str = "", error: str = "") -> agent_pb2.AgentMessage:
+    """The answer to DumpStacks for one worker."""
+    dump = agent_pb2.StackDump(
+        request_id=request_id,
+        job_id=key.job_id,
+        generation=key.generation,
+        rank=key.rank,
+        text=text,
+        error=error,
+    )
+    return agent_pb2.AgentMessage(stack_dump=dump)
