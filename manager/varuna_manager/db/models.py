@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from varuna_manager.domain.states import (
@@ -78,10 +78,18 @@ class JobRow(_Living, Base):
     created_at: Mapped[float]
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
+    checkpoint_url: Mapped[str | None] = mapped_column(Text)
+    """Where its checkpoints are, set when it was submitted: the next leader's folders are others. Null in old rows."""
     profile_json: Mapped[str | None] = mapped_column(Text)
     profiled_at: Mapped[float | None]
     profile_error: Mapped[str | None] = mapped_column(Text)
     """Why the newest measured profile was rejected."""
+    exit_code: Mapped[int | None] = mapped_column(Integer)
+    """Of the script, when the job is over and it is known (negative: the signal that ended it); 0: it succeeded."""
+    retried_after: Mapped[int | None] = mapped_column(Integer)
+    """The newest generation when the job was last retried: what came before is not held against it."""
+    cancel_saves: Mapped[bool] = mapped_column(Boolean, default=False)
+    """Whether it is cancelled with a last checkpoint."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's own way
 
@@ -150,6 +158,7 @@ class GenerationRow(_Living, Base):
 
 class WorkerRow(_Living, Base):
     __tablename__ = "workers"
+    __table_args__ = (Index("ix_workers_state", "state"),)
     _table = WORKER_TRANSITIONS
     _states = WorkerState
 
@@ -199,6 +208,13 @@ class VmRow(_Living, Base):
     quarantined_until: Mapped[float | None]
     quarantines: Mapped[int] = mapped_column(Integer, default=0)
     """How often it was quarantined: each one lasts longer."""
+    drain_deadline: Mapped[float | None]
+    """When whoever drained it wants it to be empty."""
+    hangs: Mapped[int] = mapped_column(Integer, default=0)
+    """Hangs in which its rank was the one that the others waited for."""
+    request: Mapped[str | None]
+    """Tag of the request that it was made for."""
+    price_per_hour: Mapped[float | None]
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 
@@ -235,6 +251,21 @@ class CheckpointRow(Base):
     at: Mapped[float]
 
 
+class StackRow(Base):
+    """Where a rank of a generation that hung stood."""
+
+    __tablename__ = "stacks"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    generation: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    vm_id: Mapped[str]
+    at: Mapped[float]
+    text: Mapped[str] = mapped_column(Text)
+    error: Mapped[str] = mapped_column(Text)
+    """Why there is no text; else empty."""
+
+
 class MetricRow(Base):
     """One step; a later generation that does a step again overwrites it, an older one never does."""
 
@@ -257,3 +288,71 @@ class FleetRow(Base):
 
     provider: Mapped[str] = mapped_column(primary_key=True)
     target: Mapped[int] = mapped_column(Integer)
+    min_vms: Mapped[int | None] = mapped_column(Integer)
+    max_vms: Mapped[int | None] = mapped_column(Integer)
+    """With both, the target follows the jobs' wants between them; null: it stays as it was set."""
+    request: Mapped[str | None]
+    """Tag of the request that the provider may be at: written before it is asked."""
+    request_count: Mapped[int | None] = mapped_column(Integer)
+
+
+class TokenRow(Base):
+    """A bearer token of the REST API (`role`), or one with which an agent joins (`role` null)."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    role: Mapped[str | None]
+    secret_sha256: Mapped[str]
+    created_at: Mapped[float]
+    created_by: Mapped[str]
+    expires_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+    single_use: Mapped[bool]
+    vm_id: Mapped[str | None]
+    """The only VM that may join with it; null: any that has not joined yet."""
+
+
+class EnrolmentRow(Base):
+    """The agent of a VM that has joined; joining again replaces it, and with it all certificates of before."""
+
+    __tablename__ = "enrolments"
+
+    vm_id: Mapped[str] = mapped_column(primary_key=True)
+    enrolment: Mapped[str]
+    token_id: Mapped[str]
+    key_sha256: Mapped[str]
+    """Of the key that it joined with."""
+    joined_at: Mapped[float]
+    revoked_at: Mapped[float | None]
+
+
+class AuditRow(Base):
+    """A call that changes something: who, what, from where, and the answer (null: it is not known)."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(_BigId, primary_key=True, autoincrement=True)
+    at: Mapped[float]
+    who: Mapped[str]
+    role: Mapped[str | None]
+    address: Mapped[str]
+    action: Mapped[str] = mapped_column(Text)
+    status: Mapped[int | None] = mapped_column(Integer)
+
+
+class LeadershipRow(Base):
+    """Which manager leads: one row, with id 1. Used on PostgreSQL only; an SQLite store has a lock on its file."""
+
+    __tablename__ = "leadership"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    holder: Mapped[str]
+    epoch: Mapped[int]
+    """Grows with every change of the leader; no two leaders have the same."""
+    expires_at: Mapped[float]
+    """By the database's clock."""
+    http_url: Mapped[str]
+    grpc_address: Mapped[str]

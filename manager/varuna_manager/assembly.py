@@ -1,0 +1,206 @@
+"""A manager's parts, wired over one store.
+
+Each term of leading, and each wait for one, has parts of its own: what an earlier term had in memory is not known to a
+later one, exactly as after a restart of the process.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from fastapi import FastAPI
+
+from varuna_manager.addresses import Place
+from varuna_manager.api.grpc.gateway import AgentGateway
+from varuna_manager.api.http import roles
+from varuna_manager.api.http.app import Services, make_app
+from varuna_manager.controllers.compute_controller import ComputeController
+from varuna_manager.controllers.fleet_controller import FleetController
+from varuna_manager.controllers.job_controller import JobController
+from varuna_manager.controllers.job_view import SnapshotLoader
+from varuna_manager.controllers.loop import run_controller
+from varuna_manager.db.engine import Database
+from varuna_manager.domain.fleet_decision import Limits, Range
+from varuna_manager.providers.base import EmulatedProvider
+from varuna_manager.providers.chosen import chosen_provider
+from varuna_manager.providers.local import LocalMachine, LocalProvider
+from varuna_manager.security import Access, Security
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.compute_times import ComputeTimes
+from varuna_manager.services.drains import DrainService
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.fleet import FleetService
+from varuna_manager.services.jobs import JobService
+from varuna_manager.services.logs import LogService
+from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.rates import RateService
+from varuna_manager.services.reports import ReportService
+from varuna_manager.services.sessions import AgentSessions
+from varuna_manager.services.stacks import StackService
+from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.settings import ManagerSettings, is_wildcard
+from varuna_proto.v1 import agent_pb2_grpc
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """What stays the same for as long as the process lives."""
+
+    settings: ManagerSettings
+    data_dir: Path
+    place: Place
+    planning: PlanningService
+    security: Security | None
+    """None: an open manager."""
+
+    @property
+    def http_url(self) -> str:
+        return f"{self.scheme}://{self.http_address}"
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.security is None else "https"
+
+    @property
+    def http_address(self) -> str:
+        """host:port by which others reach this manager."""
+        return self._advertised(self.place.http_address)
+
+    @property
+    def grpc_address(self) -> str:
+        return self._advertised(self.place.grpc_address)
+
+    @property
+    def manager_addresses(self) -> str:
+        """host:port of every manager, for the agents that are started here; separated by commas."""
+        return self.settings.managers or self.grpc_address
+
+    def _advertised(self, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if is_wildcard(self.settings.host):
+            host = socket.gethostname()  # the certificate has it, and no wildcard
+        return f"{self.settings.advertise_host or host}:{port}"
+
+
+class Parts:
+    """`close` them at the end."""
+
+    def __init__(self, base: Base, database: Database) -> None:
+        self._base, self._database = base, database
+        settings, rules = base.settings, base.settings.rules()
+        self.bell, self.sessions, times = Bell(), AgentSessions(), ComputeTimes()
+        registry = VmRegistry(heartbeat_interval_s=settings.heartbeat_interval_s)
+        self._events = EventLog(database)
+        self._access = access = Access(base.security, settings, database, self._events, self.sessions)
+        self.provider = _provider(base, access)
+        reports = ReportService(database, self._events, base.planning, self.bell)
+        self.fleet = FleetService(database, self._events, registry, self.provider, reports, self.bell)
+        self._rates = RateService(self.bell, cache_dir=base.data_dir / "numba")
+        stacks = StackService(database, self.sessions, self.bell)
+        period_s = settings.reconcile_interval_s
+        self._controllers = (
+            JobController(
+                database,
+                SnapshotLoader(database, registry, rules),
+                registry,
+                self.sessions,
+                base.planning,
+                self._rates,
+                stacks,
+                self._events,
+                rules,
+                base.data_dir,
+                settings.profile_cache(base.data_dir),
+                period_s,
+            ),
+            FleetController(
+                database,
+                registry,
+                self.provider,
+                self.fleet,
+                self._events,
+                self.bell,
+                rules,
+                period_s,
+                limits=Limits(max_vms=settings.max_vms, max_cost_per_hour=settings.max_cost_per_hour),
+                spare_after_s=settings.spare_after_s,
+            ),
+            ComputeController(database, times, base.planning, self._events, self.bell, rules),
+        )
+        self._gateway = AgentGateway(
+            fleet=self.fleet,
+            reports=reports,
+            registry=registry,
+            times=times,
+            sessions=self.sessions,
+            bell=self.bell,
+            rules=rules,
+            peers=access.peers,
+        )
+        self._services = Services(
+            jobs=_job_service(base, database, self._events, self.bell),
+            fleet=self.fleet,
+            events=self._events,
+            logs=LogService(database, self.sessions, self.provider),
+            drains=DrainService(database, self.fleet, self.bell),
+            stacks=stacks,
+            access=access.services,
+        )
+
+    async def begin(self, *, is_start: bool, epoch: int | None) -> None:
+        """What a leader does first. `epoch`: of its lease, where there is one."""
+        await self._access.begin(self._base.data_dir)
+        settings = self._base.settings
+        if is_start and settings.vms is not None:
+            await self.fleet.set_target(settings.vms)  # not at a takeover: it may have been changed since
+        if is_start and settings.max_vms is not None:
+            await self.fleet.follow_jobs(Range(min_vms=settings.min_vms or 0, max_vms=settings.max_vms))
+        if epoch is not None:
+            async with self._database.write() as session:
+                text = f"the manager at {self._base.http_address} leads now (epoch {epoch})"
+                self._events.add(session, "manager_leads", text, data={"epoch": epoch})
+
+    def app(self) -> FastAPI:
+        app = make_app(self._services)
+        roles.install(app)
+        return app
+
+    def serve_agents(self, server: grpc.aio.Server) -> None:
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(self._gateway, server)
+        self._access.serve_agents(server)
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """What a leader runs, without end."""
+        return [run_controller(controller, self.bell) for controller in self._controllers]
+
+    def hang_up(self) -> None:
+        """End every stream: of agents, and of those who follow the events."""
+        self._events.close()
+        self.sessions.close_all()
+
+    async def close(self, *, end_vms: bool) -> None:
+        await self._rates.close()
+        await self.provider.close(end_vms=end_vms)
+
+
+def _provider(base: Base, access: Access) -> EmulatedProvider:
+    settings = base.settings
+    machine = LocalMachine(
+        gpus=settings.gpus_per_vm,
+        device_memory_bytes=settings.device_memory_bytes,
+        host="127.0.0.1" if is_wildcard(settings.host) else settings.host,
+        agent_command=settings.agent_command or LocalMachine.agent_command,
+    )
+    vms_dir = (settings.local_dir or base.data_dir).resolve()
+    local = LocalProvider(vms_dir, base.manager_addresses, machine, settings.capacity, access.join_token, base.http_url)
+    return chosen_provider(settings.provider, local, settings.replay(), vms_dir)
+
+
+def _job_service(base: Base, database: Database, events: EventLog, bell: Bell) -> JobService:
+    root = base.settings.checkpoint_root(base.data_dir, is_shared=Database.is_shared(database.url))
+    return JobService(database, events, bell, checkpoint_root=root, needs_checkpoint_url=root is None)

@@ -1,0 +1,42 @@
+"""The schema's versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+
+_MIGRATING = 0x76617275
+"""Number of the PostgreSQL lock that one migrating manager holds at a time."""
+
+
+class TooNewError(Exception):
+    """The store was made by a later version of Varuna; `str()` is one line with the way out."""
+
+
+def migration_config() -> Config:
+    """Alembic's configuration, for the scripts inside this package."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    return config
+
+
+def upgrade(connection: Connection, revision: str = "head") -> None:
+    """Bring the schema to the revision, within the connection's transaction. Raises TooNewError."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _MIGRATING})
+    config = migration_config()
+    script = ScriptDirectory.from_config(config)
+    known = {each.revision for each in script.walk_revisions()}
+    present = MigrationContext.configure(connection).get_current_revision()
+    if present is not None and present not in known:
+        raise TooNewError(
+            f"the store's schema is of revision {present}, and this version of Varuna knows those up to "
+            f"{script.get_current_head()}: start the version that the store was last used with, or a later one"
+        )
+    config.attributes["connection"] = connection
+    command.upgrade(config, revision)

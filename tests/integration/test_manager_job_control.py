@@ -1,0 +1,218 @@
+"""Cancel, retry, drain and stacks in the store: idempotent, with one clear line for what makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from varuna_manager.controllers.job_view import SnapshotLoader
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import EventRow, GenerationRow, JobRow, VmRow
+from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.domain.states import JobState
+from varuna_manager.providers.local import LocalMachine, LocalProvider
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.drains import DrainService
+from varuna_manager.services.errors import ConflictError, NotFoundError
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.fleet import FleetService
+from varuna_manager.services.jobs import JobService
+from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.reports import ReportService
+from varuna_manager.services.sessions import AgentSession, AgentSessions
+from varuna_manager.services.stacks import StackService
+from varuna_manager.services.vm_registry import VmRegistry
+from varuna_proto.v1 import agent_pb2 as pb
+
+SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
+NOW = 100.0
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    store = Database(f"sqlite:///{tmp_path / 'manager.db'}")
+    await store.migrate()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def jobs(database: Database) -> JobService:
+    return JobService(database, EventLog(database, lambda: NOW), Bell(), lambda: NOW)
+
+
+async def end(database: Database, job_id: str, *states: JobState, error: str | None = None) -> None:
+    """As the controller does when it finishes a job."""
+    async with database.write() as session:
+        job = await session.get_one(JobRow, job_id)
+        for state in states:
+            job.move(state, now=NOW, reason="test")
+        job.error, job.finished_at, job.active_name = error, NOW, None
+        job.exit_code = 3 if error else None
+
+
+async def add_failed_generation(database: Database, job_id: str, number: int) -> None:
+    async with database.write() as session:
+        session.add(
+            GenerationRow(
+                job_id=job_id,
+                number=number,
+                kind="training",
+                state="ended",
+                history=[],
+                plan=Plan(p=1, d=1, micro_batch=1, global_batch=8).to_document(),
+                candidates=[],
+                rendezvous_host="h",
+                rendezvous_port=1,
+                reason="test",
+                created_at=50.0,
+                ended_at=60.0 + number,
+                end_cause="script_failed",
+                end_reason="the script failed",
+                last_step=4,
+            )
+        )
+
+
+async def kinds(database: Database) -> list[str]:
+    async with database.read() as session:
+        return list((await session.scalars(select(EventRow.kind).order_by(EventRow.id))).all())
+
+
+# ---------------------------------------------------------------- retry
+
+
+async def test_a_job_that_failed_is_retried_as_itself_with_a_clean_slate(database: Database, jobs: JobService) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    for number in (1, 2):
+        await add_failed_generation(database, job_id, number)
+    loader = SnapshotLoader(database, VmRegistry(), Rules())
+    (loaded,) = (await loader.load()).jobs
+    assert (loaded.view.setbacks.errors, loaded.view.setbacks.best_step) == (2, 4)
+    await end(database, job_id, JobState.RUNNING, JobState.FAILED, error="ValueError: x")
+    assert (await jobs.one(job_id))["exit_code"] == 3
+
+    retried = await jobs.retry("train")
+    assert (retried["id"], retried["state"], retried["error"], retried["exit_code"]) == (job_id, "queued", None, None)
+    assert await jobs.retry(job_id) == retried, "asked again, it is the same"
+    assert (await kinds(database)).count("job_retried") == 1
+    (loaded,) = (await loader.load()).jobs
+    assert (loaded.view.setbacks.errors, loaded.view.setbacks.best_step) == (0, 4)
+    with pytest.raises(ConflictError, match="already queued"):
+        await jobs.submit(SPEC, None)
+
+
+async def test_only_what_failed_or_was_cancelled_is_retried(database: Database, jobs: JobService) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    with pytest.raises(ConflictError, match="is queued: only one that failed or was cancelled is retried"):
+        await jobs.retry(job_id)
+    await end(database, job_id, JobState.RUNNING, JobState.SUCCEEDED)
+    with pytest.raises(ConflictError, match="is succeeded"):
+        await jobs.retry(job_id)
+    with pytest.raises(NotFoundError):
+        await jobs.retry("nobody")
+
+
+async def test_a_job_whose_name_was_given_away_is_not_retried(database: Database, jobs: JobService) -> None:
+    first = (await jobs.submit(SPEC, None))["id"]
+    await jobs.cancel(first)
+    await end(database, first, JobState.CANCELLED)
+    second = (await jobs.submit(SPEC, None))["id"]
+    with pytest.raises(ConflictError, match=f"is queued by now \\({second}\\): cancel it, then retry {first}"):
+        await jobs.retry(first)
+
+
+# ---------------------------------------------------------------- cancel
+
+
+async def test_cancelling_with_a_save_may_be_hurried_but_not_slowed_down(database: Database, jobs: JobService) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+
+    async def saves() -> bool:
+        async with database.read() as session:
+            return (await session.get_one(JobRow, job_id)).cancel_saves
+
+    await jobs.cancel(job_id, save=True)
+    await jobs.cancel(job_id, save=True)
+    assert await saves()
+    await jobs.cancel(job_id)
+    assert not await saves()
+    await jobs.cancel(job_id, save=True)
+    assert not await saves()
+    assert (await kinds(database)).count("job_cancelling") == 1
+
+
+# ---------------------------------------------------------------- drain
+
+
+async def test_a_vm_is_drained_once_and_only_while_it_is_there(database: Database, tmp_path: Path) -> None:
+    events, bell, registry = EventLog(database), Bell(), VmRegistry()
+    machine = LocalMachine(gpus=1, device_memory_bytes=1, host="127.0.0.1", agent_command=("true",))
+    provider = LocalProvider(tmp_path, "127.0.0.1:1", machine, None)
+    reports = ReportService(database, events, PlanningService(), bell)
+    fleet = FleetService(database, events, registry, provider, reports, bell)
+    drains = DrainService(database, fleet, bell, lambda: NOW)
+    async with database.write() as session:
+        for name, state in (("a", "ready"), ("b", "gone")):
+            session.add(VmRow(id=name, provider="local", state=state, history=[], gpus=1, ref={}, created_at=1.0))
+    first = await drains.drain("a", None)
+    assert (first["state"], first["drain_deadline"]) == ("draining", None)
+    again = await drains.drain("a", 30.0)
+    assert again["drain_deadline"] == "1970-01-01T00:02:10+00:00"
+    assert (await kinds(database)) == ["vm_draining"]
+    with pytest.raises(ConflictError, match="VM 'b' is gone already"):
+        await drains.drain("b", None)
+    with pytest.raises(NotFoundError, match="VM 'c' does not exist"):
+        await drains.drain("c", None)
+
+
+# ---------------------------------------------------------------- stacks
+
+
+async def test_stacks_are_asked_for_and_kept_and_an_agent_speaks_for_its_own_ranks(
+    database: Database, jobs: JobService
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    sessions, bell = AgentSessions(), Bell()
+    agent = AgentSession("a", "1", ())
+    sessions.open(agent)
+    stacks = StackService(database, sessions, bell, lambda: NOW)
+    rung = bell.listen()
+    stacks.ask(job_id, 2, {0: "a", 1: "away", 2: "a"})
+    asked = await agent.next_message()
+    assert asked is not None
+    dump = asked.dump_stacks
+    assert (dump.job_id, dump.generation) == (job_id, 2)
+
+    def answer(rank: int, text: str) -> None:
+        found = pb.StackDump(request_id=dump.request_id, job_id=job_id, generation=2, rank=rank, text=text)
+        agent.deliver_stack(found)
+
+    answer(0, "zero")
+    answer(1, "of another VM")
+    known = stacks.of(job_id, 2)
+    assert known is not None
+    assert {rank: (one.text, bool(one.error)) for rank, one in known.answers.items()} == {
+        0: ("zero", False),
+        1: ("", True),
+    }
+    assert not rung.is_set()
+    answer(2, "t\0wo")
+    assert rung.is_set(), "all have answered"
+    async with database.write() as session:
+        stacks.keep(session, job_id, 2)
+    kept = await stacks.read("train", None)
+    assert [(one["rank"], one["vm_id"], one["text"]) for one in kept] == [
+        (0, "a", "zero"),
+        (1, "away", ""),
+        (2, "a", "two"),
+    ]
+    assert "out of reach" in kept[1]["error"]
+    assert await stacks.read("train", 1) == []
+    assert stacks.of(job_id, 3) is None
+    stacks.keep_only([])
+    assert stacks.of(job_id, 2) is None

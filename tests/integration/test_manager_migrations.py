@@ -1,0 +1,133 @@
+"""The schema's way from every earlier version to this one, with what is in the store, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import JSON, Connection, Engine, MetaData, Table, event, func, insert, inspect, select, text
+from sqlalchemy.types import Boolean, Float, Integer
+
+from varuna_manager.db import schema
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import Base
+
+pytestmark = pytest.mark.xdist_group("postgres")
+
+_SCRIPT = ScriptDirectory.from_config(schema.migration_config())
+REVISIONS = [revision.revision for revision in reversed(list(_SCRIPT.walk_revisions()))]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'manager.db'}"
+    found: str = request.getfixturevalue("postgres_url")
+    return found
+
+
+def value_for(column_type: Any) -> Any:
+    """Something that the column holds; the same in all columns of a kind, so that rows point to each other."""
+    if isinstance(column_type, Boolean):
+        return True
+    if isinstance(column_type, Integer):
+        return 7
+    if isinstance(column_type, Float):
+        return 1.5
+    return {"a": 1} if isinstance(column_type, JSON) else "word"
+
+
+def tables_of(connection: Connection) -> list[Table]:
+    metadata = MetaData()
+    metadata.reflect(connection)
+    return [table for table in metadata.sorted_tables if table.name != "alembic_version"]
+
+
+def content(connection: Connection) -> dict[str, list[dict[str, Any]]]:
+    return {
+        table.name: [dict(row._mapping) for row in connection.execute(select(table))] for table in tables_of(connection)
+    }
+
+
+def fill(connection: Connection) -> dict[str, list[dict[str, Any]]]:
+    """One row in every table that has none, every column filled in; the content of all tables."""
+    for table in tables_of(connection):
+        if not connection.scalar(select(func.count()).select_from(table)):
+            connection.execute(insert(table).values({c.name: value_for(c.type) for c in table.columns}))
+    return content(connection)
+
+
+async def as_of(database: Database, revision: str) -> dict[str, list[dict[str, Any]]]:
+    """Make the store of this revision; what is in it."""
+    async with database.engine.begin() as connection:
+        await connection.run_sync(schema.upgrade, revision)
+        return await connection.run_sync(fill)
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_what_an_earlier_version_stored_is_kept(url: str, revision: str) -> None:
+    database = Database(url)
+    before = await as_of(database, revision)
+    await database.migrate()
+    await database.migrate()  # again: nothing to do
+    async with database.engine.connect() as connection:
+        after = await connection.run_sync(content)
+        differences = await connection.run_sync(
+            lambda sync: compare_metadata(MigrationContext.configure(sync), Base.metadata)
+        )
+        assert differences == []
+    for name, rows in before.items():
+        kept = [{column: row[column] for column in old} for old, row in zip(rows, after[name], strict=True)]
+        assert kept == rows, f"rows of {name} from revision {revision}"
+    async with database.read() as session:
+        for mapper in Base.registry.mappers:  # and the code of this version can read all of it
+            rows = (await session.scalars(select(mapper.class_))).all()
+            assert len(rows) == len(after[mapper.class_.__tablename__])
+    await database.close()
+
+
+async def test_a_migration_that_breaks_off_leaves_the_store_as_it_was(url: str) -> None:
+    database = Database(url)
+    before = await as_of(database, REVISIONS[0])
+
+    def break_off(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if "stacks" in statement:  # late: most is done
+            raise InterruptedError("here")
+
+    event.listen(Engine, "before_cursor_execute", break_off)
+    try:
+        with pytest.raises(InterruptedError):
+            await database.migrate()
+    finally:
+        event.remove(Engine, "before_cursor_execute", break_off)
+    async with database.engine.connect() as connection:
+        assert await connection.run_sync(content) == before
+    await database.migrate()
+    await database.close()
+
+
+async def test_a_store_of_a_later_version_is_refused_and_left_alone(url: str) -> None:
+    database = Database(url)
+    await database.migrate()
+    async with database.engine.begin() as connection:
+        await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(schema.TooNewError, match=rf"revision 9999, and this version .* up to {REVISIONS[-1]}: start"):
+        await database.migrate()
+    async with database.engine.connect() as connection:
+        assert await connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
+    await database.close()
+
+
+async def test_of_managers_that_migrate_at_once_one_does_and_the_others_find_it_done(postgres_url: str) -> None:
+    databases = [Database(postgres_url) for _ in range(4)]
+    await asyncio.gather(*(database.migrate() for database in databases))
+    async with databases[0].engine.connect() as connection:
+        names = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
+        assert set(Base.metadata.tables) <= set(names)
+    for database in databases:
+        await database.close()
