@@ -12,9 +12,10 @@ import typer
 from rich.text import Text
 
 from varuna_client import render
-from varuna_client.documents import Job
+from varuna_client.access import audit, revoke, token_app
+from varuna_client.control import Watch, cancel, drain, retry, stacks, tell
 from varuna_client.errors import UserError, VarunaError
-from varuna_client.follow import follow_events, follow_job, follow_log, telling_rank
+from varuna_client.follow import follow_events, follow_log, telling_rank
 from varuna_client.jobfile import load_job
 from varuna_client.options import DEFAULT_URL, AsJson, JobName, ManagerUrl, connect, emit, emit_line
 from varuna_client.planning.estimates import calibrate, estimate
@@ -36,14 +37,29 @@ LOG_TAIL_BYTES = 64 * 1024
 
 
 def main() -> None:
-    """The entry point: a VarunaError becomes one line on standard error and exit code 1."""
+    """The entry point: a VarunaError becomes one line on standard error and its exit code."""
     try:
         app(prog_name="varuna")
     except VarunaError as error:
         typer.echo(f"varuna: {error}", err=True)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+@app.callback()
+def common(
+    token_file: Annotated[
+        str | None, typer.Option(envvar="VARUNA_TOKEN_FILE", help="Holds your token (or set VARUNA_TOKEN).")
+    ] = None,
+    ca: Annotated[
+        str | None, typer.Option(envvar="VARUNA_CA", help="PEM file: who signed the manager's certificate.")
+    ] = None,
+) -> None:
+    """Train PyTorch models too large for one GPU on spot VMs."""
+    for name, value in (("VARUNA_TOKEN_FILE", token_file), ("VARUNA_CA", ca)):
+        if value is not None:
+            os.environ[name] = value  # read where a client is made
 
 
 @app.command(context_settings=PASS_ON)
@@ -70,7 +86,7 @@ def export(context: typer.Context) -> None:
 @app.command()
 def submit(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job to run.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Follow the job; exit 0 only when it succeeds.")] = False,
+    watch: Watch = False,
     manager_url: ManagerUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -78,19 +94,7 @@ def submit(
     with connect(manager_url) as client:
         job = client.submit(load_job(job_file))
         text = Text(f"job {job['name']} ({job['id']}) is {job['state']}: varuna show {job['name']}")
-        if not watch:
-            emit(job, text, as_json)
-            return
-        emit_line(job, text, as_json)
-        for latest, metrics, events in follow_job(client, job["id"]):
-            job = latest
-            for event in events:
-                emit_line(event, render.event_line(event), as_json)
-            for metric in metrics:
-                line = f"step {metric['step']}  loss {render.number(metric['loss'])}  {metric['step_s']:.3f} s"
-                emit_line(metric, Text(f"{render.clock(metric['at'])}  {line}  g{metric['generation']}"), as_json)
-        emit_line(job, Text(f"job {job['name']} {job['state']} at step {job['step']}"), as_json)
-    _exit_for(job)
+        tell(client, job, text, watch=watch, as_json=as_json)
 
 
 @app.command("ps")
@@ -152,14 +156,6 @@ def events(
 
 
 @app.command()
-def cancel(job: JobName, manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Stop a job for good."""
-    with connect(manager_url) as client:
-        cancelled = client.cancel(client.job(job)["id"])
-    emit(cancelled, Text(f"job {cancelled['name']} is {cancelled['state']}"), as_json)
-
-
-@app.command()
 def vms(
     gone: Annotated[bool, typer.Option("--all", help="Also those that are gone.")] = False,
     manager_url: ManagerUrl = DEFAULT_URL,
@@ -188,6 +184,13 @@ def demo(
         raise typer.Exit(1)
 
 
+app.add_typer(token_app, name="token")
+app.command()(audit)
+app.command()(revoke)
+app.command()(cancel)
+app.command()(retry)
+app.command()(drain)
+app.command()(stacks)
 app.command()(plan)
 profile_app.command("run")(run_profile)
 profile_app.command("schema")(profile_schema)
@@ -216,15 +219,6 @@ def _write_log(chunk: bytes, as_json: bool) -> None:
     else:
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-def _exit_for(job: Job) -> None:
-    """Non-zero when a watched job did not succeed, with its own last line of error."""
-    if job["state"] != "succeeded":
-        error = (job["error"] or "").strip().splitlines()
-        raise UserError(
-            f"job {job['name']} {job['state']}{': ' + error[-1] if error else ''} (varuna show {job['name']})"
-        )
 
 
 if __name__ == "__main__":

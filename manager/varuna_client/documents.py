@@ -25,6 +25,8 @@ class Job(TypedDict):
     state: str
     spec: JobSpec
     error: str | None
+    exit_code: int | None
+    """Of the script, when the job is over and it is known; negative: the signal that ended it."""
     created_at: Timestamp
     started_at: Timestamp | None
     finished_at: Timestamp | None
@@ -101,6 +103,17 @@ class Vm(TypedDict):
     """How many times as long as its peers it takes, while it is found slow."""
     slow_reason: str | None
     quarantined_until: Timestamp | None
+
+
+class Stack(TypedDict):
+    """Where a rank of a generation that hung stood: `text`, or `error`: why that is not known."""
+
+    generation: int
+    rank: int
+    vm_id: str
+    at: Timestamp
+    text: str
+    error: str
 
 
 class Event(TypedDict):

@@ -6,9 +6,22 @@ from __future__ import annotations
 class VarunaError(Exception):
     """Base of all errors that the `varuna` command shows as one line."""
 
+    exit_code = 1
+
 
 class UserError(VarunaError):
     """The input is wrong in a way that the client sees by itself."""
+
+
+class JobEndedError(VarunaError):
+    """A watched job did not succeed. `exit_code`: that of its script, as a shell would give it, or 1."""
+
+    def __init__(self, message: str, script_exit_code: int | None) -> None:
+        super().__init__(message)
+        if script_exit_code is not None and script_exit_code < 0:
+            self.exit_code = 128 - script_exit_code  # ended by a signal
+        elif script_exit_code:
+            self.exit_code = script_exit_code
 
 
 class UnreachableError(VarunaError):
@@ -20,6 +33,10 @@ class UnreachableError(VarunaError):
             "or pass its address with --manager-url or VARUNA_MANAGER_URL"
         )
         self.url = url
+
+
+class TlsError(VarunaError):
+    """What answers at the address is not trusted, or speaks no TLS."""
 
 
 class RefusedError(VarunaError):

@@ -9,7 +9,19 @@ import yaml
 from varuna_client.documents import JobSpec
 from varuna_client.errors import UserError
 
-KEYS = ("name", "workdir", "run", "global_batch", "resources", "checkpoint", "env", "plan", "profile_only")
+KEYS = (
+    "name",
+    "workdir",
+    "run",
+    "global_batch",
+    "resources",
+    "checkpoint",
+    "env",
+    "plan",
+    "profile_only",
+    "max_restarts_on_errors",
+    "priority",
+)
 """What a job file may say; the manager checks the values."""
 
 

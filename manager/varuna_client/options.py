@@ -9,6 +9,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from varuna_client.api import DEFAULT_URL, Client
+from varuna_client.credentials import find_access
 
 PLAIN_WIDTH = 160
 """Columns when the output is no terminal: wide enough that a reason is not folded."""
@@ -23,7 +24,11 @@ __all__ = ["DEFAULT_URL", "AsJson", "JobName", "ManagerUrl", "connect", "emit", 
 
 
 def connect(url: str) -> Client:
-    return Client(url)
+    """A client with the token and the authority of the environment or the configuration file."""
+    access = find_access()
+    if url == DEFAULT_URL and access.manager_url is not None:
+        url = access.manager_url
+    return Client(url, token=access.token, ca=access.ca)
 
 
 def make_console(*, stderr: bool = False) -> Console:

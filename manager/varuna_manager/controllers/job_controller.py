@@ -1,46 +1,43 @@
 """Keeps every job in the shape that `decide_job` wants, and every agent told.
 
-Each look loads a snapshot, goes through the jobs by age (later ones get what is left), applies what was decided in one
-short transaction per job, and at last compares what each agent should have been told with what it was told.
+Each look loads a snapshot, shares the GPUs out where there are several jobs, goes through the jobs by priority and age,
+applies what was decided in one short transaction per job, and at last compares what each agent should have been told
+with what it was told.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm.exc import StaleDataError
 
 from varuna_manager.controllers import messages
-from varuna_manager.controllers.job_view import LoadedJob, Snapshot, SnapshotLoader, previous_placement, with_devices
-from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
-from varuna_manager.domain.commands import LaunchKey, Presence, StopKey, wanted_commands
+from varuna_manager.controllers.job_actions import JobActions
+from varuna_manager.controllers.job_view import DevicePool, LoadedJob, Snapshot, SnapshotLoader, previous_placement
+from varuna_manager.controllers.shares import ShareOut, Shares
+from varuna_manager.db.engine import Database, NotLeaderError
+from varuna_manager.db.models import JobRow
+from varuna_manager.domain.better_shape import most_gpus
+from varuna_manager.domain.commands import CommandKey, LaunchKey, Presence, StopKey, wanted_commands
 from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
-from varuna_manager.domain.observed import (
-    Action,
-    Decision,
-    Device,
-    EndGeneration,
-    FinishJob,
-    JobView,
-    LiftQuarantine,
-    Plan,
-    Quarantine,
-    Rules,
-    StartGeneration,
-    StopGeneration,
-)
-from varuna_manager.domain.states import GenerationState, JobState, VmState, WorkerState
+from varuna_manager.domain.observed import Action, AskStacks, Decision, JobView, Plan, Rules, StartGeneration, VmView
+from varuna_manager.domain.states import GenerationKind, VmState
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.planning import PlanningService, Question
+from varuna_manager.services.rates import RateService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
+from varuna_manager.services.stacks import StackService
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_proto.failpoints import failpoint
+
+_PREPARE_EVERY_S = 60.0
+_NEWS = 1.5
+"""A hazard that is so many times as high or low is told."""
 
 
 class JobController:
@@ -53,6 +50,8 @@ class JobController:
         registry: VmRegistry,
         sessions: AgentSessions,
         planning: PlanningService,
+        rates: RateService,
+        stacks: StackService,
         events: EventLog,
         rules: Rules,
         data_dir: Path,
@@ -65,6 +64,9 @@ class JobController:
         self._registry = registry
         self._sessions = sessions
         self._planning = planning
+        self._shares = ShareOut(rates, rules)
+        self._stacks = stacks
+        self._actions = JobActions(registry, events, stacks, now)
         self._events = events
         self._rules = rules
         self._data_dir = data_dir
@@ -73,19 +75,27 @@ class JobController:
         self._now = now
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
         self._defects: dict[str, str] = {}
+        self._told_stops: dict[str, float] = {}
 
     async def reconcile(self) -> float:
         snapshot = await self._loader.load()
-        claimed: frozenset[Device] = frozenset()
+        self._stacks.keep_only({job.row.id for job in snapshot.jobs})
+        self._told_stops = {
+            job.row.id: self._told_stops[job.row.id] for job in snapshot.jobs if job.row.id in self._told_stops
+        }
+        pool = DevicePool(snapshot)
+        shares = await self._shares.of(snapshot)
         changed = False
-        for job in snapshot.jobs:
+        for job in sorted(snapshot.jobs, key=lambda job: -job.spec.priority):
             try:
-                view = await self._complete_view(job, snapshot, claimed)
+                view = await self._complete_view(job, snapshot, pool, shares)
                 decision = decide_job(self._now(), view, snapshot.vms, self._rules)
                 changed |= await self._apply(job, decision)
-                claimed |= decision.claims
+                pool.take(decision.claims)
             except StaleDataError:
                 changed = True  # decided on what is no longer so: look again
+            except NotLeaderError:
+                raise  # no decision of this manager counts any more
             except Exception as error:
                 # A defect that one job brings to light must not keep the others waiting, or their agents untold.
                 self._log_defect(job.row.id, error)
@@ -100,9 +110,12 @@ class JobController:
             self._defects[job_id] = repr(error)
             self._log.error("no decision about a job", job=job_id, exc_info=error)
 
-    async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, claimed: frozenset[Device]) -> JobView:
-        """The view with the devices that the older jobs left, and the planner's proposal for them."""
-        view = with_devices(job, *snapshot.devices_for(job, claimed))
+    async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, pool: DevicePool, shares: Shares) -> JobView:
+        """The view with the devices that the jobs before it left, and the planner's proposal for them."""
+        view = shares.give(job.view)
+        devices, quarantined = pool.for_job(view.id, most_gpus(view))
+        stacks = None if job.generation is None else self._stacks.of(view.id, job.generation.number)
+        view = replace(view, devices=devices, quarantined=quarantined, stacks=stacks)
         devices = next_devices(view, snapshot.vms, self._rules)
         if not wants_plan(view, devices, snapshot.vms):
             return view
@@ -127,6 +140,10 @@ class JobController:
         """Write what was decided; whether anything but the reason changed. A stale decision is dropped."""
         if not decision.actions and decision.reason == job.row.reason:
             return False
+        if any(isinstance(action, StartGeneration) and not self._has_port(action) for action in decision.actions):
+            return True  # another job of this look took it: look again
+        for action in decision.actions:
+            failpoint(f"manager.{type(action).__name__}.decided")
         async with self._database.write() as session:
             row = await session.get_one(JobRow, job.row.id)
             if row.version != job.version:
@@ -136,171 +153,92 @@ class JobController:
                 if not decision.actions and decision.notable:
                     self._events.add(session, "decision", decision.reason, job_id=row.id, generation=_number(job))
             for action in decision.actions:
-                await self._apply_action(session, row, job, action)
+                await self._actions.apply(session, row, action)
+                if isinstance(action, StartGeneration) and action.kind is GenerationKind.TRAINING:
+                    self._note_hazard(session, job, action)
         for action in decision.actions:
-            if isinstance(action, StartGeneration):
-                self._use_port(action)
+            failpoint(f"manager.{type(action).__name__}.committed")
+            self._follow_up(job, action)
         return bool(decision.actions)
 
-    async def _apply_action(self, session: AsyncSession, row: JobRow, job: LoadedJob, action: Action) -> None:
-        match action:
-            case StartGeneration():
-                await self._start(session, row, job, action)
-            case StopGeneration():
-                await self._stop(session, row, action)
-            case EndGeneration():
-                await self._end(session, row, action)
-            case FinishJob():
-                self._finish(session, row, action)
-            case Quarantine() | LiftQuarantine():
-                await self._quarantine(session, row, action)
+    def _has_port(self, action: StartGeneration) -> bool:
+        return self._registry.rendezvous_port(action.placement[0].vm_id) is not None
 
-    async def _start(self, session: AsyncSession, row: JobRow, job: LoadedJob, action: StartGeneration) -> None:
-        now = self._now()
-        first = action.placement[0].vm_id
-        port = self._registry.rendezvous_port(first)
-        assert port is not None, f"decided to start on VM {first} without a rendezvous port"
-        host = await self._host_of(session, first)
-        generation = GenerationRow(
-            job_id=row.id,
-            number=action.number,
-            kind=action.kind.value,
-            state=GenerationState.LAUNCHING.value,
-            history=[{"at": now, "state": GenerationState.LAUNCHING.value, "reason": action.reason}],
-            plan=action.plan.to_document(),
-            candidates=[dict(candidate) for candidate in action.candidates],
-            rendezvous_host=host,
-            rendezvous_port=port,
-            reason=action.reason,
-            created_at=now,
+    def _note_hazard(self, session: AsyncSession, job: LoadedJob, action: StartGeneration) -> None:
+        """An event with what decides how often the generation saves, when it is much another than for the last one."""
+        fleet, pinned_s = job.view.fleet, job.spec.checkpoint.interval_s
+        expected = fleet.stops_per_hour(len({device.vm_id for device in action.placement}))
+        told = self._told_stops.get(job.row.id)
+        if pinned_s is not None or (told is not None and told / _NEWS < expected < told * _NEWS):
+            return
+        self._told_stops[job.row.id] = expected
+        text = (
+            f"lost VMs are expected to stop generation {action.number} {expected:.3g} times an hour (seen: "
+            f"{fleet.removals:.3g} lost in {fleet.vm_hours:.3g} VM-hours): its workers save as often as that is worth"
         )
-        session.add(generation)
-        for rank, device in enumerate(action.placement):
-            session.add(
-                WorkerRow(
-                    job_id=row.id,
-                    generation=action.number,
-                    rank=rank,
-                    vm_id=device.vm_id,
-                    local_rank=device.local_rank,
-                    state=WorkerState.ASSIGNED.value,
-                    history=[{"at": now, "state": WorkerState.ASSIGNED.value, "reason": action.reason}],
-                )
-            )
-        if row.job_state is JobState.QUEUED:
-            row.move(JobState.RUNNING, now=now, reason=action.reason)
-            row.started_at = now
-        plan = action.plan
-        self._events.add(
-            session,
-            "generation_started",
-            f"generation {action.number} ({action.kind.value}) starts as {plan.p}×{plan.d}, micro-batch "
-            f"{plan.micro_batch}: {action.reason}",
-            job_id=row.id,
-            generation=action.number,
-            data={
-                "kind": action.kind.value,
-                "p": plan.p,
-                "d": plan.d,
-                "micro_batch": plan.micro_batch,
-                "reason": action.reason,
-            },
-        )
+        data = {"stops_per_hour": expected, "removals": fleet.removals, "vm_hours": fleet.vm_hours}
+        self._events.add(session, "hazard", text, job_id=job.row.id, generation=action.number, data=data)
 
-    async def _host_of(self, session: AsyncSession, vm_id: str) -> str:
-        vm = await session.get_one(VmRow, vm_id)
-        return vm.host or "127.0.0.1"
-
-    def _use_port(self, action: StartGeneration) -> None:
-        first = action.placement[0].vm_id
-        port = self._registry.rendezvous_port(first)
-        if port is not None:
-            self._registry.use_rendezvous_port(first, port)
-
-    async def _stop(self, session: AsyncSession, row: JobRow, action: StopGeneration) -> None:
-        now = self._now()
-        generation = await _generation(session, row.id, action.number)
-        if generation.generation_state is not GenerationState.STOPPING:
-            generation.move(GenerationState.STOPPING, now=now, reason=action.reason)
-        generation.stop_mode, generation.stop_cause = action.mode.value, action.cause.value
-        generation.stop_reason, generation.stop_requested_at = action.reason, now
-        self._events.add(
-            session,
-            "generation_stopping",
-            f"generation {action.number} is to stop ({action.mode.value}): {action.reason}",
-            job_id=row.id,
-            generation=action.number,
-            data={"mode": action.mode.value, "cause": action.cause.value},
-        )
-
-    async def _end(self, session: AsyncSession, row: JobRow, action: EndGeneration) -> None:
-        now = self._now()
-        generation = await _generation(session, row.id, action.number)
-        generation.move(GenerationState.ENDED, now=now, reason=action.reason)
-        generation.ended_at, generation.end_cause, generation.end_reason = now, action.cause.value, action.reason
-        self._events.add(
-            session,
-            "generation_ended",
-            f"generation {action.number} ended: {action.reason}",
-            job_id=row.id,
-            generation=action.number,
-            data={"cause": action.cause.value},
-        )
-
-    def _finish(self, session: AsyncSession, row: JobRow, action: FinishJob) -> None:
-        now = self._now()
-        first_line = (action.error or "").strip().splitlines()[-1:]
-        reason = "".join(first_line) or action.state.value
-        row.move(action.state, now=now, reason=reason)
-        row.error, row.finished_at, row.active_name = action.error, now, None
-        suffix = f": {reason}" if action.error else ""
-        kind = f"job_{action.state.value}"
-        self._events.add(session, kind, f"job {row.name!r} {_VERBS[action.state]}{suffix}", job_id=row.id)
-
-    async def _quarantine(self, session: AsyncSession, row: JobRow, action: Quarantine | LiftQuarantine) -> None:
-        for vm_id in action.vm_ids:
-            vm = await session.get_one(VmRow, vm_id)
-            if isinstance(action, Quarantine):
-                vm.quarantined_until, vm.quarantines = action.until, vm.quarantines + 1
-                vm.slow_ratio = vm.slow_reason = None
-                text = f"VM {vm_id} is quarantined for {action.until - self._now():.0f} s: {action.reason}"
-                self._events.add(session, "vm_quarantined", text, job_id=row.id, vm_id=vm_id)
-            elif vm.quarantined_until is not None:
-                vm.quarantined_until = None
-                text = f"VM {vm_id} is out of quarantine: it is needed, since {action.reason}"
-                self._events.add(session, "vm_released", text, job_id=row.id, vm_id=vm_id)
+    def _follow_up(self, job: LoadedJob, action: Action) -> None:
+        """What is no matter of the store, once the decision is in it."""
+        if isinstance(action, StartGeneration):
+            first = action.placement[0].vm_id
+            port = self._registry.rendezvous_port(first)
+            if port is not None:
+                self._registry.use_rendezvous_port(first, port)
+        elif isinstance(action, AskStacks):
+            running = {worker.rank: worker.vm_id for worker in job.workers if worker.is_alive}
+            self._stacks.ask(job.row.id, action.number, running)
 
     # ------------------------------------------------------------ tell
 
     def _tell_agents(self, snapshot: Snapshot) -> None:
         """Send each agent what it should have been told and was not, on its present stream."""
         jobs = {job.row.id: job for job in snapshot.jobs}
+        leaving = {vm.id: vm.leave_by for vm in snapshot.vms.values() if vm.leave_by is not None}
+        running_jobs = [job for job in snapshot.jobs if job.view.generation is not None and job.view.generation.live]
+        growing = max(running_jobs, key=lambda job: job.spec.priority, default=None)
         for session in self._sessions.all():
             vm = snapshot.vms.get(session.vm_id)
             if vm is None:
                 continue
-            running = {(health.job_id, health.generation) for health in self._registry.workers(session.vm_id)}
-            wanted = wanted_commands(
-                snapshot.presence.get(session.vm_id, ()),
-                running,
-                session.seen,
-                draining=vm.state is VmState.DRAINING,
-            )
-            for key in wanted:
+            parts, health = snapshot.presence.get(session.vm_id, ()), self._registry.workers(session.vm_id)
+            draining = vm.state is VmState.DRAINING
+            if not (parts or health or draining):
+                self._tell_to_prepare(session, vm, growing)
+                continue
+            running = {(one.job_id, one.generation) for one in health}
+            for key in wanted_commands(parts, running, session.seen, draining=draining):
                 if key not in session.told:
-                    self._tell(session, key, jobs, snapshot)
+                    self._tell(session, key, jobs, snapshot, leaving)
                     session.told.add(key)
+                    failpoint(f"manager.{type(key).__name__}.told")
 
-    def _tell(self, session: AgentSession, key: object, jobs: dict[str, LoadedJob], snapshot: Snapshot) -> None:
+    def _tell_to_prepare(self, session: AgentSession, vm: VmView, job: LoadedJob | None) -> None:
+        """Have an idle VM import what workers of the job will, so that growing into it costs little. Said again
+        before the agent gives it up, which it does after a while without workers."""
+        if job is None or not vm.usable or vm.quarantined:
+            return
+        told, at = session.told_to_prepare
+        if told != job.row.id or self._now() - at >= _PREPARE_EVERY_S:
+            session.told_to_prepare = (job.row.id, self._now())
+            session.send(messages.prepare_message(job))
+
+    def _tell(
+        self,
+        session: AgentSession,
+        key: CommandKey,
+        jobs: Mapping[str, LoadedJob],
+        snapshot: Snapshot,
+        leaving: Mapping[str, float],
+    ) -> None:
+        """`leaving`: by VM, when it will have left."""
         if isinstance(key, LaunchKey):
-            url = f"file://{self._data_dir}/checkpoints/{key.job_id}"
+            stored = jobs[key.job_id].row.checkpoint_url  # null in rows of an earlier version
+            url = stored or f"file://{self._data_dir}/checkpoints/{key.job_id}"
             session.send(messages.launch_message(jobs[key.job_id], session.vm_id, url, self._profile_cache_url))
         elif isinstance(key, StopKey):
-            deadlines = {
-                vm.id: vm.notice_deadline
-                for vm in snapshot.vms.values()
-                if vm.notice_deadline is not None and _takes_part(key, snapshot.presence.get(vm.id, ()))
-            }
+            deadlines = [at for vm_id, at in leaving.items() if _takes_part(key, snapshot.presence.get(vm_id, ()))]
             minibatch_s = _minibatch_s(jobs.get(key.job_id), key.generation)
             message = messages.stop_message(
                 key, self._rules, now=self._now(), minibatch_s=minibatch_s, deadlines=deadlines
@@ -308,9 +246,6 @@ class JobController:
             session.send(message)
         else:
             session.send(messages.drain_message(snapshot.vms[session.vm_id].reason))
-
-
-_VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
 
 
 def _takes_part(key: StopKey, parts: Sequence[Presence]) -> bool:
@@ -326,8 +261,3 @@ def _minibatch_s(job: LoadedJob | None, generation: int) -> float:
 
 def _number(job: LoadedJob) -> int | None:
     return None if job.generation is None else job.generation.number
-
-
-async def _generation(session: AsyncSession, job_id: str, number: int) -> GenerationRow:
-    query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
-    return (await session.scalars(query)).one()

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncSession
-
+from varuna_manager.controllers.job_past import FleetWatch, JobPasts
+from varuna_manager.controllers.store_rows import StoreRows, WorkerFacts, read_rows
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
+from varuna_manager.db.models import GenerationRow, JobRow
 from varuna_manager.domain.commands import Presence
-from varuna_manager.domain.morphs import RECENT, Morphs, PastShape, look_back
+from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.morphs import Morphs
 from varuna_manager.domain.observed import Device, GenerationView, JobView, Plan, Rules, StopView, VmView, WorkerView
-from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
+from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.spec import JobSpec
-from varuna_manager.domain.states import (
-    TERMINAL_JOB_STATES,
-    EndCause,
-    GenerationKind,
-    GenerationState,
-    VmState,
-)
-from varuna_manager.services.fleet import live_workers
+from varuna_manager.domain.states import EndCause, GenerationKind, VmState, WorkerState
 from varuna_manager.services.vm_registry import VmRegistry
 
 
@@ -35,7 +30,7 @@ class LoadedJob:
     version: int
     spec: JobSpec
     generation: GenerationRow | None
-    workers: tuple[WorkerRow, ...]
+    workers: tuple[WorkerFacts, ...]
     """Of that generation, by rank."""
     view: JobView
     """Without devices and proposal: these depend on the older jobs' decisions."""
@@ -52,15 +47,49 @@ class Snapshot:
     presence: Mapping[str, tuple[Presence, ...]]
     """By VM: every generation with a worker there that has not stopped."""
 
-    def devices_for(self, job: LoadedJob, claimed: frozenset[Device]) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
+    @property
+    def gpus(self) -> int:
+        """Devices that can be shared out: of usable VMs, and those that workers have, whatever becomes of their VM."""
+        usable = sum(vm.gpus for vm in self.vms.values() if vm.usable and not vm.quarantined)
+        elsewhere = (self.vms.get(device.vm_id) for device in self.occupied)
+        return usable + sum(vm is not None and (not vm.usable or vm.quarantined) for vm in elsewhere)
+
+
+class DevicePool:
+    """The devices that are free, as job after job takes some: built once for a look at all jobs."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._free: dict[Device, None] = {}
+        self._kept_out: dict[Device, None] = {}
+        self._own: dict[str, list[Device]] = {}
+        self._quarantined = {vm.id for vm in snapshot.vms.values() if vm.quarantined}
+        for vm_id in sorted(vm.id for vm in snapshot.vms.values() if vm.usable):
+            for device in (Device(vm_id, index) for index in range(snapshot.vms[vm_id].gpus)):
+                job_id = snapshot.occupied.get(device)
+                if job_id is not None:
+                    self._own.setdefault(job_id, []).append(device)
+                elif vm_id in self._quarantined:
+                    self._kept_out[device] = None
+                else:
+                    self._free[device] = None
+
+    def for_job(self, job_id: str, most: int | None) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
         """(the devices that the job may be launched on, those that it might be, were they not quarantined).
 
-        Of usable VMs, not another job's or claimed by an older one.
+        Of usable VMs, not another job's or taken by one before; no more than `most` of the first, its own first.
         """
-        devices = [Device(vm.id, index) for vm in self.vms.values() if vm.usable for index in range(vm.gpus)]
-        ours = sorted(d for d in devices if self.occupied.get(d, job.row.id) == job.row.id and d not in claimed)
-        kept_out = {device for device in ours if self.vms[device.vm_id].quarantined}
-        return tuple(d for d in ours if d not in kept_out), tuple(d for d in ours if d in kept_out)
+        own = self._own.get(job_id, [])
+        may = [device for device in own if device.vm_id not in self._quarantined]
+        spare = None if most is None else max(most - len(may), 0)
+        may += itertools.islice(self._free, spare)
+        kept_out = [device for device in own if device.vm_id in self._quarantined]
+        return tuple(sorted(may)), (*kept_out, *self._kept_out)
+
+    def take(self, devices: Iterable[Device]) -> None:
+        """Those that come after must leave these alone."""
+        for device in devices:
+            self._free.pop(device, None)
+            self._kept_out.pop(device, None)
 
 
 class SnapshotLoader:
@@ -72,28 +101,25 @@ class SnapshotLoader:
         self._rules = rules
         self._now = now
         self._started_at = now()
+        self._pasts = JobPasts()
+        self._watch = FleetWatch(self._started_at)
 
     async def load(self) -> Snapshot:
         """What is so now, from one read of the store and the registry."""
         async with self._database.read() as session:
-            vm_rows = (await session.scalars(select(VmRow).where(VmRow.state != VmState.GONE.value))).all()
-            alive = await live_workers(session)
-            vms = self._vm_views(vm_rows, alive)
-            query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
-            rows = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
-            coming = sum(vm.state is VmState.REQUESTED for vm in vms.values())
-            returning = self._returning(vms)
-            jobs = [await self._load_job(session, row, vms, coming, returning) for row in rows]
-            presence = await self._presence(session, alive)
-        occupied = {Device(worker.vm_id, worker.local_rank): worker.job_id for worker in alive}
-        return Snapshot(jobs=tuple(jobs), vms=vms, occupied=occupied, presence=presence)
-
-    def _vm_views(self, rows: Sequence[VmRow], alive: Sequence[WorkerRow]) -> dict[str, VmView]:
+            rows = await read_rows(session)
+            self._pasts.keep_only({row.id for row in rows.jobs})
+            pasts = {row.id: await self._pasts.of(session, row, rows.ended.get(row.id)) for row in rows.jobs}
+        busy = Counter(worker.vm_id for worker in rows.alive)
         now = self._now()
-        return {
-            row.id: self._registry.view(row, now=now, workers=sum(worker.vm_id == row.id for worker in alive))
-            for row in rows
-        }
+        vms = {row.id: self._registry.view(row, now=now, workers=busy[row.id]) for row in rows.vms}
+        fleet, returning = self._watch.look(vms, now), self._returning(vms)
+        return Snapshot(
+            jobs=tuple(self._job(row, rows, vms, *pasts[row.id], fleet, returning) for row in rows.jobs),
+            vms=vms,
+            occupied={Device(worker.vm_id, worker.local_rank): worker.job_id for worker in rows.alive},
+            presence=_presence(rows),
+        )
 
     def _returning(self, vms: Mapping[str, VmView]) -> int:
         """Planning without them would give a small generation, and a morph as soon as they are back."""
@@ -101,16 +127,18 @@ class SnapshotLoader:
             return 0
         return sum(vm.state is VmState.READY and not vm.heard_since_start for vm in vms.values())
 
-    async def _load_job(
-        self, session: AsyncSession, row: JobRow, vms: Mapping[str, VmView], coming: int, returning: int
+    def _job(
+        self,
+        row: JobRow,
+        rows: StoreRows,
+        vms: Mapping[str, VmView],
+        setbacks: Setbacks,
+        morphs: Morphs,
+        fleet: FleetPast,
+        returning: int,
     ) -> LoadedJob:
-        query = select(GenerationRow).where(GenerationRow.job_id == row.id).order_by(GenerationRow.number.desc())
-        newest = await session.scalar(query.limit(1))
-        workers: tuple[WorkerRow, ...] = ()
-        if newest is not None:
-            of_newest = (WorkerRow.job_id == row.id, WorkerRow.generation == newest.number)
-            workers = tuple((await session.scalars(select(WorkerRow).where(*of_newest).order_by(WorkerRow.rank))).all())
         spec = JobSpec.model_validate(row.spec)
+        newest, workers = rows.newest.get(row.id), rows.workers.get(row.id, ())
         view = JobView(
             id=row.id,
             name=row.name,
@@ -119,19 +147,22 @@ class SnapshotLoader:
             global_batch=spec.global_batch,
             min_gpus=spec.resources.min_gpus,
             max_gpus=spec.resources.max_gpus,
+            max_restarts_on_errors=spec.max_restarts_on_errors,
+            cancel_saves=row.cancel_saves,
             profiled_at=row.profiled_at,
             profile_only=spec.profile_only,
             profile_error=row.profile_error or "",
             generation=None if newest is None else self._generation_view(newest, workers, vms),
-            setbacks=await _setbacks(session, row.id),
-            morphs=await _morphs(session, row.id),
-            coming_vms=coming,
+            setbacks=setbacks,
+            morphs=morphs,
+            coming_vms=len(fleet.coming_ages_s),
             returning_vms=returning,
+            fleet=fleet,
         )
         return LoadedJob(row=row, version=row.version, spec=spec, generation=newest, workers=workers, view=view)
 
     def _generation_view(
-        self, row: GenerationRow, workers: Sequence[WorkerRow], vms: Mapping[str, VmView]
+        self, row: GenerationRow, workers: Sequence[WorkerFacts], vms: Mapping[str, VmView]
     ) -> GenerationView:
         stop = None
         if row.stop_requested_at is not None:
@@ -141,11 +172,17 @@ class SnapshotLoader:
             stop = StopView(
                 mode=mode, cause=EndCause(cause), reason=row.stop_reason or "", requested_at=row.stop_requested_at
             )
+        steps = {
+            health.rank: health.step
+            for vm_id in {worker.vm_id for worker in workers}
+            for health in self._registry.workers(vm_id)
+            if (health.job_id, health.generation) == (row.job_id, row.number)
+        }
         return GenerationView(
             number=row.number,
             kind=row.generation_kind,
             state=row.generation_state,
-            workers=tuple(self._worker_view(worker, vms) for worker in workers),
+            workers=tuple(self._worker_view(worker, vms, steps.get(worker.rank)) for worker in workers),
             progress_at=self._progress_at(row),
             plan=Plan.from_document(row.plan),
             last_step=row.last_step,
@@ -159,7 +196,7 @@ class SnapshotLoader:
         evaluated_s = self._registry.evaluated_s(row.job_id, row.number)
         return progress_at if evaluated_s is None else max(progress_at, self._now() - evaluated_s)
 
-    def _worker_view(self, row: WorkerRow, vms: Mapping[str, VmView]) -> WorkerView:
+    def _worker_view(self, row: WorkerFacts, vms: Mapping[str, VmView], step: int | None) -> WorkerView:
         vm = vms.get(row.vm_id)
         return WorkerView(
             rank=row.rank,
@@ -167,63 +204,29 @@ class SnapshotLoader:
             state=row.worker_state,
             cause=row.exit_cause,
             error=row.error_text or "",
+            exit_code=row.exit_code,
             stopped_at=row.stopped_at,
+            step=step,
             lease_over=vm is not None and vm.state is VmState.LOST and vm.silent_s >= self._rules.lease_s,
         )
 
-    async def _presence(self, session: AsyncSession, alive: Sequence[WorkerRow]) -> dict[str, tuple[Presence, ...]]:
-        parts: dict[tuple[str, str, int], list[WorkerRow]] = {}
-        for worker in alive:
-            parts.setdefault((worker.vm_id, worker.job_id, worker.generation), []).append(worker)
-        found: dict[str, tuple[Presence, ...]] = {}
-        for (vm_id, job_id, number), workers in parts.items():
-            query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
-            generation = (await session.scalars(query)).one()
-            part = Presence(
-                job_id=job_id,
-                generation=number,
-                state=GenerationState(generation.state),
-                stop_mode=generation.mode_of_stop,
-                worker_states=tuple(worker.worker_state for worker in workers),
-            )
-            found[vm_id] = (*found.get(vm_id, ()), part)
-        return found
 
-
-async def _setbacks(session: AsyncSession, job_id: str) -> Setbacks:
-    """Without the rows' documents: a job on spot VMs comes to have thousands of generations."""
-    row = GenerationRow
-    query = select(row.end_cause, row.end_reason, row.last_step, row.ended_at)
-    query = query.where(row.job_id == job_id, row.state == GenerationState.ENDED.value).order_by(row.number)
-    return count_setbacks(
-        PastGeneration(
-            cause=None if cause is None else EndCause(cause),
-            reason=reason or "",
-            last_step=last_step,
-            ended_at=ended_at or 0.0,
+def _presence(rows: StoreRows) -> dict[str, tuple[Presence, ...]]:
+    parts: dict[tuple[str, str, int], list[WorkerState]] = {}
+    for worker in rows.alive:
+        parts.setdefault((worker.vm_id, worker.job_id, worker.generation), []).append(worker.worker_state)
+    found: dict[str, tuple[Presence, ...]] = {}
+    for (vm_id, job_id, number), states in parts.items():
+        generation = rows.generations[job_id, number]
+        part = Presence(
+            job_id=job_id,
+            generation=number,
+            state=generation.state,
+            stop_mode=generation.stop_mode,
+            worker_states=tuple(states),
         )
-        for cause, reason, last_step, ended_at in await session.execute(query)
-    )
-
-
-async def _morphs(session: AsyncSession, job_id: str) -> Morphs:
-    row = GenerationRow
-    query = select(row).where(
-        row.job_id == job_id, row.state == GenerationState.ENDED.value, row.kind == GenerationKind.TRAINING.value
-    )
-    rows = (await session.scalars(query.order_by(row.number.desc()).limit(RECENT))).all()
-    return look_back([_past_shape(ended) for ended in rows])
-
-
-def _past_shape(row: GenerationRow) -> PastShape:
-    morph_s = None
-    if row.resumed_step and row.seconds_without_progress is not None:  # one that starts at 0 waited for other things
-        morph_s = max(0.0, row.seconds_without_progress - Plan.from_document(row.plan).predicted_minibatch_s)
-    return PastShape(lifetime_s=(row.ended_at or row.created_at) - row.created_at, morph_s=morph_s)
-
-
-def with_devices(job: LoadedJob, devices: tuple[Device, ...], quarantined: tuple[Device, ...]) -> JobView:
-    return replace(job.view, devices=devices, quarantined=quarantined)
+        found[vm_id] = (*found.get(vm_id, ()), part)
+    return found
 
 
 def previous_placement(job: LoadedJob) -> tuple[tuple[Device, ...], int | None]:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
 
 import structlog
 from sqlalchemy.orm.exc import StaleDataError
 
+from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.services.bell import Bell, wait
+from varuna_proto.failpoints import failpoint
 
 _AFTER_ERROR_S = 1.0
+_SHORT_S = 0.05
+"""A look that takes no more of the processor may be followed by another at once."""
+_SHARE = 0.25
+"""Of the processor that a loop may spend in looks that it was rung for: looks at ten thousand VMs take long, and a
+fleet that says Hello rings ten thousand times. Agents' heartbeats are answered by the same thread."""
+_SHARE_AFTER_CHANGE = 0.5
+"""The same, when a look has changed something and so is to be followed by another at once."""
 
 
 class Controller(Protocol):
@@ -21,24 +31,41 @@ class Controller(Protocol):
 
 
 async def run_controller(controller: Controller, bell: Bell) -> None:
-    """Run until cancelled. An error is logged and the next look comes a little later: what is observed stays so."""
+    """Run until cancelled. An error is logged and the next look comes a little later: what is observed stays so.
+
+    Raises NotLeaderError.
+    """
     log = structlog.get_logger("varuna.controller").bind(controller=controller.name)
     rung = bell.listen()
+    failpoint("manager.takeover")
     try:
         while True:
             rung.clear()
+            began = time.thread_time()
             try:
                 delay_s = await controller.reconcile()
             except StaleDataError as error:
                 log.info("somebody else changed what was decided on: looking again", error=str(error))
                 delay_s = 0.0
+            except NotLeaderError:
+                raise  # the term is over, and with it every controller of it
+            except StoreAwayError:
+                await asyncio.sleep(_AFTER_ERROR_S)  # the store has told of it already, once
+                delay_s = 0.0
             except Exception:
                 log.exception("the controller failed: it will look again", after_s=_AFTER_ERROR_S)
                 await asyncio.sleep(_AFTER_ERROR_S)
                 delay_s = 0.0
+            took_s = time.thread_time() - began
             if delay_s > 0:
+                await asyncio.sleep(min(_pause_s(took_s, _SHARE), delay_s))
                 await wait(rung, delay_s)
             else:
-                await asyncio.sleep(0)
+                await asyncio.sleep(_pause_s(took_s, _SHARE_AFTER_CHANGE))
     finally:
         bell.leave(rung)
+
+
+def _pause_s(took_s: float, share: float) -> float:
+    """After a look of `took_s` on the processor, so that looks take no more than the share of it. 0 for a short one."""
+    return 0.0 if took_s < _SHORT_S else took_s * (1 / share - 1)

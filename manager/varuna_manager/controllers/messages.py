@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
@@ -52,20 +52,29 @@ def launch_message(
         rendezvous_port=generation.rendezvous_port,
         world_size=len(job.workers),
         profile_cache_url=profile_cache_url,
+        checkpoint_interval_s=job.spec.checkpoint.interval_s or 0.0,
+        stops_per_hour=job.view.fleet.stops_per_hour(len({worker.vm_id for worker in job.workers})),
     )
     return pb.ManagerMessage(launch=launch)
 
 
 def stop_message(
-    key: StopKey, rules: Rules, *, now: float, minibatch_s: float, deadlines: Mapping[str, float]
+    key: StopKey, rules: Rules, *, now: float, minibatch_s: float, deadlines: Collection[float]
 ) -> pb.ManagerMessage:
-    """`minibatch_s`: predicted; `deadlines`: notices of the generation's VMs, before which a save must be over."""
+    """`minibatch_s`: predicted; `deadlines`: of the generation's VMs that leave, before the first of which a save must
+    be over."""
     grace_s = rules.stop_grace_s
     if key.mode is StopMode.SAVE_FIRST:
-        left = [deadline - now - 1.0 for deadline in deadlines.values()]
+        left = [deadline - now - 1.0 for deadline in deadlines]
         grace_s = max(min([rules.save_grace_s + 2 * minibatch_s, *left]), 1.0)
     stop = pb.Stop(job_id=key.job_id, generation=key.generation, mode=_MODES[key.mode], grace_s=grace_s)
     return pb.ManagerMessage(stop=stop)
+
+
+def prepare_message(job: LoadedJob) -> pb.ManagerMessage:
+    """For a VM that has nothing to do, and that the job may grow into."""
+    prepare = pb.Prepare(job_id=job.row.id, command=job.spec.run, workdir=job.spec.workdir, environment=job.spec.env)
+    return pb.ManagerMessage(prepare=prepare)
 
 
 def drain_message(reason: str) -> pb.ManagerMessage:

@@ -15,11 +15,32 @@ const STATES = {
 const page = { chosen: null, events: [], lastEvent: 0, metrics: { job: null, steps: new Map() } };
 const byId = (id) => document.getElementById(id);
 
+class TokenWanted extends Error {}
+
+// The token stays in this tab: it is gone when the tab is closed, and no other page can read it.
 async function get(path) {
-  const response = await fetch(`${API}${path}`, { cache: "no-store" });
+  const token = sessionStorage.getItem("varuna-token");
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const response = await fetch(`${API}${path}`, { cache: "no-store", headers });
+  if (response.status === 401) throw new TokenWanted((await response.json()).detail);
   if (!response.ok) throw new Error(`${path} answered ${response.status}`);
   return response.json();
 }
+
+function askForToken(reason) {
+  byId("login").hidden = false;
+  byId("login-reason").textContent = sessionStorage.getItem("varuna-token") ? reason : "";
+  sessionStorage.removeItem("varuna-token");
+  byId("connection").textContent = "signed out";
+}
+
+byId("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("varuna-token", byId("token").value.trim());
+  byId("token").value = "";
+  byId("login").hidden = true;
+  loop();
+});
 
 function element(tag, content, attributes = {}) {
   const made = document.createElement(tag);
@@ -196,6 +217,7 @@ async function loop() {
     connection.textContent = `up to date at ${new Date().toLocaleTimeString()}`;
     connection.className = "";
   } catch (error) {
+    if (error instanceof TokenWanted) { askForToken(error.message); return; } // asks no more until there is one
     connection.textContent = `✘ the manager does not answer (${error.message}); trying again`;
     connection.className = "bad";
   }

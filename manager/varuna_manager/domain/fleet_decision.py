@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.states import VmState
@@ -15,15 +16,69 @@ class VmVerdict:
     reason: str
 
 
+class RefusalKind(StrEnum):
+    """Why a provider makes no VM: each is worth asking again after another time."""
+
+    CAPACITY = "capacity"
+    """There are none to be had: the market changes by the minute."""
+    QUOTA = "quota"
+    """The account may have no more: that changes when VMs are given back, or somebody raises it."""
+    THROTTLED = "throttled"
+    """It was asked too often."""
+    FAILED = "failed"
+    """Anything else: an error of the provider, a VM that did not come up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    kind: RefusalKind
+    reason: str
+    retry_after_s: float | None = None
+    """What the provider says; None: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusals:
+    """Those in a row, without a VM in between."""
+
+    count: int
+    last: Refusal
+    last_at: float
+    jitter: float = 0.0
+    """In [0, 1), drawn at the last one: by how much of a half the pause is shorter, so that managers spread."""
+
+    @property
+    def pause_s(self) -> float:
+        """Before the provider is asked again; never shorter than it wants."""
+        pause_s = backoff_s(self.count, self.last.kind) * (1.0 - 0.5 * self.jitter)
+        return max(pause_s, self.last.retry_after_s or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of a fleet. None: there is no limit of this kind."""
+
+    max_vms: int | None = None
+    max_cost_per_hour: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FleetView:
     target: int
     vms: tuple[VmView, ...]
     """All that are not gone."""
-    refusals: int = 0
-    """Of the provider, in a row."""
-    refused_at: float = 0.0
-    refusal: str = ""
+    why: str = ""
+    """Where the target comes from; empty: somebody set it."""
+    refusals: Refusals | None = None
+    limits: Limits = Limits()
+    prices: Mapping[str, float] = field(default_factory=dict)
+    """Per hour, of the VMs whose price is known."""
+    price_per_hour: float | None = None
+    """Of one more VM; None: not known, or nothing."""
+    idle_s: Mapping[str, float] = field(default_factory=dict)
+    """For how long each VM has had no worker; busy ones are not among them."""
+    spare_after_s: float | None = None
+    """Too many VMs are given up only after so long without a worker; None: at once, busy ones too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +133,69 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
     delete = tuple(vm.id for vm in fleet.vms if _is_to_be_deleted(vm, rules))
     staying = [vm for vm in fleet.vms if vm.state in (VmState.REQUESTED, VmState.READY, VmState.SUSPECT)]
     staying = [vm for vm in staying if vm.id not in delete]
+    wanted = f"{fleet.target} VMs are wanted{f' ({fleet.why})' if fleet.why else ''}"
     missing = fleet.target - len(staying)
     if missing < 0:
-        # Idle ones first, then the newest: they have done the least.
-        order = sorted(staying, key=lambda vm: (vm.workers > 0, vm.age_s, vm.id))
-        drain = tuple(vm.id for vm in order[:-missing])
-        return FleetDecision(reason=f"{-missing} VMs over the target of {fleet.target}", drain=drain, delete=delete)
+        drain = _spare(fleet, staying, -missing)
+        reason = f"{len(staying)} VMs are there and {wanted}"
+        if len(drain) < -missing:
+            reason += f": {-missing - len(drain)} of them are still in use, or were a moment ago"
+        return FleetDecision(reason=reason, drain=drain, delete=delete)
     if missing == 0:
-        return FleetDecision(reason=f"{len(staying)} VMs, as many as wanted", delete=delete)
-    if fleet.refusals and now < fleet.refused_at + backoff_s(fleet.refusals):
-        reason = f"{missing} VMs are missing; the provider refused: {fleet.refusal}"
+        return FleetDecision(reason=f"{wanted} and there", delete=delete)
+    reason = f"{wanted} and {len(staying)} are there"
+    refusals = fleet.refusals
+    if refusals is not None and now < refusals.last_at + refusals.pause_s:
+        reason += (
+            f"; the provider refused {refusals.count} times in a row ({refusals.last.kind}: {refusals.last.reason}), "
+            f"and is asked again {refusals.pause_s:.3g} s after the last"
+        )
         return FleetDecision(reason=reason, delete=delete)
-    return FleetDecision(reason=f"{missing} VMs are missing", create=missing, delete=delete)
+    allowed, limit = _allowed(fleet, staying)
+    return FleetDecision(reason=reason + limit, create=min(missing, allowed), delete=delete)
 
 
-def backoff_s(refusals: int) -> float:
-    """Before the provider is asked again: 1, 2, 4, ... up to 30 seconds."""
-    return min(2.0 ** (refusals - 1), 30.0)
+def _spare(fleet: FleetView, staying: Sequence[VmView], surplus: int) -> tuple[str, ...]:
+    """The VMs to give up. Idle ones first, then the newest: they have done the least."""
+    order = sorted(staying, key=lambda vm: (vm.workers > 0, vm.age_s, vm.id))
+    least_s = fleet.spare_after_s
+    if least_s is not None:
+        order = [vm for vm in order if vm.workers == 0 and fleet.idle_s.get(vm.id, 0.0) >= least_s]
+    return tuple(vm.id for vm in order[:surplus])
+
+
+def _allowed(fleet: FleetView, staying: Sequence[VmView]) -> tuple[int, str]:
+    """How many more VMs the limits allow, and what to say of the one that does not allow all."""
+    missing = fleet.target - len(staying)
+    limits, allowed, text = fleet.limits, missing, ""
+    if limits.max_vms is not None and limits.max_vms - len(fleet.vms) < allowed:
+        # Draining and lost ones are paid for too.
+        allowed, text = max(limits.max_vms - len(fleet.vms), 0), f"; no more than {limits.max_vms} are allowed"
+    if limits.max_cost_per_hour is not None and fleet.price_per_hour:
+        cost = sum(fleet.prices.get(vm.id, 0.0) for vm in fleet.vms)
+        affordable = max(int((limits.max_cost_per_hour - cost) / fleet.price_per_hour + 1e-9), 0)
+        if affordable < allowed:
+            allowed = affordable
+            text = (
+                f"; they cost {cost:.4g} an hour, one more {fleet.price_per_hour:.4g}, "
+                f"and no more than {limits.max_cost_per_hour:.4g} is allowed"
+            )
+    return allowed, text
+
+
+_BACKOFF_S = {
+    RefusalKind.CAPACITY: (1.0, 30.0),
+    RefusalKind.QUOTA: (30.0, 600.0),
+    RefusalKind.THROTTLED: (5.0, 120.0),
+    RefusalKind.FAILED: (2.0, 60.0),
+}
+"""The first pause and the longest."""
+
+
+def backoff_s(refusals: int, kind: RefusalKind = RefusalKind.CAPACITY) -> float:
+    """Before the provider is asked again: twice as long with every refusal in a row, up to a bound."""
+    first_s, most_s = _BACKOFF_S[kind]
+    return min(first_s * 2.0 ** min(refusals - 1, 32), most_s)
 
 
 def _is_to_be_deleted(vm: VmView, rules: Rules) -> bool:
@@ -106,5 +207,49 @@ def _is_to_be_deleted(vm: VmView, rules: Rules) -> bool:
     return vm.state is VmState.DRAINING and vm.notice_deadline is None and vm.workers == 0
 
 
-def total_gpus(vms: Sequence[VmView]) -> int:
-    return sum(vm.gpus for vm in vms if vm.usable)
+# ---------------------------------------------------------------- the jobs' wants
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobWants:
+    """What one job that is not over would have."""
+
+    id: str
+    max_gpus: int | None
+    """None: all that help."""
+    trains: bool = False
+    """Whether a generation of it makes steps now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A fleet that follows the jobs' wants."""
+
+    min_vms: int
+    max_vms: int
+
+
+def wanted_vms(
+    vms: Range, jobs: Sequence[JobWants], *, gpus_per_vm: int, enough_vms: int | None = None
+) -> tuple[int, str]:
+    """How many VMs the jobs want, and why.
+
+    A job without `max_gpus` wants all that help: the ceiling, or `enough_vms` once these jobs have been seen to leave
+    the others idle.
+    """
+    if not jobs:
+        wanted, why = vms.min_vms, "no job is there"
+    elif all(job.max_gpus is not None for job in jobs):
+        gpus = sum(job.max_gpus or 0 for job in jobs)
+        wanted, why = -(-gpus // gpus_per_vm), f"{_jobs(len(jobs))} can use {gpus} GPUs"
+    elif enough_vms is not None:
+        wanted, why = enough_vms, f"more were left idle by {_jobs(len(jobs))}"
+    else:
+        unbounded = sum(job.max_gpus is None for job in jobs)
+        wanted, why = vms.max_vms, f"{unbounded} of {_jobs(len(jobs))} can use any number"
+    clamped = min(max(wanted, vms.min_vms), vms.max_vms)
+    return clamped, f"{why}, within {vms.min_vms} to {vms.max_vms} VMs"
+
+
+def _jobs(count: int) -> str:
+    return f"{count} job{'s' if count != 1 else ''}"

@@ -7,12 +7,34 @@ decision is made again after every change, so each step here is small: stop, the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from varuna_manager.domain.better_shape import Vms, claims, grow, leave_slow_vms, slow_vms, why_not
+from varuna_manager.domain import hang
+from varuna_manager.domain.better_shape import (
+    Vms,
+    claims,
+    give_up_gpus,
+    grow,
+    leave_slow_vms,
+    most_gpus,
+    slow_vms,
+    why_not,
+)
+from varuna_manager.domain.causes import (
+    CONSEQUENCE_OF,
+    end_cause,
+    exit_code,
+    is_gone,
+    last_line,
+    root_cause,
+    worker_line,
+)
+from varuna_manager.domain.ending import all_stopped
 from varuna_manager.domain.observed import (
     Action,
+    AskStacks,
     Decision,
     Device,
     EndGeneration,
@@ -20,11 +42,13 @@ from varuna_manager.domain.observed import (
     GenerationView,
     JobView,
     LiftQuarantine,
+    NoteHang,
     Plan,
     Proposal,
+    RequeueJob,
     Rules,
     StartGeneration,
-    WorkerView,
+    VmView,
 )
 from varuna_manager.domain.states import (
     TERMINAL_JOB_STATES,
@@ -37,11 +61,9 @@ from varuna_manager.domain.states import (
     VmState,
 )
 
-_ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
-_FIRST_STEPS = 5.0
-"""Predicted mini-batches that a first step may take: nothing is warm yet."""
-_CONSEQUENCE_OF = frozenset({EndCause.VM_LOST, EndCause.HANG, EndCause.WORKER_FAILED})
-"""Stops that make healthy scripts raise (their peers vanish): a script failure after one of these says nothing."""
+_DEADLINE_MARGIN_S = 1.0
+"""Before a VM's deadline, by which its workers must have left."""
+_SHORTEST_SAVE_S = 0.2
 
 
 def decide_job(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
@@ -52,7 +74,7 @@ def decide_job(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     if generation is None or not generation.live:
         return _between_generations(now, job, vms, rules)
     if all(worker.stopped for worker in generation.workers):
-        return _all_stopped(job, generation)
+        return all_stopped(job, generation)
     if generation.state is GenerationState.STOPPING:
         return _stopping(job, generation, vms)
     return _running(now, job, generation, vms, rules)
@@ -61,8 +83,8 @@ def decide_job(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
 def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
     """The devices that the job's next generation would be planned for, its present ones first.
 
-    While a generation runs, new devices count once they have been there for `growth_settle_s`; while others are
-    younger than that, growing waits for them, though not for ever.
+    While a generation runs, new devices count once they have been there for `growth_settle_s`, and their agents have
+    prepared for the job; while others are younger than that, growing waits for them, though not for ever.
     """
     live = job.generation is not None and job.generation.live
     own = job.generation.devices if job.generation is not None else frozenset()
@@ -72,12 +94,17 @@ def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
         slow = slow_vms(job.generation, vms)
         devices = [device for device in devices if device.vm_id not in slow]
         ages = {device: vms[device.vm_id].ready_for_s for device in devices if device not in own}
-        young = [age for age in ages.values() if age < rules.growth_settle_s]
+        young = {d for d, age in ages.items() if age < _settle_s(job, vms[d.vm_id], rules)}
         if young and max(ages.values()) < 3 * rules.growth_settle_s:
             devices = [device for device in devices if device in own]
         else:
-            devices = [d for d in devices if d in own or ages[d] >= rules.growth_settle_s]
-    return tuple(devices[: job.max_gpus])
+            devices = [device for device in devices if device not in young]
+    return tuple(devices[: most_gpus(job)])
+
+
+def _settle_s(job: JobView, vm: VmView, rules: Rules) -> float:
+    """A worker that had to import first would keep all others waiting: that is done before they are stopped."""
+    return rules.growth_prepare_s if job.id in vm.preparing else rules.growth_settle_s
 
 
 def wants_plan(job: JobView, devices: tuple[Device, ...], vms: Vms) -> bool:
@@ -100,16 +127,17 @@ def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> De
     if job.state is JobState.CANCELLING:
         return Decision(reason="cancelled by the user", actions=(FinishJob(state=JobState.CANCELLED),))
     if job.profile_only and job.profiled_at is not None:
-        return Decision(reason="the profile is there", actions=(FinishJob(state=JobState.SUCCEEDED),))
-    failures = job.setbacks.reasons
-    if len(failures) >= rules.breaker:
-        return _fail(_breaker_error(job))
-    if now < job.setbacks.last_at + _backoff_s(len(failures)):
-        reason = f"{len(failures)} generations failed in a row: waiting {_backoff_s(len(failures)):.0f} s"
-        return Decision(reason=f"{reason} before the next one (the last: {failures[-1]})")
+        return Decision(reason="the profile is there", actions=(FinishJob(state=JobState.SUCCEEDED, exit_code=0),))
+    setbacks = job.setbacks
+    if len(setbacks.reasons) >= rules.breaker:
+        return _fail(_breaker_error(job), None if job.generation is None else exit_code(job.generation))
+    if now < setbacks.last_at + setbacks.backoff_s:
+        return Decision(reason=_backing_off(job))
+    if job.share == 0 and job.state is JobState.RUNNING:
+        return Decision(reason=job.share_reason, actions=(RequeueJob(reason=job.share_reason),))
     devices = next_devices(job, vms, rules)
     waiting = _too_few(now, job, devices, rules)
-    if waiting and job.quarantined:
+    if waiting and job.quarantined and job.share != 0:
         return _lift(job, waiting)
     if waiting:
         return Decision(reason=waiting)
@@ -138,12 +166,24 @@ def _breaker_error(job: JobView) -> str:
     return f"{len(job.setbacks.reasons)} generations in a row ended {short}: {reasons}"
 
 
-def _backoff_s(failures: int) -> float:
-    """The first failure is tried again at once; then 1, 2, 4, ... up to 30 seconds."""
-    return 0.0 if failures <= 1 else min(2.0 ** (failures - 2), 30.0)
+def _backing_off(job: JobView) -> str:
+    setbacks = job.setbacks
+    failures = len(setbacks.reasons) + setbacks.errors_in_a_row
+    last = setbacks.reasons[-1] if setbacks.reasons else "the script failed"
+    if setbacks.errors_in_a_row and job.generation is not None:
+        last = job.generation.end_reason
+    return (
+        f"{failures} generations failed in a row: waiting {setbacks.backoff_s:.0f} s before the next one "
+        f"(the last: {last})"
+    )
 
 
 def _too_few(now: float, job: JobView, devices: tuple[Device, ...], rules: Rules) -> str:
+    if job.share == 0:
+        return job.share_reason
+    most = most_gpus(job)
+    if job.share_due and most is not None and len(devices) < most:
+        return f"{len(devices)} of its {most} GPUs are free: waiting until other jobs have given up the others"
     if len(devices) < job.min_gpus:
         return f"{len(devices)} GPUs are free for this job and it needs {job.min_gpus}: waiting for more"
     enough = job.max_gpus is not None and len(devices) >= job.max_gpus
@@ -152,7 +192,28 @@ def _too_few(now: float, job: JobView, devices: tuple[Device, ...], rules: Rules
     still_early = now - job.created_at < rules.start_settle_s
     if job.generation is None and job.coming_vms and not enough and still_early:
         return "waiting for VMs that were requested and are about to join"
-    return ""
+    return "" if enough else _worth_waiting_for(now, job, devices, rules)
+
+
+def _worth_waiting_for(now: float, job: JobView, devices: tuple[Device, ...], rules: Rules) -> str:
+    """Which VM is so near that a start without it, and a morph when it is here, would cost more than the wait.
+
+    Started now, the job would train on the VMs that are left from the end of this morph (`cost_s`) until the new one
+    is here and settled, and then lose `cost_s` once more. So waiting pays while the VM is due before this morph would
+    be over. It ends when the VM is overdue.
+    """
+    ended, due_s = job.generation, job.fleet.arrives_within_s()
+    if ended is None or ended.kind is not GenerationKind.TRAINING or due_s is None or not job.morphs.measured:
+        return ""
+    if due_s > job.morphs.cost_s or job.share is not None:
+        return ""
+    gain = (len(devices) + 1) / max(len(devices), 1)
+    if gain < job.morphs.worthwhile_ratio(rules.growth_ratio, job.fleet.stable_s(now)):
+        return ""
+    return (
+        f"waiting for a VM on its way: new ones take {job.fleet.join_s:.1f} s, and growing into it later would cost "
+        f"another morph ({job.morphs.cost_s:.1f} s)"
+    )
 
 
 def _start_calibration(job: JobView, devices: tuple[Device, ...], vms: Vms) -> Decision:
@@ -166,6 +227,8 @@ def _start_calibration(job: JobView, devices: tuple[Device, ...], vms: Vms) -> D
 def _start_training(job: JobView, plan: Plan, proposal: Proposal, vms: Vms) -> Decision:
     before = job.generation
     reason = before.end_reason if before is not None else "the job was submitted"
+    if before is not None and job.state is JobState.QUEUED:
+        reason = f"its turn has come again (the last generation ended: {reason})"
     if before is None or before.kind is GenerationKind.CALIBRATION:
         reason += (
             f": {plan.p}×{plan.d} with micro-batch {plan.micro_batch} is predicted fastest, "
@@ -204,106 +267,9 @@ def _lift(job: JobView, why: str) -> Decision:
     )
 
 
-def _fail(error: str) -> Decision:
-    return Decision(reason=error.splitlines()[0], actions=(FinishJob(state=JobState.FAILED, error=error),))
-
-
-# ---------------------------------------------------------------- every rank has stopped
-
-
-def _all_stopped(job: JobView, generation: GenerationView) -> Decision:
-    end = _how_it_ended(job, generation)
-    actions: list[Action] = [end]
-    if job.state is not JobState.CANCELLING:
-        if end.cause is EndCause.SCRIPT_FAILED:
-            actions.append(FinishJob(state=JobState.FAILED, error=_script_error(generation)))
-        elif end.cause is EndCause.FINISHED and generation.kind is GenerationKind.TRAINING:
-            actions.append(FinishJob(state=JobState.SUCCEEDED))
-        elif end.cause is EndCause.FINISHED:
-            error = job.profile_error or (
-                "the script ended while calibrating without handing in a profile: "
-                "it must call set_optimizer of its varuna.Varuna object"
-            )
-            actions.append(FinishJob(state=JobState.FAILED, error=error))
-    return Decision(reason=end.reason, actions=tuple(actions))
-
-
-def _how_it_ended(job: JobView, generation: GenerationView) -> EndGeneration:
-    def end(cause: EndCause, reason: str) -> EndGeneration:
-        return EndGeneration(number=generation.number, cause=cause, reason=reason)
-
-    stop = generation.stop
-    if stop is not None and stop.cause is EndCause.CANCELLED:
-        return end(EndCause.CANCELLED, stop.reason)
-    causes = {worker.cause for worker in generation.workers}
-    if causes == {ExitCause.FINISHED} and job.profiled_at is not None and generation.kind is GenerationKind.CALIBRATION:
-        return end(EndCause.PROFILED, "the profile is measured")
-    if causes == {ExitCause.FINISHED}:
-        return end(EndCause.FINISHED, "every rank finished")
-    root = _root_cause(generation)
-    # Where a VM was lost or a rank was killed, its peers' scripts may raise: that is the consequence, not the cause.
-    excused = stop is not None and stop.cause in _CONSEQUENCE_OF
-    if root is not None and root.cause is ExitCause.SCRIPT_FAILED and not excused:
-        return end(EndCause.SCRIPT_FAILED, f"the script failed on rank {root.rank}: {_last_line(root.error)}")
-    if generation.kind is GenerationKind.CALIBRATION and job.profiled_at is not None:
-        return end(EndCause.PROFILED, "the profile is measured")
-    if stop is not None and not (stop.cause is EndCause.SCRIPT_FAILED and root is not None and _is_gone(root)):
-        return end(stop.cause, stop.reason)
-    if root is not None:
-        return end(_end_cause(root), _worker_line(root))
-    return end(EndCause.WORKER_FAILED, _worker_line(generation.workers[0]))
-
-
-def _root_cause(generation: GenerationView) -> WorkerView | None:
-    """The rank whose stop explains the others': one that went with its VM, else the first that failed by itself."""
-    for worker in generation.workers:
-        if _is_gone(worker):
-            return worker
-    failed = [worker for worker in generation.workers if worker.cause in _ROOT_CAUSES]
-    if not failed:
-        return None
-    return min(failed, key=lambda w: (w.stopped_at or 0.0, w.cause is not ExitCause.SCRIPT_FAILED, w.rank))
-
-
-def _is_gone(worker: WorkerView) -> bool:
-    """Whether it went with its VM."""
-    return worker.cause is ExitCause.VM_GONE or (worker.lease_over and worker.cause is None)
-
-
-def _end_cause(worker: WorkerView) -> EndCause:
-    if _is_gone(worker):
-        return EndCause.VM_LOST
-    return EndCause.SCRIPT_FAILED if worker.cause is ExitCause.SCRIPT_FAILED else EndCause.WORKER_FAILED
-
-
-def _script_error(generation: GenerationView) -> str:
-    root = _root_cause(generation)
-    assert root is not None
-    return root.error or f"the script failed on rank {root.rank} without a traceback: see its log"
-
-
-def _worker_line(worker: WorkerView) -> str:
-    where = f"rank {worker.rank} on VM {worker.device.vm_id}"
-    if worker.cause is ExitCause.VM_GONE:
-        return worker.error or f"VM {worker.device.vm_id} is gone"
-    if worker.lease_over and worker.cause is None:
-        return f"VM {worker.device.vm_id} was out of reach for a whole lease"
-    texts = {
-        ExitCause.KILLED: "was killed",
-        ExitCause.LAUNCH_FAILED: "never came up",
-        ExitCause.PEER_LOST: "lost a peer",
-        ExitCause.GENERATION_ENDED: "left before its time",
-        ExitCause.SCRIPT_FAILED: "failed",
-        ExitCause.FINISHED: "finished before the others",
-    }
-    text = texts[worker.cause] if worker.cause is not None else "stopped"
-    detail = _last_line(worker.error)
-    return f"{where} {text}" + (f": {detail}" if detail else "")
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def _fail(error: str, exit_code: int | None = None) -> Decision:
+    finish = FinishJob(state=JobState.FAILED, error=error, exit_code=exit_code)
+    return Decision(reason=error.splitlines()[0], actions=(finish,))
 
 
 # ---------------------------------------------------------------- stopping
@@ -312,14 +278,17 @@ def _last_line(text: str) -> str:
 def _stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
     stop = generation.stop
     assert stop is not None, f"generation {generation.number} of {job.id} is stopping and nobody asked it to"
-    if job.state is JobState.CANCELLING and stop.cause is not EndCause.CANCELLED:
-        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.CANCELLED, "cancelled by the user")
-    root = _root_cause(generation)
-    lost = _worker_line(root) if root is not None and _is_gone(root) else _lost_vm(generation, vms)
+    if job.state is JobState.CANCELLING:
+        saves = job.cancel_saves and stop.mode is StopMode.SAVE_FIRST
+        if stop.cause is not EndCause.CANCELLED or (stop.mode is StopMode.SAVE_FIRST and not saves):
+            mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
+            return Decision.stop(generation, mode, EndCause.CANCELLED, "cancelled by the user")
+    root = root_cause(generation)
+    lost = worker_line(root) if root is not None and is_gone(root) else _lost_vm(generation, vms)
     if lost and stop.cause is EndCause.SCRIPT_FAILED:
         # A script that raised a moment before its VM's or a peer's VM's end was known: that is the consequence.
         return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
-    if lost and stop.mode is StopMode.SAVE_FIRST and not (root is not None and _is_gone(root)):
+    if lost and stop.mode is StopMode.SAVE_FIRST and not (root is not None and is_gone(root)):
         return Decision.stop(
             generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, f"{lost}, while saving since {stop.reason}"
         )
@@ -334,7 +303,7 @@ def _stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
         # Those have written their part: the others may be committing the checkpoint of it. One that hangs in there is
         # killed by its agent when the grace is over.
         return waiting
-    if root is not None and root.cause is ExitCause.SCRIPT_FAILED and stop.cause not in _CONSEQUENCE_OF:
+    if root is not None and root.cause is ExitCause.SCRIPT_FAILED and stop.cause not in CONSEQUENCE_OF:
         return waiting  # all ranks stopped, the job fails with this traceback
     end = EndGeneration(number=generation.number, cause=stop.cause, reason=stop.reason)
     return Decision(reason=stop.reason, actions=(end,), claims=generation.devices)
@@ -345,31 +314,50 @@ def _stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
 
 def _running(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision:
     if job.state is JobState.CANCELLING:
-        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.CANCELLED, "cancelled by the user")
+        saves = job.cancel_saves and generation.kind is GenerationKind.TRAINING and generation.last_step is not None
+        mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
+        return Decision.stop(generation, mode, EndCause.CANCELLED, "cancelled by the user")
     decision = (
         _broken(now, generation, vms, rules)
         or _calibrated(now, job, generation, rules)
-        or _leaving_vm(generation, vms)
-        or _hang(now, job, generation, rules)
-        or leave_slow_vms(now, job, generation, vms, rules)
-        or grow(job, generation, len(next_devices(job, vms, rules)), rules)
+        or _leaving_vm(now, job, generation, vms)
+        or _hang(now, job, generation, vms, rules)
+        or give_up_gpus(job, generation)
     )
+    storm = _storm(now, job, rules)
+    if decision is None and not storm:
+        decision = leave_slow_vms(now, job, generation, vms, rules) or grow(
+            now, job, generation, len(next_devices(job, vms, rules)), rules
+        )
     if decision is not None:
         return decision
     # The step is left out: a reason that changed with every step would be an event with every step.
-    stays = why_not(job, generation, vms, rules)
+    stays = why_not(now, job, generation, vms, rules)
+    if stays and storm:
+        stays = f"; {storm}"
     reason = f"generation {generation.number} is under way{stays}"
-    return Decision(reason=reason, claims=claims(job, generation, rules), notable=bool(stays))
+    return Decision(reason=reason, claims=claims(now, job, generation, rules), notable=bool(stays))
+
+
+def _storm(now: float, job: JobView, rules: Rules) -> str:
+    """A job that runs waits with what it may do until the fleet is quiet; one that does not run has nothing to lose."""
+    return job.fleet.storm(
+        now,
+        losses=rules.storm_losses,
+        window_s=rules.storm_window_s,
+        quiet_s=rules.storm_quiet_s,
+        wait_s=rules.storm_wait_s,
+    )
 
 
 def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:
     """A rank has stopped, or its VM is lost: this generation cannot complete another step."""
-    root = _root_cause(generation)
+    root = root_cause(generation)
     if root is not None:
-        reason = _worker_line(root)
+        reason = worker_line(root)
         if root.cause is ExitCause.SCRIPT_FAILED:
-            reason = f"the script failed on rank {root.rank}: {_last_line(root.error)}"
-        return Decision.stop(generation, StopMode.LEAVE_NOW, _end_cause(root), reason)
+            reason = f"the script failed on rank {root.rank}: {last_line(root.error)}"
+        return Decision.stop(generation, StopMode.LEAVE_NOW, end_cause(root), reason)
     lost = _lost_vm(generation, vms)
     if lost:
         return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
@@ -379,10 +367,8 @@ def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> D
         return None
     first = min(worker.stopped_at or 0.0 for worker in odd)
     if all(worker.cause is ExitCause.PEER_LOST for worker in odd) and now - first < rules.root_cause_wait_s:
-        return Decision(
-            reason=f"{_worker_line(odd[0])}: waiting to hear what happened to it", claims=generation.devices
-        )
-    return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, _worker_line(odd[0]))
+        return Decision(reason=f"{worker_line(odd[0])}: waiting to hear what happened to it", claims=generation.devices)
+    return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, worker_line(odd[0]))
 
 
 def _lost_vm(generation: GenerationView, vms: Vms) -> str:
@@ -408,28 +394,53 @@ def _calibrated(now: float, job: JobView, generation: GenerationView, rules: Rul
     return Decision(reason=text, claims=generation.devices, notable=False)
 
 
-def _leaving_vm(generation: GenerationView, vms: Vms) -> Decision | None:
-    for vm_id in sorted({worker.device.vm_id for worker in generation.workers if not worker.stopped}):
-        if vms[vm_id].state is VmState.DRAINING:
-            saves = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
-            mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
-            reason = f"VM {vm_id} is leaving: {vms[vm_id].reason or 'it is draining'}"
-            return Decision.stop(generation, mode, EndCause.NOTICE, reason)
-    return None
-
-
-def _hang(now: float, job: JobView, generation: GenerationView, rules: Rules) -> Decision | None:
-    predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
-    if generation.kind is GenerationKind.CALIBRATION:
-        limit, what = rules.calibration_timeout_s, "no profile"
-    elif generation.last_step is None:
-        limit, what = rules.first_step_timeout_s + _FIRST_STEPS * predicted, "no first step"
-    else:
-        limit, what = max(rules.hang_minimum_s, rules.hang_steps * predicted), f"no step after {generation.last_step}"
-    # Scripts write results, and more, for longer than we can know: a limit that was too short once is stretched.
-    limit *= 2.0 ** min(job.setbacks.hangs, rules.hang_doublings)
-    if any(worker.cause is ExitCause.FINISHED for worker in generation.workers):
-        limit = max(limit, rules.finish_timeout_s)
-    if now - generation.progress_at <= limit:
+def _leaving_vm(now: float, job: JobView, generation: GenerationView, vms: Vms) -> Decision | None:
+    """Its VMs that are about to leave: the first deadline is that of all, for they finish the step together."""
+    ids = sorted({worker.device.vm_id for worker in generation.workers if not worker.stopped})
+    leaving = sorted((vms[vm_id] for vm_id in ids if vms[vm_id].state is VmState.DRAINING), key=_leaves_at)
+    if not leaving:
         return None
-    return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.HANG, f"hang: {what} for {limit:.0f} s")
+    reason = "; ".join(f"VM {vm.id} is leaving: {vm.reason or 'it is draining'}" for vm in leaving)
+    saves = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
+    predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
+    left_s = _leaves_at(leaving[0]) - now - _DEADLINE_MARGIN_S
+    rest_s = max(0.0, predicted - (now - generation.progress_at))
+    needed_s = max(rest_s + _SHORTEST_SAVE_S, job.morphs.save_s)
+    if saves and left_s < needed_s:
+        reason += (
+            f"; too soon to save: {max(left_s, 0.0):.1f} s are left, and the rest of the step ({rest_s:.1f} s) and a "
+            f"save take {needed_s:.1f} s: what was done since the last checkpoint is done again"
+        )
+        saves = False
+    mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
+    return Decision.stop(generation, mode, EndCause.NOTICE, reason)
+
+
+def _leaves_at(vm: VmView) -> float:
+    return math.inf if vm.leave_by is None else vm.leave_by
+
+
+def _hang(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision | None:
+    """First the ranks are asked where they stand; when they have told, or not in time, the generation ends."""
+    reason = hang.hangs(now, job, generation, rules)
+    if not reason:
+        return None
+    stacks, claims = job.stacks, generation.devices
+    if stacks is None or stacks.generation != generation.number:
+        text = f"{reason}: asking its ranks where they stand"
+        return Decision(reason=text, actions=(AskStacks(number=generation.number),), claims=claims)
+    if not hang.all_told(generation, stacks) and now - stacks.asked_at < rules.stacks_wait_s:
+        text = f"{reason}: waiting for its ranks to tell where they stand"
+        return Decision(reason=text, claims=claims, notable=False)
+    suspect = hang.find_suspect(generation, stacks)
+    actions: list[Action] = []
+    if suspect is not None:
+        reason += f"; rank {suspect.rank} on VM {suspect.vm_id} is waited for: {suspect.why}"
+        quarantine = hang.quarantine_for_hangs(now, generation, vms.get(suspect.vm_id), suspect, rules)
+        actions += [] if quarantine is None else [quarantine]
+    else:
+        reason += "; no rank stands out"
+    silent_s = now - generation.progress_at
+    note = NoteHang(number=generation.number, reason=reason, suspect=suspect, silent_s=silent_s)
+    stop = Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.HANG, reason)
+    return Decision(reason=reason, actions=(note, *actions, *stop.actions), claims=claims)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,7 +24,10 @@ class PastShape:
 
     lifetime_s: float
     morph_s: float | None
-    """Without progress until its first step began; None: it never completed one, or was the job's first."""
+    """Without progress until its first step began, waiting for VMs left out; None: it never completed one, or was the
+    job's first."""
+    save_s: float | None = None
+    """From being told to save and leave to its end; None: it was not told so, or was ended otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +36,28 @@ class Morphs:
     """Without progress, at a morph; the default is for a job that has not morphed yet."""
     lifetime_s: float = 600.0
     """Of a shape."""
+    measured: bool = False
+    """Whether the cost is."""
+    save_s: float = 1.0
+    """To finish a step, save and leave: the longest of the recent ones; the default is for a job that never did."""
 
-    def worthwhile_ratio(self, least: float) -> float:
-        """The rate of another shape, in units of the present one's, from which on it pays to change to it."""
-        return max(least, 1.0 + _TO_BE_GAINED * self.cost_s / self.lifetime_s)
+    def worthwhile_ratio(self, least: float, stable_s: float = 0.0) -> float:
+        """The rate of another shape, in units of the present one's, from which on it pays to change to it.
+
+        A fleet that has been stable for longer than shapes use to last may be expected to stay so for as long again.
+        """
+        return max(least, 1.0 + _TO_BE_GAINED * self.cost_s / max(self.lifetime_s, stable_step(stable_s)))
+
+
+def stable_step(stable_s: float) -> float:
+    """`stable_s` in steps of two: a reason that tells of it must not be a new one with every look."""
+    return 0.0 if stable_s < _SHORTEST_S else 2.0 ** math.floor(math.log2(stable_s / _SHORTEST_S)) * _SHORTEST_S
 
 
 def look_back(recent: Sequence[PastShape]) -> Morphs:
     """`recent`: the last RECENT shapes, in any order."""
     costs = [shape.morph_s for shape in recent if shape.morph_s is not None]
+    saves = [shape.save_s for shape in recent if shape.save_s is not None]
     known = Morphs()
     return Morphs(
         cost_s=median(costs) if costs else known.cost_s,
@@ -49,4 +66,6 @@ def look_back(recent: Sequence[PastShape]) -> Morphs:
             if len(recent) >= _FEWEST
             else known.lifetime_s
         ),
+        measured=bool(costs),
+        save_s=max(saves, default=known.save_s),
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.morphs import Morphs
 from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.states import (
@@ -36,6 +37,8 @@ class Rules:
     """An agent that hears nothing for so long has ended its workers."""
     growth_settle_s: float = 2.0
     """How long new devices must have been there before a job grows into them."""
+    growth_prepare_s: float = 30.0
+    """And how long at most it waits for their agents to prepare for its workers."""
     growth_ratio: float = 1.05
     """Predicted rate of the bigger plan over the present one that makes growing worthwhile, at least."""
     hang_minimum_s: float = 30.0
@@ -68,6 +71,17 @@ class Rules:
     """Predicted rate without the slow VM over the present one that makes leaving it worthwhile, at least."""
     quarantine_s: float = 600.0
     """The first time; each further one of the same VM lasts twice as long."""
+    stacks_wait_s: float = 5.0
+    """How long a generation that hangs is kept for its ranks to say where they stand."""
+    quarantine_hangs: int = 2
+    """A VM that so many hangs were put down to is quarantined."""
+    storm_losses: int = 4
+    """VMs lost within storm_window_s that make a storm: no shape is changed by choice before it is over."""
+    storm_window_s: float = 60.0
+    storm_quiet_s: float = 15.0
+    """Without a loss, after which a storm is over."""
+    storm_wait_s: float = 180.0
+    """The longest that a storm is waited for."""
     request_timeout_s: float = 120.0
     """How long a requested VM may take to say Hello."""
 
@@ -148,20 +162,32 @@ class VmView:
     listed: bool | None = None
     """What the provider says: it has the VM, it has not; None: not asked yet."""
     notice_deadline: float | None = None
+    drain_deadline: float | None = None
+    """When whoever drained it wants it to be empty."""
     slow_ratio: float | None = None
     """How many times as long as its peers it takes; None: it is not slow."""
     slow_reason: str = ""
     quarantined: bool = False
     quarantines: int = 0
     """Those of the past and the present."""
+    hangs: int = 0
+    """Hangs that were put down to it."""
     workers: int = 0
     """Workers there that have not stopped."""
     has_rendezvous_port: bool = True
+    preparing: frozenset[str] = frozenset()
+    """Ids of jobs whose workers would have to wait there, for imports that its agent is doing ahead."""
     reason: str = ""
 
     @property
     def usable(self) -> bool:
         return self.state is VmState.READY and self.connected
+
+    @property
+    def leave_by(self) -> float | None:
+        """When nothing of ours should be left there."""
+        deadlines = [at for at in (self.notice_deadline, self.drain_deadline) if at is not None]
+        return min(deadlines, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +197,10 @@ class WorkerView:
     state: WorkerState
     cause: ExitCause | None = None
     error: str = ""
+    exit_code: int | None = None
     stopped_at: float | None = None
+    step: int | None = None
+    """The last that it completed, as its agent last said; None: not heard."""
     lease_over: bool = False
     """Its VM has been silent for a whole lease: its agent has ended it."""
 
@@ -186,6 +215,37 @@ class StopView:
     cause: EndCause
     reason: str
     requested_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStack:
+    """Where a rank stands, as its agent answered."""
+
+    text: str = ""
+    """Python stacks of all its threads, as faulthandler writes them."""
+    error: str = ""
+    """Why there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """What was answered when a generation that hangs was asked where its ranks stand."""
+
+    generation: int
+    asked_at: float
+    answers: Mapping[int, RankStack]
+    """By rank; those that have answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """The rank that everyone waits for, as far as that can be told."""
+
+    rank: int
+    vm_id: str
+    why: str
+    stack: str = ""
+    """Of its thread that matters; empty: it did not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +293,18 @@ class JobView:
     """What they say of morphs."""
     devices: tuple[Device, ...] = ()
     """Those that it could be launched on now: on usable VMs, free or its own."""
+    max_restarts_on_errors: int = 0
+    cancel_saves: bool = False
+    """Whether it is to be cancelled with a last checkpoint."""
+    share: int | None = None
+    """GPUs that are its own among all jobs (`domain.sharing`); None: it is the only job."""
+    share_reason: str = ""
+    """Why it has no more."""
+    share_due: bool = False
+    """Other jobs have more than their share, and are about to give it up."""
+    stacks: Stacks | None = None
+    """Of its newest generation; None: they were not asked for."""
+    fleet: FleetPast = field(default_factory=FleetPast)
     proposal: Proposal | None = None
     """For `next_devices`; None when the planner was not asked."""
     quarantined: tuple[Device, ...] = ()
@@ -272,6 +344,33 @@ class EndGeneration:
 class FinishJob:
     state: JobState
     error: str | None = None
+    exit_code: int | None = None
+    """Of the script, where one is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequeueJob:
+    """Back to the queue: its GPUs went to other jobs."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskStacks:
+    """Ask every agent of the generation where its ranks stand."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoteHang:
+    """Keep the stacks, and tell whom everyone waited for."""
+
+    number: int
+    reason: str
+    suspect: Suspect | None
+    silent_s: float
+    """Without progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +388,17 @@ class LiftQuarantine:
     reason: str
 
 
-Action = StartGeneration | StopGeneration | EndGeneration | FinishJob | Quarantine | LiftQuarantine
+Action = (
+    StartGeneration
+    | StopGeneration
+    | EndGeneration
+    | FinishJob
+    | RequeueJob
+    | AskStacks
+    | NoteHang
+    | Quarantine
+    | LiftQuarantine
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Which ended generations speak against a job: those that a fault ended before they got beyond its best step.
 
 A job that gets on is left alone, however often it is restarted; one that dies again and again at the same place is
-tried with growing pauses and then given up (`Rules.breaker`). What VMs do to a job never counts.
+tried with growing pauses and then given up (`Rules.breaker`). What VMs do to a job never counts. A script that fails
+counts apart, and always: the job's `max_restarts_on_errors` says how often it may.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from dataclasses import dataclass
 
 from varuna_manager.domain.states import EndCause
 
-_BLAMELESS = frozenset({EndCause.VM_LOST, EndCause.NOTICE, EndCause.GROWTH, EndCause.SLOW_VM, EndCause.CANCELLED})
+_BLAMELESS = frozenset(
+    {
+        EndCause.VM_LOST,
+        EndCause.NOTICE,
+        EndCause.GROWTH,
+        EndCause.SLOW_VM,
+        EndCause.SHRUNK,
+        EndCause.PREEMPTED,
+        EndCause.CANCELLED,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +34,8 @@ class PastGeneration:
     last_step: int | None
     """None: it completed none."""
     ended_at: float
+    forgiven: bool = False
+    """The user has retried the job since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +48,42 @@ class Setbacks:
     """The newest step that any generation completed."""
     hangs: int = 0
     """Generations that were taken for hanging, over the job's whole life."""
+    errors: int = 0
+    """How often the script failed."""
+    errors_in_a_row: int = 0
+    """Those since the job last got on."""
+
+    @property
+    def backoff_s(self) -> float:
+        """From `last_at` on. The first failure is tried again at once; then 1, 2, 4, ... up to 30 seconds."""
+        failures = len(self.reasons) + self.errors_in_a_row
+        return 0.0 if failures <= 1 else min(2.0 ** (failures - 2), 30.0)
 
 
 def count_setbacks(generations: Iterable[PastGeneration]) -> Setbacks:
     """`generations`: those that ended, oldest first."""
     reasons: list[str] = []
-    last_at, best_step, hangs = 0.0, 0, 0
+    last_at, best_step, hangs, errors, in_a_row = 0.0, 0, 0, 0, 0
     for generation in generations:
         hangs += generation.cause is EndCause.HANG
         got_on = (generation.last_step or 0) > best_step
         best_step = max(best_step, generation.last_step or 0)
+        failed = generation.cause is EndCause.SCRIPT_FAILED and not generation.forgiven
+        errors += failed
         if got_on or generation.cause is EndCause.PROFILED:
             reasons.clear()
-            last_at = 0.0
-        elif generation.cause not in _BLAMELESS:
+            last_at, in_a_row = 0.0, 0
+        elif failed:
+            in_a_row += 1
+            last_at = max(last_at, generation.ended_at)
+        elif generation.cause not in _BLAMELESS and not generation.forgiven:
             reasons.append(generation.reason or "no reason is known")
             last_at = max(last_at, generation.ended_at)
-    return Setbacks(reasons=tuple(reasons), last_at=last_at, best_step=best_step, hangs=hangs)
+    return Setbacks(
+        reasons=tuple(reasons),
+        last_at=last_at,
+        best_step=best_step,
+        hangs=hangs,
+        errors=errors,
+        errors_in_a_row=in_a_row,
+    )

@@ -33,6 +33,12 @@ class CheckpointSpec(_Strict):
     url: str | None = Field(
         default=None, description="where checkpoints go; null: a folder of the manager's data directory"
     )
+    interval_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds between automatic checkpoints; null: as often as pays, by what saves cost and VMs vanish",
+    )
 
 
 class PlanPins(_Strict):
@@ -53,6 +59,15 @@ class JobSpec(_Strict):
     env: dict[str, str] = Field(default_factory=dict)
     plan: PlanPins = PlanPins()
     profile_only: bool = Field(default=False, description="the job has succeeded when its profile is measured")
+    max_restarts_on_errors: int = Field(
+        default=0, ge=0, le=1000, description="so often is the job restarted from its checkpoint when its script fails"
+    )
+    priority: int = Field(
+        default=0,
+        ge=-100,
+        le=100,
+        description="jobs of higher priority get their GPUs first, from lower ones if needed",
+    )
 
     @field_validator("name")
     @classmethod

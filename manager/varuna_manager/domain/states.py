@@ -79,6 +79,10 @@ class EndCause(StrEnum):
     HANG = "hang"
     GROWTH = "growth"
     SLOW_VM = "slow_vm"
+    SHRUNK = "shrunk"
+    """Other jobs need some of its GPUs more."""
+    PREEMPTED = "preempted"
+    """Jobs of higher priority need all of them."""
     CANCELLED = "cancelled"
 
 
@@ -94,11 +98,13 @@ Table = Mapping[str, frozenset[str]]
 
 JOB_TRANSITIONS: Table = {
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLING, JobState.FAILED}),
-    JobState.RUNNING: frozenset({JobState.CANCELLING, JobState.SUCCEEDED, JobState.FAILED}),
+    # Back to the queue goes who was preempted by a job of higher priority.
+    JobState.RUNNING: frozenset({JobState.QUEUED, JobState.CANCELLING, JobState.SUCCEEDED, JobState.FAILED}),
     JobState.CANCELLING: frozenset({JobState.CANCELLED}),
     JobState.SUCCEEDED: frozenset(),
-    JobState.FAILED: frozenset(),
-    JobState.CANCELLED: frozenset(),
+    # A retry goes on as the same job.
+    JobState.FAILED: frozenset({JobState.QUEUED}),
+    JobState.CANCELLED: frozenset({JobState.QUEUED}),
 }
 
 GENERATION_TRANSITIONS: Table = {

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-
-class ProviderRefusedError(Exception):
-    """No VM now (no capacity, no quota): ask again later. `str()` says why."""
+from varuna_manager.domain.fleet_decision import Refusal
 
 
 class UnknownVmError(Exception):
     """The provider has no such VM."""
+
+
+class NotThatProviderError(Exception):
+    """The provider's VMs are not like that. `str()` says what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,32 @@ class ProviderVm:
     created_at: float
     ref: dict[str, Any] = field(default_factory=dict)
     """The provider's own handle; for the local provider {"pid": ..}."""
+    request: str | None = None
+    """The request that it was made for: its tag."""
+    price_per_hour: float | None = None
+    """In the provider's currency; None: not known, or nothing."""
+    state_of_affairs: str = "its agent is starting"
+    """What to say of it until its agent has said Hello."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Created:
+    """What became of a request."""
+
+    vms: tuple[ProviderVm, ...] = ()
+    """All VMs of the request that exist now."""
+    refusal: Refusal | None = None
+    """Why there are fewer than were asked for; None: there are as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One more VM, as the provider would make it now."""
+
+    gpus: int
+    price_per_hour: float | None = None
+    hazard_per_hour: float | None = None
+    """Preemptions to expect of a VM; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +67,34 @@ class Notice:
 
 
 class Provider(Protocol):
-    """All calls may take long: never make one inside a transaction."""
+    """All calls may take long: never make one inside a transaction. Any call may raise, and is then made again."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Of the provider; VMs in the store carry it."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether VMs can be asked for and given back; else there are those that there are."""
 
     async def list(self) -> Sequence[ProviderVm]:
         """The VMs that exist now. A VM that is not among them is gone, with all that ran on it."""
 
-    async def create(self) -> ProviderVm:
-        """Ask for one more. Raises ProviderRefusedError."""
+    async def create(self, count: int, request: str) -> Created:
+        """Make VMs until `count` of them carry the tag `request`.
 
-    async def delete(self, vm_id: str) -> None:
-        """Give one back; nothing happens when it is gone already."""
+        So a request may be made again by whoever does not know what became of it: it makes no VM twice. VMs that
+        come before a refusal stay.
+        """
+
+    async def delete(self, vm_ids: Sequence[str]) -> None:
+        """Give these back; nothing happens for those that are gone already."""
 
     async def notices(self) -> Sequence[Notice]:
         """The notices that are pending."""
+
+    async def offer(self) -> Offer:
+        """What one more VM would be."""
 
 
 class EmulatedProvider(Provider, Protocol):
@@ -63,10 +104,14 @@ class EmulatedProvider(Provider, Protocol):
     def capacity(self) -> int | None:
         """VMs that it grants at once; None: any number."""
 
-    async def set_capacity(self, capacity: int | None) -> None: ...
+    async def set_capacity(self, capacity: int | None) -> None:
+        """Raises NotThatProviderError."""
 
     async def preempt(self, vm_id: str, notice_s: float) -> None:
-        """Take the VM: at once when `notice_s` is 0, else after a notice. Raises UnknownVmError."""
+        """Take the VM: at once when `notice_s` is 0, else after a notice.
+
+        Raises UnknownVmError, NotThatProviderError.
+        """
 
     def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
         """Where a worker's log of a VM lies that is gone."""

@@ -16,14 +16,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from varuna_manager.providers.base import Notice, ProviderRefusedError, ProviderVm, UnknownVmError
+from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
+from varuna_manager.providers.base import Created, Notice, Offer, ProviderVm, UnknownVmError
+from varuna_proto.names import is_plain, plain
 
 _KILL_TIMEOUT_S = 10.0
 
@@ -42,8 +44,19 @@ class LocalProvider:
     """See the module's text. `manager_address`: host:port that the agents dial."""
 
     name = "local"
+    grows = True
 
-    def __init__(self, data_dir: Path, manager_address: str, machine: LocalMachine, capacity: int | None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        manager_address: str,
+        machine: LocalMachine,
+        capacity: int | None,
+        join_token: Callable[[str], Awaitable[str | None]] | None = None,
+        manager_url: str = "",
+    ) -> None:
+        self._join_token = join_token
+        self._manager_url = manager_url
         self._vms_dir = data_dir / "vms"
         self._vms_dir.mkdir(parents=True, exist_ok=True)
         self._market_file = data_dir / "local.json"
@@ -67,20 +80,31 @@ class LocalProvider:
         self._watch_notices(vms)
         return vms
 
-    async def create(self) -> ProviderVm:
-        """Start an agent process. Raises ProviderRefusedError when the market's capacity is used up."""
-        alive = await self.list()
-        if self._capacity is not None and len(alive) >= self._capacity:
-            raise ProviderRefusedError(f"the local market grants {self._capacity} VMs and {len(alive)} are there")
-        vm_id = f"local-{self._next}"
-        self._next += 1
-        self._write_market()
-        return await asyncio.to_thread(self._start, vm_id)
+    async def create(self, count: int, request: str) -> Created:
+        """Start agent processes, as many as the market's capacity has room for."""
+        alive = list(await self.list())
+        made = [vm for vm in alive if vm.request == request]
+        while len(made) < count:
+            if self._capacity is not None and len(alive) >= self._capacity:
+                text = f"the local market grants {self._capacity} VMs and {len(alive)} are there"
+                return Created(vms=tuple(made), refusal=Refusal(kind=RefusalKind.CAPACITY, reason=text))
+            vm_id = f"local-{self._next}"
+            self._next += 1
+            self._write_market()
+            token = await self._join_token(vm_id) if self._join_token is not None else None
+            vm = await asyncio.to_thread(self._start, vm_id, request, token)
+            made.append(vm)
+            alive.append(vm)
+        return Created(vms=tuple(made))
 
-    async def delete(self, vm_id: str) -> None:
-        vm = self._read_vm(vm_id)
-        if vm is not None:
-            await asyncio.to_thread(self._kill, vm)
+    async def delete(self, vm_ids: Sequence[str]) -> None:
+        for vm_id in vm_ids:
+            vm = self._read_vm(vm_id)
+            if vm is not None:
+                await asyncio.to_thread(self._kill, vm)
+
+    async def offer(self) -> Offer:
+        return Offer(gpus=self._machine.gpus)
 
     async def notices(self) -> Sequence[Notice]:
         found = []
@@ -111,13 +135,14 @@ class LocalProvider:
         if notice_s <= 0:
             await asyncio.to_thread(self._kill, vm)
             return
-        notice = {"id": str(uuid.uuid4()), "deadline_unix_s": time.time() + notice_s}
-        _write_json(self._vms_dir / vm_id / "notice.json", notice)
+        path = self._vms_dir / vm_id / "notice.json"
+        if not path.exists():  # asked again, the first notice stands
+            _write_json(path, {"id": str(uuid.uuid4()), "deadline_unix_s": time.time() + notice_s})
         self._watch_notices([vm])
 
     def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
         """Where the agent keeps the log of a worker."""
-        return self._vms_dir / vm_id / "jobs" / job_id / f"g{generation}" / f"rank{rank}.log"
+        return self._vms_dir / plain(vm_id, "VM") / "jobs" / plain(job_id, "job") / f"g{generation}" / f"rank{rank}.log"
 
     async def close(self, *, end_vms: bool) -> None:
         """Stop watching; the VMs live on unless `end_vms`."""
@@ -130,7 +155,7 @@ class LocalProvider:
 
     # ------------------------------------------------------------ how
 
-    def _start(self, vm_id: str) -> ProviderVm:
+    def _start(self, vm_id: str, request: str, join_token: str | None) -> ProviderVm:
         folder = self._vms_dir / vm_id
         folder.mkdir()
         machine = self._machine
@@ -142,10 +167,14 @@ class LocalProvider:
             "device-memory-bytes": str(machine.device_memory_bytes),
             "host": machine.host,
         }
+        if join_token is not None:
+            _write_secret(folder / "join-token", join_token)  # not in its arguments: everybody can list those
+            flags |= {"join-token-file": str(folder / "join-token"), "join-url": self._manager_url}
         arguments = [text for name, value in flags.items() for text in (f"--{name}", value)]
         with (folder / "agent.log").open("ab") as log:
             child = subprocess.Popen(
                 [*machine.agent_command, *arguments],
+                env={name: value for name, value in os.environ.items() if not name.startswith("VARUNA_MANAGER_")},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -159,6 +188,7 @@ class LocalProvider:
             "gpus": machine.gpus,
             "device_memory_bytes": machine.device_memory_bytes,
             "host": machine.host,
+            "request": request,
         }
         _write_json(folder / "vm.json", document)
         vm = self._read_vm(vm_id)
@@ -166,7 +196,7 @@ class LocalProvider:
         return vm
 
     def _read_vm(self, vm_id: str) -> ProviderVm | None:
-        document = _read_json(self._vms_dir / vm_id / "vm.json") if "/" not in vm_id else None
+        document = _read_json(self._vms_dir / vm_id / "vm.json") if is_plain(vm_id) else None
         if document is None:
             return None
         return ProviderVm(
@@ -176,6 +206,7 @@ class LocalProvider:
             host=document["host"],
             created_at=document["created_at"],
             ref={"pid": document["pid"], "process_created_at": document["process_created_at"]},
+            request=document.get("request"),
         )
 
     def _process(self, vm: ProviderVm) -> psutil.Process | None:
@@ -231,6 +262,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return document
+
+
+def _write_secret(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
+from varuna_manager.db.models import (
+    CheckpointRow,
+    EventRow,
+    GenerationRow,
+    JobRow,
+    MetricRow,
+    StackRow,
+    VmRow,
+    WorkerRow,
+)
 from varuna_manager.domain.states import GenerationKind
 
 Document = dict[str, Any]
@@ -27,6 +36,7 @@ def job_document(job: JobRow, generations: Sequence[GenerationRow]) -> Document:
         "reason": job.reason,
         "spec": job.spec,
         "error": job.error,
+        "exit_code": job.exit_code,
         "created_at": iso(job.created_at),
         "started_at": iso(job.started_at),
         "finished_at": iso(job.finished_at),
@@ -97,6 +107,8 @@ def vm_document(vm: VmRow, workers: Sequence[WorkerRow], last_heard_s: float | N
         "slow_ratio": vm.slow_ratio,
         "slow_reason": vm.slow_reason,
         "quarantined_until": iso(vm.quarantined_until),
+        "drain_deadline": iso(vm.drain_deadline),
+        "hangs": vm.hangs,
     }
 
 
@@ -121,6 +133,17 @@ def metric_document(metric: MetricRow) -> Document:
         "examples": metric.examples,
         "generation": metric.generation,
         "at": iso(metric.at),
+    }
+
+
+def stack_document(stack: StackRow) -> Document:
+    return {
+        "generation": stack.generation,
+        "rank": stack.rank,
+        "vm_id": stack.vm_id,
+        "at": iso(stack.at),
+        "text": stack.text,
+        "error": stack.error,
     }
 
 

@@ -17,3 +17,15 @@ class ConflictError(ServiceError):
 
 class UnavailableError(ServiceError):
     """It cannot be done now; later it may."""
+
+
+class InvalidError(ServiceError):
+    """What was sent makes no sense."""
+
+
+class UnauthenticatedError(ServiceError):
+    """Whoever it is has not said so credibly. Never repeats what was sent."""
+
+
+class ForbiddenError(ServiceError):
+    """It is known who asks, and that it is not for them."""

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import Row, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database, after_commit
-from varuna_manager.db.models import FleetRow, VmRow, WorkerRow
-from varuna_manager.domain.states import STOPPED_WORKER_STATES, ExitCause, VmState
-from varuna_manager.providers.base import EmulatedProvider, ProviderVm, UnknownVmError
+from varuna_manager.db.models import FleetRow, GenerationRow, JobRow, VmRow, WorkerRow
+from varuna_manager.domain.fleet_decision import JobWants, Range
+from varuna_manager.domain.states import (
+    STOPPED_WORKER_STATES,
+    TERMINAL_JOB_STATES,
+    ExitCause,
+    GenerationKind,
+    GenerationState,
+    JobState,
+    VmState,
+)
+from varuna_manager.providers.base import EmulatedProvider, NotThatProviderError, ProviderVm, UnknownVmError
 from varuna_manager.services import documents
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import ConflictError, NotFoundError
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.reports import ReportService, note_notice
+from varuna_manager.services.together import Together
 from varuna_manager.services.vm_registry import VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
 
 
 class FleetService:
-    """`hurry` rings for the fleet controller to ask the provider at once and without backoff."""
-
     def __init__(
         self,
         database: Database,
@@ -42,6 +51,7 @@ class FleetService:
         self._reports = reports
         self._bell = bell
         self._now = now
+        self._admissions = Together(self._admit)
         self.market_changed = False
         """The emulated market was changed: what it refused before, it may grant now."""
 
@@ -54,42 +64,64 @@ class FleetService:
                 query = query.where(VmRow.state != VmState.GONE.value)
             rows = (await session.scalars(query)).all()
             workers = await live_workers(session)
-        return [
-            documents.vm_document(row, [w for w in workers if w.vm_id == row.id], self._registry.last_heard_s(row.id))
-            for row in rows
-        ]
+        by_vm: dict[str, list[WorkerRow]] = {}
+        for worker in workers:
+            by_vm.setdefault(worker.vm_id, []).append(worker)
+        return [documents.vm_document(row, by_vm.get(row.id, []), self._registry.last_heard_s(row.id)) for row in rows]
 
     async def fleet(self) -> Document:
         async with self._database.read() as session:
-            target = await fleet_target(session, self._provider.name)
+            wants = await session.get(FleetRow, self._provider.name)
             rows = (await session.scalars(select(VmRow).where(VmRow.state != VmState.GONE.value))).all()
         by_state = {state.value: 0 for state in VmState if state is not VmState.GONE}
         for row in rows:
             by_state[row.state] += 1
         return {
             "provider": self._provider.name,
-            "target": target,
+            "target": wants.target if wants is not None else 0,
+            "min_vms": wants.min_vms if wants is not None else None,
+            "max_vms": wants.max_vms if wants is not None else None,
             "capacity": self._provider.capacity,
             "vms": by_state,
             "gpus": sum(row.gpus for row in rows if row.state == VmState.READY),
         }
 
     async def set_target(self, target: int) -> Document:
+        """Want so many VMs, whatever the jobs want."""
         async with self._database.write() as session:
-            row = await session.get(FleetRow, self._provider.name)
-            before = 0 if row is None else row.target
-            if row is None:
-                session.add(FleetRow(provider=self._provider.name, target=target))
-            else:
-                row.target = target
-            if before != target:
-                self._events.add(session, "fleet_target", f"{target} VMs are wanted instead of {before}")
+            row = await self._fleet_row(session)
+            if row.target != target or row.max_vms is not None:
+                self._events.add(session, "fleet_target", f"{target} VMs are wanted instead of {_wanted(row)}")
+            row.target, row.min_vms, row.max_vms = target, None, None
             after_commit(session, self._bell.ring)
         self.market_changed = True
         return await self.fleet()
 
+    async def follow_jobs(self, vms: Range) -> Document:
+        """Want as many VMs as the jobs do, within the range."""
+        async with self._database.write() as session:
+            row = await self._fleet_row(session)
+            if (row.min_vms, row.max_vms) != (vms.min_vms, vms.max_vms):
+                text = f"as many VMs as the jobs want, {vms.min_vms} to {vms.max_vms}, instead of {_wanted(row)}"
+                self._events.add(session, "fleet_target", text)
+            row.min_vms, row.max_vms = vms.min_vms, vms.max_vms
+            after_commit(session, self._bell.ring)
+        self.market_changed = True
+        return await self.fleet()
+
+    async def _fleet_row(self, session: AsyncSession) -> FleetRow:
+        row = await session.get(FleetRow, self._provider.name)
+        if row is None:
+            row = FleetRow(provider=self._provider.name, target=0)
+            session.add(row)
+        return row
+
     async def set_capacity(self, capacity: int | None) -> Document:
-        await self._provider.set_capacity(capacity)
+        """Let the emulated market grant so many VMs. Raises ConflictError where there is none."""
+        try:
+            await self._provider.set_capacity(capacity)
+        except NotThatProviderError as error:
+            raise ConflictError(f"the {self._provider.name} provider has no market: {error}") from error
         async with self._database.write() as session:
             many = "any number of" if capacity is None else str(capacity)
             self._events.add(session, "capacity", f"the local market grants {many} VMs")
@@ -107,6 +139,8 @@ class FleetService:
             await self._provider.preempt(vm_id, notice_s)
         except UnknownVmError as error:
             raise ConflictError(f"VM {vm_id!r} is not running any more: {error}") from error
+        except NotThatProviderError as error:
+            raise ConflictError(f"VM {vm_id!r} cannot be preempted: {error}") from error
         self._bell.ring()
         return {"id": vm_id, "notice_s": notice_s}
 
@@ -114,19 +148,40 @@ class FleetService:
 
     async def admit(self, hello: pb.Hello) -> str | None:
         """Take the VM that says Hello into the store; the reason when it is not taken."""
-        listed = {vm.id: vm for vm in await self._provider.list()}
-        async with self._database.write() as session:
-            row = await session.get(VmRow, hello.vm_id)
-            if row is None:
-                if hello.vm_id not in listed:
-                    return f"VM {hello.vm_id!r} is none of this manager's: no provider of it has such a VM"
-                row = self.add_vm(session, listed[hello.vm_id])
-            elif row.state == VmState.GONE:
-                return f"VM {hello.vm_id!r} is gone: its provider gave it up"
-            if row.incarnation not in (None, hello.incarnation):
-                await self._drop_forgotten_workers(session, hello)
-            row.incarnation, row.gpus, row.host = hello.incarnation, hello.gpus, hello.host
-            row.device_memory_bytes = hello.device_memory_bytes or None
+        return await self._admissions.ask(hello)
+
+    async def _admit(self, hellos: Sequence[pb.Hello]) -> list[str | None]:
+        """A manager that starts again finds most VMs as the store has them: nothing is written then."""
+        rows = {row.id: row for row in await self._admitted(hellos)}
+        news = [hello for hello in hellos if hello.vm_id not in rows or _is_news(rows[hello.vm_id], hello)]
+        refusals: dict[str, str | None] = {}
+        if news:
+            unknown = any(hello.vm_id not in rows for hello in news)
+            listed = {vm.id: vm for vm in await self._provider.list()} if unknown else {}
+            async with self._database.write() as session:
+                for hello in news:
+                    refusals[hello.vm_id] = await self._admit_one(session, hello, listed)
+        return [refusals.get(hello.vm_id) for hello in hellos]
+
+    async def _admitted(self, hellos: Sequence[pb.Hello]) -> Sequence[Row[*tuple[Any, ...]]]:
+        query = select(
+            VmRow.id, VmRow.state, VmRow.incarnation, VmRow.gpus, VmRow.host, VmRow.device_memory_bytes
+        ).where(VmRow.id.in_([hello.vm_id for hello in hellos]))
+        async with self._database.read() as session:
+            return (await session.execute(query)).all()
+
+    async def _admit_one(self, session: AsyncSession, hello: pb.Hello, listed: Mapping[str, ProviderVm]) -> str | None:
+        row = await session.get(VmRow, hello.vm_id)
+        if row is None:
+            if hello.vm_id not in listed:
+                return f"VM {hello.vm_id!r} is none of this manager's: no provider of it has such a VM"
+            row = self.add_vm(session, listed[hello.vm_id])
+        elif row.state == VmState.GONE:
+            return f"VM {hello.vm_id!r} is gone: its provider gave it up"
+        if row.incarnation not in (None, hello.incarnation):
+            await self._drop_forgotten_workers(session, hello)
+        row.incarnation, row.gpus, row.host = hello.incarnation, hello.gpus, hello.host
+        row.device_memory_bytes = hello.device_memory_bytes or None
         return None
 
     async def _drop_forgotten_workers(self, session: AsyncSession, hello: pb.Hello) -> None:
@@ -151,11 +206,14 @@ class FleetService:
             device_memory_bytes=vm.device_memory_bytes,
             host=vm.host,
             ref=vm.ref,
+            request=vm.request,
+            price_per_hour=vm.price_per_hour,
             created_at=vm.created_at,
-            reason="its agent is starting",
+            reason=vm.state_of_affairs,
         )
         session.add(row)
-        self._events.add(session, "vm_requested", f"VM {vm.id} is starting", vm_id=vm.id, data={"ref": vm.ref})
+        told = "starting" if self._provider.grows else vm.state_of_affairs
+        self._events.add(session, "vm_requested", f"VM {vm.id} is {told}", vm_id=vm.id, data={"ref": vm.ref})
         return row
 
     async def move_vm(self, session: AsyncSession, row: VmRow, state: VmState, reason: str) -> None:
@@ -172,6 +230,17 @@ class FleetService:
         await note_notice(session, self._events, vm_id, notice_id, deadline, source=self._provider.name)
 
 
+def _wanted(row: FleetRow) -> str:
+    return str(row.target) if row.max_vms is None else f"{row.min_vms} to {row.max_vms}, by the jobs"
+
+
+def _is_news(row: Row[*tuple[Any, ...]], hello: pb.Hello) -> bool:
+    """Whether the row is not as the Hello says, or tells why the VM is not taken."""
+    memory = hello.device_memory_bytes or None
+    known = (row.incarnation, row.gpus, row.host, row.device_memory_bytes)
+    return row.state == VmState.GONE or known != (hello.incarnation, hello.gpus, hello.host, memory)
+
+
 async def live_workers(session: AsyncSession, vm_id: str | None = None) -> Sequence[WorkerRow]:
     """The workers that have not stopped: all, or those of one VM."""
     query = select(WorkerRow).where(WorkerRow.state.not_in([state.value for state in STOPPED_WORKER_STATES]))
@@ -180,6 +249,18 @@ async def live_workers(session: AsyncSession, vm_id: str | None = None) -> Seque
     return (await session.scalars(query.order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank))).all()
 
 
-async def fleet_target(session: AsyncSession, provider: str) -> int:
-    row = await session.get(FleetRow, provider)
-    return 0 if row is None else row.target
+async def job_wants(session: AsyncSession) -> list[JobWants]:
+    """What the jobs that are not over would have."""
+    query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
+    jobs = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
+    training = await session.scalars(
+        select(GenerationRow.job_id).where(
+            GenerationRow.state == GenerationState.RUNNING.value, GenerationRow.kind == GenerationKind.TRAINING.value
+        )
+    )
+    trains = set(training.all())
+    return [
+        JobWants(id=job.id, max_gpus=job.spec["resources"]["max_gpus"], trains=job.id in trains)
+        for job in jobs
+        if job.state != JobState.CANCELLING
+    ]

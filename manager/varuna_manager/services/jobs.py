@@ -17,27 +17,53 @@ from varuna_manager.domain.states import TERMINAL_JOB_STATES, JobState
 from varuna_manager.services import documents
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.documents import Document
-from varuna_manager.services.errors import ConflictError, NotFoundError
+from varuna_manager.services.errors import ConflictError, InvalidError, NotFoundError
 from varuna_manager.services.events import EventLog
+
+KEY_LIFE_S = 24 * 3600.0
+"""After that an Idempotency-Key means nothing any more, and may come with another job."""
 
 
 class JobService:
-    def __init__(self, database: Database, events: EventLog, bell: Bell, now: Callable[[], float] = time.time) -> None:
+    """`checkpoint_root`: a folder's or a store's URL, for the checkpoints of jobs that name none.
+
+    `needs_checkpoint_url`: such jobs are refused, for there is no place that every manager reaches.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        events: EventLog,
+        bell: Bell,
+        now: Callable[[], float] = time.time,
+        *,
+        checkpoint_root: str | None = None,
+        needs_checkpoint_url: bool = False,
+    ) -> None:
         self._database = database
         self._events = events
         self._bell = bell
         self._now = now
+        self._checkpoint_root = checkpoint_root
+        self._needs_checkpoint_url = needs_checkpoint_url
 
     async def submit(self, spec: JobSpec, idempotency_key: str | None) -> Document:
-        """Queue the job. The same key with the same spec gives the same job again.
+        """Queue the job. The same key with the same spec gives the same job again, for KEY_LIFE_S.
 
-        Raises ConflictError when the key came with another spec, or the name is that of a job that is not over.
+        Raises ConflictError when the key came with another spec, or the name is that of a job that is not over;
+        InvalidError when the job must name a place for its checkpoints and does not.
         """
+        self._check_checkpoint_url(spec)
         document = spec.model_dump()
         async with self._database.write() as session:
             if idempotency_key is not None:
                 before = await session.scalar(select(JobRow).where(JobRow.idempotency_key == idempotency_key))
-                if before is not None and before.spec != document:
+                if before is not None and self._now() - before.created_at >= KEY_LIFE_S:
+                    before.idempotency_key = None
+                    await session.flush()
+                    before = None
+                # Compared as specs: one that was stored by an earlier version lacks what has come since.
+                if before is not None and JobSpec.model_validate(before.spec) != spec:
                     raise ConflictError(
                         f"Idempotency-Key {idempotency_key!r} was used for job {before.id} with another spec: "
                         "send a new key with a new job"
@@ -55,10 +81,20 @@ class JobService:
             after_commit(session, self._bell.ring)
         return documents.job_document(job, ())
 
+    def _check_checkpoint_url(self, spec: JobSpec) -> None:
+        if self._needs_checkpoint_url and spec.checkpoint.url is None and not spec.profile_only:
+            raise InvalidError(
+                f"job {spec.name!r} names no place for its checkpoints, and a folder of this manager will not do, as "
+                "another one may lead later: give checkpoint.url, or start the managers with --default-checkpoint-url"
+            )
+
     def _new_row(self, spec: JobSpec, document: Document, idempotency_key: str | None) -> JobRow:
         now = self._now()
+        job_id = f"job-{secrets.token_hex(4)}"
+        default_url = self._checkpoint_root and f"{self._checkpoint_root.rstrip('/')}/{job_id}"
         return JobRow(
-            id=f"job-{secrets.token_hex(4)}",
+            id=job_id,
+            checkpoint_url=spec.checkpoint.url or default_url,
             name=spec.name,
             active_name=spec.name,
             idempotency_key=idempotency_key,
@@ -79,17 +115,56 @@ class JobService:
             job = await find(session, id_or_name)
             return documents.job_document(job, await _generations(session, job.id))
 
-    async def cancel(self, id_or_name: str) -> Document:
-        """Ask for the job's end; asking again changes nothing. Raises ConflictError when it is over."""
+    async def cancel(self, id_or_name: str, *, save: bool = False) -> Document:
+        """Ask for the job's end, with a last checkpoint where `save`. Asking again changes nothing, but that without
+        `save` a job that is still saving ends at once.
+
+        Raises ConflictError when it has ended otherwise.
+        """
         async with self._database.write() as session:
             job = await find(session, id_or_name)
             if job.state == JobState.SUCCEEDED or job.state == JobState.FAILED:
                 raise ConflictError(f"job {id_or_name!r} has {job.state} already: there is nothing to cancel")
-            if job.job_state not in TERMINAL_JOB_STATES and job.state != JobState.CANCELLING:
-                job.move(JobState.CANCELLING, now=self._now(), reason="cancelled by the user")
-                self._events.add(session, "job_cancelling", f"job {job.name!r} is being cancelled", job_id=job.id)
+            if job.job_state not in TERMINAL_JOB_STATES:
+                if job.state != JobState.CANCELLING:
+                    job.move(JobState.CANCELLING, now=self._now(), reason="cancelled by the user")
+                    job.cancel_saves = save
+                    text = f"job {job.name!r} is being cancelled{', with a last checkpoint' if save else ''}"
+                    self._events.add(session, "job_cancelling", text, job_id=job.id, data={"save": save})
+                elif not save:
+                    job.cancel_saves = False
                 after_commit(session, self._bell.ring)
             generations = await _generations(session, job.id)
+        return documents.job_document(job, generations)
+
+    async def retry(self, id_or_name: str) -> Document:
+        """Queue a job that failed or was cancelled once more: it goes on from its newest checkpoint, with its profile,
+        and what failed before is not held against it. Asking again, before it has ended again, changes nothing.
+
+        Raises ConflictError when it has not ended so, or another job has its name by now.
+        """
+        async with self._database.write() as session:
+            job = await find(session, id_or_name)
+            generations = await _generations(session, job.id)
+            if job.state in (JobState.QUEUED, JobState.RUNNING) and job.retried_after is not None:
+                return documents.job_document(job, generations)
+            if job.state not in (JobState.FAILED, JobState.CANCELLED):
+                raise ConflictError(
+                    f"job {id_or_name!r} is {job.state}: only one that failed or was cancelled is retried"
+                )
+            rival = await session.scalar(select(JobRow).where(JobRow.active_name == job.name))
+            if rival is not None:
+                raise ConflictError(
+                    f"another job {job.name!r} is {rival.state} by now ({rival.id}): cancel it, then retry {job.id}"
+                )
+            was = "failed" if job.state == JobState.FAILED else "was cancelled"
+            job.move(JobState.QUEUED, now=self._now(), reason="retried by the user")
+            job.active_name, job.reason, job.cancel_saves = job.name, None, False
+            job.error, job.exit_code, job.finished_at, job.profile_error = None, None, None, None
+            job.retried_after = max((generation.number for generation in generations), default=0)
+            text = f"job {job.name!r}, which {was}, is retried"
+            self._events.add(session, "job_retried", text, job_id=job.id)
+            after_commit(session, self._bell.ring)
         return documents.job_document(job, generations)
 
     async def generations(self, id_or_name: str) -> list[Document]:

@@ -18,6 +18,10 @@ from varuna_proto.v1 import agent_pb2 as pb
 
 MAX_BYTES = 1024 * 1024
 _TIMEOUT_S = 10.0
+_MOST_SENT = 2 * MAX_BYTES
+"""Of an agent that does not keep to what it was asked for."""
+_CHUNKS_WAITING = 64
+"""More than an agent needs for MAX_BYTES."""
 
 
 class LogService:
@@ -61,7 +65,7 @@ class LogService:
 
 async def _fetch(agent: AgentSession, worker: WorkerRow, offset: int) -> bytes:
     request_id = str(uuid.uuid4())
-    chunks: asyncio.Queue[pb.LogChunk] = asyncio.Queue()
+    chunks: asyncio.Queue[pb.LogChunk] = asyncio.Queue(_CHUNKS_WAITING)
     agent.log_requests[request_id] = chunks
     request = pb.FetchLogs(
         request_id=request_id,
@@ -80,6 +84,13 @@ async def _fetch(agent: AgentSession, worker: WorkerRow, offset: int) -> bytes:
                 if chunk.error:
                     raise UnavailableError(f"log of rank {worker.rank} on VM {worker.vm_id}: {chunk.error}")
                 data += chunk.data
+                if len(data) > _MOST_SENT:
+                    raise UnavailableError(f"VM {worker.vm_id} sends more of a log than it was asked for")
+                if len(data) > MAX_BYTES:
+                    raise UnavailableError(
+                        f"VM {worker.vm_id} sent more of the log of rank {worker.rank} than the {MAX_BYTES} bytes "
+                        "that it was asked for: is its agent of another version?"
+                    )
                 if chunk.last:
                     return bytes(data)
     except TimeoutError:

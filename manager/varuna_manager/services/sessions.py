@@ -3,40 +3,96 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from varuna_manager.domain.commands import CommandKey
 from varuna_proto.v1 import agent_pb2 as pb
 
+_MAX_WAITING = 256
+"""Commands that wait for an agent to read them. One that does not read is dropped: it dials again, and is told anew."""
+
 
 class AgentSession:
-    """One stream of one agent. A new stream is a new session: what was told on an old one may not have arrived."""
+    """One stream of one agent. A new stream is a new session: what was told on an old one may not have arrived.
+
+    However slowly the agent reads, what waits for it stays small: of acknowledgements only the newest counts.
+    """
 
     def __init__(self, vm_id: str, incarnation: str, seen: Iterable[tuple[str, int]]) -> None:
         self.vm_id = vm_id
         self.incarnation = incarnation
         self.seen = frozenset(seen)
         self.told: set[CommandKey] = set()
+        self.told_to_prepare: tuple[str, float] = ("", 0.0)
+        """For the workers of which job, and when."""
         self.log_requests: dict[str, asyncio.Queue[pb.LogChunk]] = {}
-        self._outgoing: asyncio.Queue[pb.ManagerMessage | None] = asyncio.Queue()
+        self.stack_requests: dict[str, Callable[[pb.StackDump], None]] = {}
+        self._commands: deque[pb.ManagerMessage] = deque()
+        self._ack: pb.Ack | None = None
+        self._closed = False
+        self._waiting: asyncio.Future[None] | None = None
 
     def send(self, message: pb.ManagerMessage) -> None:
-        self._outgoing.put_nowait(message)
+        if self._closed:
+            return
+        self._commands.append(message)
+        if len(self._commands) > _MAX_WAITING:
+            self._commands.clear()
+            self.close()
+        self._wake()
+
+    def acknowledge(self, *, heartbeat: int = 0, reports_through: int = 0) -> None:
+        """Tell the agent of the newest heartbeat that was handled, or that reports are stored; 0: nothing of it."""
+        if self._ack is None:
+            self._ack = pb.Ack()
+        # Only what is new is said: 0 means to the agent that there is nothing of the kind.
+        if heartbeat:
+            self._ack.heartbeat_sequence = heartbeat
+        if reports_through:
+            self._ack.reports_through = reports_through
+        self._wake()
 
     def close(self) -> None:
         """End the stream once all that was sent before is out; whoever waits for a log is told."""
-        self._outgoing.put_nowait(None)
+        self._closed = True
+        self._wake()
         for request_id, chunks in self.log_requests.items():
-            chunks.put_nowait(pb.LogChunk(request_id=request_id, last=True, error=f"VM {self.vm_id} went away"))
+            _put(chunks, pb.LogChunk(request_id=request_id, last=True, error=f"VM {self.vm_id} went away"))
 
     async def next_message(self) -> pb.ManagerMessage | None:
-        """What to send next; None: the stream ends here."""
-        return await self._outgoing.get()
+        """What to send next; None: the stream ends here. For one caller at a time."""
+        while True:
+            if self._commands:
+                return self._commands.popleft()
+            if self._ack is not None:
+                ack, self._ack = self._ack, None
+                return pb.ManagerMessage(ack=ack)
+            if self._closed:
+                return None
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def deliver_log(self, chunk: pb.LogChunk) -> None:
         chunks = self.log_requests.get(chunk.request_id)
         if chunks is not None:
-            chunks.put_nowait(chunk)
+            _put(chunks, chunk)
+
+    def deliver_stack(self, dump: pb.StackDump) -> None:
+        take = self.stack_requests.get(dump.request_id)
+        if take is not None:
+            take(dump)
+
+
+def _put(chunks: asyncio.Queue[pb.LogChunk], chunk: pb.LogChunk) -> None:
+    """What is more than was asked for is dropped: whoever asked does not wait for ever."""
+    with suppress(asyncio.QueueFull):
+        chunks.put_nowait(chunk)
 
 
 class AgentSessions:

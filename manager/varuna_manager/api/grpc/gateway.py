@@ -12,6 +12,9 @@ from collections.abc import AsyncIterator, Iterable
 import grpc
 import structlog
 
+from varuna_manager.api.grpc.limits import HELLO_WITHIN_S, excess
+from varuna_manager.api.grpc.peers import Peers
+from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.domain.observed import Rules
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.compute_times import ComputeTimes
@@ -19,10 +22,12 @@ from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_manager.services.vm_registry import Health, VmRegistry
+from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
 
 _REPORTS_AT_ONCE = 200
+_REPORTS_WAITING = 1000
 
 
 class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
@@ -36,7 +41,9 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         sessions: AgentSessions,
         bell: Bell,
         rules: Rules,
+        peers: Peers,
     ) -> None:
+        self._peers = peers
         self._fleet = fleet
         self._reports = reports
         self._registry = registry
@@ -52,14 +59,15 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         context: grpc.aio.ServicerContext[pb.AgentMessage, pb.ManagerMessage],
     ) -> AsyncIterator[pb.ManagerMessage]:
         """One agent's stream, from its Hello to its end."""
-        first = await anext(request_iterator, None)
+        try:
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                first = await anext(request_iterator, None)
+        except TimeoutError:
+            return
         if first is None:
             return
-        if first.WhichOneof("body") != "hello":
-            yield _refused(f"the first message must be Hello, not {first.WhichOneof('body')}")
-            return
         hello = first.hello
-        refusal = await self._fleet.admit(hello)
+        refusal = await self._refusal(first, context)
         if refusal is not None:
             self._log.warning("an agent was refused", vm=hello.vm_id, reason=refusal)
             yield _refused(refusal)
@@ -73,6 +81,21 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             self._end(session)
+
+    async def _refusal(
+        self, first: pb.AgentMessage, context: grpc.aio.ServicerContext[pb.AgentMessage, pb.ManagerMessage]
+    ) -> str | None:
+        """Why the agent is not taken; None: it is. Ends the call when that cannot be said now: it dials again."""
+        if first.WhichOneof("body") != "hello":
+            return f"the first message must be Hello, not {first.WhichOneof('body')}"
+        vm_id = first.hello.vm_id
+        try:
+            return excess(first) or await self._peers.refusal(context, vm_id) or await self._fleet.admit(first.hello)
+        except (NotLeaderError, StoreAwayError) as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except Exception:
+            self._log.exception("an agent could not be admitted: it will dial again", vm=vm_id)
+            await context.abort(grpc.StatusCode.INTERNAL, "the manager failed: its log has the traceback")
 
     def _open(self, hello: pb.Hello) -> AgentSession:
         running = {(worker.job_id, worker.generation) for worker in hello.workers}
@@ -100,22 +123,31 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
 
     async def _read(self, messages: AsyncIterator[pb.AgentMessage], session: AgentSession) -> None:
         """Take what the agent sends until its stream ends; then end the session."""
-        reports: asyncio.Queue[pb.Report] = asyncio.Queue()
-        writer = asyncio.create_task(self._write_reports(reports, session))
+        # Where the store is slow, the agent waits with sending: gRPC holds back what nobody takes.
+        reports: asyncio.Queue[pb.Report] = asyncio.Queue(_REPORTS_WAITING)
+        writer: asyncio.Task[None] | None = None
         try:
             async for message in messages:
+                if (reason := excess(message)) is not None:
+                    self._log.warning("an agent's stream is ended", vm=session.vm_id, reason=reason)
+                    return
                 match message.WhichOneof("body"):
                     case "heartbeat":
                         self._heartbeat(message.heartbeat, session)
                     case "report":
-                        reports.put_nowait(message.report)
+                        if writer is None:
+                            writer = asyncio.create_task(self._write_reports(reports, session))
+                        await reports.put(message.report)
                     case "log_chunk":
                         session.deliver_log(message.log_chunk)
+                    case "stack_dump":
+                        session.deliver_stack(message.stack_dump)
                     case other:
                         self._log.warning("an agent sent what only starts a stream", vm=session.vm_id, kind=other)
         finally:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
             session.close()
 
     def _heartbeat(self, heartbeat: pb.Heartbeat, session: AgentSession) -> None:
@@ -123,9 +155,10 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             return  # a newer stream of this VM is open
         workers = tuple(_healths(heartbeat.workers))
         self._times.note(workers)
-        if self._registry.heartbeat(session.vm_id, rendezvous_port=heartbeat.rendezvous_port, workers=workers):
+        port, preparing = heartbeat.rendezvous_port, heartbeat.preparing_jobs
+        if self._registry.heartbeat(session.vm_id, rendezvous_port=port, workers=workers, preparing=preparing):
             self._bell.ring()
-        session.send(pb.ManagerMessage(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence)))
+        session.acknowledge(heartbeat=heartbeat.sequence)
 
     async def _write_reports(self, reports: asyncio.Queue[pb.Report], session: AgentSession) -> None:
         while True:
@@ -134,13 +167,17 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
                 batch.append(reports.get_nowait())
             try:
                 await self._reports.apply(session.vm_id, batch)
+            except (NotLeaderError, StoreAwayError):
+                session.close()  # as below, and it is told of elsewhere
+                return
             except Exception:
                 # Not stored, so not acknowledged: the agent sends them again on its next stream.
                 self._log.exception("reports could not be stored: the stream ends", vm=session.vm_id)
                 session.close()
                 return
+            failpoint("manager.reports.stored")
             through = max(report.number for report in batch)
-            session.send(pb.ManagerMessage(ack=pb.Ack(reports_through=through)))
+            session.acknowledge(reports_through=through)
 
 
 def _healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:

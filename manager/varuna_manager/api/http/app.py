@@ -15,16 +15,22 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict, Field
 
 from varuna_manager.api.http import problems
+from varuna_manager.api.http.access import AccessMiddleware, AccessServices
+from varuna_manager.api.http.access_routes import access_routes
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.services import documents
 from varuna_manager.services.documents import Document
+from varuna_manager.services.drains import DrainService
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.jobs import JobService
 from varuna_manager.services.logs import LogService
+from varuna_manager.services.stacks import StackService
 
 _PAGE = 1000
 _MAX_PAGE = 10_000
+_MAX_INT = 2**31 - 1
+"""Of the store's columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,9 @@ class Services:
     fleet: FleetService
     events: EventLog
     logs: LogService
+    drains: DrainService
+    stacks: StackService
+    access: AccessServices
 
 
 class _Body(BaseModel):
@@ -41,6 +50,16 @@ class _Body(BaseModel):
 
 class PreemptBody(_Body):
     notice_s: float = Field(default=0.0, ge=0, description="0: taken at once, without notice")
+
+
+class CancelBody(_Body):
+    save: bool = Field(default=False, description="finish the step and write a last checkpoint first")
+
+
+class DrainBody(_Body):
+    deadline_s: float | None = Field(
+        default=None, ge=0, le=7 * 86400, description="the VM is to be empty by then, saved or not; null: when it is"
+    )
 
 
 class FleetBody(_Body):
@@ -61,9 +80,11 @@ def make_app(services: Services) -> FastAPI:
     app.include_router(_jobs(services), prefix="/api/v1", tags=["jobs"])
     app.include_router(_fleet(services), prefix="/api/v1", tags=["fleet"])
     app.include_router(_events(services), prefix="/api/v1", tags=["events"])
+    app.include_router(access_routes(services.access), prefix="/api/v1", tags=["access"])
     for prefix in ("", "/api/v1"):
         app.include_router(_health(services), prefix=prefix, tags=["health"], include_in_schema=not prefix)
     dashboard = Path(str(resources.files("varuna_manager") / "dashboard"))
+    app.add_middleware(AccessMiddleware, services=services.access)
     app.mount("/", StaticFiles(directory=dashboard, html=True), name="dashboard")
     return app
 
@@ -85,8 +106,13 @@ def _jobs(services: Services) -> APIRouter:
         return await jobs.one(job)
 
     @router.post("/jobs/{job}/cancel")
-    async def cancel(job: str) -> Document:
-        return await jobs.cancel(job)
+    async def cancel(job: str, body: CancelBody | None = None) -> Document:
+        return await jobs.cancel(job, save=body is not None and body.save)
+
+    @router.post("/jobs/{job}/retry")
+    async def retry(job: str) -> Document:
+        """Go on with a job that failed or was cancelled, from its newest checkpoint."""
+        return await jobs.retry(job)
 
     @router.get("/jobs/{job}/generations")
     async def generations(job: str) -> list[Document]:
@@ -103,6 +129,11 @@ def _jobs(services: Services) -> APIRouter:
     @router.get("/jobs/{job}/checkpoints")
     async def checkpoints(job: str) -> list[Document]:
         return await jobs.checkpoints(job)
+
+    @router.get("/jobs/{job}/stacks")
+    async def stacks(job: str, generation: Annotated[int | None, Query(ge=1, le=_MAX_INT)] = None) -> list[Document]:
+        """Where the ranks of a generation that hung stood; without `generation`: of all that did."""
+        return await services.stacks.read(job, generation)
 
     @router.get("/jobs/{job}/profile", response_class=Response)
     async def profile(job: str) -> Response:
@@ -134,6 +165,11 @@ def _fleet(services: Services) -> APIRouter:
     @router.post("/vms/{vm}/preempt")
     async def preempt(vm: str, body: PreemptBody) -> Document:
         return await fleet.preempt(vm, body.notice_s)
+
+    @router.post("/vms/{vm}/drain")
+    async def drain(vm: str, body: DrainBody | None = None) -> Document:
+        """Take the VM out of use: its workers save and leave, then it is given back."""
+        return await services.drains.drain(vm, None if body is None else body.deadline_s)
 
     @router.get("/fleet")
     async def get_fleet() -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -10,15 +11,46 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from varuna_manager.services.errors import ConflictError, NotFoundError, ServiceError, UnavailableError
+from varuna_manager.services.errors import (
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    ServiceError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 
-_TITLES = {404: "Not found", 409: "Conflict", 422: "Invalid request", 503: "Not available now", 500: "Internal error"}
-_STATUS: dict[type[ServiceError], int] = {NotFoundError: 404, ConflictError: 409, UnavailableError: 503}
+_TITLES = {
+    401: "Not authenticated",
+    403: "Forbidden",
+    404: "Not found",
+    409: "Conflict",
+    413: "Too large",
+    422: "Invalid request",
+    431: "Headers too large",
+    429: "Too many requests",
+    500: "Internal error",
+    503: "Not available now",
+}
+_STATUS: dict[type[ServiceError], int] = {
+    UnauthenticatedError: 401,
+    ForbiddenError: 403,
+    NotFoundError: 404,
+    ConflictError: 409,
+    InvalidError: 422,
+    UnavailableError: 503,
+}
 
 
-def problem(status: int, detail: str, **extra: Any) -> JSONResponse:
+def problem(status: int, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> JSONResponse:
     document = {"type": "about:blank", "title": _TITLES.get(status, "Error"), "status": status, "detail": detail}
-    return JSONResponse({**document, **extra}, status_code=status, media_type="application/problem+json")
+    return JSONResponse({**document, **extra}, status, dict(headers or {}), "application/problem+json")
+
+
+def problem_of(error: ServiceError) -> JSONResponse:
+    status = _STATUS[type(error)]
+    return problem(status, str(error), {"WWW-Authenticate": "Bearer"} if status == 401 else None)
 
 
 def install(app: FastAPI) -> None:
@@ -27,11 +59,11 @@ def install(app: FastAPI) -> None:
 
     async def service_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ServiceError)
-        return problem(_STATUS[type(error)], str(error))
+        return problem_of(error)
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

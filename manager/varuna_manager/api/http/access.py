@@ -1,0 +1,266 @@
+"""What stands before every call of the REST API: limits, authentication, authorisation, the audit record.
+
+One policy by method and path, closed by default: a route that is added later can be read by viewers and changed with by
+admins only, until `required_role` says otherwise.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from varuna_manager.api.http.problems import problem, problem_of
+from varuna_manager.db.engine import NotLeaderError, StoreAwayError
+from varuna_manager.domain.access import OPEN, Principal, Role
+from varuna_manager.services.audit import AuditLog
+from varuna_manager.services.buckets import Buckets
+from varuna_manager.services.enrolments import EnrolmentService
+from varuna_manager.services.errors import ForbiddenError, ServiceError, UnauthenticatedError
+from varuna_manager.services.tokens import TokenService
+
+MAX_HEADER_BYTES = 32 * 1024
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_JOIN = "/api/v1/join"
+_PUBLIC = frozenset({("GET", "/api/v1/healthz"), ("GET", "/api/v1/readyz"), ("GET", "/api/v1/ca"), ("POST", _JOIN)})
+"""Joining takes a token of its own."""
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+}
+
+
+def required_role(method: str, path: str) -> Role | None:
+    """The role that a call needs; None: anybody may make it (health, the page's own files, joining)."""
+    guarded = path == "/metrics" or path == "/api" or path.startswith("/api/")
+    if not guarded or (method, path) in _PUBLIC:
+        return None
+    if path.startswith(("/api/v1/tokens", "/api/v1/audit")):
+        return Role.ADMIN
+    if method in _SAFE:
+        return Role.VIEWER
+    return Role.USER if path == "/api/v1/jobs" or path.startswith("/api/v1/jobs/") else Role.ADMIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one caller may ask of the manager."""
+
+    max_body_bytes: int = 1024 * 1024
+    changes: Buckets = field(default_factory=lambda: Buckets(per_s=20.0, burst=100))
+    """Calls that change something, by token."""
+    failures: Buckets = field(default_factory=lambda: Buckets(per_s=0.2, burst=10))
+    """Calls with no good token, by address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessServices:
+    """`tokens` and `enrolments` are None at an open manager: on a loopback address only, whoever reaches it may all."""
+
+    audit: AuditLog
+    tokens: TokenService | None
+    enrolments: EnrolmentService | None
+    limits: Limits
+
+
+class AccessMiddleware:
+    def __init__(self, app: ASGIApp, services: AccessServices) -> None:
+        self._app = app
+        self._tokens = services.tokens
+        self._audit = services.audit
+        self._limits = services.limits
+        self._log = structlog.get_logger("varuna.access")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        address = scope["client"][0] if scope.get("client") else "unknown"
+        header_bytes = len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+        call = _Call(scope["method"], scope["path"], address, header_bytes)
+        try:
+            principal = await self._admit(call, headers)
+            entry = await self._begin(call, principal)
+        except ServiceError as error:
+            await problem_of(error)(scope, receive, send)
+            return
+        except (NotLeaderError, StoreAwayError) as error:
+            await problem(503, str(error), {"Retry-After": "1"})(scope, receive, send)
+            return
+        except HTTPException as error:
+            await problem(error.status_code, error.detail, error.headers)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["principal"] = principal or OPEN
+        answered = _Answered(send, scope["path"])
+        try:
+            await self._app(scope, _Counted(receive, self._limits.max_body_bytes), answered)
+        finally:
+            await self._end(call, entry, answered.status or 500, scope["state"].get("joined"))
+
+    async def _admit(self, call: _Call, headers: Headers) -> Principal | None:
+        """Who calls; None: nobody is asked. Raises ServiceError, HTTPException."""
+        if call.header_bytes > MAX_HEADER_BYTES:
+            raise HTTPException(431, f"address and headers are larger than {MAX_HEADER_BYTES} bytes: send less")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._limits.max_body_bytes:
+            raise HTTPException(413, f"the body is larger than {self._limits.max_body_bytes} bytes: send less")
+        if self._tokens is None:
+            _refuse_foreign_pages(call, headers)
+            return OPEN
+        needed = required_role(call.method, call.path)
+        if needed is None:
+            self._refuse_guesser(call)  # also of join tokens
+            return None
+        principal = await self._authenticated(call, headers, self._tokens)
+        if not principal.role.covers(needed):
+            with suppress(NotLeaderError, StoreAwayError):
+                await self._audit.begin(principal, call.address, call.action, status=403)
+            raise ForbiddenError(
+                f"token {principal.name!r} has the role {principal.role.value}, and {call.action} needs "
+                f"{needed.value}: ask an admin for such a token"
+            )
+        wait_s = self._limits.changes.take(principal.name) if call.changes else 0.0
+        if wait_s:
+            raise _too_many(wait_s, f"token {principal.name!r} makes too many changes")
+        return principal
+
+    async def _authenticated(self, call: _Call, headers: Headers, tokens: TokenService) -> Principal:
+        self._refuse_guesser(call)
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        try:
+            if scheme.lower() != "bearer" or not text:
+                raise UnauthenticatedError(
+                    "this manager asks for a token: set VARUNA_TOKEN, or pass --token-file "
+                    "(Authorization: Bearer vt1...)"
+                )
+            return await tokens.authenticate(text.strip())
+        except UnauthenticatedError as error:
+            await self._note_failure(call, str(error))
+            raise
+
+    def _refuse_guesser(self, call: _Call) -> None:
+        wait_s = self._limits.failures.wait_s(call.address)
+        if wait_s:
+            raise _too_many(wait_s, f"too many calls without a good token came from {call.address}")
+
+    async def _note_failure(self, call: _Call, reason: str) -> None:
+        """In the log and the record; the bucket bounds how often."""
+        if self._limits.failures.take(call.address):
+            return
+        self._log.warning("a call was not authenticated", address=call.address, call=call.action, reason=reason)
+        with suppress(NotLeaderError, StoreAwayError):  # a manager that stands by writes nothing
+            await self._audit.begin(None, call.address, call.action, status=401)
+
+    async def _begin(self, call: _Call, principal: Principal | None) -> int | None:
+        if not call.changes or call.path == _JOIN:
+            return None
+        return await self._audit.begin(principal, call.address, call.action)
+
+    async def _end(self, call: _Call, entry: int | None, status: int, joined: str | None) -> None:
+        try:
+            if entry is not None:
+                await self._audit.end(entry, status)
+            elif call.path == _JOIN and status in (401, 403):
+                await self._note_failure(call, "its join token was refused")
+            elif joined is not None:
+                await self._audit.begin(None, call.address, call.action, status=status, who=f"VM {joined}")
+        except (NotLeaderError, StoreAwayError) as error:
+            self._log.warning("an answer was not recorded", call=call.action, status=status, reason=str(error))
+
+
+@dataclass(frozen=True)
+class _Call:
+    method: str
+    path: str
+    address: str
+    header_bytes: int
+    """With the query."""
+
+    @property
+    def action(self) -> str:
+        return f"{self.method} {self.path}"
+
+    @property
+    def changes(self) -> bool:
+        return self.method not in _SAFE
+
+
+class _Counted:
+    """What is received, up to so many bytes. FastAPI passes the HTTPException on."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive = receive
+        self._most = most
+        self._left = most
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise HTTPException(413, f"the body is larger than {self._most} bytes: send less")
+        return message
+
+
+class _Answered:
+    """Sends on, adds headers, and remembers the status."""
+
+    def __init__(self, send: Send, path: str) -> None:
+        self._send = send
+        self._path = path
+        self.status: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            _add_headers(message, self._path)
+        await self._send(message)
+
+
+def _add_headers(message: MutableMapping[str, Any], path: str) -> None:
+    added = {"x-content-type-options": "nosniff"}
+    if path.startswith("/api/"):
+        added["cache-control"] = "no-store"
+    elif not path.startswith("/docs"):  # whose scripts come from elsewhere
+        added |= _PAGE_HEADERS
+    message["headers"] = [*message["headers"], *((key.encode(), value.encode()) for key, value in added.items())]
+
+
+def _refuse_foreign_pages(call: _Call, headers: Headers) -> None:
+    """Without tokens, a page of any web site that the user has open could call a manager on this machine.
+
+    Its calls carry its `Origin`; if it has its own name resolve to this machine, they carry that name as `Host`.
+    """
+    host = headers.get("host", "")
+    if not _is_this_machine(host):
+        raise ForbiddenError(
+            f"Host {host!r} is no name of this machine: call an open manager as localhost or 127.0.0.1, or start it "
+            "with --secure"
+        )
+    origin = headers.get("origin")
+    if call.changes and origin not in (None, f"http://{host}"):
+        raise ForbiddenError(f"a page of {origin!r} may change nothing here")
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a Host header names a loopback address."""
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _too_many(wait_s: float, text: str) -> HTTPException:
+    seconds = max(1, round(wait_s + 0.5))
+    return HTTPException(429, f"{text}: try again in {seconds} s", {"Retry-After": str(seconds)})

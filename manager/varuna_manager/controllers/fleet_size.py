@@ -1,0 +1,225 @@
+"""Brings the number of VMs to what is wanted: asks the provider for more, gives back what is too much.
+
+A request is written to the store before the provider is asked, and its VMs carry its tag. A manager that dies in
+between leaves the request behind; the next one makes it again, which makes no VM twice.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from random import Random
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import FleetRow, VmRow
+from varuna_manager.domain.fleet_decision import (
+    FleetDecision,
+    FleetView,
+    Limits,
+    Range,
+    Refusal,
+    RefusalKind,
+    Refusals,
+    decide_fleet,
+    wanted_vms,
+)
+from varuna_manager.domain.observed import Rules, VmView
+from varuna_manager.domain.states import VmState
+from varuna_manager.providers.base import Provider
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.fleet import FleetService, job_wants, live_workers
+from varuna_manager.services.vm_registry import VmRegistry
+
+_ENOUGH_FOR_S = 3600.0
+"""What jobs left idle is worth another try after so long: their shapes and profiles change."""
+
+
+class FleetSize:
+    def __init__(
+        self,
+        *,
+        database: Database,
+        provider: Provider,
+        fleet: FleetService,
+        events: EventLog,
+        rules: Rules,
+        now: Callable[[], float],
+        limits: Limits,
+        spare_after_s: float,
+        chance: Random,
+    ) -> None:
+        self._database = database
+        self._provider = provider
+        self._fleet = fleet
+        self._events = events
+        self._rules = rules
+        self._now = now
+        self._limits = limits
+        self._spare_after_s = spare_after_s
+        self._chance = chance
+        self._log = structlog.get_logger("varuna.fleet")
+        self._refusals: Refusals | None = None
+        self._idle_since: dict[str, float] = {}
+        self._enough: tuple[frozenset[str], int, float] | None = None
+        """For these jobs so many VMs were enough, seen at that time."""
+        self._told: tuple[str, int] | None = None
+        self._to_reap: set[str] = set()
+
+    def reap(self, vm_id: str) -> None:
+        """Give the VM back at the next `resize`: the store has given it up, and the provider still has it."""
+        self._to_reap.add(vm_id)
+
+    async def resize(self, rows: Sequence[VmRow], registry: VmRegistry) -> bool:
+        """One look at all VMs that are not gone; whether anything was changed."""
+        if self._fleet.market_changed:
+            self._fleet.market_changed = False
+            self._refusals = None
+        view, request, made = await self._view(rows, registry)
+        decision = decide_fleet(self._now(), view, self._rules)
+        if decision.drain or decision.create:
+            await self._tell(decision, view)
+        if decision.drain:
+            await self._drain(decision)
+        await self._delete([*decision.delete, *sorted(self._to_reap)])
+        created = await self._create(decision.create, request, made) if decision.create else 0
+        return bool(decision.drain or decision.delete or created)
+
+    # ------------------------------------------------------------ look
+
+    async def _view(self, rows: Sequence[VmRow], registry: VmRegistry) -> tuple[FleetView, tuple[str, int] | None, int]:
+        """The view; the request that is under way with its count; how many of its VMs are known."""
+        offer = await self._provider.offer()  # it may ask far away: not while the store is held
+        async with self._database.read() as session:
+            busy = [worker.vm_id for worker in await live_workers(session)]
+            views = [registry.view(row, now=self._now(), workers=busy.count(row.id)) for row in rows]
+            idle_s = self._note_idle(views)
+            row = await session.get(FleetRow, self._provider.name)
+            target, why, follows_jobs = await self._target(session, row, views, idle_s, offer.gpus)
+        request = None
+        if row is not None and row.request is not None:
+            request = (row.request, row.request_count or 0)
+        made = sum(request is not None and vm.request == request[0] for vm in rows)
+        view = FleetView(
+            target=target,
+            why=why,
+            vms=tuple(views),
+            refusals=self._refusals,
+            limits=self._limits,
+            prices={vm.id: vm.price_per_hour for vm in rows if vm.price_per_hour is not None},
+            price_per_hour=offer.price_per_hour,
+            idle_s=idle_s,
+            spare_after_s=self._spare_after_s if follows_jobs else None,
+        )
+        return view, request, made
+
+    async def _target(
+        self,
+        session: AsyncSession,
+        row: FleetRow | None,
+        views: Sequence[VmView],
+        idle_s: dict[str, float],
+        gpus_per_vm: int,
+    ) -> tuple[int, str, bool]:
+        """How many VMs are wanted, why, and whether that follows the jobs."""
+        if row is None:
+            return 0, "", False
+        if row.min_vms is None or row.max_vms is None:
+            return row.target, "", False
+        jobs = await job_wants(session)
+        ids = frozenset(job.id for job in jobs)
+        if self._enough is not None and (self._enough[0] != ids or self._now() - self._enough[2] > _ENOUGH_FOR_S):
+            self._enough = None
+        long_idle = sum(seconds >= self._spare_after_s for seconds in idle_s.values())
+        if self._enough is None and long_idle and all(job.trains for job in jobs):
+            ready = sum(view.state in (VmState.READY, VmState.SUSPECT) for view in views)
+            self._enough = (ids, ready - long_idle, self._now())
+        target, why = wanted_vms(
+            Range(min_vms=row.min_vms, max_vms=row.max_vms),
+            jobs,
+            gpus_per_vm=gpus_per_vm,
+            enough_vms=self._enough[1] if self._enough is not None else None,
+        )
+        return target, why, True
+
+    def _note_idle(self, views: Sequence[VmView]) -> dict[str, float]:
+        """For how long each VM that could work has not."""
+        now = self._now()
+        idle = {view.id for view in views if view.state is VmState.READY and view.workers == 0}
+        self._idle_since = {vm_id: self._idle_since.get(vm_id, now) for vm_id in idle}
+        return {vm_id: now - since for vm_id, since in self._idle_since.items()}
+
+    # ------------------------------------------------------------ act
+
+    async def _tell(self, decision: FleetDecision, view: FleetView) -> None:
+        """An event for each new decision; the same one again, between refusals, is none."""
+        change = decision.create or -len(decision.drain)
+        if self._told == (decision.reason, change):
+            return
+        self._told = (decision.reason, change)
+        what = f"asking for {change} VMs" if change > 0 else f"giving up {-change} VMs"
+        data = {"target": view.target, "there": len(view.vms), "change": change}
+        async with self._database.write() as session:
+            self._events.add(session, "fleet_decision", f"{what}: {decision.reason}", data=data)
+
+    async def _drain(self, decision: FleetDecision) -> None:
+        async with self._database.write() as session:
+            for vm_id in decision.drain:
+                row = await session.get_one(VmRow, vm_id)
+                if row.vm_state in (VmState.REQUESTED, VmState.READY, VmState.SUSPECT):
+                    await self._fleet.move_vm(session, row, VmState.DRAINING, decision.reason)
+
+    async def _delete(self, vm_ids: Sequence[str]) -> None:
+        if not vm_ids:
+            return
+        try:
+            await self._provider.delete(vm_ids)
+        except Exception:
+            self._log.exception("VMs could not be given back: they will be asked for again", vms=list(vm_ids))
+        else:
+            self._to_reap.clear()
+
+    async def _create(self, missing: int, request: tuple[str, int] | None, made: int) -> int:
+        """Ask for so many more; how many came."""
+        if request is None:
+            request, made = (uuid.uuid4().hex, missing), 0
+            await self._note_request(request)
+        tag, count = request
+        try:
+            created = await self._provider.create(min(count, made + missing), tag)
+        except Exception as error:
+            # What came of it is not known: the same request is made again, after a pause.
+            self._log.exception("the provider failed to make VMs", count=count)
+            refusal = Refusal(kind=RefusalKind.FAILED, reason=f"{type(error).__name__}: {error}")
+            await self._note_refusal(refusal, missing, 0)
+            return 0
+        async with self._database.write() as session:
+            for vm in created.vms:
+                if await session.get(VmRow, vm.id) is None:
+                    self._fleet.add_vm(session, vm)
+            row = await session.get_one(FleetRow, self._provider.name)
+            row.request = row.request_count = None
+        new = max(len(created.vms) - made, 0)
+        if created.refusal is None:
+            self._refusals = None
+        else:
+            await self._note_refusal(created.refusal, missing - new, new)
+        return new
+
+    async def _note_request(self, request: tuple[str, int]) -> None:
+        async with self._database.write() as session:
+            row = await session.get_one(FleetRow, self._provider.name)
+            row.request, row.request_count = request
+
+    async def _note_refusal(self, refusal: Refusal, missing: int, new: int) -> None:
+        before = self._refusals
+        in_a_row = 1 if before is None or new else before.count + 1
+        self._refusals = Refusals(count=in_a_row, last=refusal, last_at=self._now(), jitter=self._chance.random())
+        if before is not None and (before.last.kind, before.last.reason) == (refusal.kind, refusal.reason):
+            return
+        async with self._database.write() as session:
+            message = f"{missing} VMs are missing and the provider refused ({refusal.kind}): {refusal.reason}"
+            data = {"missing": missing, "kind": refusal.kind.value, "pause_s": self._refusals.pause_s}
+            self._events.add(session, "provider_refused", message, data=data)

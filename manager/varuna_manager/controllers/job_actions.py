@@ -1,0 +1,199 @@
+"""Writes what was decided about a job, each action with its event, in the transaction of the decision."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
+from varuna_manager.domain.observed import (
+    Action,
+    AskStacks,
+    EndGeneration,
+    FinishJob,
+    LiftQuarantine,
+    NoteHang,
+    Quarantine,
+    RequeueJob,
+    StartGeneration,
+    StopGeneration,
+)
+from varuna_manager.domain.states import GenerationState, JobState, WorkerState
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.stacks import StackService
+from varuna_manager.services.vm_registry import VmRegistry
+
+_VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
+
+
+class JobActions:
+    def __init__(
+        self, registry: VmRegistry, events: EventLog, stacks: StackService, now: Callable[[], float] = time.time
+    ) -> None:
+        self._registry = registry
+        self._events = events
+        self._stacks = stacks
+        self._now = now
+
+    async def apply(self, session: AsyncSession, row: JobRow, action: Action) -> None:
+        match action:
+            case StartGeneration():
+                await self._start(session, row, action)
+            case StopGeneration():
+                await self._stop(session, row, action)
+            case EndGeneration():
+                await self._end(session, row, action)
+            case FinishJob():
+                self._finish(session, row, action)
+            case RequeueJob():
+                self._requeue(session, row, action)
+            case AskStacks():
+                text = f"{row.reason}: the stacks of its ranks come with event hang"
+                self._events.add(session, "hang_suspected", text, job_id=row.id, generation=action.number)
+            case NoteHang():
+                await self._note_hang(session, row, action)
+            case Quarantine() | LiftQuarantine():
+                await self._quarantine(session, row, action)
+
+    async def _start(self, session: AsyncSession, row: JobRow, action: StartGeneration) -> None:
+        now = self._now()
+        first = action.placement[0].vm_id
+        port = self._registry.rendezvous_port(first)
+        assert port is not None, f"decided to start on VM {first} without a rendezvous port"
+        host = await self._host_of(session, first)
+        generation = GenerationRow(
+            job_id=row.id,
+            number=action.number,
+            kind=action.kind.value,
+            state=GenerationState.LAUNCHING.value,
+            history=[{"at": now, "state": GenerationState.LAUNCHING.value, "reason": action.reason}],
+            plan=action.plan.to_document(),
+            candidates=[dict(candidate) for candidate in action.candidates],
+            rendezvous_host=host,
+            rendezvous_port=port,
+            reason=action.reason,
+            created_at=now,
+        )
+        session.add(generation)
+        for rank, device in enumerate(action.placement):
+            session.add(
+                WorkerRow(
+                    job_id=row.id,
+                    generation=action.number,
+                    rank=rank,
+                    vm_id=device.vm_id,
+                    local_rank=device.local_rank,
+                    state=WorkerState.ASSIGNED.value,
+                    history=[{"at": now, "state": WorkerState.ASSIGNED.value, "reason": action.reason}],
+                )
+            )
+        if row.job_state is JobState.QUEUED:
+            row.move(JobState.RUNNING, now=now, reason=action.reason)
+            row.started_at = row.started_at or now  # one that was preempted or retried starts again
+        plan = action.plan
+        self._events.add(
+            session,
+            "generation_started",
+            f"generation {action.number} ({action.kind.value}) starts as {plan.p}×{plan.d}, micro-batch "
+            f"{plan.micro_batch}: {action.reason}",
+            job_id=row.id,
+            generation=action.number,
+            data={
+                "kind": action.kind.value,
+                "p": plan.p,
+                "d": plan.d,
+                "micro_batch": plan.micro_batch,
+                "reason": action.reason,
+            },
+        )
+
+    async def _host_of(self, session: AsyncSession, vm_id: str) -> str:
+        vm = await session.get_one(VmRow, vm_id)
+        return vm.host or "127.0.0.1"
+
+    async def _stop(self, session: AsyncSession, row: JobRow, action: StopGeneration) -> None:
+        now = self._now()
+        generation = await _generation(session, row.id, action.number)
+        if generation.generation_state is not GenerationState.STOPPING:
+            generation.move(GenerationState.STOPPING, now=now, reason=action.reason)
+        generation.stop_mode, generation.stop_cause = action.mode.value, action.cause.value
+        generation.stop_reason, generation.stop_requested_at = action.reason, now
+        self._events.add(
+            session,
+            "generation_stopping",
+            f"generation {action.number} is to stop ({action.mode.value}): {action.reason}",
+            job_id=row.id,
+            generation=action.number,
+            data={"mode": action.mode.value, "cause": action.cause.value},
+        )
+
+    async def _end(self, session: AsyncSession, row: JobRow, action: EndGeneration) -> None:
+        now = self._now()
+        generation = await _generation(session, row.id, action.number)
+        generation.move(GenerationState.ENDED, now=now, reason=action.reason)
+        generation.ended_at, generation.end_cause, generation.end_reason = now, action.cause.value, action.reason
+        self._events.add(
+            session,
+            "generation_ended",
+            f"generation {action.number} ended: {action.reason}",
+            job_id=row.id,
+            generation=action.number,
+            data={"cause": action.cause.value},
+        )
+
+    def _finish(self, session: AsyncSession, row: JobRow, action: FinishJob) -> None:
+        now = self._now()
+        first_line = (action.error or "").strip().splitlines()[-1:]
+        reason = "".join(first_line) or action.state.value
+        row.move(action.state, now=now, reason=reason)
+        row.error, row.finished_at, row.active_name = action.error, now, None
+        row.exit_code = action.exit_code
+        suffix = f": {reason}" if action.error else ""
+        text = f"job {row.name!r} {_VERBS[action.state]}{suffix}"
+        data = {"exit_code": action.exit_code}
+        self._events.add(session, f"job_{action.state.value}", text, job_id=row.id, data=data)
+
+    def _requeue(self, session: AsyncSession, row: JobRow, action: RequeueJob) -> None:
+        row.move(JobState.QUEUED, now=self._now(), reason=f"preempted: {action.reason}")
+        text = f"job {row.name!r} is preempted and waits again: {action.reason}"
+        self._events.add(session, "job_preempted", text, job_id=row.id)
+
+    async def _note_hang(self, session: AsyncSession, row: JobRow, action: NoteHang) -> None:
+        self._stacks.keep(session, row.id, action.number)
+        suspect = action.suspect
+        data: dict[str, Any] = {"silent_s": round(action.silent_s, 3)}
+        if suspect is not None:
+            vm = await session.get_one(VmRow, suspect.vm_id)
+            vm.hangs += 1
+            data |= {"rank": suspect.rank, "why": suspect.why, "stack": suspect.stack, "hangs_of_vm": vm.hangs}
+        self._events.add(
+            session,
+            "hang",
+            f"generation {action.number}: {action.reason}",
+            job_id=row.id,
+            generation=action.number,
+            vm_id=None if suspect is None else suspect.vm_id,
+            data=data,
+        )
+
+    async def _quarantine(self, session: AsyncSession, row: JobRow, action: Quarantine | LiftQuarantine) -> None:
+        for vm_id in action.vm_ids:
+            vm = await session.get_one(VmRow, vm_id)
+            if isinstance(action, Quarantine):
+                vm.quarantined_until, vm.quarantines = action.until, vm.quarantines + 1
+                vm.slow_ratio = vm.slow_reason = None
+                text = f"VM {vm_id} is quarantined for {action.until - self._now():.0f} s: {action.reason}"
+                self._events.add(session, "vm_quarantined", text, job_id=row.id, vm_id=vm_id)
+            elif vm.quarantined_until is not None:
+                vm.quarantined_until = None
+                text = f"VM {vm_id} is out of quarantine: it is needed, since {action.reason}"
+                self._events.add(session, "vm_released", text, job_id=row.id, vm_id=vm_id)
+
+
+async def _generation(session: AsyncSession, job_id: str, number: int) -> GenerationRow:
+    query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
+    return (await session.scalars(query)).one()

@@ -1,0 +1,62 @@
+"""Why workers stopped, and which of them explains the others."""
+
+from __future__ import annotations
+
+from varuna_manager.domain.observed import GenerationView, WorkerView
+from varuna_manager.domain.states import EndCause, ExitCause
+
+_ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
+CONSEQUENCE_OF = frozenset({EndCause.VM_LOST, EndCause.HANG, EndCause.WORKER_FAILED})
+"""Stops that make healthy scripts raise (their peers vanish): a script failure after one of these says nothing."""
+
+
+def root_cause(generation: GenerationView) -> WorkerView | None:
+    """The rank whose stop explains the others': one that went with its VM, else the first that failed by itself."""
+    for worker in generation.workers:
+        if is_gone(worker):
+            return worker
+    failed = [worker for worker in generation.workers if worker.cause in _ROOT_CAUSES]
+    if not failed:
+        return None
+    return min(failed, key=lambda w: (w.stopped_at or 0.0, w.cause is not ExitCause.SCRIPT_FAILED, w.rank))
+
+
+def is_gone(worker: WorkerView) -> bool:
+    """Whether it went with its VM."""
+    return worker.cause is ExitCause.VM_GONE or (worker.lease_over and worker.cause is None)
+
+
+def end_cause(worker: WorkerView) -> EndCause:
+    if is_gone(worker):
+        return EndCause.VM_LOST
+    return EndCause.SCRIPT_FAILED if worker.cause is ExitCause.SCRIPT_FAILED else EndCause.WORKER_FAILED
+
+
+def worker_line(worker: WorkerView) -> str:
+    where = f"rank {worker.rank} on VM {worker.device.vm_id}"
+    if worker.cause is ExitCause.VM_GONE:
+        return worker.error or f"VM {worker.device.vm_id} is gone"
+    if worker.lease_over and worker.cause is None:
+        return f"VM {worker.device.vm_id} was out of reach for a whole lease"
+    texts = {
+        ExitCause.KILLED: "was killed",
+        ExitCause.LAUNCH_FAILED: "never came up",
+        ExitCause.PEER_LOST: "lost a peer",
+        ExitCause.GENERATION_ENDED: "left before its time",
+        ExitCause.SCRIPT_FAILED: "failed",
+        ExitCause.FINISHED: "finished before the others",
+    }
+    text = texts[worker.cause] if worker.cause is not None else "stopped"
+    detail = last_line(worker.error)
+    return f"{where} {text}" + (f": {detail}" if detail else "")
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def exit_code(generation: GenerationView) -> int | None:
+    """Of the rank whose stop explains the others'."""
+    root = root_cause(generation)
+    return None if root is None else root.exit_code

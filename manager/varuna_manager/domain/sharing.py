@@ -1,0 +1,280 @@
+"""How many GPUs each job gets when there are several: by priority and age first, what is spare by what it brings.
+
+1. Every job's minimum, in order: by priority; among equals those that run before those that wait, then by age. So a
+   job that waits takes GPUs from running ones of lower priority, beginning with the lowest, and spare ones from all;
+   it never stops a job of its own priority. While a job waits whose minimum the fleet could hold, none that waits
+   behind it with the same or a lower priority overtakes it: a stream of small jobs must not starve a large one.
+2. What is spare goes, step by step, where it brings most: `weight * ln(rate after / rate before) / GPUs added`, the
+   relative gain of the job's own rate per GPU. Rates of different models cannot be compared, relative gains can;
+   the logarithm makes the shares proportionally fair. A priority that is higher by one doubles the weight.
+3. Running jobs keep what they have unless somebody needs it for a minimum, or the best division beats the present one
+   by more than the morphs it takes would cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+EACH_SIZE = 32
+"""Up to so many GPUs the rate is known at each number; above, at some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatePoint:
+    gpus: int
+    examples_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A job that is not over."""
+
+    id: str
+    name: str
+    priority: int
+    created_at: float
+    min_gpus: int
+    max_gpus: int | None
+    has: int = 0
+    """GPUs of its newest generation, as far as they are there."""
+    runs: bool = False
+    """It is not waiting in the queue."""
+    rates: tuple[RatePoint, ...] | None = None
+    """The planner's, by GPUs, at those numbers only at which it was asked; where a number of GPUs makes no plan, there
+    is no point. None: not profiled yet; it is taken to be as much faster as it has more GPUs."""
+    worthwhile_ratio: float = 1.05
+    """The rate of another shape, in units of the present one's, from which on a morph pays."""
+    leaving: bool = False
+    """It is being cancelled: it keeps what it has until it has ended, and gets no more."""
+
+    @property
+    def least(self) -> int:
+        """GPUs without which it cannot run."""
+        fitting = (point.gpus for point in self.rates or () if point.gpus >= self.min_gpus)
+        return next(fitting, self.min_gpus)
+
+    @property
+    def most(self) -> float:
+        return math.inf if self.max_gpus is None else self.max_gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    gpus: int
+    reason: str
+    """Why not more."""
+
+
+@dataclass(kw_only=True)
+class _Account:
+    """One job while GPUs are handed out. Its curve: the numbers of GPUs at which its rate grows, and ln of the rate."""
+
+    job: Contender
+    gpus: int
+    weight: float
+    sizes: list[int]
+    log_rates: list[float]
+
+    def log_rate(self, gpus: int) -> float:
+        """Of the best shape that so many GPUs can have."""
+        at = bisect_right(self.sizes, gpus)
+        return self.log_rates[at - 1] if at else 0.0
+
+    def best_step(self, spare: int) -> tuple[float, int] | None:
+        """(gain per GPU, GPUs then) of the best step that needs no more than `spare`; None: more would not help."""
+        present, start = self.log_rate(self.gpus), bisect_right(self.sizes, self.gpus)
+        stop = bisect_right(self.sizes, self.gpus + spare, start)
+        return max(
+            ((self._slope(present, at), self.sizes[at]) for at in range(start, stop)),
+            default=None,
+        )
+
+    def hull(self) -> list[tuple[float, int]]:
+        """The best steps from here on, the last first: (gain per GPU, GPUs then); each gains less than those before."""
+        points = [(self.gpus, self.log_rate(self.gpus))]
+        for at in range(bisect_right(self.sizes, self.gpus), len(self.sizes)):
+            new = (self.sizes[at], self.log_rates[at])
+            while len(points) > 1 and _steepness(points[-2], points[-1]) <= _steepness(points[-1], new):
+                points.pop()
+            points.append(new)
+        steps = [(self.weight * _steepness(a, b), b[0]) for a, b in itertools.pairwise(points)]
+        return steps[::-1]
+
+    def _slope(self, present: float, at: int) -> float:
+        return self.weight * (self.log_rates[at] - present) / (self.sizes[at] - self.gpus)
+
+
+def _steepness(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def share(jobs: Sequence[Contender], gpus: int) -> dict[str, Share]:
+    """Each job's share of the fleet's `gpus`.
+
+    The sum is no more than these, but for jobs that need more than there are: their share is what they need.
+    """
+    granted, refused = _minimums(jobs, gpus)
+    gpus -= sum(job.has for job in jobs if job.leaving)
+    highest = max((job.priority for job in granted), default=0)
+    ideal = [_account(job, gpus, highest) for job in granted]
+    kept = [replace(account, gpus=_kept(account.job)) for account in ideal]
+    _hand_out(ideal, gpus - sum(account.gpus for account in ideal))
+    _take_back(kept, sum(account.gpus for account in kept) - gpus)
+    _hand_out(kept, gpus - sum(account.gpus for account in kept))
+    if _pays(ideal, kept):
+        chosen, why = ideal, "other jobs make more of the GPUs that are spare"
+    else:
+        chosen, why = kept, "the other GPUs are other jobs'"
+    shares = {account.job.id: Share(gpus=account.gpus, reason=why) for account in chosen}
+    return {**shares, **refused}
+
+
+def _kept(job: Contender) -> int:
+    return int(min(max(job.has, job.least), max(job.most, job.least)))
+
+
+def _minimums(jobs: Sequence[Contender], gpus: int) -> tuple[list[Contender], dict[str, Share]]:
+    """(those that may run, why the others may not)."""
+    order = sorted(jobs, key=lambda job: (-job.priority, not job.runs, job.created_at, job.id))
+    granted: list[Contender] = []
+    refused: dict[str, Share] = {}
+    left, blocked = gpus - sum(job.has for job in jobs if job.leaving), None
+    for job in order:
+        if job.leaving:
+            refused[job.id] = Share(gpus=job.has, reason="it is being cancelled")
+        elif job.least > gpus or job.rates == ():
+            # Nothing that others leave would do; what it gets when there are more, it may have.
+            refused[job.id] = Share(gpus=job.least, reason=f"it needs {job.least} GPUs and there are {gpus}")
+        elif blocked is not None and not job.runs:
+            text = (
+                f"waiting behind job {blocked.name!r} (priority {blocked.priority}), which needs {blocked.least} GPUs"
+            )
+            refused[job.id] = Share(gpus=0, reason=text)
+        elif job.least > left:
+            refused[job.id] = Share(gpus=0, reason=_refusal(job, granted, left))
+            if not job.runs:
+                blocked = blocked or job
+        else:
+            granted.append(job)
+            left -= job.least
+    return granted, refused
+
+
+def _refusal(job: Contender, granted: Sequence[Contender], left: int) -> str:
+    first = ", ".join(f"{other.name} (priority {other.priority})" for other in granted[:3])
+    more = f" and {len(granted) - 3} more" if len(granted) > 3 else ""
+    return f"it needs {job.least} GPUs and {max(left, 0)} are left by jobs that come first: {first}{more}"
+
+
+def _account(job: Contender, most: int, highest: int) -> _Account:
+    """With its minimum."""
+    top = int(min(most, job.most))
+    if job.rates is None:
+        points: Iterable[tuple[int, float]] = ((size, float(size)) for size in sizes(top, (job.least, job.has, top)))
+    else:
+        points = ((point.gpus, point.examples_per_s) for point in job.rates if point.gpus <= top)
+    found: list[int] = []
+    log_rates: list[float] = []
+    for size, rate in points:
+        log_rate = math.log(max(rate, 1e-300))
+        if not found or log_rate > log_rates[-1]:
+            found.append(size)
+            log_rates.append(log_rate)
+    weight = 2.0 ** (job.priority - highest)
+    return _Account(job=job, gpus=job.least, weight=weight, sizes=found, log_rates=log_rates)
+
+
+def sizes(most: int, also: Iterable[int] = ()) -> tuple[int, ...]:
+    """Numbers of GPUs worth asking for, up to `most`: each up to EACH_SIZE, four for every doubling, and `also`."""
+    found = {size for size in (*range(1, EACH_SIZE + 1), *also) if 0 < size <= most}
+    size = EACH_SIZE
+    while size < most:
+        found.update(range(size + size // 4, min(2 * size, most) + 1, size // 4))
+        size *= 2
+    return tuple(sorted(found))
+
+
+def _hand_out(accounts: Sequence[_Account], spare: int) -> None:
+    """Greedy by gain per GPU; a step that does not fit any more makes way for a smaller one."""
+    hulls = {account.job.id: account.hull() for account in accounts}
+    queue: list[tuple[float, float, str, int, _Account]] = []
+
+    def offer(account: _Account) -> None:
+        hull = hulls[account.job.id]
+        step = hull.pop() if hull else None
+        if step is not None and step[1] - account.gpus > spare:
+            hull.clear()
+            step = account.best_step(spare)
+        if step is not None:
+            heapq.heappush(queue, (-step[0], account.job.created_at, account.job.id, step[1], account))
+
+    for account in accounts:
+        offer(account)
+    while queue and spare > 0:
+        *_, gpus, account = heapq.heappop(queue)
+        if gpus - account.gpus <= spare:
+            spare -= gpus - account.gpus
+            account.gpus = gpus
+        else:
+            hulls[account.job.id].clear()
+            step = account.best_step(spare)
+            hulls[account.job.id] += [] if step is None else [step]
+        offer(account)
+    _hand_out_between_sizes(accounts, spare)
+
+
+def _hand_out_between_sizes(accounts: Sequence[_Account], spare: int) -> None:
+    """What is left, where large jobs have sizes further apart than that: each shape between them is some gain."""
+    for account in sorted(accounts, key=lambda account: (-account.weight, account.job.created_at)):
+        at = bisect_right(account.sizes, account.gpus)
+        if account.gpus > EACH_SIZE and at < len(account.sizes):
+            given = min(spare, account.sizes[at] - account.gpus)
+            account.gpus, spare = account.gpus + given, spare - given
+
+
+def _take_back(accounts: Sequence[_Account], missing: int) -> None:
+    """From those that have more than they need, where it costs least per GPU."""
+    queue: list[tuple[float, float, str, int, _Account]] = []
+
+    def offer(account: _Account) -> None:
+        loss = _cheapest_loss(account, missing) if missing > 0 else None
+        if loss is not None:
+            heapq.heappush(queue, (loss[0], -account.job.created_at, account.job.id, loss[1], account))
+
+    for account in accounts:
+        offer(account)
+    while missing > 0:
+        *_, gpus, account = heapq.heappop(queue)
+        missing -= account.gpus - gpus
+        account.gpus = gpus
+        offer(account)
+
+
+def _cheapest_loss(account: _Account, missing: int) -> tuple[float, int] | None:
+    """(loss per GPU, GPUs then): down by what is missing, or to the next smaller shape; None: it has its minimum."""
+    least = account.job.least
+    if account.gpus <= least:
+        return None
+    present, at = account.log_rate(account.gpus), bisect_left(account.sizes, account.gpus)
+    lower = account.sizes[at - 1] if at else least
+    options = {max(least, account.gpus - missing), max(least, lower)}
+    return min((account.weight * (present - account.log_rate(gpus)) / (account.gpus - gpus), gpus) for gpus in options)
+
+
+def _pays(ideal: Sequence[_Account], kept: Sequence[_Account]) -> bool:
+    """Whether going over from what is kept to what is best gains more than the morphs that it takes."""
+    before: Mapping[str, _Account] = {account.job.id: account for account in kept}
+    gain = cost = 0.0
+    for account in ideal:
+        was = before[account.job.id]
+        if account.gpus == was.gpus:
+            continue
+        gain += account.weight * (account.log_rate(account.gpus) - was.log_rate(was.gpus))
+        if account.job.runs:
+            cost += account.weight * math.log(account.job.worthwhile_ratio)
+    return gain > cost > 0.0

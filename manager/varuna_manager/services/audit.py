@@ -1,0 +1,71 @@
+"""The record of calls that change something, and of those that were refused: who, what, from where, what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sqlalchemy import delete, select
+
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import AuditRow
+from varuna_manager.domain.access import Principal
+from varuna_manager.services.documents import Document, iso
+
+_MOST_ACTION = 500
+_KEPT_ROWS = 100_000
+_PRUNED_EACH = 1_000
+
+
+class AuditLog:
+    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._now = now
+
+    async def begin(
+        self, principal: Principal | None, address: str, action: str, *, status: int | None = None, who: str = "unknown"
+    ) -> int:
+        """Record a call before it is carried out, so that none goes unrecorded; the number of the entry.
+
+        `principal` None: it was made without a token of the API, by `who`. `action` is method and path: never a query,
+        a header or a body, which may hold secrets.
+        """
+        row = AuditRow(
+            at=self._now(),
+            who=who if principal is None else principal.name,
+            role=None if principal is None else principal.role.value,
+            address=address,
+            action=action[:_MOST_ACTION],
+            status=status,
+        )
+        async with self._database.write() as session:
+            session.add(row)
+            await session.flush()
+            if row.id % _PRUNED_EACH == 0:
+                await session.execute(delete(AuditRow).where(AuditRow.id <= row.id - _KEPT_ROWS))
+        return row.id
+
+    async def end(self, entry: int, status: int) -> None:
+        """Add what the caller was answered: an HTTP status."""
+        async with self._database.write() as session:
+            row = await session.get(AuditRow, entry)
+            if row is not None:
+                row.status = status
+
+    async def after(self, after_id: int, limit: int) -> list[Document]:
+        """The entries that follow `after_id`, oldest first."""
+        query = select(AuditRow).where(AuditRow.id > after_id).order_by(AuditRow.id).limit(limit)
+        async with self._database.read() as session:
+            return [_document(row) for row in await session.scalars(query)]
+
+
+def _document(row: AuditRow) -> Document:
+    return {
+        "id": row.id,
+        "at": iso(row.at),
+        "who": row.who,
+        "role": row.role,
+        "address": row.address,
+        "action": row.action,
+        "status": row.status,
+    }

@@ -1,0 +1,41 @@
+"""How often somebody may do something."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+_MOST_KEYS = 10_000
+
+
+class Buckets:
+    """A token bucket per key (a token, an address): `burst` at once, and `per_s` on the average.
+
+    The keys used longest ago are forgotten when there are too many; they are full again by then, or soon.
+    """
+
+    def __init__(self, per_s: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._now = now
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, key: str) -> float:
+        """How long the key must wait before it may; 0: now."""
+        return max(0.0, (1.0 - self._level(key)) / self._per_s)
+
+    def take(self, key: str) -> float:
+        """Use one up if there is one; else as `wait_s`."""
+        level = self._level(key)
+        if level < 1.0:
+            return (1.0 - level) / self._per_s
+        self._levels[key] = (level - 1.0, self._now())
+        self._levels.move_to_end(key)
+        if len(self._levels) > _MOST_KEYS:
+            self._levels.popitem(last=False)
+        return 0.0
+
+    def _level(self, key: str) -> float:
+        level, at = self._levels.get(key, (float(self._burst), self._now()))
+        return min(float(self._burst), level + (self._now() - at) * self._per_s)
