@@ -1,19 +1,30 @@
-"""The manager is killed while a real job trains under real agents: training goes on, and is adopted."""
+"""Managers are killed, and stand still, while a real job trains under real agents: training goes on, and is adopted."""
 
 from __future__ import annotations
 
 import re
+import socket
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
+import httpx
+import psutil
 import pytest
 
 from manager_world import all_ready, wait_until
 from restartable_manager import RestartableManager
+from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
+from varuna_client.errors import VarunaError
 
 pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(240)]
+
+LEASE_S = 8.0
+
+T = TypeVar("T")
 
 SCRIPT = """
     import time
@@ -45,46 +56,173 @@ SCRIPT = """
 """
 
 
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[RestartableManager]:
-    folder = tmp_path / "manager"
+class Training:
+    """A job that trains until it is told to end. `managers` is asked whoever of them leads."""
+
+    def __init__(self, managers: Sequence[RestartableManager], vms: Path, workdir: Path) -> None:
+        self._managers = managers
+        self._vms = vms
+        self._workdir = workdir
+        workdir.mkdir()
+        (workdir / "train.py").write_text(textwrap.dedent(SCRIPT))
+
+    def ask(self, question: Callable[[Client], T]) -> T:
+        """The leader's answer, whoever that is when it comes: on a busy machine a lease may lapse at any time."""
+
+        def answers() -> list[T]:
+            for manager in self._managers:
+                if manager.is_up:
+                    with suppress(VarunaError), manager.client() as client:
+                        if client.ready():
+                            return [question(client)]
+            return []
+
+        return wait_until(answers, "a leader's answer")[0]
+
+    def begin(self) -> None:
+        wait_until(lambda: self.ask(lambda client: all_ready(client, 2)), "two VMs")
+        spec = {"name": "small", "workdir": str(self._workdir), "run": "python train.py", "global_batch": 4}
+        self.ask(lambda client: client.submit(spec, idempotency_key="small"))
+        self.reach(3)
+        self._generations = self.ask(lambda client: client.generations("small"))
+
+    def reach(self, step: int) -> None:
+        """Wait until a leader knows of this step."""
+        wait_until(lambda: self.ask(lambda client: client.job("small")["step"]) >= step, f"step {step}")
+
+    def step(self) -> int:
+        """The newest that any rank has printed."""
+        texts = [path.read_text() for path in self._vms.glob("*/jobs/*/g*/rank*.log")]
+        return max((int(step) for text in texts for step in re.findall(r"^step (\d+)$", text, re.MULTILINE)), default=0)
+
+    def go_on(self, steps: int = 20) -> int:
+        """Wait for so many more steps, whoever listens; the newest."""
+        at_least = self.step() + steps
+        wait_until(lambda: self.step() >= at_least, f"{steps} steps")
+        return at_least
+
+    def end(self) -> None:
+        """Tell it to end, and check that nothing was lost, nor done twice."""
+        last = self.step() + 50
+        (self._workdir / "end.part").write_text(str(last))
+        (self._workdir / "end.part").rename(self._workdir / "end")
+        over = ("succeeded", "failed", "cancelled")
+        wait_until(lambda: self.ask(lambda client: client.job("small")["state"]) in over, "the job's end")
+        job = self.ask(lambda client: client.job("small"))
+        after = self.ask(lambda client: client.generations("small"))
+        assert (job["state"], job["error"]) == ("succeeded", None)
+        assert len(self._generations) == len(after) == 2, "calibration, and one training generation for all of it"
+        assert after[-1]["placement"] == self._generations[-1]["placement"]
+        metrics = self.ask(lambda client: client.metrics("small"))
+        assert [metric["step"] for metric in metrics] == list(range(1, last + 1))
+        assert all(metric["loss"] is not None for metric in metrics)
+        pids = [worker["pid"] for generation in after for worker in generation["workers"]]
+        wait_until(lambda: not any(map(runs, pids)), "the workers' end")
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_training_goes_on_while_the_manager_is_dead_and_is_adopted_by_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "managers"
     folder.mkdir()
     with DemoProcesses(tmp_path) as processes:
         manager = RestartableManager(processes, folder, "--vms", "2")
+        training = Training([manager], folder / "vms", tmp_path / "work")
         manager.start()
-        yield manager
+        training.begin()
+        manager.kill()
+        meanwhile = training.go_on()
+        manager.start()
+        training.reach(meanwhile)
+        training.end()
 
 
-def steps_in_logs(manager: RestartableManager) -> int:
-    """The newest step that any rank has printed."""
-    texts = [path.read_text() for path in manager.folder.glob("vms/*/jobs/*/g*/rank*.log")]
-    return max((int(step) for text in texts for step in re.findall(r"^step (\d+)$", text, re.MULTILINE)), default=0)
+@contextmanager
+def two_managers(tmp_path: Path, database_url: str) -> Iterator[list[RestartableManager]]:
+    """On one machine and one PostgreSQL. Whichever leads starts the VMs, whose agents know both."""
+    ports = free_ports(2)
+    shared = [
+        *("--database-url", database_url, "--local-dir", str(tmp_path / "managers")),
+        *("--managers", ",".join(f"127.0.0.1:{port}" for port in ports)),
+        *("--default-checkpoint-url", str(tmp_path / "checkpoints"), "--leader-lease-s", str(LEASE_S)),
+    ]
+    with DemoProcesses(tmp_path) as processes:
+        managers = []
+        for name, port in zip(("first", "second"), ports, strict=True):
+            folder = tmp_path / name
+            folder.mkdir()
+            managers.append(RestartableManager(processes, folder, *shared, "--vms", "2", "--grpc-port", str(port)))
+        yield managers
 
 
-def test_training_goes_on_while_the_manager_is_dead_and_is_adopted_by_the_next(
-    manager: RestartableManager, tmp_path: Path
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_another_manager_leads_when_the_leader_dies_or_stands_still_and_training_goes_on(
+    tmp_path: Path, postgres_url: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    with manager.client() as client:
-        wait_until(lambda: all_ready(client, 2), "two VMs")
-        client.submit({"name": "small", "workdir": str(tmp_path), "run": "python train.py", "global_batch": 4})
-        wait_until(lambda: client.job("small")["step"] >= 3, "three steps")
-        before = client.generations("small")
-    manager.kill()
-    at_death = steps_in_logs(manager)
-    wait_until(lambda: steps_in_logs(manager) >= at_death + 20, "steps without a manager")
-    manager.start()
-    with manager.client() as client:
-        wait_until(lambda: client.job("small")["step"] >= at_death + 20, "the steps that were made meanwhile")
-        adopted = client.generations("small")
-        last = steps_in_logs(manager) + 50
-        (tmp_path / "end.part").write_text(str(last))
-        (tmp_path / "end.part").rename(tmp_path / "end")
-        wait_until(lambda: client.job("small")["state"] not in ("queued", "running"), "the job's end")
-        job, after = client.job("small"), client.generations("small")
-        assert (job["state"], job["error"]) == ("succeeded", None)
-        assert len(before) == len(adopted) == len(after) == 2, "calibration, and one training generation for all of it"
-        assert after[-1]["placement"] == before[-1]["placement"]
-        assert [metric["step"] for metric in client.metrics("small")] == list(range(1, last + 1))
-        assert all(metric["loss"] is not None for metric in client.metrics("small"))
+    with two_managers(tmp_path, postgres_url) as managers:
+        training = Training(managers, tmp_path / "managers" / "vms", tmp_path / "work")
+        managers[0].start()
+        managers[1].start(leads=False)
+        training.begin()
+
+        leader, other = in_their_roles(managers)
+        leader.kill()
+        wait_until(other.leads, "the other to lead")
+        meanwhile = training.go_on()
+        leader.start(leads=False)
+        training.reach(meanwhile)
+
+        leader, other = in_their_roles(managers)
+        leader.stand_still()
+        wait_until(other.leads, "the other to lead again")
+        with ask_while_it_stands_still(leader) as answer:
+            leader.go_on()
+            assert answer().startswith(b"HTTP/1.1 503"), "its lease is over"
+        in_their_roles(managers)
+        training.reach(training.go_on())
+        assert training.ask(lambda client: client.fleet())["target"] == 2
+        training.end()
+
+
+def in_their_roles(managers: Sequence[RestartableManager]) -> tuple[RestartableManager, RestartableManager]:
+    """(the leader, the other), once the other reads from the store and refuses a change with the leader's address."""
+    first, second = managers
+
+    def found() -> tuple[RestartableManager, RestartableManager] | None:
+        for leader, other in ((first, second), (second, first)):
+            with suppress(httpx.TransportError):
+                change = httpx.put(f"{other.url}/api/v1/fleet", json={"target": 2}, trust_env=False, timeout=20)
+                read = httpx.get(f"{other.url}/api/v1/jobs", trust_env=False, timeout=20)
+                if change.status_code == 503 and change.json().get("leader") == leader.url and leader.leads():
+                    assert change.headers["Retry-After"]
+                    assert [job["name"] for job in read.json()] == ["small"]
+                    return leader, other
+        return None
+
+    return wait_until(found, "one to lead and one to stand by")
+
+
+@contextmanager
+def ask_while_it_stands_still(manager: RestartableManager) -> Iterator[Callable[[], bytes]]:
+    """Change something by a manager that does not run now: the first thing that it finds when it goes on."""
+    url = httpx.URL(manager.url)
+    with socket.create_connection((url.host, url.port), timeout=60) as connection:
+        body = '{"target": 7}'
+        head = f"PUT /api/v1/fleet HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        yield lambda: connection.recv(4096)

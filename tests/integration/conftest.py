@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from scripted_manager import RunningManager
+from secure_world import IDLE_VM, SecureManager, secure_manager, wait_until
 from training_world import Zygote
 
 torch.set_num_threads(1)  # two for so small a model, on cores that other tests use too, only wait for each other
@@ -18,3 +21,19 @@ def zygote() -> Iterator[Zygote]:
     process = Zygote()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureManager]:
+    """A manager with --secure and two VMs whose processes do nothing: the tests speak for them."""
+    flags = ("--agent-command", IDLE_VM, "--suspect-after-s", "600", "--max-body-bytes", "20000")
+    with secure_manager(tmp_path_factory.mktemp("secure"), "--vms", "2", *flags) as manager:
+        wait_until(lambda: len(manager.vms()) == 2, "two VMs")
+        yield manager
+
+
+@pytest.fixture
+async def manager(tmp_path: Path) -> AsyncIterator[RunningManager]:
+    running = RunningManager(tmp_path / "data")
+    yield running
+    await running.close()

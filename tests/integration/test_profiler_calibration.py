@@ -90,6 +90,26 @@ def test_one_process_measures_every_section() -> None:
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_what_every_stage_takes_counts_once_for_a_stage_and_not_for_each_section(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    everywhere_us = 3000.0
+    really_forward = TinyLanguageModel.forward
+
+    def forward(self: TinyLanguageModel, tokens: Tensor, targets: Tensor) -> Tensor:
+        until_s = time.thread_time() + everywhere_us / 1e6
+        while time.thread_time() < until_s:
+            pass
+        return really_forward(self, tokens, targets)
+
+    monkeypatch.setattr(TinyLanguageModel, "forward", forward)
+    profile = profile_alone(micro_batches=[1])
+    # Of forwards alone, and told as the same for forwards and backwards.
+    assert profile.stage_overhead_us > 0.8 * everywhere_us / 2
+    in_all_us = sum(each.forward_us for each in profile.at(1)) / float(profile.environment["sharing"])
+    assert in_all_us < (BLOCKS + 1) * everywhere_us / 2
+
+
 def test_bytes_are_those_of_the_model() -> None:
     profile = profile_alone(micro_batches=[1, 4])
     assert profile.micro_batches == (1, 4)
@@ -163,7 +183,7 @@ def test_sections_that_cannot_all_stay_on_the_device_are_measured_too(
     really_build = measuring.SectionMeter
 
     def build(*arguments: Any) -> SectionMeter:
-        built.append(arguments[2])
+        built.append(arguments[2].start)
         return really_build(*arguments)
 
     monkeypatch.setattr(measuring, "SectionMeter", build)

@@ -126,7 +126,7 @@ def test_a_loss_costs_what_was_not_saved_the_notice_and_a_launch() -> None:
 def test_growth_ends_the_mini_batch_saves_and_loses_nothing() -> None:
     trace = parse_trace("0,add,a\n0,add,b\n60000,add,c\n60000,add,d\n300000,remove,a\n")
 
-    found = job_module.Job(trace, plans, COSTS, all_policies(trace)["manager"]).replay()
+    found = job_module.Job(trace, plans, COSTS, all_policies(trace)["manager, saves at 1 %"]).replay()
 
     # 15 s a mini-batch from 20 s on: at 62 s (settled) the third is under way, which ends at 65; saved at 72.
     assert found.growths == 1
@@ -140,7 +140,7 @@ def test_the_manager_does_not_grow_for_less_than_its_ratio_and_greedy_does() -> 
         "\n".join([*(f"0,add,n{i}" for i in range(50)), "500000,add,x", "500000,add,y", "900000,remove,n0"])
     )
 
-    manager = job_module.Job(trace, plans, COSTS, all_policies(trace)["manager"]).replay()
+    manager = job_module.Job(trace, plans, COSTS, all_policies(trace)["manager, saves at 1 %"]).replay()
     greedy = job_module.Job(trace, plans, COSTS, all_policies(trace)["greedy"]).replay()
 
     assert (manager.growths, greedy.growths) == (0, 1)

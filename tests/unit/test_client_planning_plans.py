@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def ask(profile: Path, *more: object) -> dict[str, Any]:
 def test_the_document_has_the_best_plan_and_the_candidates(profile: Path) -> None:
     found = ask(profile)
 
-    assert set(found) == {"best", "candidates", "elapsed_ms"}
+    assert set(found) == {"best", "candidates", "candidates_left_out", "elapsed_ms"}
     best = found["best"]
     assert {"p", "d", "micro_batch", "stages", "policy", "predicted_minibatch_s", "examples_per_s"} <= set(best)
     assert len(best["stages"]) == best["p"]
@@ -69,6 +70,19 @@ def test_the_document_has_the_best_plan_and_the_candidates(profile: Path) -> Non
     first = found["candidates"][0]
     assert set(first) == {"p", "d", "micro_batch", "predicted_minibatch_s", "fits", "reason"}
     assert (first["p"], first["d"], first["reason"]) == (best["p"], best["d"], "the fastest")
+
+
+def test_the_best_few_of_each_number_of_stages_are_told_and_how_many_are_not(profile: Path) -> None:
+    few, every = ask(profile), ask(profile, "--all-candidates")
+
+    assert every["candidates_left_out"] == 0
+    assert few["candidates_left_out"] == len(every["candidates"]) - len(few["candidates"]) > 0
+    expected, of_each_p = [], Counter[int]()
+    for candidate in every["candidates"]:
+        of_each_p[candidate["p"]] += 1
+        if of_each_p[candidate["p"]] <= 4:
+            expected.append(candidate)
+    assert few["candidates"] == expected
 
 
 def test_memory_and_policy_are_heeded(profile: Path) -> None:
@@ -84,7 +98,7 @@ def test_memory_and_policy_are_heeded(profile: Path) -> None:
 def test_a_hazard_adds_what_to_expect(profile: Path) -> None:
     found = ask(profile, "--hazard", 0.6, "--morph-s", 60)
 
-    assert set(found) == {"best", "candidates", "elapsed_ms", "liveput"}
+    assert set(found) == {"best", "candidates", "candidates_left_out", "elapsed_ms", "liveput"}
     liveput = found["liveput"]
     assert 0 < liveput["expected_examples_per_s"] < found["best"]["examples_per_s"]
     assert liveput["ranked"][0]["p"] == found["best"]["p"]

@@ -1,0 +1,230 @@
+"""Simulated agents for the control plane's benchmark; run as a process of their own by `_control_plane_world`.
+
+Each has the real agent's link to the manager (its own channel, so its own connection, and its redialling with jittered
+backoff) and says what a real one with one worker would say: Hello with the worker that runs, heartbeats with its step
+and times, and, where it is rank 0, the steps of its generation as reports. Only the VM and the worker are not there.
+
+With `--pki` each dials over mutual TLS, with a certificate of its own. Commands come as lines on stdin ("connected",
+"reset", "tell", "end"); the answer to each but the last is a line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import structlog
+from _control_plane_store import ENROLMENT, RANKS_PER_JOB, job_id, vm_id
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from varuna_agent.identity import AgentIdentity, VmCertificate
+from varuna_agent.manager_link import Backoff, ManagerLink
+from varuna_manager.services.authority import AgentSubject, open_authority
+from varuna_proto.v1 import agent_pb2 as pb
+
+_SPREAD_S = 10.0
+"""At first, agents dial over so long: a fleet's machines do not boot in the same moment."""
+
+
+class Tally:
+    """What the agents of this process have seen, in seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.handled_s: list[float] = []
+        """Of heartbeats: from handing them to the stream to their acknowledgement."""
+        self.welcomed_s: list[float] = []
+        """Of streams: from Hello to Welcome."""
+        self.dials = 0
+        self.connected: set[int] = set()
+        self.lost: list[str] = []
+        """Why streams ended."""
+        self.last_welcome_at = 0.0
+
+    def reset(self) -> None:
+        self.handled_s, self.welcomed_s, self.lost, self.dials = [], [], [], 0
+
+
+class SimulatedAgent:
+    """One VM's agent, with one worker of a training generation that goes on for ever."""
+
+    def __init__(
+        self,
+        number: int,
+        address: str,
+        with_worker: bool,
+        tally: Tally,
+        chance: random.Random,
+        identity: AgentIdentity | None,
+    ) -> None:
+        self._number = number
+        self._tally = tally
+        self._chance = chance
+        self._link = ManagerLink(address, Backoff(0.1, 5.0, chance), self, identity)
+        self._with_worker = with_worker
+        self._rank = number % RANKS_PER_JOB
+        self._sequence = self._step = self._report = 0
+        self._sent_at: dict[int, float] = {}
+        self._interval_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._hello_at = 0.0
+
+    async def run(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await self._link.run()
+
+    # ------------------------------------------------------------ what the link tells
+
+    def opened(self) -> None:
+        self._tally.dials += 1
+        self._sent_at.clear()
+        self._hello_at = time.monotonic()
+        hello = pb.Hello(
+            vm_id=vm_id(self._number),
+            incarnation=f"simulated-{self._number}",
+            agent_version="benchmark",
+            host="127.0.0.1",
+            gpus=1,
+            device_memory_bytes=2**34,
+            rendezvous_port=20_000 + self._number % 40_000,
+        )
+        if self._with_worker:
+            hello.workers.add(job_id=self._job, generation=1, rank=self._rank, step=self._step)
+            hello.seen_generations.add(job_id=self._job, generation=1)
+        self._link.send(pb.AgentMessage(hello=hello))
+
+    def received(self, message: pb.ManagerMessage) -> None:
+        now = time.monotonic()
+        match message.WhichOneof("body"):
+            case "welcome":
+                self._tally.welcomed_s.append(now - self._hello_at)
+                self._tally.connected.add(self._number)
+                self._tally.last_welcome_at = now
+                self._interval_s = message.welcome.heartbeat_interval_s
+                self._beat_after(self._interval_s * self._chance.random())
+            case "ack":
+                sent_at = self._sent_at.pop(message.ack.heartbeat_sequence, None)
+                if sent_at is not None:
+                    self._tally.handled_s.append(now - sent_at)
+            case "refused":
+                self._tally.lost.append(f"refused: {message.refused.reason}")
+            case "stop" | "launch" | "drain" as unwanted:
+                self._tally.lost.append(f"told to {unwanted}: {message}")
+
+    def closed(self, reason: str) -> None:
+        self._tally.connected.discard(self._number)
+        self._tally.lost.append(reason)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # ------------------------------------------------------------ what it says
+
+    @property
+    def _job(self) -> str:
+        return job_id(self._number // RANKS_PER_JOB)
+
+    def _beat_after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._beat)
+
+    def _beat(self) -> None:
+        self._beat_after(self._interval_s)
+        self._sequence += 1
+        self._step += 1
+        heartbeat = pb.Heartbeat(sequence=self._sequence, rendezvous_port=20_000 + self._number % 40_000)
+        if self._with_worker:
+            heartbeat.workers.add(
+                job_id=self._job,
+                generation=1,
+                rank=self._rank,
+                step=self._step,
+                forward_us=self._chance.randint(9_900, 10_100),
+                backward_us=self._chance.randint(19_900, 20_100),
+                memory_bytes=2**33,
+                wait_us=1_000,
+            )
+        self._sent_at[self._sequence] = time.monotonic()
+        self._link.send(pb.AgentMessage(heartbeat=heartbeat))
+        if self._with_worker and self._rank == 0:
+            self._report_step()
+
+    def _report_step(self) -> None:
+        self._report += 1
+        result = pb.StepResult(step=self._step, loss=1.0 / self._step, step_us=1_000_000, examples=8192)
+        done = pb.StepsCompleted(job_id=self._job, generation=1, steps=[result])
+        self._link.send(pb.AgentMessage(report=pb.Report(number=self._report, steps_completed=done)))
+
+
+async def _serve(given: argparse.Namespace) -> None:
+    """Run the agents, and answer the commands until "end"."""
+    tally = Tally()
+    identities = _identities(given.pki, range(given.first, given.first + given.count))
+    agents = [
+        SimulatedAgent(number, given.address, number < given.working, tally, random.Random(number), identity)
+        for number, identity in identities.items()
+    ]
+    tasks = [asyncio.create_task(agent.run(_SPREAD_S * i / len(agents))) for i, agent in enumerate(agents)]
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := (await reader.readline()).decode().split():
+        match line:
+            case ["connected"]:
+                await _answer({"connected": len(tally.connected)})
+            case ["reset"]:
+                tally.reset()
+                await _answer({})
+            case ["tell"]:
+                await _answer(
+                    {
+                        "handled_s": tally.handled_s,
+                        "welcomed_s": tally.welcomed_s,
+                        "lost": tally.lost,
+                        "dials": tally.dials,
+                        "connected": len(tally.connected),
+                        "last_welcome_at": tally.last_welcome_at,
+                    }
+                )
+            case _:
+                break
+    for task in tasks:
+        task.cancel()
+
+
+def _identities(pki: Path | None, numbers: range) -> dict[int, AgentIdentity | None]:
+    """By the agent's number; one key does for all."""
+    if pki is None:
+        return dict.fromkeys(numbers)
+    authority, key = open_authority(pki), ec.generate_private_key(ec.SECP256R1())
+    formats = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    key_pem, ca_pem = key.private_bytes(*formats).decode(), authority.ca_pem.decode()
+    found: dict[int, AgentIdentity | None] = {}
+    for number in numbers:
+        subject = AgentSubject(vm_id(number), ENROLMENT)
+        pem = authority.agent_certificate(key.public_key(), subject, timedelta(days=1)).decode()
+        certificate = VmCertificate(key_pem=key_pem, certificate_pem=pem, ca_pem=ca_pem, token_id=ENROLMENT)
+        found[number] = AgentIdentity(certificate, pki / f"{number}.json", random.Random(number))
+    return found
+
+
+async def _answer(document: dict[str, object]) -> None:
+    print(json.dumps(document), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--first", type=int, required=True, help="number of the first of these agents")
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--working", type=int, required=True, help="agents with a worker: those of lower numbers")
+    parser.add_argument("--pki", type=Path, help="folder of the manager's authority; default: without TLS")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""`decide`: how long the job controller takes to look at a whole fleet, and what that needs of memory.
+
+The store holds the VMs and jobs, every VM was heard a moment ago, no decision is to be made: that is what the manager
+does again and again. One look is `load` (the store, and what is known of each VM, as the decisions' views), then every
+job's decision, then the comparison of what each agent should have been told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _control_plane_store import RANKS_PER_JOB, fill, job_id, sqlite_url, vm_id
+from rich.table import Table
+
+from varuna_manager.controllers.job_controller import JobController
+from varuna_manager.controllers.job_view import SnapshotLoader
+from varuna_manager.db.engine import Database
+from varuna_manager.domain.observed import Rules
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.rates import RateService
+from varuna_manager.services.sessions import AgentSession, AgentSessions
+from varuna_manager.services.stacks import StackService
+from varuna_manager.services.vm_registry import Health, VmRegistry
+
+TARGET_MS = 100.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--vms", type=int, default=10_000)
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=15)
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        fill(sqlite_url(Path(folder)), given.vms, given.jobs, "local")
+        return asyncio.run(_measure(Path(folder), given))
+
+
+async def _measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    database = Database(sqlite_url(folder))
+    registry, sessions, rules = VmRegistry(), AgentSessions(), Rules(hang_minimum_s=1e9)
+    for number in range(given.vms):
+        job, rank = divmod(number, RANKS_PER_JOB)
+        workers = [Health(job_id=job_id(job), generation=1, rank=rank, step=1)] if job < given.jobs else []
+        registry.hello(vm_id(number), rendezvous_port=20_000, workers=workers)
+        sessions.open(AgentSession(vm_id(number), "simulated", [(w.job_id, 1) for w in workers]))
+    loader = SnapshotLoader(database, registry, rules)
+    planning = PlanningService(cache_dir=folder / "numba")
+    bell = Bell()
+    rates, stacks = RateService(bell, cache_dir=folder / "numba"), StackService(database, sessions, bell)
+    events = EventLog(database)
+    controller = JobController(
+        database, loader, registry, sessions, planning, rates, stacks, events, rules, folder, "", 0.5
+    )
+    before = psutil.Process().memory_info().rss
+    await controller.reconcile()  # the first: compiles queries, plans once
+    loads, looks = [], []
+    for _ in range(given.rounds):
+        began = time.perf_counter()
+        snapshot = await loader.load()
+        loaded = time.perf_counter()
+        del snapshot
+        again = time.perf_counter()
+        await controller.reconcile()
+        looks.append((time.perf_counter() - again) * 1e3)
+        loads.append((loaded - began) * 1e3)
+    await rates.close()
+    memory = psutil.Process().memory_info().rss - before
+    await database.close()
+    return {
+        "vms": given.vms,
+        "jobs": given.jobs,
+        "load_ms": {"least": min(loads), "median": statistics.median(loads)},
+        "look_ms": {"least": min(looks), "median": statistics.median(looks), "most": max(looks)},
+        "memory_mb": memory / 1e6,
+        "target_ms": TARGET_MS,
+    }
+
+
+def table(report: dict[str, Any]) -> Table:
+    shown = Table("what", "least ms", "median ms", title=f"{report['vms']:,} VMs, {report['jobs']} jobs")
+    shown.add_row("load", *(f"{report['load_ms'][key]:.0f}" for key in ("least", "median")))
+    shown.add_row("load, decide, compare", *(f"{report['look_ms'][key]:.0f}" for key in ("least", "median")))
+    shown.caption = (
+        f"{report['memory_mb']:.0f} MB more than before the first look; to reach: {report['target_ms']:g} ms"
+    )
+    return shown

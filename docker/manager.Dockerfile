@@ -1,0 +1,28 @@
+# The manager. Build from the repository's root: docker build -f docker/manager.Dockerfile -t varuna-manager .
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY proto proto
+COPY varuna_runtime varuna_runtime
+COPY agent agent
+COPY manager manager
+RUN python -m venv /opt/varuna \
+    && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt '.[manager,azure]'
+# Compiled here, once, the planner answers its first question at once.
+ENV NUMBA_CACHE_DIR=/opt/varuna/numba
+RUN /opt/varuna/bin/python -c 'from varuna_planner.auto_config import warm_up; warm_up()'
+
+FROM python:${PYTHON}-slim
+RUN useradd --uid 10001 --create-home --home-dir /data varuna
+COPY --from=build /opt/varuna /opt/varuna
+ENV PATH=/opt/varuna/bin:$PATH PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/opt/varuna/numba
+USER 10001
+WORKDIR /data
+VOLUME /data
+EXPOSE 8750 8751
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
+    CMD ["python", "-c", "import ssl, urllib.request as u; u.urlopen('https://127.0.0.1:8750/healthz', context=ssl._create_unverified_context(), timeout=4)"]
+ENTRYPOINT ["varuna"]
+CMD ["manager", "--data-dir", "/data", "--host", "0.0.0.0"]

@@ -1,0 +1,235 @@
+"""A VM without a machine: the real state machine of the agent, its stream and its workers' processes played."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from simulated_training import KILLED, SimulatedWorker, Training
+from varuna_agent.state import AgentState, Identity, WorkerKey
+from varuna_agent.state import stimuli as agent
+from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.v1 import worker_pb2 as w
+from virtual_time import VirtualTime
+
+if TYPE_CHECKING:
+    from simulated_manager import ManagerEnd
+
+MANAGER_SILENT_S = (0.05, 4.0)
+REDIAL_S = (0.05, 5.0)
+
+
+class Stream:
+    """One connection: what is under way when it breaks is lost; each end learns of it in its own time."""
+
+    def __init__(self, vm: SimulatedVm, time: VirtualTime, chance: Random) -> None:
+        self.vm = vm
+        self.is_open = True
+        self._time, self._chance = time, chance
+        self._arrived = {"up": 0.0, "down": 0.0}
+
+    def carry(self, way: str, deliver: Callable[[], None]) -> None:
+        """After the network's latency, in the order of sending."""
+        at = max(self._time.now + self._chance.uniform(0.001, 0.05), self._arrived[way])
+        self._arrived[way] = at
+        self._time.at(at, lambda: deliver() if self.is_open and self.vm.reachable else None)
+
+
+class SimulatedVm:
+    """`manager`: the manager's end of streams, while there is one."""
+
+    def __init__(
+        self,
+        vm_id: str,
+        incarnation: str,
+        gpus: int,
+        time: VirtualTime,
+        chance: Random,
+        training: Training,
+        manager: ManagerEnd,
+    ) -> None:
+        self.vm_id = vm_id
+        self.gpus = gpus
+        self.alive = True
+        self.reachable = True
+        """Whether there is a network between it and the manager."""
+        self.workers: dict[WorkerKey, SimulatedWorker] = {}
+        self.stream: Stream | None = None
+        self._time, self._chance, self._training, self._manager = time, chance, training, manager
+        self._wake_at = float("inf")
+        self._next_port = 20_000
+        self._handling = False
+        self._events: list[agent.Event] = []
+        self._remembered: dict[str, int] = {}
+        self._begin(incarnation)
+
+    def _begin(self, incarnation: str) -> None:
+        """A new agent process, with what the one before has written down."""
+        identity = Identity(
+            vm_id=self.vm_id,
+            incarnation=incarnation,
+            version="simulated",
+            host="127.0.0.1",
+            gpus=self.gpus,
+            device_memory_bytes=16 * 2**30,
+            device="cuda",
+        )
+        self.state = AgentState(identity, seen=self._remembered)
+
+    # ------------------------------------------------------------ the agent's shell
+
+    def boot(self) -> None:
+        self._open_rendezvous()
+        self.dial()
+
+    def handle(self, event: agent.Event) -> None:
+        """As the runner does: events that arise while instructions are carried out come after them."""
+        self._events.append(event)
+        if self._handling or not self.alive:
+            return
+        self._handling = True
+        try:
+            while self._events and self.alive:
+                for instruction in self.state.handle(self._events.pop(0), self._time.now):
+                    self._carry_out(instruction)
+        finally:
+            self._handling = False
+        self._set_timer()
+
+    def say(self, key: WorkerKey, message: w.WorkerMessage) -> None:
+        if self.alive and key in self.workers:
+            self.handle(agent.WorkerSaid(key, message))
+
+    def _set_timer(self) -> None:
+        deadline = self.state.next_deadline()
+        if deadline is not None and deadline < self._wake_at:
+            self._wake_at = max(deadline, self._time.now)
+            wake_at = self._wake_at
+            self._time.at(wake_at, lambda: self._wake(wake_at))
+
+    def _wake(self, wake_at: float) -> None:
+        if wake_at != self._wake_at or not self.alive:
+            return  # a later timer has taken its place
+        self._wake_at = float("inf")
+        deadline = self.state.next_deadline()
+        if deadline is not None and deadline <= self._time.now:
+            self.handle(agent.Tick())
+        else:
+            self._set_timer()
+
+    def _carry_out(self, instruction: agent.Instruction) -> None:
+        match instruction:
+            case agent.Send(message):
+                self._send(message)
+            case agent.StartWorker():
+                self._start(instruction)
+            case agent.KillWorker(key, _):
+                worker = self.workers[key]
+                self._time.after(0.01, lambda: self._training.end(worker, KILLED))
+            case agent.TellWorkerToLeave(key, mode, _):
+                self._training.told_to_leave(self.workers[key], mode)
+            case agent.ClaimRendezvous():
+                self._time.after(0.0, self._open_rendezvous)
+            case agent.HangUp(reason):
+                self._close(reason)
+            case agent.ExitAgent():
+                self.end()
+            case agent.Remember(seen):
+                self._remembered = dict(seen)
+            case agent.ReleaseRendezvous() | agent.ReadLogs() | agent.ReadStacks() | agent.Prepare():
+                pass
+
+    def _open_rendezvous(self) -> None:
+        self._next_port += 1
+        self.handle(agent.RendezvousOpened(self._next_port))
+
+    # ------------------------------------------------------------ workers
+
+    def _start(self, start: agent.StartWorker) -> None:
+        key = start.key
+        running = [worker for worker in self.workers.values() if worker.alive]
+        devices = {worker.start.environment.local_rank for worker in running}
+        assert start.environment.local_rank not in devices, f"{key}: device in use on VM {self.vm_id}"
+        others = {worker.key.generation for worker in running if worker.key.job_id == key.job_id}
+        assert others <= {key.generation}, f"{key} beside generations {others} on VM {self.vm_id}"
+        worker = SimulatedWorker(key=key, start=start, vm=self)
+        self.workers[key] = worker
+        self._training.start(worker)
+
+    def process_ended(self, worker: SimulatedWorker, code: int) -> None:
+        del self.workers[worker.key]
+        if worker.connected:
+            self.handle(agent.WorkerDisconnected(worker.key))
+        self.handle(agent.ProcessEnded(worker.key, code, ""))
+
+    def end(self) -> None:
+        """The machine is gone, with all that ran on it."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._break()
+        for worker in list(self.workers.values()):
+            self._training.lost(worker)
+        self.workers.clear()
+
+    def restart_agent(self) -> None:
+        """SIGKILL to the agent, whose workers go with it; the machine starts another."""
+        self._break()
+        for worker in list(self.workers.values()):
+            self._training.lost(worker)
+        self.workers.clear()
+        self._events.clear()
+        self._begin(f"{self.state.identity.incarnation}+")
+        self._wake_at = float("inf")
+        self._time.after(self._chance.uniform(0.5, 3.0), self.boot)
+
+    # ------------------------------------------------------------ the stream
+
+    def dial(self) -> None:
+        if not self.alive or self.stream is not None:
+            return
+        if not self.reachable or not self._manager.is_up:
+            self._time.after(self._chance.uniform(*REDIAL_S), self.dial)
+            return
+        self.stream = Stream(self, self._time, self._chance)
+        self.handle(agent.StreamOpened())
+
+    def _send(self, message: pb.AgentMessage) -> None:
+        stream = self.stream
+        if stream is not None:
+            stream.carry("up", lambda: self._manager.received(stream, message))
+
+    def hear(self, stream: Stream, message: pb.ManagerMessage) -> None:
+        if self.stream is stream:
+            self.handle(agent.ManagerSaid(message))
+
+    def _close(self, reason: str) -> None:
+        """The agent's end of the stream closes; it dials again after a while."""
+        if self._break():
+            self.handle(agent.StreamClosed(reason))
+            self._time.after(self._chance.uniform(*REDIAL_S), self.dial)
+
+    def _break(self) -> bool:
+        """The stream is no more, which the manager sees in its own time; whether there was one."""
+        stream, self.stream = self.stream, None
+        if stream is not None and stream.is_open:
+            stream.is_open = False
+            self._time.after(self._chance.uniform(*MANAGER_SILENT_S), lambda: self._manager.broke(stream))
+        return stream is not None
+
+    def stream_ended(self, stream: Stream) -> None:
+        """The manager's end has closed."""
+        if self.stream is stream and self.alive:
+            stream.is_open = False
+            self._close("the manager closed the stream")
+
+    def notice(self, notice_id: str, seconds_left: float) -> None:
+        self.handle(agent.NoticeSeen(notice_id, seconds_left, "simulated"))
+
+    def break_stream(self) -> None:
+        """The connection is reset."""
+        self._close("reset")
+
+    def reach_again(self) -> None:
+        self.reachable = True

@@ -1,0 +1,187 @@
+"""Generations without progress, and whom everyone waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from decision_views import NOW, RULES, decide, generation, job, kinds, plan_for, vm, worker
+
+from varuna_manager.domain.hang import find_suspect
+from varuna_manager.domain.observed import (
+    AskStacks,
+    GenerationView,
+    JobView,
+    NoteHang,
+    Quarantine,
+    RankStack,
+    Stacks,
+    StopGeneration,
+    Suspect,
+)
+from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
+from varuna_manager.domain.states import EndCause, ExitCause, StopMode
+
+LIB = "/usr/lib/python3.11"
+WAITS = f'''Thread 0x00007f01 (most recent call first):
+  File "/site-packages/varuna/pipeline/transport.py", line 221 in _wait
+  File "{LIB}/threading.py", line 982 in run
+
+Current thread 0x00007f02 (most recent call first):
+  File "{LIB}/threading.py", line 331 in wait
+  File "/site-packages/varuna/departure.py", line 118 in wait_until
+  File "/site-packages/varuna/pipeline/engine.py", line 256 in _choose_or_wait
+  File "/home/u/train.py", line 40 in <module>
+'''
+READS = f'''Thread 0x00007f01 (most recent call first):
+  File "/site-packages/varuna/pipeline/transport.py", line 221 in _wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "{LIB}/socket.py", line 706 in readinto
+  File "/home/u/data.py", line 12 in read
+  File "/home/u/train.py", line 40 in <module>
+'''
+RENDEZVOUS = """Current thread 0x00007f02 (most recent call first):
+  File "/site-packages/torch/distributed/store.py", line 3 in get
+  File "/site-packages/varuna/launch.py", line 220 in _connect
+"""
+
+
+def hanging(*steps: int | None, last_step: int | None = 5) -> GenerationView:
+    """A generation of a VM for each rank, without progress for long."""
+    workers = [worker(rank, "abcd"[rank], step=step) for rank, step in enumerate(steps)]
+    return generation(*workers, progress_at=NOW - 31, last_step=last_step)
+
+
+def told(*answers: RankStack | None, asked_at: float = NOW) -> Stacks:
+    found = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+    return Stacks(generation=2, asked_at=asked_at, answers=found)
+
+
+def looks_like_a_hang(view: JobView, names: str = "a", now: float = NOW) -> bool:
+    decision = decide(view, *map(vm, names), now=now)
+    assert kinds(decision) in ([], [AskStacks])
+    return bool(decision.actions)
+
+
+# ---------------------------------------------------------------- when
+
+
+def test_no_progress_is_a_hang() -> None:
+    quick = generation(worker(0, "a"), progress_at=NOW - 31)
+    assert looks_like_a_hang(job(quick))
+    assert not looks_like_a_hang(job(replace(quick, progress_at=NOW - 29)))
+    slow = replace(quick, plan=replace(plan_for(1), predicted_minibatch_s=10.0))
+    assert not looks_like_a_hang(job(slow))
+    starting = generation(worker(0, "a"), progress_at=NOW - 31, last_step=None)
+    assert not looks_like_a_hang(job(starting))
+
+
+def test_a_limit_that_was_too_short_for_an_evaluation_is_stretched() -> None:
+    quick = job(generation(worker(0, "a"), progress_at=NOW - 31))
+    assert looks_like_a_hang(quick)
+    hang = PastGeneration(cause=EndCause.HANG, reason="hang", last_step=5, ended_at=NOW)
+    assert count_setbacks([hang]).hangs == 1
+    again = replace(quick, setbacks=Setbacks(hangs=1))
+    assert not looks_like_a_hang(again)
+    assert looks_like_a_hang(again, now=NOW + 30)
+
+
+def test_who_writes_the_result_while_others_have_finished_is_not_hanging() -> None:
+    writing = generation(worker(0, "a"), worker(1, "b", ExitCause.FINISHED), progress_at=NOW - 60)
+    assert not looks_like_a_hang(job(writing), "ab")
+    assert looks_like_a_hang(job(writing), "ab", now=NOW + RULES.finish_timeout_s)
+
+
+def test_a_first_step_may_take_some_mini_batches_more() -> None:
+    plan = replace(plan_for(1), predicted_minibatch_s=150.0)
+    fresh = generation(worker(0, "a"), plan=plan, last_step=None, progress_at=NOW - 700)
+    assert not looks_like_a_hang(job(fresh))
+    assert looks_like_a_hang(job(replace(fresh, progress_at=NOW - 900)))
+
+
+# ---------------------------------------------------------------- who
+
+
+def test_the_ranks_are_asked_first_and_waited_for_a_moment() -> None:
+    view = job(hanging(5, 5))
+    (ask,) = decide(view, vm("a"), vm("b")).actions
+    assert ask == AskStacks(number=2)
+    half = replace(view, stacks=told(RankStack(text=WAITS), None))
+    waiting = decide(half, vm("a"), vm("b"))
+    assert not waiting.actions
+    assert "waiting for its ranks to tell" in waiting.reason
+    assert kinds(decide(half, vm("a"), vm("b"), now=NOW + RULES.stacks_wait_s)) == [NoteHang, StopGeneration]
+    whole = replace(view, stacks=told(RankStack(text=WAITS), RankStack(text=READS)))
+    assert kinds(decide(whole, vm("a"), vm("b"))) == [NoteHang, StopGeneration]
+    of_another = replace(view, stacks=replace(told(RankStack(text=WAITS)), generation=1))
+    assert kinds(decide(of_another, vm("a"), vm("b"))) == [AskStacks]
+
+
+def test_a_hang_names_the_rank_that_the_others_wait_for() -> None:
+    view = job(hanging(5, 5, 5), stacks=told(*(RankStack(text=text) for text in (WAITS, READS, WAITS))))
+    note, stop = decide(view, *map(vm, "abc")).actions
+    assert isinstance(note, NoteHang)
+    assert note.suspect is not None
+    assert (note.suspect.rank, note.suspect.vm_id) == (1, "b")
+    assert note.suspect.why == "it does not wait for other ranks, unlike the other 2: read, /home/u/data.py:12"
+    assert note.suspect.stack.startswith("Current thread 0x00007f02")
+    assert "transport.py" not in note.suspect.stack
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.LEAVE_NOW, EndCause.HANG)
+    assert stop.reason.startswith("hang: no step after 5 for 30 s; rank 1 on VM b is waited for: it does not wait")
+
+
+@pytest.mark.parametrize(
+    ("answers", "suspect", "why"),
+    [
+        ((WAITS, "", WAITS), 1, "it does not say where it stands, unlike the other 2: no signal was handled"),
+        ((WAITS, None, WAITS), 1, "it does not say where it stands, unlike the other 2: no answer in time"),
+        ((RENDEZVOUS, READS, RENDEZVOUS), 1, "it does not wait for other ranks"),
+        ((READS, READS, WAITS), 0, "unlike the other 1 (nor do ranks 1)"),
+    ],
+)
+def test_who_is_silent_or_busy_is_suspected(answers: tuple[str | None, ...], suspect: int, why: str) -> None:
+    stacks = [
+        None if text is None else RankStack(text=text, error="" if text else "no signal was handled")
+        for text in answers
+    ]
+    found = find_suspect(hanging(5, 5, 5), told(*stacks))
+    assert found is not None
+    assert found.rank == suspect
+    assert why in found.why
+
+
+def test_where_all_wait_the_one_behind_is_suspected_and_else_nobody() -> None:
+    everyone = told(*(RankStack(text=WAITS) for _ in range(3)))
+    found = find_suspect(hanging(6, 6, 5), everyone)
+    assert found is not None
+    assert (found.rank, found.why.split(",")[0]) == (2, "it has completed fewer steps")
+    assert find_suspect(hanging(5, 5, 5), everyone) is None
+    assert find_suspect(hanging(5, 5, 5), told(None, None, None)) is None
+    note, stop = decide(job(hanging(5, 5), stacks=told(*everyone.answers.values())), vm("a"), vm("b")).actions
+    assert isinstance(note, NoteHang)
+    assert note.suspect is None
+    assert isinstance(stop, StopGeneration)
+    assert stop.reason.endswith("no rank stands out")
+
+
+def test_a_rank_alone_is_named_when_it_does_not_wait() -> None:
+    found = find_suspect(hanging(5), told(RankStack(text=READS)))
+    assert isinstance(found, Suspect)
+    assert found.rank == 0
+    assert found.why == "it does not wait for other ranks: read, /home/u/data.py:12"
+
+
+def test_a_vm_that_hangs_are_put_down_to_again_is_quarantined_for_longer_each_time() -> None:
+    view = job(hanging(5, 5), stacks=told(RankStack(text=WAITS), RankStack(text=READS)))
+    assert kinds(decide(view, vm("a"), vm("b", hangs=0))) == [NoteHang, StopGeneration]
+    _, quarantine, _ = decide(view, vm("a"), vm("b", hangs=1)).actions
+    assert isinstance(quarantine, Quarantine)
+    assert (quarantine.vm_ids, quarantine.until) == (("b",), NOW + RULES.quarantine_s)
+    assert quarantine.reason.startswith("2 hangs were put down to it, the last to rank 1")
+    _, quarantine, _ = decide(view, vm("a"), vm("b", hangs=2, quarantines=1)).actions
+    assert isinstance(quarantine, Quarantine)
+    assert quarantine.until == NOW + 2 * RULES.quarantine_s
+    alone = job(hanging(5), stacks=told(RankStack(text=READS)))
+    assert kinds(decide(alone, vm("a", hangs=5))) == [NoteHang, StopGeneration], "there is no other"

@@ -1,0 +1,116 @@
+"""Who gets which devices: the pool of free ones, and shares by the real planner's rates."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from decision_views import RULES, generation, job, vm, worker
+
+from varuna_manager.controllers.job_view import DevicePool, LoadedJob, Snapshot
+from varuna_manager.controllers.shares import ShareOut, Shares
+from varuna_manager.controllers.store_rows import WorkerFacts
+from varuna_manager.db.models import JobRow
+from varuna_manager.domain.observed import Device, JobView, VmView
+from varuna_manager.domain.sharing import EACH_SIZE
+from varuna_manager.domain.spec import JobSpec, Resources
+from varuna_manager.domain.states import JobState
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.rates import RateQuestion, RateService
+from varuna_planner.profile import Measurement, Profile, Section
+
+MEASURED = Measurement(
+    micro_batch=1,
+    forward_us=1000,
+    backward_us=2000,
+    recompute_us=1000,
+    output_bytes=1,
+    input_bytes=1,
+    activation_bytes=1,
+)
+ONE = {"parameter_bytes": 8, "optimizer_bytes": 8, "gradient_bytes": 8, "measurements": (MEASURED,)}
+PROFILE = Profile(sections=tuple(Section(index=index, name=str(index), **ONE) for index in range(2))).to_json()
+
+
+def loaded(name: str, *, has: tuple[str, ...] = (), priority: int = 0, min_gpus: int = 1) -> LoadedJob:
+    """A job with a profile; `has`: the VMs of its generation."""
+    resources = Resources(min_gpus=min_gpus)
+    spec = JobSpec(name=name, workdir="/", run="true", global_batch=8, priority=priority, resources=resources)
+    row = JobRow(id=name, name=name, spec=spec.model_dump(), state="running" if has else "queued", profile_json=PROFILE)
+    workers = tuple(
+        WorkerFacts(name, 1, rank, vm_id, 0, "running", None, None, None, None) for rank, vm_id in enumerate(has)
+    )
+    live = generation(*(worker(rank, vm_id) for rank, vm_id in enumerate(has))) if has else None
+    view: JobView = replace(job(live), id=name, name=name, min_gpus=min_gpus, created_at=float(ord(name)))
+    assert view.state is (JobState.RUNNING if has else JobState.QUEUED)
+    return LoadedJob(row=row, version=1, spec=spec, generation=None, workers=workers, view=view)
+
+
+def snapshot(vms: list[VmView], *jobs: LoadedJob) -> Snapshot:
+    occupied = {Device(one.vm_id, one.local_rank): job.row.id for job in jobs for one in job.workers}
+    return Snapshot(jobs=jobs, vms={one.id: one for one in vms}, occupied=occupied, presence={})
+
+
+def test_a_job_gets_its_own_devices_first_and_what_is_taken_is_not_given_again() -> None:
+    vms = [vm("a"), vm("b", gpus=2), vm("c", quarantined=True), vm("d", connected=False)]
+    pool = DevicePool(snapshot(vms, loaded("x", has=("b",))))
+    own, free = Device("b", 0), (Device("a", 0), Device("b", 1))
+    assert pool.for_job("x", None) == ((free[0], own, free[1]), (Device("c", 0),))
+    assert pool.for_job("x", 1)[0] == (own,)
+    assert pool.for_job("x", 2)[0] == (free[0], own)
+    assert pool.for_job("y", None)[0] == free
+    pool.take([own, free[0], Device("c", 0)])
+    assert pool.for_job("y", None) == ((free[1],), ())
+
+
+def test_gpus_that_can_be_shared_out_are_the_usable_ones_and_those_in_use() -> None:
+    vms = [vm("a"), vm("b", gpus=2), vm("c", quarantined=True), vm("d", connected=False), vm("e", connected=False)]
+    assert snapshot(vms).gpus == 3
+    assert snapshot(vms, loaded("x", has=("a", "d"))).gpus == 4
+
+
+async def test_a_job_alone_has_no_share_and_two_get_theirs_by_the_planners_rates() -> None:
+    vms = [vm(name, device_memory_bytes=10**9) for name in "abcd"]
+    rates = RateService(Bell())
+    shares = ShareOut(rates, RULES)
+    alone = loaded("x", has=("a", "b", "c", "d"))
+    assert (await shares.of(snapshot(vms, alone))).give(alone.view) == alone.view
+    other = loaded("y")
+    both = snapshot(vms, alone, other)
+    given = await until(shares, both, {"x": 2, "y": 2})
+    assert given.give(other.view).share_due
+    assert not given.give(alone.view).share_due
+    assert await shares.of(both) is given, "nothing has changed"
+    urgent = loaded("z", priority=1, min_gpus=4)
+    await until(shares, snapshot(vms, alone, urgent), {"x": 0, "z": 4})
+    await rates.close()
+
+
+async def until(shares: ShareOut, snapshot: Snapshot, wanted: dict[str, int]) -> Shares:
+    """The planner is loaded first, and answers in its time: until then nobody's GPUs are moved for its sake."""
+    async with asyncio.timeout(150):  # it may have to be compiled
+        while True:
+            given = await shares.of(snapshot)
+            if {name: share.gpus for name, share in given.by_job.items()} == wanted:
+                return given
+            await asyncio.sleep(0.05)
+
+
+async def test_rates_are_asked_once_for_each_number_of_gpus() -> None:
+    rates = RateService(Bell())
+    spec = JobSpec(name="n", workdir="/", run="true", global_batch=8)
+    question = RateQuestion(profile_json=PROFILE, spec=spec, most=4, device_memory_bytes=10**9, gpus_per_vm=1)
+
+    async def curve(question: RateQuestion) -> tuple[int, ...]:
+        while True:
+            (found,) = await rates.curves([question])
+            if found is not None:
+                assert all(point.examples_per_s > 0 for point in found)
+                return tuple(point.gpus for point in found)
+
+    assert await curve(question) == (1, 2, 3, 4)
+    assert await curve(replace(question, most=EACH_SIZE // 4)) == tuple(range(1, EACH_SIZE // 4 + 1))
+    assert await rates.curves([question]) == await rates.curves([question])
+    assert await curve(replace(question, device_memory_bytes=1)) == (), "no plan fits"
+    assert await curve(replace(question, profile_json="{}")) == (), "it is no profile"
+    await rates.close()
