@@ -12,7 +12,7 @@ from scripted_manager import profile_json
 
 pytestmark = [pytest.mark.timeout(400)]
 
-# The others are played by `make soak-failpoints`.
+
 MANAGER = [
     "manager.StopGeneration.committed",
     "manager.EndGeneration.decided",

@@ -53,7 +53,10 @@ async def disturbed(folder: Path, seed: int) -> str:
         trace = market(chance, minutes=10, most=6)
         await world.replay(trace, ReplaySettings(notice_s=chance.choice([0.0, 30.0])))
         await world.manager.fleet.set_target(8)
-        jobs = [await world.submit(f"job-{number}", steps=chance.randint(10, 30), save_every=5) for number in range(2)]
+        jobs = []
+        for number in range(2):
+            jobs.append(await world.submit(f"job-{number}", steps=chance.randint(10, 30), save_every=5))
+            await world.run(0.5)  # their order is that of their times, and of their random ids only within one
         world.disturb()
         await world.run(600)
         world.end_disturbances()
