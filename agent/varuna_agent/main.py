@@ -20,9 +20,10 @@ import structlog
 
 from varuna_agent.errors import JoinError
 from varuna_agent.isolation import JobUser, hide_this_process, keep_private
-from varuna_agent.notices import FileNoticeSource
+from varuna_agent.metadata_notices import metadata_source
+from varuna_agent.notices import FileNoticeSource, NoticeSource
 from varuna_agent.runner import AgentRunner
-from varuna_agent.settings import AgentSettings
+from varuna_agent.settings import NOTICE_SOURCES, AgentSettings
 from varuna_agent.state import Identity
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="USER",
         help="run jobs as this user; only an agent that runs as root can (default: as the agent's own user)",
     )
+    parser.add_argument(
+        "--notices",
+        default="file",
+        choices=NOTICE_SOURCES,
+        help="who tells of preemptions: the cloud's metadata service, or notice.json in --vm-dir (default: file)",
+    )
     parser.add_argument("--log-format", default="console", choices=("console", "json"))
     return parser
 
@@ -118,6 +125,7 @@ def _settings(options: argparse.Namespace) -> AgentSettings:
         reconnect_most_s=options.reconnect_most_s,
         keep_warm_s=options.keep_warm_s,
         run_as=options.run_as,
+        notices=options.notices,
         join_token=_join_token(options.join_token_file),
         join_url=options.join_url,
         join_ca=options.join_ca,
@@ -135,8 +143,9 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         device_memory_bytes=settings.device_memory_bytes,
         device=settings.device,
     )
-    notices = FileNoticeSource(settings.vm_dir / "notice.json", settings.notice_poll_s)
-    runner = AgentRunner(settings, identity, notices, os.environ, user=user, manager_identity=manager_identity)
+    runner = AgentRunner(
+        settings, identity, _notice_source(settings), os.environ, user=user, manager_identity=manager_identity
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, runner.terminate, f"the agent got {number.name}")
@@ -144,6 +153,12 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
     code = await runner.run()
     _log.info("agent ends", code=code)
     return code
+
+
+def _notice_source(settings: AgentSettings) -> NoticeSource:
+    if settings.notices == "file":
+        return FileNoticeSource(settings.vm_dir / "notice.json", settings.notice_poll_s)
+    return metadata_source(settings.notices)
 
 
 async def _identity(settings: AgentSettings) -> AgentIdentity | None:

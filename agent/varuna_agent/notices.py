@@ -35,8 +35,12 @@ class NoticeCancelled:
 
 
 class NoticeSource(Protocol):
-    def notices(self) -> AsyncIterator[Notice]:
+    def notices(self) -> AsyncIterator[Notice | NoticeCancelled]:
         """Notices as they come, for ever; the same one may come again."""
+        ...
+
+    async def acknowledge(self, notice_id: str) -> None:
+        """Tell the provider that the VM may go: everything is saved, and nothing runs there any more."""
         ...
 
 
@@ -57,6 +61,9 @@ class FileNoticeSource:
                     last_text = text
                     yield notice
             await asyncio.sleep(self._poll_s)
+
+    async def acknowledge(self, notice_id: str) -> None:
+        """Whoever writes the file does not ask for it."""
 
     def _read(self) -> str:
         try:

@@ -16,7 +16,7 @@ from varuna_agent import logs
 from varuna_agent.copies import discard_other_jobs, make_folder_for
 from varuna_agent.isolation import JobUser, worker_environ
 from varuna_agent.manager_link import Backoff, ManagerLink
-from varuna_agent.notices import NoticeSource, unix_now_s
+from varuna_agent.notices import NoticeCancelled, NoticeSource, unix_now_s
 from varuna_agent.processes import (
     ProcessEnd,
     ProcessNotStartedError,
@@ -67,6 +67,7 @@ class AgentRunner:
     ) -> None:
         self._settings = settings
         self._notice_source = notice_source
+        self._noticed: set[str] = set()
         self._base_environ = base_environ
         self._user = user
         self._seen = SeenGenerations(settings.vm_dir)
@@ -90,10 +91,13 @@ class AgentRunner:
             self.handle(st.RendezvousOpened(self._rendezvous.open()))
             self._spawn(self._manager.run(), "manager link")
             self._spawn(self._watch_notices(), "notices")
-            return await self._finished
+            code = await self._finished
         finally:
             self._finished.cancel()
             await self._close()
+        for notice_id in self._noticed if code == 0 else ():
+            await self._notice_source.acknowledge(notice_id)
+        return code
 
     def terminate(self, reason: str) -> None:
         """End the workers, then return from `run`."""
@@ -238,6 +242,12 @@ class AgentRunner:
 
     async def _watch_notices(self) -> None:
         async for notice in self._notice_source.notices():
+            if isinstance(notice, NoticeCancelled):
+                # The workers may have left by now. The VM leaves all the same, and the manager asks for another.
+                _log.warning("the notice is withdrawn", notice=notice.notice_id)
+                self._noticed.discard(notice.notice_id)
+                continue
+            self._noticed.add(notice.notice_id)
             seconds_left = notice.seconds_left(unix_now_s())
             _log.warning("this VM will be taken away", notice=notice.notice_id, seconds_left=round(seconds_left, 1))
             self.handle(st.NoticeSeen(notice.notice_id, seconds_left, notice.source))

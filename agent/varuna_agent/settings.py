@@ -9,6 +9,8 @@ from pathlib import Path
 from varuna_agent.state import Timings
 from varuna_proto.names import plain
 
+NOTICE_SOURCES = ("file", "azure", "aws", "gcp")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
@@ -43,6 +45,8 @@ class AgentSettings:
     """Who signed the certificate of `join_url`; None: the manager's own authority, which the token names."""
     run_as: str = ""
     """The user as whom workers run; empty: as the agent does."""
+    notices: str = "file"
+    """Who tells of preemptions: one of NOTICE_SOURCES."""
     timings: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:

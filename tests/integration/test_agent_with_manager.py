@@ -155,6 +155,15 @@ class Manager(agent_pb2_grpc.AgentServiceServicer):
         return await self.until(enough)
 
 
+class RecordedNotices(FileNoticeSource):
+    """As of a cloud that asks for an acknowledgement."""
+
+    acknowledged: tuple[str, ...] = ()
+
+    async def acknowledge(self, notice_id: str) -> None:
+        self.acknowledged += (notice_id,)
+
+
 class Vm:
     """An agent in this process, with its manager."""
 
@@ -169,9 +178,9 @@ class Vm:
             timings=Timings(supersede_grace_s=10.0),  # on a busy machine even those who leave at once take a while
         )
         identity = Identity(vm_id="vm-1", incarnation="i", version="0", host="127.0.0.1", gpus=gpus)
-        notices = FileNoticeSource(vm_dir / "notice.json", settings.notice_poll_s)
+        self.notices = RecordedNotices(vm_dir / "notice.json", settings.notice_poll_s)
         environ = {**os.environ, "VARUNA_MANAGER_TOKEN": "secret"}
-        self.runner = AgentRunner(settings, identity, notices, environ)
+        self.runner = AgentRunner(settings, identity, self.notices, environ)
         self.task = asyncio.create_task(self.runner.run())
 
 
@@ -525,6 +534,22 @@ async def test_a_drained_agent_goes_when_its_workers_have_gone(tmp_path: Path) -
         async with asyncio.timeout(DEADLINE_S):
             assert await vm.task == 0
         assert manager.facts("worker_exited")[0].cause == pb.EXIT_CAUSE_GENERATION_ENDED
+
+
+async def test_a_notice_is_acknowledged_when_nothing_runs_there_any_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as (manager, vm):
+        manager.say(launch=launch(tmp_path, READY_THEN_LEAVE))
+        await manager.fact("worker_started")
+        (tmp_path / "notice.json").write_text(json.dumps({"id": "n-1", "deadline_unix_s": time.time() + 60}))
+        await manager.fact("preemption_notice")
+        manager.say(drain=pb.Drain(reason="preempted"))
+        beats = len(manager.heartbeats)
+        await manager.until(lambda: len(manager.heartbeats) >= beats + 3)
+        assert vm.notices.acknowledged == ()
+        manager.say(stop=pb.Stop(job_id="job", generation=1, mode=pb.STOP_MODE_LEAVE_NOW, grace_s=10))
+        async with asyncio.timeout(DEADLINE_S):
+            assert await vm.task == 0
+        assert vm.notices.acknowledged == ("n-1",)
 
 
 async def test_a_silent_manager_is_dialled_again(tmp_path: Path) -> None:

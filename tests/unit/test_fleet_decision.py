@@ -42,6 +42,23 @@ def test_no_more_are_asked_for_than_the_limit_allows_and_the_reason_says_so() ->
     assert decision.reason == "5 VMs are wanted and 2 are there; no more than 4 are allowed"
 
 
+@pytest.mark.parametrize(
+    ("deadline", "workers", "deleted"),
+    [
+        (None, 0, True),
+        (None, 1, False),
+        (NOW - RULES.notice_overdue_s + 1, 0, False),
+        (NOW - RULES.notice_overdue_s, 0, True),
+        (NOW - RULES.notice_overdue_s, 1, False),
+    ],
+    ids=["asked-to-leave", "still-busy", "due-a-moment-ago", "notice-withdrawn", "withdrawn-and-busy"],
+)
+def test_a_vm_that_has_left_its_jobs_is_given_back(deadline: float | None, workers: int, deleted: bool) -> None:
+    leaving = vm("c", state=VmState.DRAINING, notice_deadline=deadline, workers=workers)
+    view = replace(FLEET, target=2, vms=(*FLEET.vms, leaving))
+    assert decide_fleet(NOW, view, RULES).delete == (("c",) if deleted else ())
+
+
 def test_no_more_are_asked_for_than_may_be_spent() -> None:
     view = replace(FLEET, limits=Limits(max_cost_per_hour=10.0), prices={"a": 3.0, "b": 2.5}, price_per_hour=2.0)
     decision = decide_fleet(NOW, view, RULES)

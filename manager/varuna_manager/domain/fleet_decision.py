@@ -130,7 +130,7 @@ def _why_gone(now: float, vm: VmView) -> str:
 
 def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
     """How many VMs to ask the provider for, which to drain because they are too many, which to give back."""
-    delete = tuple(vm.id for vm in fleet.vms if _is_to_be_deleted(vm, rules))
+    delete = tuple(vm.id for vm in fleet.vms if _is_to_be_deleted(now, vm, rules))
     staying = [vm for vm in fleet.vms if vm.state in (VmState.REQUESTED, VmState.READY, VmState.SUSPECT)]
     staying = [vm for vm in staying if vm.id not in delete]
     wanted = f"{fleet.target} VMs are wanted{f' ({fleet.why})' if fleet.why else ''}"
@@ -198,13 +198,15 @@ def backoff_s(refusals: int, kind: RefusalKind = RefusalKind.CAPACITY) -> float:
     return min(first_s * 2.0 ** min(refusals - 1, 32), most_s)
 
 
-def _is_to_be_deleted(vm: VmView, rules: Rules) -> bool:
+def _is_to_be_deleted(now: float, vm: VmView, rules: Rules) -> bool:
     if vm.state is VmState.REQUESTED:
         return vm.age_s >= rules.request_timeout_s
     if vm.state is VmState.LOST:
         return vm.silent_s >= max(rules.lease_s, rules.restart_grace_s)
-    # With a notice, the provider takes it; without, we were asked to make the fleet smaller.
-    return vm.state is VmState.DRAINING and vm.notice_deadline is None and vm.workers == 0
+    if vm.state is not VmState.DRAINING or vm.workers:
+        return False
+    # With a notice, the provider takes it, unless it thinks better of it; without, we made the fleet smaller.
+    return vm.notice_deadline is None or now >= vm.notice_deadline + rules.notice_overdue_s
 
 
 # ---------------------------------------------------------------- the jobs' wants

@@ -82,6 +82,8 @@ class Rules:
     """Without a loss, after which a storm is over."""
     storm_wait_s: float = 180.0
     """The longest that a storm is waited for."""
+    notice_overdue_s: float = 120.0
+    """A VM that is still there so long after its deadline is given back: it has left every job."""
     request_timeout_s: float = 120.0
     """How long a requested VM may take to say Hello."""
 
