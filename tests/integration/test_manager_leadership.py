@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, text, update
 
+from cuttable_postgres import PostgresLine, postgres_line
 from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
 from varuna_manager.db.models import EventRow, LeadershipRow
 from varuna_manager.services.events import EventLog
@@ -217,22 +218,26 @@ async def test_a_transaction_under_way_is_waited_for_where_its_connection_cannot
 
 
 async def test_a_store_that_is_away_is_told_of_once_and_the_lease_is_renewed_when_it_is_back(
-    rivals: Rivals, postgres_server: Any, capsys: pytest.CaptureFixture[str]
+    rivals: Rivals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    term, store = await rivals.leads(rivals.candidate("patient"))
-    await note(store, "before")
-    postgres_server.stop()
-    try:
-        for _ in range(3):
-            with pytest.raises(StoreAwayError, match="cannot be reached"):
-                await note(store, "while it is away")
-            with pytest.raises(StoreAwayError):
-                await messages(store)
-    finally:
-        postgres_server.start()
-    await note(store, "after")
-    assert await messages(store) == ["before", "after"]
-    assert term.is_held()
+    with postgres_line(rivals.url) as line:
+        rivals.url = line.url
+        await _write_when_the_store_is_back(rivals, line)
     told = capsys.readouterr().out
     assert told.count("the store is away: trying again") == 1
     assert told.count("the store is back") == 1
+
+
+async def _write_when_the_store_is_back(rivals: Rivals, line: PostgresLine) -> None:
+    term, store = await rivals.leads(rivals.candidate("patient"))
+    await note(store, "before")
+    line.cut()
+    for _ in range(3):
+        with pytest.raises(StoreAwayError, match="cannot be reached"):
+            await note(store, "while it is away")
+        with pytest.raises(StoreAwayError):
+            await messages(store)
+    line.mend()
+    await note(store, "after")
+    assert await messages(store) == ["before", "after"]
+    assert term.is_held()

@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import text
 
+from cuttable_postgres import PostgresLine, postgres_line
 from scripted_manager import DEADLINE_S, RunningManager, start_training, until
 from varuna_manager.db.engine import Database
 from varuna_manager.errors import StartError
@@ -88,22 +88,25 @@ def _settings(folder: Path, url: str) -> ManagerSettings:
 
 @pytest.mark.xdist_group("postgres")
 async def test_a_store_that_goes_away_stops_nothing_and_is_said_to_be_away(
-    manager: RunningManager, postgres_server: Any, postgres_url: str
+    manager: RunningManager, postgres_url: str
 ) -> None:
+    with postgres_line(postgres_url) as line:
+        await _stay_while_the_store_is_away(manager, line)
+
+
+async def _stay_while_the_store_is_away(manager: RunningManager, line: PostgresLine) -> None:
     # A lease that does not lapse meanwhile, however busy this machine is: that is another test's matter.
-    flags = ("--database-url", postgres_url, "--default-checkpoint-url", "/tmp/checkpoints", "--leader-lease-s", "600")
+    flags = ("--database-url", line.url, "--default-checkpoint-url", "/tmp/checkpoints", "--leader-lease-s", "600")
     ((agent, launch),) = await start_training(manager, 1, flags=flags)
-    postgres_server.stop()
-    try:
-        answer = await manager.rest.get("readyz")
-        assert answer.status_code == 503
-        assert "the store cannot be reached" in answer.json()["detail"]
-        assert (await manager.rest.put("fleet", json={"target": 3})).status_code == 503
-        agent.steps(launch, 4)
-        before = agent.beats_acked
-        await until(lambda: agent.beats_acked > before or agent.is_over, "the agent to be heard, or let go")
-    finally:
-        postgres_server.start()
+    line.cut()
+    answer = await manager.rest.get("readyz")
+    assert answer.status_code == 503
+    assert "the store cannot be reached" in answer.json()["detail"]
+    assert (await manager.rest.put("fleet", json={"target": 3})).status_code == 503
+    agent.steps(launch, 4)
+    before = agent.beats_acked
+    await until(lambda: agent.beats_acked > before or agent.is_over, "the agent to be heard, or let go")
+    line.mend()
 
     async def is_ready() -> bool:
         return (await manager.rest.get("readyz")).status_code == 200
