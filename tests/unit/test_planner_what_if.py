@@ -13,8 +13,8 @@ from varuna_planner import _kernels, balance
 from varuna_planner.auto_config import Pins, choose_plan
 from varuna_planner.placement import Device, place
 from varuna_planner.profile import AllReduceMeasurement, Link, Links, Measurement, Profile, Section, SharedParameter
-from varuna_planner.schedule import Policy, most_in_flight
-from varuna_planner.simulator import Pipeline, lower_bound
+from varuna_planner.schedule import Op, Policy, most_in_flight
+from varuna_planner.simulator import Pipeline, lower_bound, simulate, uniform
 from varuna_planner.what_if import WhatIf, simulate_plan
 
 K = 8
@@ -71,6 +71,23 @@ def make_pipeline(
     sections = balance.section_tables(profile, [(2, last)])
     net = balance.network(profile, gpus=P * d, gpus_per_vm=gpus_per_vm)
     return balance.pipeline(sections, net, np.array(bounds), np.zeros(P, dtype=np.bool_), balance.Cost(N=N, d=d))
+
+
+def test_a_boundary_of_several_tensors_costs_one_latency_and_the_sum_of_their_bytes() -> None:
+    """Stage 0 sends three tensors as one message, whose bytes are summed when sections are measured."""
+    tensors = (60_000, 30_000, 10_000)  # bytes of each for one example
+    profile = make_profile()
+    sections = []
+    for section in profile.sections:
+        measured = [m.model_copy(update={"output_bytes": sum(tensors) * m.micro_batch}) for m in section.measurements]
+        sections.append(section.model_copy(update={"measurements": tuple(measured)}))
+    pipeline = make_pipeline(profile.model_copy(update={"sections": tuple(sections)}), [0, 4, K], 1, N=1)
+    link = profile.links.other_vm
+    one_way_us = link.latency_us + sum(2 * size for size in tensors) / link.bandwidth_bytes_per_s * 1e6
+    found = simulate(pipeline, Policy.WORK_CONSERVING, record=True)
+    begins, ends = found.spans_us
+    assert begins[1, 0] - ends[0, 0] == pytest.approx(one_way_us)  # the forward's activations
+    assert begins[0, 1] - ends[1, 1] == pytest.approx(one_way_us)  # the backward's gradients
 
 
 @pytest.mark.parametrize("gpus_per_vm", [1, 2, 3, 4, 6])
@@ -133,6 +150,16 @@ def test_a_smaller_last_micro_batch_takes_less() -> None:
 
 
 QUESTION = WhatIf(profile=make_profile(), p=4, d=2, micro_batch=2, global_batch=40)
+
+
+@pytest.mark.parametrize("foresight", [False, True])
+@pytest.mark.parametrize("policy", Policy)
+def test_actions_and_messages_of_no_duration_are_simulated_too(policy: Policy, foresight: bool) -> None:
+    nothing = uniform(4, 6, forward_us=0.0, recompute_us=0.0, backward_us=0.0)
+    found = simulate(nothing, policy, foresight=foresight)
+    assert 0.0 <= found.makespan_us < 1.0
+    for actions in found.actions:
+        assert [action.micro_batch for action in actions if action.op is Op.B] == list(range(6))
 
 
 def test_what_is_simulated_is_what_was_planned() -> None:

@@ -34,7 +34,6 @@ from varuna.stepping import step_optimizer, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
 from varuna_proto.environment import Mode
-from varuna_proto.failpoints import failpoint
 
 __all__ = ["Varuna"]
 
@@ -96,7 +95,6 @@ class Varuna(nn.Module):
             stage_to_rank_map=stage_to_rank_map, batch_size=batch_size, chunk_size=chunk_size
         )
         self._worker = Worker.join(environment)
-        failpoint("worker.joined")
         self._device = make_current(choose_device(environment, device, local_rank))
         self._precision = Precision.of(fp16, dtype, self._device)
         self._precision.check_parameters(model.named_parameters())
@@ -221,7 +219,6 @@ class Varuna(nn.Module):
         self._worker.departure.check()
         self._checkpointing.automatic.at_boundary(self._step, self._training_state)
         self._say_ready()
-        failpoint("worker.step.before")
         self._broken = True
         scale = self.loss_scale
         passed, expected = self._train_pass(inputs, scale)
@@ -377,7 +374,6 @@ class Varuna(nn.Module):
         """
         self._require_optimizer("resume")
         self._resumed = True
-        failpoint("worker.load.before")
         loaded = self._checkpointing.resume(self._training_state())
         if loaded is not None:
             self._take(loaded)

@@ -12,6 +12,10 @@ of its earlier stage. Times come as
 
 They and the state are separate arrays: gathered in tuples they make these loops ten times slower (numba counts
 references to each, measured).
+
+There is no queue of events. Each stage in turn goes on for as long as it can tell what has arrived: a message that is
+not sent yet cannot come before its sender, from where that stands, has worked and the link has carried it. Until then
+the stage acts as if there were none; from then on it lets the others go on first.
 """
 
 from __future__ import annotations
@@ -36,49 +40,48 @@ _NEVER = np.inf
 @njit(cache=True, nogil=True)
 def _send(
     message_at: Floats, link_free_at: Floats, to: int, link: int, n: int, at: float, transfer: float, beyond: float
-) -> float:
-    """Puts a message on a link, behind those before it. When it arrives: `beyond` after it has left the link."""
+) -> None:
+    """Puts a message on a link, behind those before it. It arrives `beyond` after it has left the link."""
     leaves = max(at, link_free_at[link]) + transfer
     link_free_at[link] = leaves
-    arrives: float = leaves + beyond
+    arrives = leaves + beyond
     if n > 0:
         arrives = max(arrives, message_at[to, n - 1])
     message_at[to, n] = arrives
-    return arrives
 
 
 @njit(cache=True, nogil=True)
-def _count_arrived(message_at: Floats, s: int, known: int, now: float) -> int:
-    """How many messages are here, `known` of which were before."""
-    N = message_at.shape[1]
-    while known < N and message_at[s, known] <= now:
-        known += 1
-    return known
+def _takes(usual: Floats, actual: Floats, op: int, s: int, n: int, row: int) -> float:
+    """How long an action takes."""
+    took: float = actual[op, s, n] if actual.size > 0 else usual[op, row, s]
+    return took
 
 
 @njit(cache=True, nogil=True)
-def _next_at(message_at: Floats, s: int, arrived: int) -> float:
-    """When the next message comes; never, as long as it is not sent."""
-    at: float = message_at[s, arrived] if arrived < message_at.shape[1] else _NEVER
-    return at
-
-
-@njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})  # so that the minimum is vectorised
-def _first_of(look_at: Floats) -> int:
-    earliest = look_at[0]
-    for at in look_at:
-        earliest = min(earliest, at)
-    s = 0
-    while look_at[s] != earliest:
-        s += 1
-    return s
+def _beyond(latency: Floats, delay: Floats, kind: int, to: int, link: int, n: int) -> float:
+    """What a message takes that does not occupy its link."""
+    took: float = latency[link] + (delay[kind, to, n] if delay.size > 0 else 0.0)
+    return took
 
 
 @njit(cache=True, nogil=True)
-def _expect(gradient_at: Floats, s: int, arrived: int, first_forward_at: float, F: float, B: float) -> float:
-    """When varuna.pipeline.forecast expects the next gradient: from usual times and what has arrived, no more."""
-    newest_at: float = gradient_at[s, max(0, arrived - 1)]
-    return newest_at + B if arrived > 0 else first_forward_at + (gradient_at.shape[0] - 1 - s) * (F + B)
+def _next_after(now: float, activation_comes: float, gradient_comes: float, known_at: float, due: float) -> float:
+    """When a stage that waits should be asked again."""
+    wake: float = activation_comes if activation_comes > now else _NEVER
+    if gradient_comes > now:
+        wake = min(wake, gradient_comes)
+    expected = known_at if known_at > now else due
+    return min(wake, expected) if expected > now else wake
+
+
+@njit(cache=True, nogil=True)
+def _expect(gradient_at: Floats, s: int, backwards: int, first_forward_at: float, F: float, B: float) -> float:
+    """When varuna.pipeline.forecast expects the next gradient: from usual times and what has arrived, no more.
+
+    It matters only while that gradient is not here: then as many have arrived as were used.
+    """
+    newest_at: float = gradient_at[s, max(0, backwards - 1)]
+    return newest_at + B if backwards > 0 else first_forward_at + (gradient_at.shape[0] - 1 - s) * (F + B)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -120,75 +123,99 @@ def _make_simulate(rules: int) -> Any:
         recompute: npt.NDArray[np.bool_],
         foresight: bool,
         spans: Floats,
-    ) -> tuple[npt.NDArray[np.int8], Ints, Ints, Floats]:
-        """(ops[P, 4N], their counts[P], most in flight[P], end of each stage's last action[P]).
+    ) -> tuple[bool, npt.NDArray[np.int8], Ints, Ints, Floats]:
+        """(whether all of it ran, ops[P, 4N], their counts[P], most in flight[P], end of each stage's last action[P]).
 
-        Also fills spans[2P, 4N], begins and then ends of the stages' actions, unless that is empty.
+        Also fills spans[2P, 4N], begins and then ends of the stages' actions, unless that is empty. Not all runs when
+        stages wait for each other, which takes neighbours whose actions and messages have no duration.
         """
         assert rules != -1  # a use, so that it is part of the cache's key
         P = recompute.shape[0]
-        leaves_flight = _W if policy == _ZERO_BUBBLE else _B
-        activation_at, gradient_at = np.full((P, N), _NEVER), np.full((P, N), _NEVER)
-        activation_at[0] = 0.0
-        due_at = np.full((P, N), _NEVER)  # with foresight: when the next stage should end a backward it has begun
+        last_op = _W if policy == _ZERO_BUBBLE else _B
+        activation_at, gradient_at = np.empty((P, N)), np.empty((P, N))
+        begun_at = np.empty((P, N if foresight else 0))  # backwards
         ops, counts = np.zeros((P, 4 * N), dtype=np.int8), np.zeros(P, dtype=np.int64)
-        done, arrived = np.zeros((P, 4), dtype=np.int64), np.zeros((P, 2), dtype=np.int64)
-        stash = np.zeros(P, dtype=np.int64)
-        free_at, first_forward_at = np.zeros(P), np.full(P, _NEVER)
+        done, stash = np.zeros((P, 4), dtype=np.int64), np.zeros(P, dtype=np.int64)
+        clock = np.zeros(P)  # a stage's next action does not begin before
+        first_forward_at = np.full(P, _NEVER)
         down_free_at, up_free_at = np.zeros(P), np.zeros(P)  # links, in the column of their earlier stage
-        look_at = np.full(P, _NEVER)  # when a stage should be asked next
-        look_at[0] = 0.0
-        while True:
-            s = _first_of(look_at)
-            now = look_at[s]
-            if now == _NEVER:
-                break
-            activations = arrived[s, 0] = _count_arrived(activation_at, s, arrived[s, 0], now)
-            gradients = arrived[s, 1] = _count_arrived(gradient_at, s, arrived[s, 1], now)
-            # When the next gradient is due, and from when on the stage knows.
-            due = known_at = _NEVER
-            if policy == _VARUNA and s < P - 1 and done[s, _B] < N:
-                if foresight:
-                    due = due_at[s, done[s, _B]]
-                    known_at = now if due < _NEVER else _NEVER
-                else:
-                    due = _expect(gradient_at, s, gradients, first_forward_at[s], usual[_F, 0, s], usual[_B, 0, s])
-                    known_at = due - usual[_B, 0, s]
-            due_us = max(0.0, due - now) if known_at <= now else -1.0
-            op = _ask(policy, s, N, run_ahead, recompute[s], done, activations, gradients, usual, due_us)
-            if op == _WAIT:
-                # Ask again at the next thing that is known to come; messages not yet sent wake it when they are.
-                wake = min(_next_at(activation_at, s, activations), _next_at(gradient_at, s, gradients))
-                expected = known_at if known_at > now else due
-                look_at[s] = min(wake, expected) if expected > now else wake
-                continue
-            n = done[s, op]
-            row = 1 if n == N - 1 else 0
-            end = now + (actual[op, s, n] if actual.size > 0 else usual[op, row, s])
-            if spans.size > 0:
-                spans[s, counts[s]], spans[P + s, counts[s]] = now, end
-            ops[s, counts[s]] = op
-            counts[s] += 1
-            done[s, op] += 1
-            free_at[s] = look_at[s] = end
-            if op == _F:
-                stash[s] = max(stash[s], n + 1 - done[s, leaves_flight])
-                if n == 0:
-                    first_forward_at[s] = end
-                if s == P - 1:
-                    gradient_at[s, n] = end
+        left, moved = P, True
+        while left > 0 and moved:
+            moved = False
+            for s in range(P):
+                if done[s, last_op] == N:
                     continue
-                beyond = latency[s] + (delay[0, s + 1, n] if delay.size > 0 else 0.0)
-                wake = _send(activation_at, down_free_at, s + 1, s, n, end, transfer[0, row, s], beyond)
-                look_at[s + 1] = min(look_at[s + 1], max(wake, free_at[s + 1]))
-            elif op == _B and s > 0:
-                beyond = latency[s - 1] + (delay[1, s - 1, n] if delay.size > 0 else 0.0)
-                wake = _send(gradient_at, up_free_at, s - 1, s - 1, n, end, transfer[1, row, s - 1], beyond)
-                if policy == _VARUNA and foresight:
-                    due_at[s - 1, n] = now + usual[_B, row, s]
-                    wake = now
-                look_at[s - 1] = min(look_at[s - 1], max(wake, free_at[s - 1]))
-        return ops, counts, stash, free_at
+                now, asked_at = clock[s], -1.0
+                while done[s, last_op] < N:
+                    # Only whether the next message of each kind is here matters, not how many more are.
+                    f, b = done[s, _F], done[s, _B]
+                    activation_comes = gradient_comes = due = known_at = _NEVER
+                    surely = True
+                    if s == 0:
+                        activation_comes = 0.0
+                    elif f < N and f < done[s - 1, _F]:
+                        activation_comes = activation_at[s, f]
+                    elif f < N:
+                        row = 1 if f == N - 1 else 0
+                        sent_at = clock[s - 1] + _takes(usual, actual, _F, s - 1, f, row)
+                        activation_comes = sent_at + transfer[0, row, s - 1] + _beyond(latency, delay, 0, s, s - 1, f)
+                        surely = activation_comes > now
+                    if b < f and s == P - 1:
+                        gradient_comes = 0.0
+                    elif b < f and b < done[s + 1, _B]:
+                        gradient_comes = gradient_at[s, b]
+                    elif b < f:
+                        row = 1 if b == N - 1 else 0
+                        sent_at = clock[s + 1] + _takes(usual, actual, _B, s + 1, b, row)
+                        gradient_comes = sent_at + transfer[1, row, s] + _beyond(latency, delay, 1, s, s, b)
+                        surely = surely and gradient_comes > now
+                    if policy == _VARUNA and b < N and s < P - 1:
+                        if not foresight:
+                            due = _expect(gradient_at, s, b, first_forward_at[s], usual[_F, 0, s], usual[_B, 0, s])
+                            known_at = due - usual[_B, 0, s]
+                        elif b == done[s + 1, _B]:
+                            known_at = clock[s + 1]
+                            surely = surely and known_at > now
+                        else:
+                            known_at = begun_at[s + 1, b]
+                            due = known_at + usual[_B, 1 if b == N - 1 else 0, s + 1]
+                    if not surely:
+                        break
+                    activations = f + 1 if activation_comes <= now else f
+                    gradients = b + 1 if gradient_comes <= now else b
+                    # Of stages that act at one moment the earlier goes first, and sees what the next does after that.
+                    unseen = foresight and known_at == now and asked_at < now
+                    due_us = max(0.0, due - now) if known_at <= now and not unseen else -1.0
+                    op = _ask(policy, s, N, run_ahead, recompute[s], done, activations, gradients, usual, due_us)
+                    moved, asked_at = True, now
+                    if op == _WAIT:
+                        if not unseen:
+                            now = clock[s] = _next_after(now, activation_comes, gradient_comes, known_at, due)
+                        continue
+                    n = done[s, op]
+                    row = 1 if n == N - 1 else 0
+                    end = now + _takes(usual, actual, op, s, n, row)
+                    if spans.size > 0:
+                        spans[s, counts[s]], spans[P + s, counts[s]] = now, end
+                    ops[s, counts[s]] = op
+                    counts[s] += 1
+                    done[s, op] += 1
+                    if op == _F:
+                        stash[s] = max(stash[s], n + 1 - done[s, last_op])
+                        if n == 0:
+                            first_forward_at[s] = end
+                        if s < P - 1:
+                            beyond = _beyond(latency, delay, 0, s + 1, s, n)
+                            _send(activation_at, down_free_at, s + 1, s, n, end, transfer[0, row, s], beyond)
+                    elif op == _B and s > 0:
+                        if foresight:
+                            begun_at[s, n] = now
+                        beyond = _beyond(latency, delay, 1, s - 1, s - 1, n)
+                        _send(gradient_at, up_free_at, s - 1, s - 1, n, end, transfer[1, row, s - 1], beyond)
+                    now = clock[s] = end
+                if done[s, last_op] == N:
+                    left -= 1
+        return left == 0, ops, counts, stash, clock
 
     return simulate
 

@@ -9,7 +9,7 @@ counts once. Compiled code lies in `_simulation`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +33,8 @@ __all__ = [
 
 WEIGHT_SHARE = 0.5
 """Of a backward that is split: the weights' gradients. Of a matrix product each gradient is one product as large."""
+
+_LEAST_LATENCY_US = 1e-3
 
 Floats = npt.NDArray[np.float64]
 
@@ -77,14 +79,17 @@ class Jitter:
         """One mini-batch's times."""
         P, N = pipeline.stages, pipeline.micro_batches
         random = np.random.default_rng(self.seed)
-        # Each op has a time for a full micro-batch but the last.
         action = np.stack([pipeline.forward_us, pipeline.recompute_us, pipeline.backward_us])
-        action_us = np.repeat(action[:, 0, :, None], N, axis=2)
-        action_us[:, :, -1] = action[:, 1]
-        if self.compute > 0:
-            action_us *= np.maximum(0.1, 1.0 + self.compute * random.standard_normal(action_us.shape))
+        action_us = random.standard_normal((3, P, N)) if self.compute > 0 else np.zeros((3, P, N))
+        action_us *= self.compute
+        action_us += 1.0
+        np.maximum(action_us, 0.1, out=action_us)
+        # Each op has a time for a full micro-batch but the last.
+        action_us[:, :, :-1] *= action[:, 0, :, None]
+        action_us[:, :, -1] *= action[:, 1]
         delay_us = random.standard_exponential((2, P, N)) if self.latency_us > 0 else np.zeros((2, P, N))
-        return Course(action_us=action_us, delay_us=delay_us * self.latency_us)
+        delay_us *= self.latency_us
+        return Course(action_us=action_us, delay_us=delay_us)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +163,7 @@ def simulate(
 ) -> Simulation:
     """Runs a policy's `choose` on every stage and gives the time of a mini-batch. Always completes.
 
-    Each event costs a scan of the P stages.
+    Where neighbouring stages exchange messages in no time at all, these take a nanosecond, for else nothing is first.
 
     Args:
         jitter: what disturbs it, or what actions and messages take instead of the pipeline's times.
@@ -170,9 +175,12 @@ def simulate(
     spans = np.zeros((2 * P, 4 * N if record else 0))
     course = jitter.course(pipeline) if isinstance(jitter, Jitter) else jitter
     times = _times(pipeline, course, WEIGHT_SHARE if policy is Policy.ZERO_BUBBLE else 0.0)
-    ops, counts, stash, end = _simulation.simulate(
+    ran, ops, counts, stash, end = _simulation.simulate(
         policy.code, N, run_ahead, *times, pipeline.recompute, foresight, spans
     )
+    if not ran:
+        timed = replace(pipeline, latency_us=np.maximum(pipeline.latency_us, _LEAST_LATENCY_US))
+        return simulate(timed, policy, run_ahead=run_ahead, jitter=course, foresight=foresight, record=record)
     return Simulation(
         makespan_us=float((end + pipeline.finish_us).max()),
         backward_end_us=end,

@@ -26,7 +26,6 @@ from varuna.checkpoint.manifest import (
 from varuna.checkpoint.state import HostBuffers, HostFile, Snapshot, TrainingState, snapshot
 from varuna.checkpoint.store import CheckpointStore, folder_of
 from varuna.checkpoint.tensor_file import pieces
-from varuna_proto.failpoints import failpoint
 
 __all__ = ["Checkpointer", "SaveOutcome"]
 
@@ -238,7 +237,6 @@ class Checkpointer:
             total_bytes=sum(entry.bytes for entry in files),
             state_dict=copied.state_dict,
         )
-        failpoint("worker.manifest.before")
         if not self._store.create(f"{folder_of(step)}/{MANIFEST}", manifest.to_bytes()):
             return dropped
         return SaveOutcome(step=step, result="committed", url=url, bytes=manifest.total_bytes, write_s=write_s)
