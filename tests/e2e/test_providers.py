@@ -30,14 +30,15 @@ def test_a_trace_brings_and_takes_vms_also_while_the_manager_is_away(tmp_path: P
         (tmp_path / "data").mkdir()
         manager.start()
         with Client(manager.url) as client:
-            wait_until(lambda: len(states(client)) == 2, "the two VMs of the trace's beginning")
+            # The trace goes on meanwhile, and a busy machine may be slow to look: it is the first refusal that counts.
+            wait_until(lambda: {"local-1", "local-2"} <= states(client).keys(), "the two VMs of the trace's beginning")
 
             def refusals() -> list[str]:
                 return [event["message"] for event in client.events() if event["kind"] == "provider_refused"]
 
-            assert wait_until(refusals, "the provider's refusal") == [
+            assert wait_until(refusals, "the provider's refusal")[0] == (
                 "3 VMs are missing and the provider refused (capacity): the local market grants 2 VMs and 2 are there"
-            ]
+            )
             manager.kill()
             manager.start()
             expected = {"local-1": "gone", "local-2": "ready", "local-3": "ready"}

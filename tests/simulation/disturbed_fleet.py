@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 from fleet_world import Disturbances, FleetWorld, fleet_world
+from simulated_manager import Pace
 from varuna_manager.domain.observed import Rules
 from varuna_manager.providers.replay import ReplaySettings
 from varuna_planner.spot_trace import SpotTrace, parse_trace
@@ -17,6 +18,8 @@ COARSE = Rules(
     heartbeat_interval_s=300.0, suspect_after_s=1200.0, lost_after_s=2400.0, lease_s=3600.0, restart_grace_s=2400.0
 )
 """For hours: what is learned from silence takes longer, all else (broken streams, the provider's list) does not."""
+
+BUSY = Pace(look_after_s=8.0, store_after_s=3.0, quiet_s=(60.0, 120.0))
 
 
 def books_are_right(world: FleetWorld, job_id: str) -> None:
@@ -74,7 +77,7 @@ async def whole_trace(folder: Path, seed: int, *, share: float = 1.0) -> str:
     """The recorded trace, or the first part of it, over one job that takes all VMs and one that takes few."""
     trace = parse_trace(TRACE.read_text(), name=TRACE.name)
     disturbances = Disturbances(
-        look_after_s=5.0,
+        pace=BUSY,
         manager_death_s=3600,
         manager_away_s=(1.0, 300.0),
         stream_break_s=1800,
@@ -83,7 +86,7 @@ async def whole_trace(folder: Path, seed: int, *, share: float = 1.0) -> str:
     async with fleet_world(folder, seed, rules=COARSE, disturbances=disturbances) as world:
         await world.replay(trace, ReplaySettings())
         await world.manager.fleet.set_target(32)
-        large = await world.submit("large", steps=round(1500 * share), global_batch=8192, save_every=5)
+        large = await world.submit("large", steps=round(400 * share), global_batch=8192, save_every=1)
         small = await world.submit("small", steps=20, save_every=10, resources={"max_gpus": 2})
         world.disturb()
         await world.run(share * (trace.ends_s - trace.starts_s))

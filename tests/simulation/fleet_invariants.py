@@ -31,7 +31,8 @@ class Invariants:
     def _read(self, query: str) -> list[tuple[object, ...]]:
         if self._connection is None:
             self._connection = sqlite3.connect(self._path, isolation_level=None)
-            self._connection.execute("create index simulated_live_workers on workers (state)")
+            # Found in the index alone: a generation's row is large.
+            self._connection.execute("create index simulated_generations on generations (job_id, number, state)")
         return self._connection.execute(query).fetchall()
 
     def check(self) -> None:
@@ -97,6 +98,10 @@ class Invariants:
 
     def job_states(self) -> dict[str, str]:
         return {str(job_id): str(state) for job_id, state in self._read("select id, state from jobs")}
+
+    def rendezvous_ports(self) -> list[int]:
+        """Of every generation, in the order of their starts."""
+        return [int(str(row[0])) for row in self._read("select rendezvous_port from generations order by id")]
 
     def vm_states(self) -> dict[str, str]:
         return {

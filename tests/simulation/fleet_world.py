@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
+from zlib import crc32
 
 from structlog.testing import capture_logs
 
 from fleet_invariants import Invariants
 from inline_sqlite import inline_sqlite
-from simulated_manager import ManagerDiedError, ManagerEnd
+from simulated_manager import ManagerDiedError, ManagerEnd, Pace
 from simulated_market import SimulatedMarket
 from simulated_training import JobTruth, Training
 from simulated_vm import SimulatedVm
@@ -47,8 +48,7 @@ class Disturbances:
     manager_away_s: tuple[float, float] = (0.1, 40.0)
     worker_fault_rate: float = 0.0
     """Share of training generations in which something goes wrong."""
-    look_after_s: float = 0.3
-    """How long a busy manager takes to look when something rings."""
+    pace: Pace = field(default_factory=Pace)
 
 
 class FleetWorld:
@@ -66,9 +66,7 @@ class FleetWorld:
         self.training = Training(self.time, self.chance, lambda job, g: self.invariants.plan_seconds(job, g))
         self.training.fault_rate = disturbances.worker_fault_rate
         self.invariants = Invariants(folder / "manager.db", self.training, self.time.read)
-        self.manager = ManagerEnd(
-            folder, self.time, self.chance, rules, self.invariants.check, disturbances.look_after_s
-        )
+        self.manager = ManagerEnd(folder, self.time, self.chance, rules, self.invariants.check, disturbances.pace)
         self.market = SimulatedMarket(self.time, self.chance, self._make_vm, self.manager.interrupted, gpus)
         self.provider: Any = self.market
         self.deaths = 0
@@ -168,14 +166,14 @@ class FleetWorld:
         self.training.fault_rate = 0.0
 
     def story(self) -> str:
-        """What happened, in figures."""
+        """What happened, in figures, and a sum over the event log: the same seed gives the same."""
         jobs = self.training.jobs.values()
         generations = sum(job.newest_generation for job in jobs)
         redone = sum(job.redone for job in jobs)
         return (
             f"{self.time.now - self.began_at:.0f} s, {self.market.made} VMs, {generations} generations, "
             f"{self.training.steps_done} steps of which {redone} again, the manager died {self.deaths} times, "
-            f"{self.invariants.checks} commits checked"
+            f"{self.invariants.checks} commits checked, log {crc32(self.invariants.log().encode()):08x}"
         )
 
     def nothing_leaked(self) -> None:

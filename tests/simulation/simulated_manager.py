@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -36,8 +37,18 @@ from virtual_time import VirtualTime
 
 T = TypeVar("T")
 _LOOKS_IN_A_ROW = 500
-_QUIET_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""Between looks when nothing rings: a fleet at rest is looked at less often, or hours would take hours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How quick the manager is, in virtual seconds."""
+
+    look_after_s: float = 0.3
+    """From a ring to the look."""
+    store_after_s: float = 0.0
+    """From a report to the transaction that has it, and what was reported since."""
+    quiet_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+    """Between looks when nothing rings: a fleet at rest is looked at less often, or hours would take hours."""
 
 
 class ManagerDiedError(BaseException):
@@ -121,7 +132,7 @@ class ManagerEnd:
         chance: Random,
         rules: Rules,
         check: Callable[[], None],
-        look_after_s: float,
+        pace: Pace,
     ) -> None:
         self.url = f"sqlite:///{folder / 'manager.db'}"
         self.is_up = False
@@ -129,7 +140,7 @@ class ManagerEnd:
         self.dies_in: int | None = None
         """Points at which it might die until it does; None: it lives."""
         self._folder, self._time, self._chance, self._rules, self._check = folder, time, chance, rules, check
-        self._look_after_s = look_after_s
+        self._pace = pace
         self._streams: dict[Stream, StreamSession | None] = {}
         self._reports: dict[Stream, list[pb.Report]] = {}
         self._database: MortalDatabase | None = None
@@ -155,7 +166,9 @@ class ManagerEnd:
         self.registry, self.sessions = VmRegistry(now, heartbeat_interval_s=rules.heartbeat_interval_s), AgentSessions()
         self.reports = ReportService(database, self.events, self._planning, self.bell, now)
         self.fleet = FleetService(database, self.events, self.registry, provider, self.reports, self.bell, now)
-        self.jobs = JobService(database, self.events, self.bell, now)
+        self.jobs = JobService(
+            database, self.events, self.bell, now, new_id=lambda: f"{self._chance.getrandbits(32):08x}"
+        )
         loader = SnapshotLoader(database, self.registry, rules, now)
         stacks = StackService(database, self.sessions, self.bell, now)
         self._controllers = (
@@ -199,7 +212,7 @@ class ManagerEnd:
 
     def _ring(self) -> None:
         self._quiet = 0
-        self._look_soon(self._look_after_s)
+        self._look_soon(self._pace.look_after_s)
 
     def _look_soon(self, seconds: float) -> None:
         if self._time.now + seconds < self._look_at:
@@ -221,7 +234,7 @@ class ManagerEnd:
                 await self._reconcile(controller)
         finally:
             self._looking = False
-        self._look_soon(_QUIET_S[min(self._quiet, len(_QUIET_S) - 1)])
+        self._look_soon(self._pace.quiet_s[min(self._quiet, len(self._pace.quiet_s) - 1)])
         self._quiet += 1
 
     async def _reconcile(self, controller: JobController | FleetController) -> None:
@@ -254,10 +267,9 @@ class ManagerEnd:
             case "heartbeat":
                 self._heartbeat(stream, message.heartbeat)
             case "report" if stream in self._streams:
-                waiting = self._reports.setdefault(stream, [])
-                waiting.append(message.report)
-                if len(waiting) == 1:
-                    self._time.after(0.0, lambda: self._store(stream))
+                if not self._reports:
+                    self._time.after(self._pace.store_after_s, self._store)
+                self._reports.setdefault(stream, []).append(message.report)
 
     async def _hello(self, stream: Stream, hello: pb.Hello) -> None:
         if stream not in self._streams:
@@ -298,14 +310,18 @@ class ManagerEnd:
             self.bell.ring()
         session.send(pb.ManagerMessage(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence)))
 
-    async def _store(self, stream: Stream) -> None:
-        reports = self._reports.pop(stream, [])
-        session = self._streams.get(stream)
-        if session is None or not reports:
-            return
-        await self.reports.apply(session.vm_id, reports)
-        through = max(report.number for report in reports)
-        session.send(pb.ManagerMessage(ack=pb.Ack(reports_through=through)))
+    async def _store(self) -> None:
+        """What all agents have reported by now."""
+        reported, self._reports = self._reports, {}
+        waiting = [(session, reports) for stream, reports in reported.items() if (session := self._streams.get(stream))]
+        if waiting:
+            await self._or_death(self._store_all(waiting))
+
+    async def _store_all(self, waiting: Sequence[tuple[StreamSession, list[pb.Report]]]) -> None:
+        await asyncio.gather(*(self.reports.apply(session.vm_id, reports) for session, reports in waiting))
+        for session, reports in waiting:
+            through = max(report.number for report in reports)
+            session.send(pb.ManagerMessage(ack=pb.Ack(reports_through=through)))
 
     def broke(self, stream: Stream) -> None:
         """The manager sees that the stream is over."""

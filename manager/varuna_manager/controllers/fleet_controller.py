@@ -19,12 +19,13 @@ from varuna_manager.domain.states import VmState
 from varuna_manager.providers.base import Notice, Provider, ProviderVm
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.events import EventLog
-from varuna_manager.services.fleet import FleetService, live_workers
+from varuna_manager.services.fleet import FleetService, workers_by_vm
 from varuna_manager.services.vm_registry import VmRegistry
 
 _BROKEN_STREAM_S = 2.0
 """For so long after a stream broke, the provider is asked often: it may take a moment to see that the VM is gone."""
 _BROKEN_STREAM_PERIOD_S = 0.1
+_VMS = select(VmRow).where(VmRow.state != VmState.GONE.value)
 
 
 class FleetController:
@@ -114,11 +115,11 @@ class FleetController:
         """Bring the store up to date; whether anything changed, and the VMs that were not gone before."""
         changed = False
         async with self._database.write() as session:
-            rows = (await session.scalars(select(VmRow).where(VmRow.state != VmState.GONE.value))).all()
+            rows = (await session.scalars(_VMS)).all()
             alive = {row.id: row for row in rows}
             if answer is not None:
                 listed, notices = answer
-                for vm_id in listed.keys() - alive.keys():
+                for vm_id in sorted(listed.keys() - alive.keys()):
                     row = await self._adopt(session, listed[vm_id])
                     changed = True
                     if row is not None:
@@ -127,9 +128,9 @@ class FleetController:
                     await self._fleet.note_notice(session, notice.vm_id, notice.id, notice.deadline_unix_s)
                 for vm_id in alive:
                     self._registry.set_listed(vm_id, vm_id in listed)
-            busy = [worker.vm_id for worker in await live_workers(session)]
+            busy = await workers_by_vm(session)
             for row in alive.values():
-                view = self._registry.view(row, now=self._now(), workers=busy.count(row.id))
+                view = self._registry.view(row, now=self._now(), workers=busy[row.id])
                 verdict = decide_vm(self._now(), view, self._rules)
                 if verdict is not None:
                     await self._fleet.move_vm(session, row, verdict.state, verdict.reason)

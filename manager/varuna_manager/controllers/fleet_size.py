@@ -6,7 +6,6 @@ between leaves the request behind; the next one makes it again, which makes no V
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -30,7 +29,7 @@ from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.states import VmState
 from varuna_manager.providers.base import Provider
 from varuna_manager.services.events import EventLog
-from varuna_manager.services.fleet import FleetService, job_wants, live_workers
+from varuna_manager.services.fleet import FleetService, job_wants, workers_by_vm
 from varuna_manager.services.vm_registry import VmRegistry
 
 _ENOUGH_FOR_S = 3600.0
@@ -93,8 +92,8 @@ class FleetSize:
         """The view; the request that is under way with its count; how many of its VMs are known."""
         offer = await self._provider.offer()  # it may ask far away: not while the store is held
         async with self._database.read() as session:
-            busy = [worker.vm_id for worker in await live_workers(session)]
-            views = [registry.view(row, now=self._now(), workers=busy.count(row.id)) for row in rows]
+            busy = await workers_by_vm(session)
+            views = [registry.view(row, now=self._now(), workers=busy[row.id]) for row in rows]
             idle_s = self._note_idle(views)
             row = await session.get(FleetRow, self._provider.name)
             target, why, follows_jobs = await self._target(session, row, views, idle_s, offer.gpus)
@@ -184,7 +183,7 @@ class FleetSize:
     async def _create(self, missing: int, request: tuple[str, int] | None, made: int) -> int:
         """Ask for so many more; how many came."""
         if request is None:
-            request, made = (uuid.uuid4().hex, missing), 0
+            request, made = (f"{self._chance.getrandbits(128):032x}", missing), 0
             await self._note_request(request)
         tag, count = request
         try:

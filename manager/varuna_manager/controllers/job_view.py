@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import Counter
@@ -114,8 +115,12 @@ class SnapshotLoader:
         now = self._now()
         vms = {row.id: self._registry.view(row, now=now, workers=busy[row.id]) for row in rows.vms}
         fleet, returning = self._watch.look(vms, now), self._returning(vms)
+        jobs = []
+        for row in rows.jobs:
+            jobs.append(self._job(row, rows, vms, *pasts[row.id], fleet, returning))
+            await asyncio.sleep(0)  # heartbeats are answered by the same thread
         return Snapshot(
-            jobs=tuple(self._job(row, rows, vms, *pasts[row.id], fleet, returning) for row in rows.jobs),
+            jobs=tuple(jobs),
             vms=vms,
             occupied={Device(worker.vm_id, worker.local_rank): worker.job_id for worker in rows.alive},
             presence=_presence(rows),

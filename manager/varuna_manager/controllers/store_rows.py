@@ -99,26 +99,46 @@ class StoreRows:
 _IS_LIVE = JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES])
 _LIVE_JOBS = select(JobRow.id).where(_IS_LIVE)
 
+# The queries are made once: making one, and the key that finds its compiled form, takes as long as a small answer.
+_VMS = select(*_VM_COLUMNS).where(VmRow.state != VmState.GONE.value)
+_JOBS = select(JobRow).where(_IS_LIVE).order_by(JobRow.created_at, JobRow.id)
+_ALIVE_WORKERS = select(*_WORKER_COLUMNS).where(WorkerRow.state.in_(_ALIVE))
+_NUMBERS = (
+    select(GenerationRow.job_id, func.max(GenerationRow.number).label("number"))
+    .where(GenerationRow.job_id.in_(_LIVE_JOBS))
+    .group_by(GenerationRow.job_id)
+    .subquery()
+)
+_NEWEST = (
+    select(GenerationRow)
+    .join(_NUMBERS, and_(GenerationRow.job_id == _NUMBERS.c.job_id, GenerationRow.number == _NUMBERS.c.number))
+    .options(defer(GenerationRow.candidates), defer(GenerationRow.history))
+)
+_STOPPED_OF_NEWEST = (
+    select(*_WORKER_COLUMNS)
+    .join(_NUMBERS, and_(WorkerRow.job_id == _NUMBERS.c.job_id, WorkerRow.generation == _NUMBERS.c.number))
+    .where(WorkerRow.state.not_in(_ALIVE))
+)
+_ENDED = (
+    select(
+        GenerationRow.job_id,
+        func.count(),
+        func.max(GenerationRow.ended_at),
+        func.sum(GenerationRow.last_step),
+        func.sum(GenerationRow.resumed_step),
+    )
+    .where(GenerationRow.state == GenerationState.ENDED.value, GenerationRow.job_id.in_(_LIVE_JOBS))
+    .group_by(GenerationRow.job_id)
+)
+
 
 async def read_rows(session: AsyncSession) -> StoreRows:
     """The rows of one look, from one transaction."""
-    vms = (await session.execute(select(*_VM_COLUMNS).where(VmRow.state != VmState.GONE.value))).all()
-    jobs = (await session.scalars(select(JobRow).where(_IS_LIVE).order_by(JobRow.created_at, JobRow.id))).all()
-    alive = await _workers(session, select(*_WORKER_COLUMNS).where(WorkerRow.state.in_(_ALIVE)))
-    numbers = (
-        select(GenerationRow.job_id, func.max(GenerationRow.number).label("number"))
-        .where(GenerationRow.job_id.in_(_LIVE_JOBS))
-        .group_by(GenerationRow.job_id)
-        .subquery()
-    )
-    is_newest = and_(GenerationRow.job_id == numbers.c.job_id, GenerationRow.number == numbers.c.number)
-    query = select(GenerationRow).join(numbers, is_newest)
-    query = query.options(defer(GenerationRow.candidates), defer(GenerationRow.history))
-    newest = {row.job_id: row for row in (await session.scalars(query)).all()}
-    of_newest = and_(WorkerRow.job_id == numbers.c.job_id, WorkerRow.generation == numbers.c.number)
-    stopped = await _workers(
-        session, select(*_WORKER_COLUMNS).join(numbers, of_newest).where(WorkerRow.state.not_in(_ALIVE))
-    )
+    vms = (await session.execute(_VMS)).all()
+    jobs = (await session.scalars(_JOBS)).all()
+    alive = await _workers(session, _ALIVE_WORKERS)
+    newest = {row.job_id: row for row in (await session.scalars(_NEWEST)).all()}
+    stopped = await _workers(session, _STOPPED_OF_NEWEST)
     return StoreRows(
         vms=vms,
         jobs=jobs,
@@ -126,7 +146,7 @@ async def read_rows(session: AsyncSession) -> StoreRows:
         workers=_by_rank(newest, (*alive, *stopped)),
         alive=alive,
         generations=await _generations(session, newest, alive),
-        ended=await _ended(session),
+        ended={job_id: tuple(rest) for job_id, *rest in (await session.execute(_ENDED)).all()},
     )
 
 
@@ -159,13 +179,3 @@ async def _generations(
             facts = GenerationFacts(GenerationState(state), None if mode is None else StopMode(mode))
             known[(job_id, number)] = facts
     return known
-
-
-async def _ended(session: AsyncSession) -> dict[str, tuple[Any, ...]]:
-    row = GenerationRow
-    query = (
-        select(row.job_id, func.count(), func.max(row.ended_at), func.sum(row.last_step), func.sum(row.resumed_step))
-        .where(row.state == GenerationState.ENDED.value, row.job_id.in_(_LIVE_JOBS))
-        .group_by(row.job_id)
-    )
-    return {job_id: tuple(rest) for job_id, *rest in (await session.execute(query)).all()}

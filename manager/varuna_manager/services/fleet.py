@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Row, select
+from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database, after_commit
@@ -20,6 +21,7 @@ from varuna_manager.domain.states import (
     GenerationState,
     JobState,
     VmState,
+    WorkerState,
 )
 from varuna_manager.providers.base import EmulatedProvider, NotThatProviderError, ProviderVm, UnknownVmError
 from varuna_manager.services import documents
@@ -31,6 +33,8 @@ from varuna_manager.services.reports import ReportService, note_notice
 from varuna_manager.services.together import Together
 from varuna_manager.services.vm_registry import VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
+
+_ALIVE = [state.value for state in WorkerState if state not in STOPPED_WORKER_STATES]
 
 
 class FleetService:
@@ -243,10 +247,16 @@ def _is_news(row: Row[*tuple[Any, ...]], hello: pb.Hello) -> bool:
 
 async def live_workers(session: AsyncSession, vm_id: str | None = None) -> Sequence[WorkerRow]:
     """The workers that have not stopped: all, or those of one VM."""
-    query = select(WorkerRow).where(WorkerRow.state.not_in([state.value for state in STOPPED_WORKER_STATES]))
+    query = select(WorkerRow).where(WorkerRow.state.in_(_ALIVE))
     if vm_id is not None:
         query = query.where(WorkerRow.vm_id == vm_id)
     return (await session.scalars(query.order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank))).all()
+
+
+async def workers_by_vm(session: AsyncSession) -> Mapping[str, int]:
+    """How many workers have not stopped, by VM; 0 for any other."""
+    query = select(WorkerRow.vm_id, func.count()).where(WorkerRow.state.in_(_ALIVE)).group_by(WorkerRow.vm_id)
+    return Counter(dict((await session.execute(query)).all()))
 
 
 async def job_wants(session: AsyncSession) -> list[JobWants]:

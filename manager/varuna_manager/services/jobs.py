@@ -28,6 +28,7 @@ class JobService:
     """`checkpoint_root`: a folder's or a store's URL, for the checkpoints of jobs that name none.
 
     `needs_checkpoint_url`: such jobs are refused, for there is no place that every manager reaches.
+    `new_id`: what is behind the `job-` of a new job's id.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class JobService:
         *,
         checkpoint_root: str | None = None,
         needs_checkpoint_url: bool = False,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(4),
     ) -> None:
         self._database = database
         self._events = events
@@ -46,6 +48,7 @@ class JobService:
         self._now = now
         self._checkpoint_root = checkpoint_root
         self._needs_checkpoint_url = needs_checkpoint_url
+        self._new_id = new_id
 
     async def submit(self, spec: JobSpec, idempotency_key: str | None) -> Document:
         """Queue the job. The same key with the same spec gives the same job again, for KEY_LIFE_S.
@@ -90,7 +93,7 @@ class JobService:
 
     def _new_row(self, spec: JobSpec, document: Document, idempotency_key: str | None) -> JobRow:
         now = self._now()
-        job_id = f"job-{secrets.token_hex(4)}"
+        job_id = f"job-{self._new_id()}"
         default_url = self._checkpoint_root and f"{self._checkpoint_root.rstrip('/')}/{job_id}"
         return JobRow(
             id=job_id,

@@ -1,4 +1,6 @@
-"""What agents report, into the store: a batch in one transaction, acknowledged only after its commit.
+"""What agents report, into the store: acknowledged only after the commit of the transaction that has it.
+
+What several VMs report meanwhile shares a transaction: each step is reported by all VMs of its job at about one time.
 
 Reports come again after every reconnection, so each is applied idempotently: what is known already changes nothing.
 A report that makes no sense (an unknown job, a worker that was never launched) is logged and dropped; were it refused,
@@ -10,16 +12,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
 
 from varuna_manager.db.engine import Database, after_commit
-from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
+from varuna_manager.db.models import Base, CheckpointRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
 from varuna_manager.domain import accounting
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
@@ -33,6 +37,7 @@ from varuna_manager.domain.states import (
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.together import Together
 from varuna_proto.v1 import agent_pb2 as pb
 
 _EXIT_CAUSES = {
@@ -43,9 +48,19 @@ _EXIT_CAUSES = {
     pb.EXIT_CAUSE_KILLED: ExitCause.KILLED,
     pb.EXIT_CAUSE_LAUNCH_FAILED: ExitCause.LAUNCH_FAILED,
 }
+_METRICS = Base.metadata.tables[MetricRow.__tablename__]
 _TOLD = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
 """Exits that are worth an event of their own."""
-_ROWS_AT_ONCE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Reports of one VM, in their order."""
+
+    vm_id: str
+    reports: Sequence[pb.Report]
+    bad_profiles: Mapping[int, str]
+    """By report: what is wrong with the profile in it."""
 
 
 class ReportService:
@@ -62,6 +77,7 @@ class ReportService:
         self._planning = planning
         self._bell = bell
         self._now = now
+        self._batches = Together(self._store)
         self._log = structlog.get_logger("varuna.reports")
 
     async def apply(self, vm_id: str, reports: Sequence[pb.Report]) -> None:
@@ -73,7 +89,7 @@ class ReportService:
             and (problem := await self._planning.check_profile(report.profile_measured.profile_json)) is not None
         }
         try:
-            await self._store(vm_id, reports, bad_profiles)
+            await self._batches.ask(_Batch(vm_id=vm_id, reports=reports, bad_profiles=bad_profiles))
         except Exception as error:
             if not _lies_in_the_report(error):
                 raise
@@ -84,11 +100,24 @@ class ReportService:
             kind = reports[0].WhichOneof("fact")
             self._log.error("a report cannot be stored: dropped", vm=vm_id, kind=kind, exc_info=error)
 
-    async def _store(self, vm_id: str, reports: Sequence[pb.Report], bad_profiles: Mapping[int, str]) -> None:
+    async def _store(self, batches: Sequence[_Batch]) -> Sequence[None]:
         async with self._database.write() as session:
-            for report in reports:
-                await self._apply_one(session, vm_id, report, bad_profiles.get(report.number))
-            after_commit(session, self._bell.ring)
+            rings = False
+            done: dict[tuple[str, int], dict[int, pb.StepResult]] = {}
+            for batch in batches:
+                for report in batch.reports:
+                    if report.WhichOneof("fact") == "steps_completed":
+                        fact = report.steps_completed
+                        steps = done.setdefault((fact.job_id, fact.generation), {})
+                        steps.update({step.step: step for step in fact.steps})
+                        continue
+                    rings = True
+                    await self._apply_one(session, batch.vm_id, report, batch.bad_profiles.get(report.number))
+            for (job_id, number), steps in done.items():
+                rings |= await self._steps(session, job_id, number, steps)
+            if rings:
+                after_commit(session, self._bell.ring)
+        return [None] * len(batches)
 
     async def _apply_one(self, session: AsyncSession, vm_id: str, report: pb.Report, bad_profile: str | None) -> None:
         match report.WhichOneof("fact"):
@@ -102,8 +131,6 @@ class ReportService:
                 fact = report.preemption_notice
                 deadline = self._now() + fact.seconds_left
                 await note_notice(session, self._events, vm_id, fact.notice_id, deadline, source=fact.source)
-            case "steps_completed":
-                await self._steps(session, report.steps_completed)
             case "profile_measured":
                 await self._profile(session, report.profile_measured, bad_profile)
             case "command_refused":
@@ -190,21 +217,25 @@ class ReportService:
 
     # ------------------------------------------------------------ progress
 
-    async def _steps(self, session: AsyncSession, fact: pb.StepsCompleted) -> None:
-        generation = await _generation(session, fact.job_id, fact.generation)
-        if generation is None or not fact.steps:
-            self._log.warning("steps of an unknown generation", job=fact.job_id, generation=fact.generation)
-            return
+    async def _steps(self, session: AsyncSession, job_id: str, number: int, steps: Mapping[int, pb.StepResult]) -> bool:
+        """`steps`: by their number. Whether they are worth a look at the fleet: only a generation's first are, for the
+        others decide nothing, and come all the time."""
+        generation = await _generation(session, job_id, number)
+        if generation is None or not steps:
+            self._log.warning("steps of an unknown generation", job=job_id, generation=number)
+            return False
         now = self._now()
-        await _write_metrics(session, fact, now)
-        last = max(fact.steps, key=lambda step: step.step)
+        await _write_metrics(session, generation, steps.values(), now)
+        last = steps[max(steps)]
         if generation.last_step is not None and last.step <= generation.last_step:
-            return
-        if generation.last_step is None:
-            await self._first_step(session, generation, min(step.step for step in fact.steps), now)
+            return False
+        is_first = generation.last_step is None
+        if is_first:
+            await self._first_step(session, generation, min(steps), now)
         await _set_progress(
             session, generation, last_step=last.step, last_loss=_number_or_none(last.loss), last_step_at=now
         )
+        return is_first
 
     async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
         before = (
@@ -318,6 +349,7 @@ async def note_notice(
 
 async def _generation(session: AsyncSession, job_id: str, number: int) -> GenerationRow | None:
     query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
+    query = query.options(defer(GenerationRow.plan), defer(GenerationRow.candidates))  # large, and of no use here
     row: GenerationRow | None = await session.scalar(query.execution_options(populate_existing=True))
     return row
 
@@ -332,31 +364,30 @@ async def _set_progress(session: AsyncSession, generation: GenerationRow, **valu
     )
 
 
-async def _write_metrics(session: AsyncSession, fact: pb.StepsCompleted, now: float) -> None:
+async def _write_metrics(
+    session: AsyncSession, generation: GenerationRow, steps: Iterable[pb.StepResult], now: float
+) -> None:
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    rows = {
-        step.step: {
-            "job_id": fact.job_id,
+    rows = [
+        {
+            "job_id": generation.job_id,
             "step": step.step,
             "loss": _number_or_none(step.loss),
             "step_s": step.step_us / 1e6,
             "examples": step.examples,
-            "generation": fact.generation,
+            "generation": generation.number,
             "at": now,
         }
-        for step in fact.steps
-    }
-    values = list(rows.values())
-    for start in range(0, len(values), _ROWS_AT_ONCE):
-        statement = insert(MetricRow).values(values[start : start + _ROWS_AT_ONCE])
-        new = statement.excluded
-        await session.execute(
-            statement.on_conflict_do_update(
-                index_elements=["job_id", "step"],
-                set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at")},
-                where=new.generation >= MetricRow.generation,
-            )
-        )
+        for step in steps
+    ]
+    statement = insert(_METRICS)  # the rows apart from it: it is compiled once, however many they are
+    new = statement.excluded
+    statement = statement.on_conflict_do_update(
+        index_elements=["job_id", "step"],
+        set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at")},
+        where=new.generation >= MetricRow.generation,
+    )
+    await session.execute(statement, rows)
 
 
 def _number_or_none(value: float) -> float | None:
