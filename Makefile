@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto proto/varuna_proto/v1/identity.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak soak-matrix soak-kills soak-slow soak-fleets soak-traces lint format proto proto-check clean
+.PHONY: help venv demo test soak soak-matrix soak-kills soak-slow soak-fleets soak-failpoints soak-traces lint format proto proto-check clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ soak-slow: venv ## Make one of three local VMs slow; it must be found, quarantin
 
 soak-fleets: venv ## Play simulated fleets with all that can go wrong, or a recorded spot market (SOAK="--trace")
 	$(BIN)/python tests/soak/fleets.py $(SOAK)
+
+soak-failpoints: venv ## Kill manager and agents at every failpoint of a morph, over and over
+	$(BIN)/python tests/soak/failpoints.py $(SOAK)
 
 soak-traces: venv ## Play 10,000 traces of lost, cut off and killed parts of a simulated fleet (hours)
 	VARUNA_TRACES=10000 $(BIN)/pytest --timeout 0 tests/simulation/test_fleet_state_machine.py

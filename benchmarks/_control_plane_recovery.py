@@ -9,6 +9,7 @@ after the signal, by the clock of this machine.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.table import Table
 
 from varuna_client import Client
@@ -62,10 +64,11 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 def _start(processes: DemoProcesses, folder: Path) -> Client:
     """A client of a manager whose job trains."""
     data, log = folder / "manager", folder / "manager.log"
-    flags = ["--data-dir", str(data), "--http-port", "8791", "--grpc-port", "0", "--vms", str(VMS), "--local-ephemeral"]
+    flags = ["--data-dir", str(data), "--http-port", "0", "--grpc-port", "0", "--vms", str(VMS), "--local-ephemeral"]
     flags += ["--growth-settle-s", "0.5", "--storm-losses", "1000", "--device-memory-bytes", str(64 * 2**20)]
     processes.start(["-m", "varuna_manager.main", *flags], log)
-    client = Client("http://127.0.0.1:8791")
+    _until((data / "manager.json").exists, "the manager")
+    client = Client(f"http://{json.loads((data / 'manager.json').read_text())['http']}")
     _until(client.ready, "the manager")
     _until(lambda: sum(vm["state"] == "ready" for vm in client.vms()) == VMS, "the VMs")
     client.submit(job_spec(find_example(), 1_000_000))
@@ -127,8 +130,10 @@ def _torchrun(folder: Path, rounds: int) -> list[dict[str, float | None]]:
     record, log = folder / "steps", folder / "log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={VMS}"]
     command += [f"--max-restarts={rounds}", str(_TORCHRUN), str(record)]
+    # Else torch 2.13's restarted ranks find the addresses of the killed one in the agent's store, and wait for it.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
     taken: list[dict[str, float | None]] = []
     try:
         for _ in range(rounds):
@@ -145,10 +150,9 @@ def _torchrun(folder: Path, rounds: int) -> list[dict[str, float | None]]:
             first = _until(partial(_first_without, record, victim), "torchrun's training after the kill")
             taken.append({"first_step_s": round(first - at, 3)})
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
+            each.kill()
         process.wait()
-        for pid in _lines(record)[-1].split()[2:] if _lines(record) else []:
-            kill_group(int(pid))
     return taken
 
 

@@ -1,9 +1,9 @@
 """Places where a test lets a process die, wait or fail.
 
 VARUNA_FAILPOINTS names a folder. A file there arms the failpoint of its name, once: the first process to come by takes
-the file away and does what it says, `kill` (SIGKILL to itself), `sleep SECONDS` or `raise`. So the manager, agents and
-workers of a test can be armed while they run, and what is started again does not die again. Without the variable a
-failpoint is a function that does nothing.
+the file away and does what it says, `kill` (SIGKILL to itself), `sleep SECONDS` or `raise`. So the manager and agents
+of a test can be armed while they run, and what is started again does not die again. Without the variable a failpoint
+is a function that does nothing.
 """
 
 from __future__ import annotations

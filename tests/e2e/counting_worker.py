@@ -1,8 +1,9 @@
 """A worker without a model: it speaks the agent's protocol, counts steps, and starts in a tenth of a second.
 
-Rank 0 makes the steps, saves the newest in a file every few, and goes on from there; the other ranks only are there.
-The loss of a step is a function of its number. It ends when the file `end` says at which step. Its one argument is the
-profile that it hands in when it is to calibrate.
+Like in training, no rank is a step ahead of the others, every rank tells its agent of every step, and only steps that
+all have done are saved: rank 0 leads and saves every few, the others follow. They go on from what was saved last. The
+loss of a step is a function of its number. The job ends when the file `end` says at which step. Its one argument is
+the profile that it hands in when it is to calibrate.
 """
 
 from __future__ import annotations
@@ -47,22 +48,36 @@ def main() -> None:
         )
     )
     threading.Thread(target=listen, daemon=True).start()
-    saved = Path("saved")
-    step = int(saved.read_text()) if saved.exists() else 0
+    step = _read("saved")
     say(ready=worker_pb2.WorkerReady(resumed_step=step))
     if environment.mode is Mode.CALIBRATE:
         if environment.rank == 0:
             say(profile_done=worker_pb2.ProfileDone(profile_json=Path(sys.argv[1]).read_text()))
         return
 
-    def save() -> None:
-        part = Path(f"saved.{environment.generation}.part")
-        part.write_text(str(step))
-        part.rename(saved)
-        say(checkpoint_done=worker_pb2.CheckpointDone(step=step, url=saved.absolute().as_uri(), total_bytes=1))
+    others = [rank for rank in range(environment.world_size) if rank != 0]
 
-    end, over = Path("end"), Path("over")
-    while not over.exists():
+    done = f"done.{environment.generation}"
+    _write(f"{done}.{environment.rank}", step)
+
+    def done_by_all() -> int:
+        return min([step, *(_read(f"{done}.{rank}") for rank in others)])
+
+    def do_step() -> None:
+        nonlocal step
+        step += 1
+        step_us = int(STEP_S * 1e6)
+        say(step_done=worker_pb2.StepDone(step=step, loss=loss_of(step), step_us=step_us, examples=8, forward_us=10))
+        _write(f"{done}.{environment.rank}", step)
+
+    def save() -> None:
+        newest = done_by_all()
+        if newest > _read("saved"):
+            _write("saved", newest)
+            url = Path("saved").absolute().as_uri()
+            say(checkpoint_done=worker_pb2.CheckpointDone(step=newest, url=url, total_bytes=1))
+
+    while not Path("over").exists():
         if told:
             if environment.rank == 0 and told[-1] == agent_pb2.STOP_MODE_SAVE_FIRST:
                 save()
@@ -70,14 +85,26 @@ def main() -> None:
             os._exit(EXIT_GENERATION_ENDED)
         time.sleep(STEP_S)
         if environment.rank != 0:
-            continue
-        step += 1
-        done = worker_pb2.StepDone(step=step, loss=loss_of(step), step_us=int(STEP_S * 1e6), examples=8, forward_us=10)
-        say(step_done=done)
-        if step % SAVE_EVERY == 0:
-            save()
-        if end.exists() and step >= int(end.read_text()):
-            over.touch()
+            while step < _read(f"{done}.0"):
+                do_step()
+        elif done_by_all() == step:
+            if step % SAVE_EVERY == 0:
+                save()
+            if Path("end").exists() and step >= _read("end"):
+                Path("over").touch()
+            else:
+                do_step()
+
+
+def _read(name: str) -> int:
+    file = Path(name)
+    return int(file.read_text()) if file.exists() else 0
+
+
+def _write(name: str, number: int) -> None:
+    part = Path(f"{name}.{os.getpid()}.part")
+    part.write_text(str(number))
+    part.rename(name)
 
 
 if __name__ == "__main__":

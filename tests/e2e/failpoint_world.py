@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from varuna_client.demo.processes import DemoProcesses
 from varuna_client.errors import VarunaError
 from varuna_proto.failpoints import VARIABLE
 
-VMS = 2
+VMS = 3
+"""One is taken away, a failpoint kills another: one is left that has made the same steps."""
 DEADLINE_S = 90.0
 WORKER = Path(__file__).with_name("counting_worker.py")
 
@@ -52,15 +54,10 @@ class FailpointWorld:
 
         return wait_until(holds, what, DEADLINE_S)
 
-    def submit(self, run: str, **more: Any) -> None:
-        spec = {
-            "name": "counting",
-            "workdir": str(self.folder),
-            "run": run,
-            "global_batch": 8,
-            "env": {VARIABLE: str(self.armed)},
-            **more,
-        }
+    def submit(self) -> None:
+        # For the shell, so that no process is warmed for it: that would take longer than the worker itself.
+        run = f"true && exec {sys.executable} {WORKER} {self.folder / 'profile.json'}"
+        spec = {"name": "counting", "workdir": str(self.folder), "run": run, "global_batch": 8}
         self.until(lambda client: all_ready(client, VMS), "the VMs")
         self.until(lambda client: client.submit(spec, idempotency_key="once"), "the job")
 
@@ -105,8 +102,7 @@ class FailpointWorld:
             generations = client.generations("counting")
             checkpoints = client.checkpoints("counting")
         steps = [metric["step"] for metric in metrics]
-        assert steps[-1] >= last
-        _check_holes(steps, generations)
+        assert steps == list(range(1, max(steps[-1], last) + 1))
         assert [metric["loss"] for metric in metrics] == [loss_of(step) for step in steps]
         assert [generation["number"] for generation in generations] == list(range(1, len(generations) + 1))
         assert all(generation["state"] == "ended" for generation in generations)
@@ -118,15 +114,6 @@ class FailpointWorld:
 
 def _over(job: dict[str, Any]) -> dict[str, Any] | None:
     return job if job["state"] in ("succeeded", "failed", "cancelled") else None
-
-
-def _check_holes(steps: list[int], generations: list[dict[str, Any]]) -> None:
-    """Every step is on record once, in order. The one excuse: rank 0's VM went after a save and before it could tell of
-    the last steps before it, and a later generation went on from there."""
-    resumed = {generation["resumed_step"] for generation in generations}
-    for before, after in itertools.pairwise([0, *steps]):
-        assert before < after
-        assert after == before + 1 or after - 1 in resumed, f"steps {before + 1} to {after - 1} are missing"
 
 
 def _check_one_at_a_time(generations: list[dict[str, Any]]) -> None:

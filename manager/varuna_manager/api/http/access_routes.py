@@ -70,7 +70,9 @@ def access_routes(services: AccessServices) -> APIRouter:
         return await _secured(services.tokens).revoke(token)
 
     @router.get("/audit")
-    async def audit(after: int = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[Document]:
+    async def audit(
+        after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
+    ) -> list[Document]:
         """The calls that changed something, and those that were refused, oldest first."""
         return await services.audit.after(after, limit)
 

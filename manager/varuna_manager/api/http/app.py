@@ -30,6 +30,7 @@ from varuna_manager.services.stacks import StackService
 _PAGE = 1000
 _MAX_PAGE = 10_000
 _MAX_INT = 2**31 - 1
+_MAX_OFFSET = 2**53
 """Of the store's columns."""
 
 
@@ -71,11 +72,12 @@ class LocalBody(_Body):
 
 
 Limit = Annotated[int, Query(ge=1, le=_MAX_PAGE)]
+Number = Annotated[int, Query(ge=0, le=_MAX_INT)]
 
 
 def make_app(services: Services) -> FastAPI:
     """The application over these services."""
-    app = FastAPI(title="Varuna manager", version="1", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Varuna manager", version="1", docs_url="/docs", redoc_url=None, responses=problems.RESPONSES)
     problems.install(app)
     app.include_router(_jobs(services), prefix="/api/v1", tags=["jobs"])
     app.include_router(_fleet(services), prefix="/api/v1", tags=["fleet"])
@@ -119,11 +121,11 @@ def _jobs(services: Services) -> APIRouter:
         return await jobs.generations(job)
 
     @router.get("/jobs/{job}/metrics")
-    async def metrics(job: str, after_step: int = 0, limit: Limit = _MAX_PAGE) -> list[Document]:
+    async def metrics(job: str, after_step: Number = 0, limit: Limit = _MAX_PAGE) -> list[Document]:
         return await jobs.metrics(job, after_step, limit)
 
     @router.get("/jobs/{job}/events")
-    async def events(job: str, after: int = 0, limit: Limit = _PAGE) -> list[Document]:
+    async def events(job: str, after: Number = 0, limit: Limit = _PAGE) -> list[Document]:
         return [documents.event_document(row) for row in await jobs.events(job, after, limit)]
 
     @router.get("/jobs/{job}/checkpoints")
@@ -143,9 +145,9 @@ def _jobs(services: Services) -> APIRouter:
     @router.get("/jobs/{job}/logs", response_class=Response)
     async def logs(
         job: str,
-        generation: Annotated[int | None, Query(ge=1)] = None,
-        rank: Annotated[int, Query(ge=0)] = 0,
-        offset: int = 0,
+        generation: Annotated[int | None, Query(ge=1, le=_MAX_INT)] = None,
+        rank: Number = 0,
+        offset: Annotated[int, Query(ge=-_MAX_OFFSET, le=_MAX_OFFSET)] = 0,
     ) -> Response:
         data = await services.logs.read(job, generation, rank, offset)
         return Response(data, media_type="text/plain; charset=utf-8")
@@ -190,15 +192,15 @@ def _events(services: Services) -> APIRouter:
     router = APIRouter()
 
     @router.get("/events")
-    async def events(after: int = 0, limit: Limit = _PAGE) -> list[Document]:
+    async def events(after: Number = 0, limit: Limit = _PAGE) -> list[Document]:
         return [documents.event_document(row) for row in await services.events.after(after, limit=limit)]
 
     @router.get("/events/stream", response_class=StreamingResponse)
     async def stream(
-        after: int | None = None, last_event_id: Annotated[int | None, Header()] = None
+        after: Number = 0, last_event_id: Annotated[int | None, Header(ge=0, le=_MAX_INT)] = None
     ) -> StreamingResponse:
         """Server-sent events: what comes after Last-Event-ID (or `after`), and all that follows."""
-        start = last_event_id if last_event_id is not None else after or 0
+        start = after if last_event_id is None else last_event_id
         return StreamingResponse(_server_sent(services.events, start), media_type="text/event-stream")
 
     return router

@@ -22,6 +22,7 @@ from varuna_manager.services.errors import (
 )
 
 _TITLES = {
+    400: "Bad request",
     401: "Not authenticated",
     403: "Forbidden",
     404: "Not found",
@@ -43,9 +44,27 @@ _STATUS: dict[type[ServiceError], int] = {
 }
 
 
+_MEDIA_TYPE = "application/problem+json"
+_SCHEMA = {
+    "type": "object",
+    "title": "Problem",
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "what is wrong and what helps, for a person"},
+    },
+    "required": ["type", "title", "status", "detail"],
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": title, "content": {_MEDIA_TYPE: {"schema": _SCHEMA}}} for status, title in _TITLES.items()
+}
+"""For the API's description: any call may be answered so."""
+
+
 def problem(status: int, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> JSONResponse:
     document = {"type": "about:blank", "title": _TITLES.get(status, "Error"), "status": status, "detail": detail}
-    return JSONResponse({**document, **extra}, status, dict(headers or {}), "application/problem+json")
+    return JSONResponse({**document, **extra}, status, dict(headers or {}), _MEDIA_TYPE)
 
 
 def problem_of(error: ServiceError) -> JSONResponse:
