@@ -55,9 +55,9 @@ async def test_two_jobs_wait_while_there_is_no_gpu_at_all(tmp_path: Path) -> Non
 
 async def test_two_jobs_start_on_one_vm_one_after_the_other(tmp_path: Path) -> None:
     """Both would have the VM's one rendezvous port, in the same look."""
-    async with fleet_world(tmp_path, seed=4, rules=QUICK, gpus=2) as world:
+    async with fleet_world(tmp_path, seed=4, rules=QUICK, gpus=4) as world:
         await world.manager.fleet.set_target(1)
-        jobs = [await world.submit(name, steps=3, resources={"max_gpus": 1}) for name in ("one", "two")]
+        jobs = [await world.submit(name, steps=3, resources={"max_gpus": 2}) for name in ("one", "two")]
         await world.run_until_over(100_000)
         for job in jobs:
             books_are_right(world, job)
