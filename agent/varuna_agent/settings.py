@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from varuna_agent.state import Timings
+from varuna_proto.hosts import is_loopback
 from varuna_proto.names import plain
 
 NOTICE_SOURCES = ("file", "azure", "aws", "gcp")
@@ -89,12 +89,3 @@ class AgentSettings:
             return tuple(url.strip().rstrip("/") for url in self.join_url.split(","))
         hosts = dict.fromkeys(address.strip().rpartition(":")[0] for address in self.manager.split(","))
         return tuple(f"https://{host}:8750" for host in hosts)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

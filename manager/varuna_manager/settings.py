@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -11,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from varuna_manager.domain.observed import Rules
 from varuna_manager.providers.chosen import CHOICES, check_choice
 from varuna_manager.providers.replay import ReplaySettings
+from varuna_proto.hosts import is_loopback
 
 
 class ManagerSettings(BaseSettings):
@@ -148,7 +148,7 @@ class ManagerSettings(BaseSettings):
     @property
     def is_secure(self) -> bool:
         """Whether agents need certificates and users tokens."""
-        return self.secure or not _is_loopback(self.host)
+        return self.secure or not is_loopback(self.host)
 
     @property
     def names(self) -> list[str]:
@@ -203,12 +203,3 @@ def is_wildcard(host: str) -> bool:
 def _as_url(place: str) -> str:
     """What is no URL is a folder, seen from where the manager runs."""
     return place if "://" in place else Path(place).expanduser().absolute().as_uri()
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -11,7 +11,6 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.services.bell import Bell, wait
-from varuna_proto.failpoints import failpoint
 
 _AFTER_ERROR_S = 1.0
 _SHORT_S = 0.05
@@ -37,7 +36,6 @@ async def run_controller(controller: Controller, bell: Bell) -> None:
     """
     log = structlog.get_logger("varuna.controller").bind(controller=controller.name)
     rung = bell.listen()
-    failpoint("manager.takeover")
     try:
         while True:
             rung.clear()

@@ -6,7 +6,6 @@ admins only, until `required_role` says otherwise.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from varuna_manager.services.buckets import Buckets
 from varuna_manager.services.enrolments import EnrolmentService
 from varuna_manager.services.errors import ForbiddenError, ServiceError, UnauthenticatedError
 from varuna_manager.services.tokens import TokenService
+from varuna_proto.hosts import is_loopback
 
 MAX_HEADER_BYTES = 32 * 1024
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -253,12 +253,7 @@ def _refuse_foreign_pages(call: _Call, headers: Headers) -> None:
 def _is_this_machine(host: str) -> bool:
     """Whether a Host header names a loopback address."""
     name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(name)
 
 
 def _too_many(wait_s: float, text: str) -> HTTPException:
