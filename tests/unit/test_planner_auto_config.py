@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna_planner import _makespan
+from varuna_planner import _kernels, _makespan
 from varuna_planner import balance as cutting
 from varuna_planner.auto_config import Choice, Pins, choose_plan
 from varuna_planner.batching import count_micro_batches
@@ -231,10 +231,10 @@ def test_the_quick_makespan_is_the_simulators(
     pipeline = cutting.pipeline(table, net, starts, recompute, cutting.Cost(N=n, d=1))
     expected = simulate(pipeline, policy, run_ahead=k).makespan_us
 
+    times = _kernels.stage_times(table, net, 0, starts, 1)
+
     def quick(cutoff: float) -> float:
-        times = (pipeline.forward_us, pipeline.recompute_us, pipeline.backward_us, pipeline.activation_transfer_us)
-        rest = (pipeline.latency_us, pipeline.finish_us, recompute, cutoff)
-        return float(_makespan.makespan(policy.code, n, k, *times, *rest))
+        return float(_makespan.makespan(policy.code, n, k, times, recompute, cutoff))
 
     assert quick(float("inf")) == pytest.approx(expected, rel=1e-12)
     assert quick(expected * 0.7) <= expected * (1 + 1e-12)  # a bound, or the time itself
@@ -254,15 +254,16 @@ def test_every_policy_that_runs_can_be_planned_for(policy: Policy) -> None:
             assert pinned is None or pinned.predicted_minibatch_s >= slowest_allowed
 
 
-def test_a_first_look_at_many_shapes_does_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for memory, global_batch in ((None, 40), (9000, 40), (4500, 7), (2500, 40)):
-        profile = make_profile([3, 1, 2, 2, 5, 1, 4], fixed_us=100)
-        at_once = choose(profile, 12, global_batch, memory)
-        with monkeypatch.context() as patch:
-            patch.setattr("varuna_planner.auto_config.MANY_SHAPES", 8)
-            patch.setattr("varuna_planner.auto_config.FIRST_LOOK", 5)
-            looked_first = choose(profile, 12, global_batch, memory)
-        assert looked_first.best == at_once.best
+@pytest.mark.parametrize(("memory", "global_batch"), [(None, 5000), (9000, 5000), (9000, 700), (7000, 5000)])
+def test_the_best_of_many_shapes_is_the_best_of_each_number_of_stages(memory: int | None, global_batch: int) -> None:
+    """Cuts drawn for few micro-batches rule out shapes with more; pinned, each number of stages has a search alone."""
+    profile = make_profile([3, 1, 2, 2, 5, 1, 4], fixed_us=100)
+    best = choose(profile, 3000, global_batch, memory).best
+    assert best is not None
+    alone = [choose(profile, 3000, global_batch, memory, pins=Pins(p=p)).best for p in range(1, 8)]
+    fitting = [plan for plan in alone if plan is not None]
+    assert best in fitting
+    assert best.predicted_minibatch_s == min(plan.predicted_minibatch_s for plan in fitting)
 
 
 def test_a_policy_that_cannot_run_is_refused() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from varuna_planner._rules import gradient_sets, input_sets, most_in_flight, stage_bytes, stash_cap
-from varuna_planner._tables import Ends, Flags, Floats, Ints, Limits, Sections, Size
+from varuna_planner._tables import Ends, Flags, Floats, Ints, Limits, Problem, Size
 
 _INFINITY = np.inf
 
@@ -53,21 +53,20 @@ def fill_free(work: Floats, most_stages: int, least: Floats, end: Ends) -> None:
 
 
 @njit(nogil=True)
-def at_size(sections: Sections, limits: Limits, a: int) -> Size:
+def at_size(problem: Problem, a: int) -> Size:
     """Micro-batch size number a."""
-    inputs, outputs = sections.inputs[a], sections.outputs[a]
-    alone = inputs.shape[0] == 1
+    sections = problem.sections
     return Size(
         sections.work_us[a],
         sections.rework_us[a],
         sections.state_bytes,
         sections.activation_bytes[a],
-        inputs,
-        outputs,
+        sections.inputs[a],
+        sections.outputs[a],
         sections.working[a],
-        limits.usable_bytes,
-        0 if alone else inputs[1:].min(),
-        0 if alone else outputs[:-1].min(),
+        problem.limits.usable_bytes,
+        sections.least_input[a],
+        sections.least_output[a],
     )
 
 

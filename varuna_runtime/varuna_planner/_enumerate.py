@@ -13,19 +13,18 @@ import numpy as np
 from numba import njit
 
 from varuna_planner import _cuts, _kernels
-from varuna_planner._kernels import BUCKET_BYTES, ring_us
+from varuna_planner._kernels import BUCKET_BYTES, agreement_us, ring_us
 from varuna_planner._rules import code_of
 from varuna_planner._tables import (
     BOUNDED,
     RUN_AHEAD_STAGES,
     UNFIT,
-    Floats,
     Ints,
     Limits,
     Network,
-    Sections,
+    Problem,
     Shapes,
-    Tables,
+    Size,
     Whole,
 )
 
@@ -38,10 +37,9 @@ def most_run_ahead(limits: Limits, P: int, N: int) -> int:
 
 
 @njit(nogil=True)
-def agreement_us(net: Network, P: int, D: int) -> float:
-    """The small reduction over all ranks, up a tree and down, with which every step ends."""
-    agreement: float = 2.0 * np.ceil(np.log2(P * D)) * net.hop_us
-    return agreement
+def full_micro_batches(D: int, N: int) -> int:
+    """Of N, those that are surely as large as the others: where there is one replica, the last may be smaller."""
+    return N - 1 if D == 1 else N
 
 
 @njit(nogil=True)
@@ -52,17 +50,10 @@ def reduce_us_per_byte(net: Network, D: int) -> float:
 
 
 @njit(nogil=True)
-def whole(sections: Sections, net: Network, a: int) -> Whole:
+def whole(problem: Problem, a: int) -> Whole:
     """Of micro-batch size number a."""
-    K = sections.inputs.shape[1]
-    ends = 0
-    for tie in range(net.ties.shape[0]):
-        first = last = False
-        for section in net.ties[tie]:
-            first, last = first or section == 0, last or section == K - 1
-        if first and last:
-            ends += net.tie_bytes[tie]
-    message = sections.output_bytes[a, 0, : K - 1].min() if K > 1 else 0.0
+    sections, net = problem.sections, problem.net
+    K, message = sections.inputs.shape[1], sections.least_message[a]
     hop = net.other_vm[0] + message / net.other_vm[1]
     if net.gpus_per_vm > 1:
         hop = min(hop, net.same_vm[0] + message / net.same_vm[1])
@@ -72,8 +63,9 @@ def whole(sections: Sections, net: Network, a: int) -> Whole:
         float(sections.own_bytes[K]),
         float(sections.own_bytes[1]),
         sections.backward_us[a, 0, 1],
+        sections.forward_share[a],
         sections.reduce_rate[a],
-        ends,
+        net.ends_bytes,
         hop,
     )
 
@@ -95,7 +87,7 @@ def least_finish_us(model: Whole, net: Network, P: int, D: int) -> float:
 
 
 @njit(nogil=True)
-def _bound(model: Whole, net: Network, V: float, heaviest_forward: float, P: int, D: int, N: int, cap: int) -> float:
+def _bound(model: Whole, net: Network, V: float, P: int, D: int, N: int, cap: int) -> float:
     """A lower bound for every cut into P stages: of four, in the order below. No cut has to be made for it.
 
     1. The busiest stage's work. 2. One micro-batch's way through all stages and back, during which the busiest stage
@@ -105,12 +97,11 @@ def _bound(model: Whole, net: Network, V: float, heaviest_forward: float, P: int
     one backward. Behind 1 to 3 comes `least_finish_us`.
     """
     work = model.forward_us + model.backward_us
-    short_last = D == 1
-    full = N - 1 if short_last else N
+    full = full_micro_batches(D, N)
     bound = full * V
-    if not short_last:
+    if D > 1:
         way = work + 2.0 * (P - 1) * model.hop_us
-        hidden = (min(N, cap) - 1) * heaviest_forward
+        hidden = (min(N, cap) - 1) * model.forward_share
         bound = max(bound, way + V * max(0.0, (N - 1) - hidden))
         if N > 1:
             done = 1.0 - (1.0 - 1.0 / N) ** P
@@ -127,6 +118,31 @@ def _fewest(count: int, most: int) -> int:
     return -(-count // N)
 
 
+@njit(nogil=True)
+def _most_replicas(gpus: int, P: int, count: int, pinned_d: int) -> int:
+    """Of P stages, each with one of `count` micro-batches at least; 0 when the pinned D is more."""
+    most: int = min(gpus // P, count)
+    if pinned_d == 0:
+        return most
+    return pinned_d if pinned_d <= most else 0
+
+
+@njit(nogil=True)
+def _least_work(of: Size, limits: Limits, free_us: float, fewest: int, P: int, D: int, count: int) -> float:
+    """V of P stages on at most D replicas, at least; infinite if no cut fits the memory.
+
+    No cut gets better with more micro-batches, so that of the least, which D replicas have, is a bound for all.
+    """
+    if fewest > P:
+        return _INFINITY
+    if D == 0:
+        return free_us
+    sets = np.empty((4, P + 1), dtype=np.int64)
+    _cuts.fill_sets(of, limits, P, -(-count // D), 0, sets)
+    least: float = _cuts.least_work(of, sets, 0, P, free_us, _INFINITY, np.empty(P + 1, dtype=np.int64))
+    return least
+
+
 def _make_count(code: int) -> Any:
     @njit(cache=True, nogil=True)
     def count_shapes(counts: Ints, gpus: int, lowest: int, highest: int, pinned_d: int) -> int:
@@ -135,12 +151,9 @@ def _make_count(code: int) -> Any:
         total = 0
         for count in counts:
             for P in range(lowest, highest + 1):
-                D = min(gpus // P, count)
-                if pinned_d > 0:
-                    total += 1 if pinned_d <= D else 0
-                    continue
+                D = _most_replicas(gpus, P, count, pinned_d)
                 while D > 0:
-                    D = _fewest(count, D) - 1
+                    D = 0 if pinned_d > 0 else _fewest(count, D) - 1
                     total += 1
         return total
 
@@ -149,64 +162,40 @@ def _make_count(code: int) -> Any:
 
 def _make_enumerate(code: int) -> Any:
     @njit(cache=True, nogil=True)
-    def enumerate_shapes(
-        sections: Sections,
-        net: Network,
-        limits: Limits,
-        counts: Ints,
-        heaviest_forward: Floats,
-        gpus: int,
-        lowest: int,
-        pinned_d: int,
-        tables: Tables,
-        shapes: Shapes,
-    ) -> int:
-        """Fills `shapes` with every shape and a lower bound, and `tables`. How many there are.
+    def enumerate_shapes(problem: Problem, counts: Ints, gpus: int, lowest: int, pinned_d: int, shapes: Shapes) -> int:
+        """Fills `shapes` with every shape and a lower bound, and the problem's tables. How many there are.
 
         Of replicas with the same N only the fewest count: more cost GPUs and all-reduce for nothing. Shapes with too
         few stages for the memory, whatever else, stand once for each P.
 
         Args:
             counts: M [S].
-            heaviest_forward: [S] the largest part of forward in any section's forward and backward.
             lowest: P, the first; the last is the tables'.
             pinned_d: 0 for every D.
         """
         assert code != -1  # a use, so that it is part of the cache's key
-        size, p, d, n, short_last, state, time_us = shapes
-        S = counts.shape[0]
+        size, p, d, n, state, time_us = shapes
+        net, limits, tables = problem.net, problem.limits, problem.tables
         highest = tables.free_us.shape[1] - 1
-        sets, first = np.empty((4, highest + 1), dtype=np.int64), np.empty(highest + 1, dtype=np.int64)
         at = 0
-        for a in range(S):
-            count, of = counts[a], _cuts.at_size(sections, limits, a)
+        for a in range(counts.shape[0]):
+            count, of, model = counts[a], _cuts.at_size(problem, a), whole(problem, a)
             _cuts.fill_free(of.work, highest, tables.free_us[a], tables.free_end[a])
             fewest = _cuts.fewest_stages(of)
-            model = whole(sections, net, a)
             for P in range(lowest, highest + 1):
-                D = min(gpus // P, count)
-                if pinned_d > 0:
-                    D = pinned_d if pinned_d <= D else 0
-                # No cut gets better with more micro-batches, so that of the least is a bound for all.
-                V = tables.free_us[a, P] if fewest <= P else _INFINITY
-                if fewest <= P and D > 0:
-                    _cuts.fill_sets(of, limits, P, -(-count // D), 0, sets[:, : P + 1])
-                    V = _cuts.least_work(of, sets[:, : P + 1], 0, P, V, _INFINITY, first)
-                tables.least_us[a, P] = V
+                D = _most_replicas(gpus, P, count, pinned_d)
+                V = tables.least_us[a, P] = _least_work(of, limits, tables.free_us[a, P], fewest, P, D, count)
                 while D > 0:
                     if pinned_d == 0:
                         D = _fewest(count, D)
                     N = -(-count // D)
-                    size[at], p[at], d[at], n[at], short_last[at] = a, P, D, N, D == 1
-                    if V == _INFINITY:
-                        state[at], time_us[at] = UNFIT, _INFINITY
-                        at += 1
-                        break
-                    cap = P + most_run_ahead(limits, P, N) if limits.counts_stages else N
-                    state[at] = BOUNDED
-                    time_us[at] = _bound(model, net, V, heaviest_forward[a], P, D, N, cap)
+                    size[at], p[at], d[at], n[at] = a, P, D, N
+                    state[at], time_us[at] = UNFIT, _INFINITY
+                    if V < _INFINITY:
+                        cap = P + most_run_ahead(limits, P, N) if limits.counts_stages else N
+                        state[at], time_us[at] = BOUNDED, _bound(model, net, V, P, D, N, cap)
                     at += 1
-                    D = 0 if pinned_d > 0 else D - 1
+                    D = 0 if pinned_d > 0 or V == _INFINITY else D - 1
         return at
 
     return enumerate_shapes

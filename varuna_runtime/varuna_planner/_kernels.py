@@ -10,58 +10,46 @@ The first call on a machine compiles for some seconds; numba keeps the result in
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from varuna_planner._tables import Flags, Floats, Ints, Network, Sections, StageTimes
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Of the gradients that one collective sums (varuna.optim, which is tested to use the same)."""
 
 
 @njit(cache=True, nogil=True)
-def lower_bound(
-    N: int,
-    forward: Floats,
-    recompute_time: Floats,
-    backward: Floats,
-    activation_transfer: Floats,
-    gradient_transfer: Floats,
-    latency: Floats,
-    recompute: npt.NDArray[np.bool_],
-    finish: Floats,
-    cap: Ints,
-) -> float:
+def lower_bound(N: int, times: StageTimes, recompute: Flags, cap: Ints) -> float:
     """max over s, u <= s of fill_s + max(work_s, round trips_s) + drain from s to u + finish_u.
 
     With cap[s] micro-batches in flight at most, forward b + cap follows backward b: so N / cap round trips in turn.
     """
+    F, R, B, down, up, latency, finish = times
     P = recompute.shape[0]
     first = 1 if N == 1 else 0
     end = np.empty(P)
     fill = 0.0
     for s in range(P):
-        full = forward[0, s] + backward[0, s]
-        last = forward[1, s] + backward[1, s]
+        full = F[0, s] + B[0, s]
+        last = F[1, s] + B[1, s]
         if recompute[s]:
-            full += recompute_time[0, s]
-            last += recompute_time[1, s]
+            full += R[0, s]
+            last += R[1, s]
         end[s] = fill + (N - 1) * full + last
-        fill += forward[first, s] + activation_transfer[first, s] + latency[s]
+        fill += F[first, s] + down[first, s] + latency[s]
     bound = 0.0
     trip = np.zeros(2)  # of a full micro-batch and of the last, from a stage's forward to its backward
     for back in range(P):
         s = P - 1 - back
-        fill -= forward[first, s] + activation_transfer[first, s] + latency[s]
+        fill -= F[first, s] + down[first, s] + latency[s]
         for row in range(2):
-            trip[row] += forward[row, s] + backward[row, s]
+            trip[row] += F[row, s] + B[row, s]
             if back > 0:
-                trip[row] += 2.0 * latency[s] + activation_transfer[row, s] + gradient_transfer[row, s]
+                trip[row] += 2.0 * latency[s] + down[row, s] + up[row, s]
         rounds = (N - 1) // cap[s]
         end[s] = max(end[s], fill + rounds * trip[0] + trip[1 if rounds * cap[s] == N - 1 else 0])
         if back > 0:
-            end[s] = max(end[s], end[s + 1] + gradient_transfer[1, s] + latency[s] + backward[1, s])
+            end[s] = max(end[s], end[s + 1] + up[1, s] + latency[s] + B[1, s])
         bound = max(bound, end[s] + finish[s])
     return bound
 
@@ -97,63 +85,58 @@ def hop_inside(s: int, P: int, D: int, gpus_per_vm: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def stage_times(
-    bounds: Ints,
-    forward: Floats,
-    recompute_time: Floats,
-    backward: Floats,
-    output_bytes: Floats,
-    gradient: Ints,
-    ties: Ints,
-    tie_bytes: Ints,
-    same_vm: Floats,
-    other_vm: Floats,
-    gpus_per_vm: int,
-    hop_us: float,
-    byte_us: float,
-    overhead_us: float,
-    optimizer_us: Floats,
-    D: int,
-    short_last: bool,
-) -> tuple[Floats, Floats, Floats, Floats, Floats, Floats]:
-    """(forward, recompute, backward, transfer [2, P], latency, finish [P]) of stages cut at bounds[P + 1].
+def agreement_us(net: Network, P: int, D: int) -> float:
+    """The small reduction over all ranks, up a tree and down, with which every step ends."""
+    agreement: float = 2.0 * np.ceil(np.log2(P * D)) * net.hop_us
+    return agreement
 
-    `forward` and the others are sums [2, K + 1] over the sections before, `optimizer_us` [K + 1]; links are
-    (latency_us, bytes per us).
+
+@njit(cache=True, nogil=True)
+def _sum_gradients(sections: Sections, net: Network, bounds: Ints, D: int, own: Ints, finish: Floats) -> None:
+    """Fills own[P], bytes of gradients that each stage sums with its replicas alone, and adds to finish[P] what those
+    of weights take that it shares with other stages: one sum over all stages and replicas, after all else.
     """
-    P = bounds.shape[0] - 1
-    F, R, B, transfer = np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P))
-    latency, finish = np.zeros(P), np.zeros(P)
-    # Every step ends with one small reduction over all ranks, up a tree and down.
-    agreement = 2.0 * np.ceil(np.log2(P * D)) * hop_us
+    P = own.shape[0]
     for s in range(P):
-        i, j = bounds[s], bounds[s + 1]
-        link = same_vm if hop_inside(s, P, D, gpus_per_vm) else other_vm
-        for row in range(2):
-            source = row if short_last else 0
-            F[row, s] = forward[source, j] - forward[source, i] + overhead_us
-            R[row, s] = recompute_time[source, j] - recompute_time[source, i] + overhead_us
-            B[row, s] = backward[source, j] - backward[source, i] + overhead_us
-            transfer[row, s] = output_bytes[source, j - 1] / link[1] if s < P - 1 else 0.0
-        latency[s] = link[0] if s < P - 1 else 0.0
-    own = np.empty(P, dtype=np.int64)  # bytes of gradients that a stage shares with its replicas alone
-    for s in range(P):
-        own[s] = gradient[bounds[s + 1]] - gradient[bounds[s]]
+        own[s] = sections.gradient_bytes[bounds[s + 1]] - sections.gradient_bytes[bounds[s]]
     uses = np.zeros(P, dtype=np.int64)  # sections of a stage that use the tied weight: each counts its gradient
-    for tie in range(ties.shape[0]):
+    for tie in range(net.ties.shape[0]):
         uses[:] = 0
-        for section in ties[tie]:
+        for section in net.ties[tie]:
             if section >= 0:
                 uses[np.searchsorted(bounds, section, side="right") - 1] += 1
         stages = (uses > 0).sum()
         for s in range(P):
             if stages > 1 and uses[s] > 0:
-                # One sum over all stages and replicas that hold it, after all else.
-                own[s] -= uses[s] * tie_bytes[tie]
-                finish[s] += ring_us(tie_bytes[tie], stages * D, hop_us, byte_us)
+                own[s] -= uses[s] * net.tie_bytes[tie]
+                finish[s] += ring_us(net.tie_bytes[tie], stages * D, net.hop_us, net.byte_us)
             elif uses[s] > 1:
-                own[s] -= (uses[s] - 1) * tie_bytes[tie]
+                own[s] -= (uses[s] - 1) * net.tie_bytes[tie]
+
+
+@njit(cache=True, nogil=True)
+def stage_times(sections: Sections, net: Network, a: int, bounds: Ints, D: int) -> StageTimes:
+    """Of the busiest of D replicas whose stages are cut at bounds[P + 1], at micro-batch size number a.
+
+    Only where there is one replica is its last micro-batch the smaller one.
+    """
+    P = bounds.shape[0] - 1
+    F, R, B, transfer = np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P)), np.zeros((2, P))
+    latency, finish, own = np.zeros(P), np.zeros(P), np.empty(P, dtype=np.int64)
+    forward, recompute, backward = sections.forward_us[a], sections.recompute_us[a], sections.backward_us[a]
     for s in range(P):
-        finish[s] += agreement + exposed_us(max(0, own[s]), D, hop_us, byte_us, B[1, s])
-        finish[s] += optimizer_us[bounds[s + 1]] - optimizer_us[bounds[s]]
-    return F, R, B, transfer, latency, finish
+        i, j = bounds[s], bounds[s + 1]
+        link = net.same_vm if hop_inside(s, P, D, net.gpus_per_vm) else net.other_vm
+        for row in range(2):
+            source = row if D == 1 else 0
+            F[row, s] = forward[source, j] - forward[source, i] + net.overhead_us
+            R[row, s] = recompute[source, j] - recompute[source, i] + net.overhead_us
+            B[row, s] = backward[source, j] - backward[source, i] + net.overhead_us
+            transfer[row, s] = sections.output_bytes[a, source, j - 1] / link[1] if s < P - 1 else 0.0
+        latency[s] = link[0] if s < P - 1 else 0.0
+    _sum_gradients(sections, net, bounds, D, own, finish)
+    agreement = agreement_us(net, P, D)
+    for s in range(P):
+        finish[s] += agreement + exposed_us(max(0, own[s]), D, net.hop_us, net.byte_us, B[1, s])
+        finish[s] += net.optimizer_us[bounds[s + 1]] - net.optimizer_us[bounds[s]]
+    return StageTimes(F, R, B, transfer, transfer, latency, finish)

@@ -10,15 +10,11 @@ Nothing here is cached by itself: the entry points of `_search` are, whose key i
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
 from varuna_planner import schedule
 from varuna_planner._rules import choose
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from varuna_planner._tables import Flags, Floats, StageTimes
 
 _F, _R, _B, _WAIT = 0, 1, 2, -1
 _VARUNA = schedule.VARUNA
@@ -48,19 +44,7 @@ def _least_after(B: Floats, transfer: Floats, latency: Floats, finish: Floats) -
 
 
 @njit(nogil=True)
-def makespan(
-    policy: int,
-    N: int,
-    k: int,
-    F: Floats,
-    R: Floats,
-    B: Floats,
-    transfer: Floats,
-    latency: Floats,
-    finish: Floats,
-    recompute: Flags,
-    cutoff: float,
-) -> float:
+def makespan(policy: int, N: int, k: int, times: StageTimes, recompute: Flags, cutoff: float) -> float:
     """What `simulator.simulate` gives without jitter, some ten times faster; a lower bound where that exceeds `cutoff`.
 
     There is no queue of events: each stage in turn goes on for as long as it can tell what has arrived. A message that
@@ -70,6 +54,7 @@ def makespan(
     """
     if policy == _VARUNA:
         return -1.0
+    F, R, B, transfer, _, latency, finish = times
     P = recompute.shape[0]
     activation_at, gradient_at = np.empty((P, N)), np.empty((P, N))
     done = np.zeros((P, 3), dtype=np.int64)  # [stage][op]

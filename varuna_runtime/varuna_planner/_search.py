@@ -4,18 +4,23 @@
 Letters: K sections, S micro-batch sizes, P stages, D replicas, N micro-batches of a replica, V the least possible work
 of the busiest stage, k run-ahead. A shape is (size, P, D), with `LEVELS` of it: how much run-ahead its cuts leave room
 for.
+
+Best first: what has the lowest bound has its turn, and each turn makes the bound closer, or gives the time itself:
+TO_BOUND by what cuts of the same number of stages tell, TO_DRAW by its own cut, TO_SIMULATE. It ends when no bound is
+left below the best time.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from varuna_planner import _bounds, _cuts, _enumerate, _kernels, _makespan
-from varuna_planner._enumerate import least_finish_us, most_run_ahead
+from varuna_planner._bounds import Known
+from varuna_planner._enumerate import full_micro_batches, least_finish_us, most_run_ahead
 from varuna_planner._rules import code_of, stash_cap
 from varuna_planner._tables import (
     DRAWN,
@@ -23,16 +28,15 @@ from varuna_planner._tables import (
     SIMULATED,
     UNFIT,
     UNLIMITED,
+    Cut,
     Flags,
     Floats,
     Ints,
-    Limits,
-    Network,
-    Sections,
+    Problem,
+    Shape,
     Shapes,
     Size,
     StageTimes,
-    Tables,
     Whole,
 )
 
@@ -41,280 +45,288 @@ _INFINITY = np.inf
 FIRST_DIVE, DIVE_FACTOR = 16, 4
 """After how many cuts drawn one is simulated before its turn, and how many times as many until the next."""
 
+TO_BOUND, TO_DRAW, TO_SIMULATE = 0, 1, 2
+
+
+class Turn(NamedTuple):
+    """What to do about one level of one shape; the lowest bound comes first, then the lowest rank."""
+
+    bound_us: float
+    rank: int
+    """On equal times the lowest wins: of fewer GPUs, then fewer stages, then the smaller micro-batch and level."""
+    number: int
+    """Of the shape; -1: there is nothing to do."""
+    level: int
+    todo: int
+    busiest_us: float
+    """V, of what is drawn."""
+
+
+class Best(NamedTuple):
+    """The best so far."""
+
+    number: int
+    """Of the shape; -1: none."""
+    level: int
+    rank: int
+    time_us: float
+
 
 @njit(nogil=True)
-def _draw(
-    of: Size,
-    limits: Limits,
-    tables: Tables,
-    a: int,
-    P: int,
-    N: int,
-    level: int,
-    least: float,
-    limit: float,
-    starts: Ints,
-    recompute: Flags,
-) -> tuple[float, int]:
-    """(V, k) of a shape's cut, with V infinite if more than `limit`; fills starts[P + 1] and recompute[P]."""
+def _draw(problem: Problem, of: Size, shape: Shape, least: float, limit: float, cut: Cut) -> tuple[float, int]:
+    """(V, k) of a shape's cut, which it fills in; V, known to be at least `least`, is infinite if more than `limit`."""
+    limits, tables, (a, P, _, N, level) = problem.limits, problem.tables, shape
+    sets = _bounds.room_sets(problem, of, shape)
+    # The best cut where memory limits nothing is the best wherever it fits.
+    _cuts.read_starts(tables.free_end[a], P, cut.starts)
+    if _cuts.fits_without_recompute(of, sets, cut.starts, P):
+        V = tables.free_us[a, P]
+    else:
+        V = _cuts.cut(of, sets, P, max(least, tables.least_us[a, P]), limit, cut.starts)
+    if V == _INFINITY:
+        return V, 0
+    for s in range(P):
+        needed = _cuts.needed_bytes(of, sets, cut.starts, P, s, False)
+        cut.recompute[s] = s < P - 1 and needed > limits.usable_bytes
     most = most_run_ahead(limits, P, N)
     room = min(level * P, most)
-    sets = np.empty((4, P + 1), dtype=np.int64)
-    _cuts.fill_sets(of, limits, P, N, room, sets)
-    # The best cut where memory limits nothing is the best wherever it fits.
-    _cuts.read_starts(tables.free_end[a], P, starts)
-    if _cuts.fits_without_recompute(of, sets, starts, P):
-        busiest = tables.free_us[a, P]
-    else:
-        busiest = _cuts.cut(of, sets, P, max(least, tables.least_us[a, P]), limit, starts)
-    if busiest == _INFINITY:
-        return busiest, 0
-    for s in range(P):
-        needed = _cuts.needed_bytes(of, sets, starts, P, s, False)
-        recompute[s] = s < P - 1 and needed > limits.usable_bytes
-    return busiest, _cuts.largest_run_ahead(of, limits, N, starts, recompute[:P], room, most)
+    return V, _cuts.largest_run_ahead(of, limits, N, cut.starts, cut.recompute[:P], room, most)
 
 
 @njit(nogil=True)
-def _times(sections: Sections, net: Network, a: int, P: int, D: int, short_last: bool, starts: Ints) -> StageTimes:
-    times: StageTimes = _kernels.stage_times(
-        starts[: P + 1],
-        sections.forward_us[a],
-        sections.recompute_us[a],
-        sections.backward_us[a],
-        sections.output_bytes[a],
-        sections.gradient_bytes,
-        net.ties,
-        net.tie_bytes,
-        net.same_vm,
-        net.other_vm,
-        net.gpus_per_vm,
-        net.hop_us,
-        net.byte_us,
-        net.overhead_us,
-        net.optimizer_us,
-        D,
-        short_last,
-    )
+def _times(problem: Problem, shape: Shape, cut: Cut) -> StageTimes:
+    starts = cut.starts[: shape.P + 1]
+    times: StageTimes = _kernels.stage_times(problem.sections, problem.net, shape.a, starts, shape.D)
     return times
-
-
-@njit(nogil=True)
-def _run(
-    limits: Limits,
-    N: int,
-    k: int,
-    times: StageTimes,
-    recompute: Flags,
-    cutoff: float,
-    key: int,
-    told: Ints,
-    told_us: Floats,
-) -> float:
-    """The makespan of the policy; a lower bound where that exceeds `cutoff`; -1 when it has to be told and is not."""
-    F, R, B, transfer, latency, finish = times
-    time: float = _makespan.makespan(limits.policy, N, k, F, R, B, transfer, latency, finish, recompute, cutoff)
-    if time < 0.0:
-        for at in range(told.size):
-            if told[at] == key:
-                time = told_us[at]
-    return time
 
 
 def _make_draw(code: int) -> Any:
     @njit(cache=True, nogil=True)
     def draw(
-        sections: Sections,
-        net: Network,
-        limits: Limits,
-        tables: Tables,
-        a: int,
-        P: int,
-        D: int,
-        N: int,
-        level: int,
+        problem: Problem, a: int, P: int, D: int, N: int, level: int
     ) -> tuple[float, int, Ints, Flags, Ints, StageTimes]:
         """(V, k, starts[P + 1], recompute[P], bytes[P], stage times) of one shape; V is infinite if it does not fit."""
         assert code != -1  # a use, so that it is part of the cache's key
-        of = _cuts.at_size(sections, limits, a)
-        starts, recompute = np.zeros(P + 1, dtype=np.int64), np.zeros(P, dtype=np.bool_)
-        V, k = _draw(of, limits, tables, a, P, N, level, 0.0, _INFINITY, starts, recompute)
+        of, shape = _cuts.at_size(problem, a), Shape(a, P, D, N, level)
+        cut = Cut(np.zeros(P + 1, dtype=np.int64), np.zeros(P, dtype=np.bool_))
+        V, k = _draw(problem, of, shape, 0.0, _INFINITY, cut)
         needed = np.zeros(P, dtype=np.int64)
         sets = np.zeros((4, P + 1), dtype=np.int64)
-        _cuts.fill_sets(of, limits, P, N, k, sets)
+        _cuts.fill_sets(of, problem.limits, P, N, k, sets)
         for s in range(P):
-            needed[s] = _cuts.needed_bytes(of, sets, starts, P, s, recompute[s])
-        return V, k, starts, recompute, needed, _times(sections, net, a, P, D, D == 1, starts)
+            needed[s] = _cuts.needed_bytes(of, sets, cut.starts, P, s, cut.recompute[s])
+        return V, k, cut.starts, cut.recompute, needed, _times(problem, shape, cut)
 
     return draw
 
 
 @njit(nogil=True)
-def _most_work(model: Whole, net: Network, P: int, D: int, full: int, best_time: float) -> float:
+def _first_turn(problem: Problem, shapes: Shapes, index: int) -> Turn:
+    S, K = problem.sections.inputs.shape
+    P, D = shapes.p[index], shapes.d[index]
+    rank = ((P * D * (K + 1) + P) * S + shapes.size[index]) * LEVELS
+    return Turn(shapes.time_us[index], rank, index, 0, TO_BOUND, 0.0)
+
+
+@njit(nogil=True)
+def _take_lowest_drawn(queue: list[Turn], best_us: float) -> Turn:
+    """Out of its turn, what is drawn and has the lowest bound, if that is below the best time."""
+    lowest = -1
+    for place in range(len(queue)):
+        is_drawn = queue[place].todo == TO_SIMULATE
+        if is_drawn and (lowest < 0 or queue[place].bound_us < queue[lowest].bound_us):
+            lowest = place
+    if lowest < 0 or queue[lowest].bound_us >= best_us:
+        return Turn(_INFINITY, 0, -1, 0, TO_BOUND, 0.0)
+    turn = queue[lowest]
+    queue[lowest] = queue[-1]
+    queue.pop()
+    heapq.heapify(queue)
+    return turn
+
+
+@njit(nogil=True)
+def _rule_out(shapes: Shapes, turn: Turn, least_us: float) -> None:
+    """No level of the shape takes less; those with more room only say what holds of themselves."""
+    if turn.level == 0:
+        shapes.time_us[turn.number] = max(shapes.time_us[turn.number], least_us)
+
+
+@njit(nogil=True)
+def _queue_more_room(queue: list[Turn], turn: Turn, P: int, k: int, most: int, least_us: float, best_us: float) -> None:
+    """The next level whose cuts leave room for more than k, which this one's has, if it can still win."""
+    level = turn.level + 1
+    while level < LEVELS and min(level * P, most) <= k:
+        level += 1
+    bound = max(turn.bound_us, least_us)
+    if level < LEVELS and bound <= best_us:
+        heapq.heappush(queue, Turn(bound, turn.rank + level - turn.level, turn.number, level, TO_BOUND, 0.0))
+
+
+@njit(nogil=True)
+def _is_worth_a_cut(
+    problem: Problem,
+    shapes: Shapes,
+    of: Size,
+    model: Whole,
+    known: Known,
+    turn: Turn,
+    shape: Shape,
+    best_us: float,
+    queue: list[Turn],
+) -> bool:
+    """Whether a cut is to be drawn now: not where known ones tell that it cannot win, or that others come first."""
+    limits, (_, P, D, N, level) = problem.limits, shape
+    if D == 1:  # its last micro-batch differs, so that nothing is known of it
+        return True
+    if best_us < _INFINITY and _bounds.is_known_impossible(known, shape, best_us):
+        _rule_out(shapes, turn, best_us)
+        return False
+    if turn.todo == TO_BOUND:
+        least, alone = _bounds.least_us(problem, of, model, known, shape, best_us)
+        if alone > turn.bound_us * (1.0 + 1e-9):
+            _rule_out(shapes, turn, least)
+            if alone <= best_us:
+                heapq.heappush(queue, Turn(alone, turn.rank, turn.number, level, TO_DRAW, 0.0))
+            most = most_run_ahead(limits, P, N)
+            k = min(level * P, most) if limits.usable_bytes < UNLIMITED else most
+            _queue_more_room(queue, turn, P, k, most, least, best_us)
+            return False
+    if best_us < _INFINITY and not _bounds.is_possible(problem, of, model, known, shape, best_us):
+        _rule_out(shapes, turn, best_us)
+        return False
+    return True
+
+
+@njit(nogil=True)
+def _most_work(problem: Problem, model: Whole, shape: Shape, best_us: float) -> float:
     """The most that V can be for a time of no more than the best; a little more, for rounding."""
-    if full == 0 or best_time == _INFINITY:
+    full = full_micro_batches(shape.D, shape.N)
+    if full == 0 or best_us == _INFINITY:
         return _INFINITY
-    most: float = max(0.0, best_time - least_finish_us(model, net, P, D)) / full * (1.0 + 1e-9)
+    most: float = max(0.0, best_us - least_finish_us(model, problem.net, shape.P, shape.D)) / full * (1.0 + 1e-9)
     return most
 
 
 @njit(nogil=True)
-def _lowest_drawn(queue: list[tuple[float, int, int, int, float]]) -> int:
-    """Place of the drawn shape with the lowest bound; -1 when none is."""
-    lowest = -1
-    for place in range(len(queue)):
-        if queue[place][4] > 0.0 and (lowest < 0 or queue[place][0] < queue[lowest][0]):
-            lowest = place
-    return lowest
+def _bound_of_cut(problem: Problem, shape: Shape, k: int, times: StageTimes, recompute: Flags) -> float:
+    cap = np.empty(shape.P, dtype=np.int64)
+    for s in range(shape.P):
+        cap[s] = stash_cap(problem.limits.policy, s, shape.P, shape.N, k)
+    bound: float = _kernels.lower_bound(shape.N, times, recompute[: shape.P], cap)
+    return bound * (1.0 - 1e-12)  # it may be the time itself, summed in another order
+
+
+@njit(nogil=True)
+def _draw_turn(
+    problem: Problem,
+    shapes: Shapes,
+    of: Size,
+    model: Whole,
+    known: Known,
+    turn: Turn,
+    shape: Shape,
+    best_us: float,
+    queue: list[Turn],
+    cut: Cut,
+) -> None:
+    """Draws a cut, and queues it to be simulated, and the next level, as far as they can still win."""
+    limit = _most_work(problem, model, shape, best_us)
+    V, k = _draw(problem, of, shape, _bounds.least_work(known, shape), limit, cut)
+    if V == _INFINITY or limit < V:
+        if limit < _INFINITY:
+            _rule_out(shapes, turn, best_us)
+        elif turn.level == 0:
+            shapes.state[turn.number], shapes.time_us[turn.number] = UNFIT, _INFINITY
+        _bounds.note_beyond(known, shape, limit)
+        return
+    times = _times(problem, shape, cut)
+    closer = _bound_of_cut(problem, shape, k, times, cut.recompute)
+    if turn.level == 0:
+        shapes.state[turn.number], shapes.time_us[turn.number] = DRAWN, closer
+    if closer <= best_us:
+        heapq.heappush(queue, Turn(closer, turn.rank, turn.number, turn.level, TO_SIMULATE, V))
+    if shape.D > 1:
+        _bounds.note_cut(problem, known, shape, V, k, cut, times)
+    if turn.todo == TO_BOUND:  # else the next level is queued already
+        least, most = full_micro_batches(shape.D, shape.N) * V, most_run_ahead(problem.limits, shape.P, shape.N)
+        _queue_more_room(queue, turn, shape.P, k, most, least, best_us)
+
+
+@njit(nogil=True)
+def _simulated_us(
+    problem: Problem, of: Size, turn: Turn, shape: Shape, best_us: float, told: Ints, told_us: Floats, cut: Cut
+) -> float:
+    """The makespan of the policy; a lower bound where that exceeds the best; -1 when it has to be told and is not."""
+    _, k = _draw(problem, of, shape, turn.busiest_us, turn.busiest_us, cut)
+    times, recompute = _times(problem, shape, cut), cut.recompute[: shape.P]
+    cutoff = best_us * (1.0 + 1e-12)  # sums in other orders differ
+    time: float = _makespan.makespan(problem.limits.policy, shape.N, k, times, recompute, cutoff)
+    if time < 0.0:
+        for at in range(told.size):
+            if told[at] == turn.number * LEVELS + turn.level:
+                time = told_us[at]
+    return time
+
+
+@njit(nogil=True)
+def _better(shapes: Shapes, turn: Turn, time_us: float, best: Best) -> Best:
+    """The best after a simulation, which is noted."""
+    if time_us <= best.time_us:
+        shapes.state[turn.number], shapes.time_us[turn.number] = SIMULATED, time_us
+        if time_us < best.time_us or best.number < 0 or turn.rank < best.rank:
+            return Best(turn.number, turn.level, turn.rank, time_us)
+    elif shapes.state[turn.number] != SIMULATED:
+        shapes.time_us[turn.number] = max(shapes.time_us[turn.number], time_us)
+    return best
 
 
 def _make_search(code: int) -> Any:
     @njit(cache=True, nogil=True)
-    def search(
-        sections: Sections,
-        net: Network,
-        limits: Limits,
-        tables: Tables,
-        shapes: Shapes,
-        ordered: Ints,
-        upper: float,
-        most_runs: int,
-        told: Ints,
-        told_us: Floats,
-    ) -> tuple[int, int, float, int, int]:
-        """(the best shape or -1, its level, its time, how many cuts were drawn, how many simulated).
-
-        Best first: the cut with the lowest bound is drawn, or if it is, simulated, until no bound is left below the
-        best time; now and then the lowest that is drawn is simulated before its turn, for a time to leave cuts out by.
-        On equal times fewer GPUs win, then fewer stages, then the smaller micro-batch and level.
+    def search(problem: Problem, shapes: Shapes, ordered: Ints, told: Ints, told_us: Floats) -> Best:
+        """The best shape. Now and then what is drawn is simulated before its turn, for a time to leave others out by.
 
         Args:
             ordered: the shapes to search, by bound.
-            upper: the best time is known not to be above.
-            most_runs: to simulate; the best of these is the answer then.
             told, told_us: times of shapes shape * LEVELS + level that the policy's makespan is not known of. Where one
                 more is needed, the answer is that shape, its level and a time of -1.
         """
         assert code != -1  # a use, so that it is part of the cache's key
-        size, p, d, n, short_last, state, time_us = shapes
-        S, K = sections.inputs.shape
-        most_stages = tables.free_us.shape[1] - 1
-        starts, recompute = np.empty(most_stages + 1, dtype=np.int64), np.empty(most_stages, dtype=np.bool_)
-        cap = np.empty(most_stages, dtype=np.int64)
+        S, most_stages = problem.sections.inputs.shape[0], problem.tables.free_us.shape[1] - 1
         known = _bounds.nothing_known(S, most_stages)
-        best, best_level, best_rank, best_time = -1, 0, 0, upper
-        draws, runs, next_dive = 0, 0, FIRST_DIVE
-        # (bound, rank, shape, level, V), where V is 0 for what is not drawn yet, and -1 when the next level is queued
-        # all the same.
-        queue = [(_INFINITY, 0, -1, 0, 0.0)]
+        cut = Cut(np.empty(most_stages + 1, dtype=np.int64), np.empty(most_stages, dtype=np.bool_))
+        best = Best(-1, 0, 0, _INFINITY)
+        nothing = Turn(_INFINITY, 0, -1, 0, TO_BOUND, 0.0)
+        queue = [nothing]
         queue.pop()
-        at = 0
-        while runs < most_runs:
-            dive = -1
+        draws, next_dive, at = 0, FIRST_DIVE, 0
+        while True:
+            turn = nothing
             if draws >= next_dive:
-                dive = _lowest_drawn(queue)
+                turn = _take_lowest_drawn(queue, best.time_us)
                 next_dive *= DIVE_FACTOR
-            if dive >= 0 and queue[dive][0] < best_time:
-                bound, rank, index, level, V = queue[dive]
-                queue[dive] = queue[-1]
-                queue.pop()
-                heapq.heapify(queue)
-            elif queue and (at == ordered.size or queue[0][0] <= time_us[ordered[at]]):
-                bound, rank, index, level, V = heapq.heappop(queue)
-            elif at < ordered.size:
-                index, level, V = ordered[at], 0, 0.0
-                bound = time_us[index]
-                rank = ((p[index] * d[index] * (K + 1) + p[index]) * S + size[index]) * LEVELS
-                at += 1
-            else:
-                break
-            if bound > best_time:
-                break
-            if bound == best_time and best >= 0 and rank >= best_rank:
+            if turn.number < 0:
+                from_queue = at == ordered.size or (len(queue) > 0 and queue[0].bound_us <= shapes.time_us[ordered[at]])
+                if not from_queue:
+                    turn = _first_turn(problem, shapes, ordered[at])
+                    at += 1
+                elif queue:
+                    turn = heapq.heappop(queue)
+            if turn.number < 0 or turn.bound_us > best.time_us:
+                return best
+            if turn.bound_us == best.time_us and best.number >= 0 and turn.rank >= best.rank:
                 continue
-            a, P, D, N = size[index], p[index], d[index], n[index]
-            full, most = (N - 1 if short_last[index] else N), most_run_ahead(limits, P, N)
-            of, model = _cuts.at_size(sections, limits, a), _enumerate.whole(sections, net, a)
-            is_drawn = V > 0.0
-            may_check = not is_drawn and not short_last[index] and best_time < _INFINITY
-            if may_check and _bounds.is_known_impossible(known, a, P, D, N, level, best_time):
-                if level == 0:
-                    time_us[index] = max(time_us[index], best_time)
-                continue
-            if V == 0.0 and not short_last[index]:
-                least, alone = _bounds.least_us(of, model, net, limits, known, a, P, D, N, level)
-                if alone > bound * (1.0 + 1e-9):
-                    if level == 0:
-                        time_us[index] = max(time_us[index], least)
-                    heapq.heappush(queue, (alone, rank, index, level, -1.0))
-                    if level + 1 < LEVELS and level * P < most and limits.usable_bytes < UNLIMITED:
-                        heapq.heappush(queue, (max(bound, least), rank + 1, index, level + 1, 0.0))
-                    continue
-            if may_check and not _bounds.is_possible(
-                of, model, sections, net, limits, known, a, P, D, N, level, best_time
-            ):
-                if level == 0:
-                    time_us[index] = max(time_us[index], best_time)
-                continue
-            limit = V if is_drawn else _most_work(model, net, P, D, full, best_time)
-            # With more in flight no cut gets better, so that those of fewer are where to begin.
-            least = V if is_drawn else _bounds.least_work(known, a, P, N, level)
-            next_queued = V != 0.0
-            V, k = _draw(of, limits, tables, a, P, N, level, least, limit, starts, recompute)
-            draws += 1
-            if V == _INFINITY or limit < V:
-                if level == 0 and V == _INFINITY and limit == _INFINITY:
-                    state[index], time_us[index] = UNFIT, _INFINITY
-                elif level == 0:
-                    time_us[index] = max(time_us[index], best_time)
-                if limit > known.busiest_us[a, P, level] and not known.same_cut[a, P, level]:
-                    known.n[a, P, level], known.busiest_us[a, P, level] = N, limit
-                    known.drawn[a, P, level] = False
-                continue
-            times = _times(sections, net, a, P, D, short_last[index], starts)
-            if not is_drawn:
-                for s in range(P):
-                    cap[s] = stash_cap(limits.policy, s, P, N, k)
-                F, R, B, transfer, latency, finish = times
-                closer = _kernels.lower_bound(N, F, R, B, transfer, transfer, latency, recompute[:P], finish, cap[:P])
-                closer *= 1.0 - 1e-12  # it may be the time itself, summed in another order
-                heapq.heappush(queue, (closer, rank, index, level, max(V, 1e-300)))
-                if level == 0:
-                    state[index], time_us[index] = DRAWN, closer
-                if not short_last[index] and (not known.same_cut[a, P, level] or known.n[a, P, level] > N):
-                    known.n[a, P, level], known.busiest_us[a, P, level] = N, V
-                    known.drawn[a, P, level] = True
-                    known.run_ahead[a, P, level] = k if k < most else -1
-                    known.same_cut[a, P, level] = limits.usable_bytes >= UNLIMITED or (
-                        limits.counts_stages and (level + 1) * P < N
-                    )
-                    known.starts[a, P, level, : P + 1], known.recompute[a, P, level, :P] = (
-                        starts[: P + 1],
-                        recompute[:P],
-                    )
-                    noted, before = known.stages[a, P, level], known.before[a, P, level]
-                    _bounds.note(sections, net, N, times, recompute[:P], starts, noted, before)
-                if next_queued:
-                    continue
-                level += 1
-                while level < LEVELS and min(level * P, most) <= k:
-                    level += 1  # has the same cut
-                if level < LEVELS:
-                    heapq.heappush(queue, (max(bound, full * V), rank - rank % LEVELS + level, index, level, 0.0))
-                continue
-            key = index * LEVELS + level
-            cutoff = best_time * (1.0 + 1e-12)  # sums in other orders differ
-            time = _run(limits, N, k, times, recompute[:P], cutoff, key, told, told_us)
-            runs += 1
-            if time < 0.0:
-                return index, level, time, draws, runs
-            if time <= best_time:
-                state[index], time_us[index] = SIMULATED, time
-                if time < best_time or best < 0 or rank < best_rank:
-                    best, best_level, best_rank, best_time = index, level, rank, time
-            elif state[index] != SIMULATED:
-                time_us[index] = max(time_us[index], time)
-        return best, best_level, best_time, draws, runs
+            i = turn.number
+            shape = Shape(shapes.size[i], shapes.p[i], shapes.d[i], shapes.n[i], turn.level)
+            of, model = _cuts.at_size(problem, shape.a), _enumerate.whole(problem, shape.a)
+            if turn.todo == TO_SIMULATE:
+                time = _simulated_us(problem, of, turn, shape, best.time_us, told, told_us, cut)
+                if time < 0.0:
+                    return Best(turn.number, turn.level, turn.rank, time)
+                best = _better(shapes, turn, time, best)
+            elif _is_worth_a_cut(problem, shapes, of, model, known, turn, shape, best.time_us, queue):
+                _draw_turn(problem, shapes, of, model, known, turn, shape, best.time_us, queue, cut)
+                draws += 1
 
     return search
 

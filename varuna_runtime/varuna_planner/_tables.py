@@ -15,7 +15,6 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Ends = npt.NDArray[np.int16]
 Cuts = npt.NDArray[np.int16]
-StageTimes = tuple[Floats, Floats, Floats, Floats, Floats, Floats]
 
 
 class Sections(NamedTuple):
@@ -27,6 +26,8 @@ class Sections(NamedTuple):
     backward_us: Floats
     output_bytes: Floats
     """[S, 2, K]."""
+    forward_share: Floats
+    """[S]: the largest part that forward is of any section's forward and backward."""
     work_us: Floats
     """Sums [S, K + 1] of forward and backward of a full micro-batch, on a grid so that equal runs have equal sums."""
     rework_us: Floats
@@ -45,6 +46,12 @@ class Sections(NamedTuple):
     """Bytes [S, K]."""
     outputs: Ints
     working: Ints
+    least_input: Ints
+    """[S]: of all sections but the first, in bytes."""
+    least_output: Ints
+    """[S]: of all sections but the last, in bytes, as the next."""
+    least_message: Floats
+    """[S]: of a full micro-batch."""
 
 
 class Network(NamedTuple):
@@ -66,6 +73,8 @@ class Network(NamedTuple):
     """[T, widest]: sections of each shared parameter, -1 where there are fewer."""
     tie_bytes: Ints
     """[T]."""
+    ends_bytes: int
+    """Of weights that the first and the last section share."""
 
 
 class Whole(NamedTuple):
@@ -77,12 +86,28 @@ class Whole(NamedTuple):
     """Sections.own_bytes of all, and of the first."""
     first_own_bytes: float
     first_backward_us: float
+    forward_share: float
+    """Sections.forward_share, and the next likewise."""
     reduce_rate: float
-    """Sections.reduce_rate."""
     ends_bytes: int
-    """Of weights that the first and the last section share."""
+    """Network.ends_bytes."""
     hop_us: float
     """The least that a message takes one way."""
+
+
+class StageTimes(NamedTuple):
+    """What the stages of a cut cost. A link stands in the column of its earlier stage."""
+
+    forward: Floats
+    """µs [2, P], row 0 for a full micro-batch, row 1 for the last; as the next four."""
+    recompute: Floats
+    backward: Floats
+    activation_transfer: Floats
+    gradient_transfer: Floats
+    latency: Floats
+    """µs [P]."""
+    finish: Floats
+    """µs [P]: what follows the last backward: all-reduce, tied weights, optimizer."""
 
 
 class Limits(NamedTuple):
@@ -109,6 +134,35 @@ class Tables(NamedTuple):
     """[S, P + 1]: what memory leaves possible of free_us."""
 
 
+class Problem(NamedTuple):
+    """What is the same for all shapes."""
+
+    sections: Sections
+    net: Network
+    limits: Limits
+    tables: Tables
+
+
+class Shape(NamedTuple):
+    """P × D devices at one micro-batch size, with room for so much run-ahead."""
+
+    a: int
+    """Index of the micro-batch size."""
+    P: int
+    D: int
+    N: int
+    level: int
+    """Of `LEVELS`."""
+
+
+class Cut(NamedTuple):
+    """Room for the stages of a cut; of P stages the first P places are used, of `starts` one more."""
+
+    starts: Ints
+    """First section of each stage, and K."""
+    recompute: Flags
+
+
 class Size(NamedTuple):
     """What cutting reads of the sections at one micro-batch size, and of the memory."""
 
@@ -123,9 +177,8 @@ class Size(NamedTuple):
     working: Ints
     usable: int
     least_input: int
-    """Of all sections but the first."""
+    """Sections.least_input, and the next likewise."""
     least_output: int
-    """Of all sections but the last."""
 
 
 class Shapes(NamedTuple):
@@ -136,8 +189,6 @@ class Shapes(NamedTuple):
     p: Ints
     d: Ints
     n: Ints
-    short_last: Flags
-    """Whether the replica's last micro-batch may be smaller."""
     state: Ints
     time_us: Floats
     """Of the mini-batch; a lower bound but for SIMULATED, infinite for those that do not fit."""

@@ -35,10 +35,6 @@ __all__ = ["Candidate", "Candidates", "Choice", "Pins", "Plan", "choose_plan", "
 IMPROVEMENT = 0.03
 """F(m)/m has stopped improving when no larger m betters it by more than this part: the noise of measurement."""
 
-MANY_SHAPES, FIRST_LOOK, FIRST_RUNS = 16384, 512, 4
-"""Of many shapes a few with the lowest bounds are searched first, and of these a few simulated, for a time by which to
-leave out most others."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
@@ -209,7 +205,7 @@ class _Search:
             runs_ahead=policy in (Policy.VARUNA, Policy.WORK_CONSERVING),
             counts_stages=policy is not Policy.GPIPE,
         )
-        self.tables, self.shapes = self._enumerate(np.array(counts))
+        self.problem, self.shapes = self._enumerate(np.array(counts))
         self.best: Plan | None = None
         self.best_parts_us = (0.0, 0.0, 0.0)
         self.best_index = -1
@@ -236,7 +232,7 @@ class _Search:
             reason += f"; {unused} GPUs are left unused, for more would not make it faster"
         return Choice(best=plan, candidates=candidates, reason=reason)
 
-    def _enumerate(self, counts: npt.NDArray[np.int64]) -> tuple[_tables.Tables, _tables.Shapes]:
+    def _enumerate(self, counts: npt.NDArray[np.int64]) -> tuple[_tables.Problem, _tables.Shapes]:
         sections, pins = self.sections, self.pins
         S, K = sections.inputs.shape
         most = min(K, self.gpus)
@@ -246,55 +242,22 @@ class _Search:
             free_end=np.empty((S, highest + 1, K + 1), dtype=np.int16),
             least_us=np.empty((S, highest + 1)),
         )
+        problem = _tables.Problem(sections, self.network, self.limits, tables)
         total = _enumerate.count_shapes(counts, self.gpus, lowest, highest, pins.d or 0)
-        numbers, times = np.empty((5, total), dtype=np.int64), np.empty(total)
-        size, p, d, n, state = numbers
-        shapes = _tables.Shapes(size, p, d, n, np.empty(total, dtype=np.bool_), state, times)
-        forward, backward = np.diff(sections.forward_us[:, 0]), np.diff(sections.backward_us[:, 0])
-        found = _enumerate.enumerate_shapes(
-            sections,
-            self.network,
-            self.limits,
-            counts,
-            (forward / np.maximum(forward + backward, 1e-300)).max(axis=1),
-            self.gpus,
-            lowest,
-            pins.d or 0,
-            tables,
-            shapes,
-        )
-        return tables, _tables.Shapes._make(column[:found] for column in shapes)
+        size, p, d, n, state = np.empty((5, total), dtype=np.int64)
+        shapes = _tables.Shapes(size, p, d, n, state, np.empty(total))
+        found = _enumerate.enumerate_shapes(problem, counts, self.gpus, lowest, pins.d or 0, shapes)
+        return problem, _tables.Shapes._make(column[:found] for column in shapes)
 
     def _find(self) -> tuple[int, int, float]:
         """(the best shape or -1, its level, its time). Fills in what is found of all shapes."""
         enumerated = self.shapes
-        if len(enumerated.p) <= MANY_SHAPES:
-            return self._search_among(enumerated, np.argsort(enumerated.time_us, kind="stable"))
-        # Most of many shapes are out of the question once there is a time to beat.
-        some = np.argpartition(enumerated.time_us, FIRST_LOOK)[:FIRST_LOOK]
-        by_bound = some[np.argsort(enumerated.time_us[some])]
-        upper = self._search_among(enumerated, by_bound, most_runs=FIRST_RUNS)[2]
-        hopeful = np.nonzero(enumerated.time_us <= upper)[0]
-        return self._search_among(enumerated, hopeful[np.argsort(enumerated.time_us[hopeful], kind="stable")], upper)
-
-    def _search_among(
-        self, enumerated: _tables.Shapes, ordered: npt.NDArray[np.int64], upper: float = inf, most_runs: int = 2**62
-    ) -> tuple[int, int, float]:
+        by_bound = np.argsort(enumerated.time_us)
         told: dict[int, float] = {}
         while True:
             self.shapes = enumerated._replace(state=enumerated.state.copy(), time_us=enumerated.time_us.copy())
-            best, level, time_us, _, _ = _search.search(
-                self.sections,
-                self.network,
-                self.limits,
-                self.tables,
-                self.shapes,
-                ordered,
-                upper,
-                most_runs,
-                np.array([*told], dtype=np.int64),
-                np.array([*told.values()], dtype=np.float64),
-            )
+            shapes, times = np.array([*told], dtype=np.int64), np.array([*told.values()], dtype=np.float64)
+            best, level, _, time_us = _search.search(self.problem, self.shapes, by_bound, shapes, times)
             if time_us >= 0:
                 return best, level, time_us
             told[best * _tables.LEVELS + level] = self._simulated_us(best, level)
@@ -325,16 +288,14 @@ class _Search:
         """The stages of shape number `index`, with room for so much run-ahead."""
         shapes = self.shapes
         a, p, d, n = (int(column[index]) for column in (shapes.size, shapes.p, shapes.d, shapes.n))
-        busiest, k, starts, recompute, needed, times = _search.draw(
-            self.sections, self.network, self.limits, self.tables, a, p, d, n, level
-        )
+        busiest, k, starts, recompute, needed, times = _search.draw(self.problem, a, p, d, n, level)
         return _Drawn(
             busiest_us=busiest,
             run_ahead=k,
             starts=starts,
             recompute=recompute,
             needed_bytes=needed,
-            finish_us=float(times[-1].max()),
+            finish_us=float(times.finish.max()),
         )
 
     def _plan(self, index: int, drawn: _Drawn, time_us: float) -> Plan:
@@ -354,8 +315,8 @@ class _Search:
 
     def _parts_us(self, index: int, drawn: _Drawn, time_us: float) -> tuple[float, float, float]:
         """A mini-batch's time in three: the busiest stage's work, all-reduce, and the rest."""
-        full = int(self.shapes.n[index]) - (1 if self.shapes.short_last[index] else 0)
-        work = full * drawn.busiest_us
+        n = int(self.shapes.n[index])
+        work = (n - 1 if self.shapes.d[index] == 1 else n) * drawn.busiest_us
         return work, drawn.finish_us, max(0.0, time_us - work - drawn.finish_us)
 
     def _row(self, index: int) -> Candidate:

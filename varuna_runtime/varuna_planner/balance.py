@@ -38,13 +38,15 @@ def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> Sectio
     full = {name: values[:, 0].astype(np.int64) for name, values in column.items() if name.endswith("_bytes")}
     parts = [(s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes, s.gradient_bytes) for s in profile.sections]
     state, gradient = np.array(parts, dtype=np.int64).T
-    work = column["forward_us"][:, 0] + column["backward_us"][:, 0]
+    forward = column["forward_us"][:, 0]
+    work = forward + column["backward_us"][:, 0]
     own = _own_bytes(profile, gradient)
     return Sections(
         forward_us=_sums(column["forward_us"]),
         recompute_us=_sums(column["recompute_us"]),
         backward_us=_sums(column["backward_us"]),
         output_bytes=np.ascontiguousarray(column["output_bytes"]),
+        forward_share=(forward / np.maximum(work, 1e-300)).max(axis=1),
         work_us=_sums(np.round(work * _GRID) / _GRID),
         rework_us=_sums(np.round(column["recompute_us"][:, 0] * _GRID) / _GRID),
         state_bytes=_sums(state),
@@ -56,7 +58,15 @@ def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> Sectio
         outputs=full["output_bytes"],
         # What running one section takes for a while: its messages, and gradients the size of its activations.
         working=full["input_bytes"] + full["output_bytes"] + full["activation_bytes"],
+        least_input=_least(full["input_bytes"][:, 1:]),
+        least_output=_least(full["output_bytes"][:, :-1]),
+        least_message=_least(column["output_bytes"][:, 0, :-1]),
     )
+
+
+def _least(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Of each row; 0 of none."""
+    return values.min(axis=1) if values.shape[1] else np.zeros(len(values), dtype=values.dtype)
 
 
 def _own_bytes(profile: Profile, gradient: Ints) -> Floats:
@@ -126,6 +136,7 @@ def network(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Network:
     # Over several VMs, each GPU of a VM is in the ring of another stage, and these share the VM's network.
     rings = 1 if gpus <= gpus_per_vm else gpus_per_vm
     hop_us, byte_us = fit_all_reduce(profile, links[0] if gpus <= gpus_per_vm else links[1], rings)
+    ends = {0, len(profile.sections) - 1}
     widest = max((len(shared.sections) for shared in profile.shared_parameters), default=1)
     ties = np.full((len(profile.shared_parameters), widest), -1, dtype=np.int64)
     for row, shared in enumerate(profile.shared_parameters):
@@ -140,6 +151,7 @@ def network(profile: Profile, *, gpus: int, gpus_per_vm: int) -> Network:
         optimizer_us=_sums(np.array([section.optimizer_us for section in profile.sections])),
         ties=ties,
         tie_bytes=np.array([shared.bytes for shared in profile.shared_parameters], dtype=np.int64),
+        ends_bytes=sum(shared.bytes for shared in profile.shared_parameters if ends <= set(shared.sections)),
     )
 
 
@@ -180,11 +192,6 @@ class Cost:
     """Micro-batches of the busiest replica, the first."""
     d: int
 
-    @property
-    def short_last(self) -> bool:
-        """Whether that replica has the global batch's last, smaller micro-batch: only when there is no other."""
-        return self.d == 1
-
 
 def pipeline(
     sections: Sections, net: Network, bounds: Ints, recompute: npt.NDArray[np.bool_], cost: Cost, *, size: int = 0
@@ -198,33 +205,15 @@ def pipeline(
         recompute: [P].
         cost: how often, and on how many replicas.
     """
-    forward, recompute_time, backward, transfer, latency, finish = _kernels.stage_times(
-        bounds,
-        sections.forward_us[size],
-        sections.recompute_us[size],
-        sections.backward_us[size],
-        sections.output_bytes[size],
-        sections.gradient_bytes,
-        net.ties,
-        net.tie_bytes,
-        net.same_vm,
-        net.other_vm,
-        net.gpus_per_vm,
-        net.hop_us,
-        net.byte_us,
-        net.overhead_us,
-        net.optimizer_us,
-        cost.d,
-        cost.short_last,
-    )
+    times = _kernels.stage_times(sections, net, size, bounds, cost.d)
     return Pipeline(
         micro_batches=cost.N,
-        forward_us=forward,
-        recompute_us=recompute_time,
-        backward_us=backward,
-        activation_transfer_us=transfer,
-        gradient_transfer_us=transfer,
-        latency_us=latency,
-        finish_us=finish,
+        forward_us=times.forward,
+        recompute_us=times.recompute,
+        backward_us=times.backward,
+        activation_transfer_us=times.activation_transfer,
+        gradient_transfer_us=times.gradient_transfer,
+        latency_us=times.latency,
+        finish_us=times.finish,
         recompute=recompute,
     )

@@ -12,11 +12,15 @@ PRIOR_VM_HOURS: Final = 10.0
 middle of the bands (0-5 % to above 20 %) that Azure gives for its sizes. The prior weighs as much as 10 VM-hours."""
 
 
-def removals_per_vm_hour(removals: float, vm_hours: float) -> float:
+def removals_per_vm_hour(removals: float, vm_hours: float, expected: float | None = None) -> float:
     """The mean of the hazard's posterior: a Gamma prior, and removals as a Poisson process.
 
-    Raises ValueError when either is negative.
+    `expected`: the prior's mean, where the market tells its rate of evictions; it weighs as much as the usual one.
+    Raises ValueError when any is negative.
     """
     if not (removals >= 0 and vm_hours >= 0):
         raise ValueError(f"{removals} removals in {vm_hours} VM-hours: neither can be negative")
-    return (PRIOR_REMOVALS + removals) / (PRIOR_VM_HOURS + vm_hours)
+    if expected is not None and not expected >= 0:
+        raise ValueError(f"{expected} removals per VM-hour are expected: they cannot be negative")
+    prior = PRIOR_REMOVALS if expected is None else expected * PRIOR_VM_HOURS
+    return (prior + removals) / (PRIOR_VM_HOURS + vm_hours)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varuna_planner import _kernels, _simulation
+from varuna_planner._tables import StageTimes
 from varuna_planner.actions import Action, Schedule
 from varuna_planner.schedule import ACTIVATION_SETS, Op, Policy
 
@@ -250,20 +251,17 @@ def lower_bound(pipeline: Pipeline, *, split_backward: bool = False) -> float:
     """
     if split_backward:
         return _split_lower_bound(pipeline)
-    return float(
-        _kernels.lower_bound(
-            pipeline.micro_batches,
-            pipeline.forward_us,
-            pipeline.recompute_us,
-            pipeline.backward_us,
-            pipeline.activation_transfer_us,
-            pipeline.gradient_transfer_us,
-            pipeline.latency_us,
-            pipeline.recompute,
-            pipeline.finish_us,
-            np.full(pipeline.stages, pipeline.micro_batches),
-        )
+    times = StageTimes(
+        pipeline.forward_us,
+        pipeline.recompute_us,
+        pipeline.backward_us,
+        pipeline.activation_transfer_us,
+        pipeline.gradient_transfer_us,
+        pipeline.latency_us,
+        pipeline.finish_us,
     )
+    N = pipeline.micro_batches
+    return float(_kernels.lower_bound(N, times, pipeline.recompute, np.full(pipeline.stages, N)))
 
 
 def _split_lower_bound(pipeline: Pipeline) -> float:
