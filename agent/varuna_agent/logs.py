@@ -1,12 +1,19 @@
-"""The log files of ranks. All functions touch the disk: call them in a thread."""
+"""The log files of ranks. All functions but the asynchronous one touch the disk: call them in a thread."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from varuna_agent.isolation import JobUser
 from varuna_agent.state import WorkerKey
+
+_LOOK_S = 0.2
+"""Between looks at a log that somebody waits for."""
+_MOST_WAIT_S = 60.0
 
 
 def log_path(vm_dir: Path, key: WorkerKey) -> Path:
@@ -27,18 +34,37 @@ def open_log(path: Path, user: JobUser | None = None) -> int:
     return descriptor
 
 
+@dataclass(frozen=True)
+class LogPart:
+    """Bytes of a log from `offset` on, and the whole log's size."""
+
+    data: bytes
+    offset: int
+    size: int
+
+
 def tail(path: Path, *, lines: int = 40, max_bytes: int = 16_384) -> str:
     """The last lines; empty when there is no file."""
     try:
-        text = read_range(path, -max_bytes, max_bytes).decode(errors="replace")
+        text = read_part(path, -max_bytes, max_bytes).data.decode(errors="replace")
     except FileNotFoundError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
 
 
-def read_range(path: Path, offset: int, max_bytes: int) -> bytes:
+def read_part(path: Path, offset: int, max_bytes: int) -> LogPart:
     """At most max_bytes from offset on; a negative offset counts from the end. Raises OSError."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size + offset) if offset < 0 else min(offset, size))
-        return file.read(max_bytes)
+        at = file.seek(max(0, size + offset) if offset < 0 else min(offset, size))
+        return LogPart(file.read(max_bytes), at, size)
+
+
+async def read_when_there(path: Path, offset: int, max_bytes: int, wait_s: float) -> LogPart:
+    """As `read_part`, in a thread. When there is nothing at offset: as soon as there is, at most `wait_s` later."""
+    give_up = time.monotonic() + min(wait_s, _MOST_WAIT_S)
+    while True:
+        part = await asyncio.to_thread(read_part, path, offset, max_bytes)
+        if part.data or time.monotonic() >= give_up:
+            return part
+        await asyncio.sleep(_LOOK_S)

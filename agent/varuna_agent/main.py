@@ -22,6 +22,7 @@ from varuna_agent.errors import JoinError
 from varuna_agent.isolation import JobUser, hide_this_process, keep_private
 from varuna_agent.metadata_notices import metadata_source
 from varuna_agent.notices import FileNoticeSource, NoticeSource
+from varuna_agent.own_address import AUTO, own_address
 from varuna_agent.runner import AgentRunner
 from varuna_agent.settings import NOTICE_SOURCES, AgentSettings
 from varuna_agent.state import Identity
@@ -71,7 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=int, default=1, help="devices that can each run one worker")
     parser.add_argument("--device-memory-bytes", type=int, default=0, help="per device; 0: not known")
-    parser.add_argument("--host", default="127.0.0.1", help="address of this VM for the workers of other VMs")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address of this VM for the workers of other VMs; auto: the one from which it reaches the manager",
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--reconnect-first-s", type=float, default=0.1, help="backoff to the manager: first wait")
     parser.add_argument("--reconnect-most-s", type=float, default=5.0, help="backoff to the manager: longest wait")
@@ -107,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=NOTICE_SOURCES,
         help="who tells of preemptions: the cloud's metadata service, or notice.json in --vm-dir (default: file)",
     )
-    parser.add_argument("--log-format", default="console", choices=("console", "json"))
+    parser.add_argument("--log-format", default="text", choices=("text", "json"))
     return parser
 
 
@@ -119,7 +124,7 @@ def _settings(options: argparse.Namespace) -> AgentSettings:
         checkpoint_dir=options.checkpoint_dir,
         gpus=options.gpus,
         device_memory_bytes=options.device_memory_bytes,
-        host=options.host,
+        host=own_address(options.manager) if options.host == AUTO else options.host,
         device=options.device,
         reconnect_first_s=options.reconnect_first_s,
         reconnect_most_s=options.reconnect_most_s,

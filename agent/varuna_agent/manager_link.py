@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +13,7 @@ import grpc.aio
 import structlog
 
 from varuna_agent.backoff import Backoff
+from varuna_agent.workdirs import WorkdirError
 from varuna_proto.names import is_plain
 from varuna_proto.v1 import agent_pb2, agent_pb2_grpc
 
@@ -78,6 +80,17 @@ class ManagerLink:
         if self._call is not None:
             self._hung_up = True
             self._call.cancel()
+
+    async def fetch_archive(self, vm_id: str, sha256: str) -> AsyncIterator[bytes]:
+        """The bytes of a packed workdir, from the manager that this VM converses with. Raises WorkdirError."""
+        try:
+            async with self._channel(self._addresses[self._next]) as channel:
+                stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)
+                async for chunk in stub.FetchArchive(agent_pb2.ArchiveRequest(vm_id=vm_id, sha256=sha256)):
+                    yield chunk.data
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+            raise WorkdirError(f"archive {sha256[:12]} does not come from the manager: {reason}") from error
 
     async def run(self) -> None:
         renewing = None

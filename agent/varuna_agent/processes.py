@@ -10,13 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from varuna_agent import logs
 from varuna_agent.isolation import JobUser
 from varuna_agent.spawn import ProcessNotStartedError, open_log, spawn
 from varuna_agent.stacks import NoStacksError, StackPipe
-from varuna_agent.state import WorkerKey
-from varuna_agent.warm import Recipe, WarmPool, WarmProcess
+from varuna_agent.state import Workdir, WorkerKey
+from varuna_agent.warm import Recipe, WarmPool
+from varuna_agent.workdirs import WorkdirError, Workdirs
 
 __all__ = ["ProcessEnd", "ProcessNotStartedError", "ProcessSpec", "WorkerProcesses"]
 
@@ -26,7 +28,7 @@ class ProcessSpec:
     key: WorkerKey
     command: str
     """Run by /bin/sh -c."""
-    workdir: str
+    workdir: Workdir
     environment: Mapping[str, str]
     """What all workers of the job on this VM have in common."""
     contract: Mapping[str, str] = field(default_factory=dict)
@@ -64,8 +66,10 @@ class WorkerProcesses:
 
     Args:
         on_end: awaited with the key and how it ended, when nothing of the worker's group runs any more.
-        on_preparing: called with the jobs whose workers would have to wait for imports that are being done, when that
-            changes.
+        workdirs: makes the folders that workers run in.
+        on_preparing: called with the jobs whose workers would have to wait for imports that are being done, and those
+            whose workers would start at once, when that changes.
+        on_prepared: called with a job whose folder was made ready by `prepare`, or with the job and why it was not.
         keep_warm_s: how long a warmed process is kept for a job that has no worker here; 0: there are none.
         user: as whom workers run; None: as the agent.
     """
@@ -73,14 +77,19 @@ class WorkerProcesses:
     def __init__(
         self,
         on_end: Callable[[WorkerKey, ProcessEnd | ProcessNotStartedError], Awaitable[None]],
+        workdirs: Workdirs,
         keep_warm_s: float = 120.0,
         user: JobUser | None = None,
-        on_preparing: Callable[[frozenset[str]], None] = lambda job_ids: None,
+        on_preparing: Callable[[frozenset[str], frozenset[str]], None] = lambda job_ids, warm: None,
+        on_prepared: Callable[[str, WorkdirError | None], None] = lambda job_id, error: None,
     ) -> None:
         self._on_end = on_end
         self._user = user
         self._workers: dict[WorkerKey, _Worker] = {}
         self._tasks: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._workdirs = workdirs
+        self._on_prepared = on_prepared
+        self._preparing: dict[str, asyncio.Task[None]] = {}
         self._warm = WarmPool(keep_warm_s, user, on_preparing) if keep_warm_s > 0 else None
 
     def start(self, spec: ProcessSpec) -> None:
@@ -88,9 +97,30 @@ class WorkerProcesses:
         self._workers[spec.key] = worker = _Worker()
         self._tasks[spec.key] = asyncio.create_task(self._run(spec, worker), name=f"worker {spec.key}")
 
-    def prepare(self, job_id: str, command: str, workdir: str, environment: Mapping[str, str], log: Path) -> None:
-        """Have a process at hand from which such workers start at once, where that is possible. Returns at once."""
-        recipe = Recipe.of(command, workdir, environment)
+    def prepare(self, job_id: str, command: str, workdir: Workdir, environment: Mapping[str, str], log: Path) -> None:
+        """Make the folder of such workers ready, then have a process at hand from which they start at once, where that
+        is possible. Returns at once."""
+        if not workdir.needs_work:
+            self._warm_up(job_id, command, workdir.path, environment, log)
+        elif job_id not in self._preparing:
+            work = self._prepare(job_id, command, workdir, environment, log)
+            self._preparing[job_id] = asyncio.create_task(work, name=f"prepares for {job_id}")
+
+    async def _prepare(
+        self, job_id: str, command: str, workdir: Workdir, environment: Mapping[str, str], log: Path
+    ) -> None:
+        try:
+            path = await self._workdirs.ready(workdir, environment)
+        except WorkdirError as error:
+            self._on_prepared(job_id, error)
+        else:
+            self._warm_up(job_id, command, path, environment, log)
+            self._on_prepared(job_id, None)
+        finally:
+            del self._preparing[job_id]
+
+    def _warm_up(self, job_id: str, command: str, path: str, environment: Mapping[str, str], log: Path) -> None:
+        recipe = Recipe.of(command, path, environment)
         if self._warm is not None and recipe is not None:
             self._warm.get(job_id, recipe, log)
 
@@ -128,7 +158,9 @@ class WorkerProcesses:
         """Kill all that still runs and wait until it is gone."""
         for worker in self._workers.values():
             worker.kill()
+        await self._workdirs.close()
         await asyncio.gather(*self._tasks.values())
+        await asyncio.gather(*self._preparing.values(), return_exceptions=True)
         if self._warm is not None:
             await self._warm.close()
 
@@ -156,10 +188,11 @@ class WorkerProcesses:
         status_read, status_write = os.pipe()
         guard: asyncio.subprocess.Process | None = None
         try:
-            if not await self._fork(spec, worker, status_write):
+            workdir = await self._ready_workdir(spec, worker)
+            if not await self._fork(spec, workdir, worker, status_write):
                 guard = await spawn(
                     ["/bin/sh", "-c", spec.command],
-                    workdir=spec.workdir,
+                    workdir=workdir,
                     environment={**spec.environment, **spec.contract, **worker.stacks.variable},
                     log=spec.log,
                     life_read=worker.life_read,
@@ -184,16 +217,27 @@ class WorkerProcesses:
             return -signal.SIGKILL
         return exit_code
 
-    async def _fork(self, spec: ProcessSpec, worker: _Worker, status_write: int) -> bool:
+    async def _ready_workdir(self, spec: ProcessSpec, worker: _Worker) -> str:
+        """A worker that is killed waits no longer. Raises ProcessNotStartedError."""
+        if not spec.workdir.needs_work:
+            return spec.workdir.path
+        making = asyncio.create_task(self._workdirs.ready(spec.workdir, spec.environment))
+        await _done_or_killed(making, worker)
+        if making.cancelled() or not making.done():
+            raise ProcessNotStartedError("it was ended before its workdir was ready")
+        return making.result()
+
+    async def _fork(self, spec: ProcessSpec, workdir: str, worker: _Worker, status_write: int) -> bool:
         """Whether the worker was started from a warmed process, which is warmed first when it is the job's first."""
-        recipe = Recipe.of(spec.command, spec.workdir, spec.environment)
+        recipe = Recipe.of(spec.command, workdir, spec.environment)
         if self._warm is None or recipe is None:
             return False
         warm = self._warm.get(spec.key.job_id, recipe, spec.log.parents[1] / "warm.log")
         if warm is None:
             return False
         warm.workers.add(spec.key)
-        if not await _ready_or_killed(warm, worker):
+        await _done_or_killed(asyncio.create_task(warm.wait_ready()), worker)
+        if not warm.is_ready:
             self._warm.release(spec.key)
             return False
         log = await open_log(spec.log, self._user)
@@ -207,15 +251,15 @@ class WorkerProcesses:
         return is_forked
 
 
-async def _ready_or_killed(warm: WarmProcess, worker: _Worker) -> bool:
-    """Whether workers can be forked; a worker that is killed waits no longer."""
-    waits = [asyncio.create_task(warm.wait_ready()), asyncio.create_task(worker.killed.wait())]
+async def _done_or_killed(work: asyncio.Task[Any], worker: _Worker) -> None:
+    """Wait for the work, but no longer once the worker is killed: then the work is cancelled."""
+    killed = asyncio.create_task(worker.killed.wait())
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([work, killed], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
-    return warm.is_ready
+        killed.cancel()
+        if not work.done():
+            work.cancel()
 
 
 async def _follow(status_fd: int, worker: _Worker) -> int | None:

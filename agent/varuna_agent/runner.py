@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -27,8 +27,9 @@ from varuna_agent.rendezvous import RendezvousSockets
 from varuna_agent.seen import SeenGenerations
 from varuna_agent.settings import AgentSettings
 from varuna_agent.stacks import NoStacksError
-from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey, stack_dump
+from varuna_agent.state import AgentState, Event, Identity, Instruction, Workdir, WorkerKey, stack_dump
 from varuna_agent.state import stimuli as st
+from varuna_agent.workdirs import WorkdirError, Workdirs
 from varuna_agent.worker_link import WorkerLink, socket_path
 from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2, worker_pb2
@@ -75,7 +76,10 @@ class AgentRunner:
         backoff = Backoff(settings.reconnect_first_s, settings.reconnect_most_s, chance or random.Random())
         self._manager = ManagerLink(settings.manager, backoff, _FromManager(self), manager_identity)
         self._link = WorkerLink(socket_path(settings.vm_dir), _FromWorkers(self), user)
-        self._processes = WorkerProcesses(self._process_ended, settings.keep_warm_s, user, self._preparing)
+        workdirs = Workdirs(settings.vm_dir / "workdirs", self._fetch_archive, user)
+        self._processes = WorkerProcesses(
+            self._process_ended, workdirs, settings.keep_warm_s, user, self._preparing, self._prepared
+        )
         self._rendezvous = RendezvousSockets(settings.host)
         self._events: deque[Event] = deque()
         self._is_handling = False
@@ -192,15 +196,26 @@ class AgentRunner:
     def _prepare(self, request: agent_pb2.Prepare) -> None:
         log = logs.warm_log_path(self._settings.vm_dir, request.job_id)
         environment = self._environ_of(request.environment)
-        self._processes.prepare(request.job_id, request.command, request.workdir, environment, log)
+        workdir = Workdir(path=request.workdir, archive=request.archive, setup=request.setup)
+        self._processes.prepare(request.job_id, request.command, workdir, environment, log)
 
     def _environ_of(self, extra: Mapping[str, str]) -> dict[str, str]:
         """What all workers of a job have in common."""
         on_cpu = self._settings.device == "cpu"
         return worker_environ(self._base_environ, extra, on_cpu=on_cpu, user=self._user)
 
-    def _preparing(self, job_ids: frozenset[str]) -> None:
-        self.handle(st.Preparing(job_ids))
+    def _preparing(self, job_ids: frozenset[str], warm: frozenset[str]) -> None:
+        self.handle(st.Preparing(job_ids, warm))
+
+    def _prepared(self, job_id: str, error: WorkdirError | None) -> None:
+        if error is None:
+            self.handle(st.Prepared(job_id))
+            return
+        _log.warning("a job's workdir cannot be made ready", job=job_id, reason=str(error))
+        self.handle(st.Prepared(job_id, str(error), error.exit_code))
+
+    def _fetch_archive(self, sha256: str) -> AsyncIterator[bytes]:
+        return self._manager.fetch_archive(self._settings.vm_id, sha256)
 
     async def _process_ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
         if isinstance(end, ProcessNotStartedError):
@@ -208,7 +223,7 @@ class AgentRunner:
             return
         await self._link.drained(key, _DRAIN_SOCKET_S)  # its last words come before its end
         failpoint("agent.worker.ended")
-        _log.info("worker ended", worker=str(key), exit_code=end.exit_code)
+        _log.info("worker ended", **key.fields(), exit_code=end.exit_code)
         self.handle(st.ProcessEnded(key, end.exit_code, end.log_tail))
 
     async def _send_logs(self, request: agent_pb2.FetchLogs) -> None:
@@ -218,14 +233,20 @@ class AgentRunner:
         try:
             if not path.resolve().is_relative_to(self._settings.vm_dir.resolve()):
                 raise ValueError(f"job id {request.job_id!r} does not name a folder of this VM")
-            data = await asyncio.to_thread(logs.read_range, path, request.offset, wanted)
+            part = await logs.read_when_there(path, request.offset, wanted, request.wait_s)
         except (OSError, ValueError) as error:
             text = f"no log of {key} on VM {self._settings.vm_id}: {error}"
             self._send_chunk(agent_pb2.LogChunk(request_id=request.request_id, last=True, error=text))
             return
-        for start in range(0, max(len(data), 1), _LOG_CHUNK_BYTES):
+        for start in range(0, max(len(part.data), 1), _LOG_CHUNK_BYTES):
             end = start + _LOG_CHUNK_BYTES
-            chunk = agent_pb2.LogChunk(request_id=request.request_id, data=data[start:end], last=end >= len(data))
+            chunk = agent_pb2.LogChunk(
+                request_id=request.request_id,
+                data=part.data[start:end],
+                last=end >= len(part.data),
+                offset=part.offset + start,
+                size=part.size,
+            )
             self._send_chunk(chunk)
 
     async def _send_stacks(self, request_id: str, key: WorkerKey, pid: int) -> None:
@@ -334,7 +355,10 @@ def _now() -> float:
 def _described(instruction: Instruction) -> dict[str, object]:
     """For the log: what is done, to whom, why."""
     fields: dict[str, object] = {"action": type(instruction).__name__}
-    for name in ("key", "reason", "port", "code", "command"):
+    key = getattr(instruction, "key", None)
+    if isinstance(key, WorkerKey):
+        fields |= key.fields()
+    for name in ("reason", "port", "code", "command"):
         if hasattr(instruction, name):
-            fields["worker" if name == "key" else name] = str(getattr(instruction, name))
+            fields[name] = str(getattr(instruction, name))
     return fields

@@ -172,15 +172,17 @@ class WarmPool:
 
     Args:
         keep_s: how long one is kept that has no worker.
-        on_preparing: called with the jobs whose workers would have to wait for one that is not ready, when that
-            changes.
+        on_preparing: called with the jobs whose workers would have to wait for one that is not ready, and those whose
+            workers would start at once, when that changes.
     """
 
-    def __init__(self, keep_s: float, user: JobUser | None, on_preparing: Callable[[frozenset[str]], None]) -> None:
+    def __init__(
+        self, keep_s: float, user: JobUser | None, on_preparing: Callable[[frozenset[str], frozenset[str]], None]
+    ) -> None:
         self._keep_s = keep_s
         self._user = user
         self._on_preparing = on_preparing
-        self._told: frozenset[str] = frozenset()
+        self._told: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._all: list[WarmProcess] = []
         self._failed: deque[Recipe] = deque(maxlen=16)
         """What could not be warmed (an import starts a thread, say), and so is not tried again."""
@@ -235,10 +237,10 @@ class WarmPool:
 
     def _tell(self) -> None:
         making = (warm for warm in self._all if not (warm.is_ready or warm.is_over))
-        job_ids = frozenset(job_id for warm in making for job_id in warm.job_ids)
+        job_ids = frozenset(job_id for warm in making for job_id in warm.job_ids), self.job_ids
         if job_ids != self._told:
             self._told = job_ids
-            self._on_preparing(job_ids)
+            self._on_preparing(*job_ids)
 
     def _keep(self, warm: WarmProcess) -> None:
         """Until it has been without workers for a while: the job may be over, and memory is not to be held for ever."""

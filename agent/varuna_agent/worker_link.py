@@ -116,7 +116,9 @@ class WorkerLink:
                 self._listener.said(key, message)
         except (DecodeError, ValueError) as error:
             _log.warning(
-                "what a worker says is not our protocol; its connection is closed", worker=str(key), error=str(error)
+                "what a worker says is not our protocol; its connection is closed",
+                error=str(error),
+                **(key.fields() if key is not None else {}),
             )
         finally:
             hello.set()
@@ -141,5 +143,5 @@ class WorkerLink:
             return key
         if self._connections[key].writer is writer:
             del self._connections[key]
-        _log.warning("a worker that is not expected was turned away", worker=str(key), pid=message.hello.pid)
+        _log.warning("a worker that is not expected was turned away", **key.fields(), pid=message.hello.pid)
         return None

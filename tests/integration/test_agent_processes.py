@@ -24,10 +24,11 @@ from varuna_agent.processes import (
     WorkerProcesses,
 )
 from varuna_agent.rendezvous import RendezvousSockets
-from varuna_agent.state import WorkerKey
+from varuna_agent.state import Workdir, WorkerKey
 from varuna_agent.worker_link import WorkerLink, socket_path
 from varuna_proto import framing
 from varuna_proto.v1 import agent_pb2, worker_pb2
+from workdirs_in_place import workdirs_in_place
 
 DEADLINE_S = 60.0
 
@@ -38,7 +39,7 @@ class Workers:
     def __init__(self, tmp_path: Path) -> None:
         self._tmp_path = tmp_path
         self._ends: dict[WorkerKey, asyncio.Future[ProcessEnd | ProcessNotStartedError]] = {}
-        self.processes = WorkerProcesses(self._ended)
+        self.processes = WorkerProcesses(self._ended, workdirs_in_place(tmp_path))
 
     async def _ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
         self._ends[key].set_result(end)
@@ -46,7 +47,7 @@ class Workers:
     def start(self, command: str, rank: int = 0, **changes: Any) -> WorkerKey:
         key = WorkerKey("job", 1, rank)
         self._ends[key] = asyncio.get_running_loop().create_future()
-        fields: dict[str, Any] = {"workdir": str(self._tmp_path), "environment": dict(os.environ)}
+        fields: dict[str, Any] = {"workdir": Workdir(path=str(self._tmp_path)), "environment": dict(os.environ)}
         self.processes.start(
             ProcessSpec(key=key, command=command, log=self._tmp_path / "logs" / f"{rank}.log", **{**fields, **changes})
         )

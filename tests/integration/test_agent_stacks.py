@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from varuna_agent.processes import ProcessEnd, ProcessNotStartedError, ProcessSpec, WorkerProcesses
 from varuna_agent.stacks import MAX_TEXT_BYTES, NoStacksError
-from varuna_agent.state import WorkerKey
+from varuna_agent.state import Workdir, WorkerKey
+from workdirs_in_place import workdirs_in_place
 
 DEADLINE_S = 60.0
 KEY = WorkerKey("job", 1, 0)
@@ -65,7 +66,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.processes = WorkerProcesses(self._ended)
+        self.processes = WorkerProcesses(self._ended, workdirs_in_place(folder))
         self.end: ProcessEnd | ProcessNotStartedError | None = None
 
     async def _ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
@@ -81,7 +82,7 @@ class World:
             ProcessSpec(
                 key=KEY,
                 command=command,
-                workdir=str(self.folder),
+                workdir=Workdir(path=str(self.folder)),
                 environment=dict(os.environ),
                 log=self.folder / "jobs" / "job" / "g1" / "rank0.log",
             )

@@ -19,8 +19,9 @@ import pytest
 import pytest_asyncio
 
 from varuna_agent.processes import ProcessEnd, ProcessNotStartedError, ProcessSpec, WorkerProcesses
-from varuna_agent.state import WorkerKey
+from varuna_agent.state import Workdir, WorkerKey
 from varuna_agent.warm import Recipe
+from workdirs_in_place import workdirs_in_place
 
 DEADLINE_S = 60.0
 
@@ -51,6 +52,10 @@ sys.exit(int(os.environ.get("CODE", "0")))
 """
 
 
+Warmth = tuple[frozenset[str], frozenset[str]]
+"""(jobs whose workers would have to wait, jobs whose workers would start at once)."""
+
+
 class World:
     """Starts workers of one script and waits for their ends."""
 
@@ -59,9 +64,11 @@ class World:
         (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
         self.preload("")
         self.ends: dict[WorkerKey, asyncio.Future[ProcessEnd | ProcessNotStartedError]] = {}
-        self.preparing: list[frozenset[str]] = []
-        self.processes = WorkerProcesses(self._ended, on_preparing=self.preparing.append)
-        self.cold = WorkerProcesses(self._ended, keep_warm_s=0.0)
+        self.told: list[Warmth] = []
+        self.processes = WorkerProcesses(
+            self._ended, workdirs_in_place(folder), on_preparing=lambda *told: self.told.append(told)
+        )
+        self.cold = WorkerProcesses(self._ended, workdirs_in_place(folder), keep_warm_s=0.0)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment = {**os.environ, "OUT": str(folder / "out"), "PYTHONUNBUFFERED": "1", "PATH": path}
 
@@ -80,7 +87,7 @@ class World:
         spec = ProcessSpec(
             key=key,
             command=command,
-            workdir=str(self.folder),
+            workdir=Workdir(path=str(self.folder)),
             environment=self.environment,
             contract={"RANK": str(rank), **contract},
             log=self.log(rank),
@@ -105,7 +112,7 @@ class World:
 
     async def warm_up(self, command: str = "python train.py --lr 3") -> None:
         log = self.folder / "jobs" / "job" / "warm.log"
-        self.processes.prepare("job", command, str(self.folder), self.environment, log)
+        self.processes.prepare("job", command, Workdir(path=str(self.folder)), self.environment, log)
         await until(lambda: self.processes.prepared_job_ids == {"job"})
 
 
@@ -198,7 +205,7 @@ async def test_the_first_worker_of_a_job_comes_from_a_warmed_process_too(world: 
     first, second = world.start(1), world.start(2)
     assert ((await world.end(first)).exit_code, (await world.end(second)).exit_code) == (0, 0)
     assert [(await world.result(rank))["parent_is_warm"] for rank in (1, 2)] == [True, True]
-    assert world.preparing == [{"job"}, frozenset()]
+    assert world.told == [({"job"}, frozenset()), (frozenset(), {"job"})], "waits for imports, then starts at once"
 
 
 async def test_a_warmed_process_that_has_died_is_replaced(world: World) -> None:
@@ -217,7 +224,7 @@ async def test_where_nothing_can_be_forked_workers_start_without_and_nobody_trie
         assert not (await world.result(rank))["parent_is_warm"]
     log = (world.folder / "jobs" / "job" / "warm.log").read_text()
     assert log.count("cannot fork workers: something imported started threads") == 1
-    assert world.preparing == [{"job"}, frozenset()]
+    assert world.told == [({"job"}, frozenset()), (frozenset(), frozenset())]
 
 
 async def test_a_worker_that_is_killed_while_its_imports_are_done_does_not_start(world: World) -> None:
@@ -234,7 +241,7 @@ async def test_an_idle_warmed_process_makes_room_for_another_and_one_with_worker
 
     def prepare(job_id: str, command: str) -> None:
         log = world.folder / f"{job_id}.log"
-        world.processes.prepare(job_id, command, str(world.folder), world.environment, log)
+        world.processes.prepare(job_id, command, Workdir(path=str(world.folder)), world.environment, log)
 
     prepare("other", "python train.py --lr 4")
     await until(lambda: world.processes.prepared_job_ids == {"other"})
@@ -247,15 +254,18 @@ async def test_an_idle_warmed_process_makes_room_for_another_and_one_with_worker
 
 
 async def test_a_warmed_process_ends_when_it_has_had_no_worker_for_a_while(world: World) -> None:
-    preparing: list[frozenset[str]] = []
+    told: list[Warmth] = []
 
     async def ended(key: WorkerKey, end: object) -> None: ...
 
-    processes = WorkerProcesses(ended, keep_warm_s=0.3, on_preparing=preparing.append)
+    processes = WorkerProcesses(
+        ended, workdirs_in_place(world.folder), keep_warm_s=0.3, on_preparing=lambda *now: told.append(now)
+    )
     try:
         log = world.folder / "warm.log"
-        processes.prepare("job", "python train.py", str(world.folder), world.environment, log)
-        await until(lambda: preparing == [{"job"}, frozenset()] and not processes.prepared_job_ids)
+        processes.prepare("job", "python train.py", Workdir(path=str(world.folder)), world.environment, log)
+        await until(lambda: told[-1:] == [(frozenset(), frozenset())])
+        assert told[:-1] == [({"job"}, frozenset()), (frozenset(), {"job"})]
     finally:
         await processes.close()
 
@@ -274,7 +284,7 @@ async def test_the_rendezvous_goes_over(world: World) -> None:
             ProcessSpec(
                 key=key,
                 command="python train.py --lr 3",
-                workdir=str(world.folder),
+                workdir=Workdir(path=str(world.folder)),
                 environment=world.environment,
                 contract={"RANK": "1", "VARUNA_RENDEZVOUS_FD": str(held.fileno())},
                 log=world.log(1),
@@ -317,4 +327,4 @@ async def test_closing_does_not_wait_for_a_process_that_is_being_warmed(world: W
     await until(lambda: (world.folder / "jobs" / "job" / "warm.log").exists())
     async with asyncio.timeout(DEADLINE_S):
         await world.processes.close()
-    assert world.preparing == [{"job"}, frozenset()]
+    assert world.told == [({"job"}, frozenset()), (frozenset(), frozenset())]

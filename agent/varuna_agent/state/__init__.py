@@ -4,6 +4,7 @@ from varuna_agent.state.admission import Identity
 from varuna_agent.state.agent import AgentState, Timings
 from varuna_agent.state.messages import stack_dump
 from varuna_agent.state.stimuli import Event, Instruction, WorkerKey
+from varuna_agent.state.workdir import Workdir
 from varuna_agent.state.worker import IllegalTransitionError
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "IllegalTransitionError",
     "Instruction",
     "Timings",
+    "Workdir",
     "WorkerKey",
     "stack_dump",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from varuna_agent.state.stimuli import StartWorker, WorkerKey
+from varuna_agent.state.workdir import Workdir
 from varuna_agent.state.worker import Phase, Worker
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.v1 import agent_pb2
@@ -97,7 +98,7 @@ def new_worker(
         environment=environment,
         extra_environment=dict(launch.environment),
         command=launch.command,
-        workdir=launch.workdir,
+        workdir=Workdir(path=launch.workdir, archive=launch.archive, setup=launch.setup),
         rendezvous_port=launch.rendezvous_port if assignment.rank == 0 else 0,
     )
     return Worker(key=key, local_rank=assignment.local_rank, start=start, reports_steps=reports_steps)

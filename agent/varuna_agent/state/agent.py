@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
 from varuna_agent.state import messages
 from varuna_agent.state.admission import Identity, device_in_use, flaw_of, new_worker
 from varuna_agent.state.conversation import Conversation
-from varuna_agent.state.outbox import Outbox
+from varuna_agent.state.reports import Reports
 from varuna_agent.state.stimuli import (
     ClaimRendezvous,
     Event,
     ExitAgent,
     HangUp,
     Instruction,
-    KillWorker,
     ManagerSaid,
     NoticeSeen,
     Prepare,
+    Prepared,
     Preparing,
     ProcessEnded,
     ProcessNotStarted,
     ReadLogs,
-    ReadStacks,
-    ReleaseRendezvous,
     Remember,
     RendezvousOpened,
     Send,
     StreamClosed,
     StreamOpened,
-    TellWorkerToLeave,
     Terminate,
     Tick,
     WorkerConnected,
@@ -39,8 +36,9 @@ from varuna_agent.state.stimuli import (
     WorkerKey,
     WorkerSaid,
 )
-from varuna_agent.state.worker import Phase, Stimulus, Worker
-from varuna_proto.v1 import agent_pb2, worker_pb2
+from varuna_agent.state.worker import Worker
+from varuna_agent.state.workers import Workers
+from varuna_proto.v1 import agent_pb2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +86,14 @@ class AgentState:
         self.identity = identity
         self._timings = timings or Timings()
         self._conversation = Conversation(silence_s=self._timings.silence_s)
-        self._outbox = Outbox()
-        self._workers: dict[WorkerKey, Worker] = {}
+        self._reports = Reports(self._conversation)
+        self._workers = Workers(identity.device, self._reports)
         self._seen = dict(seen or {})  # newest generation of each job, launched here or not; the last seen at the end
         self._launched: dict[str, int] = {}
         self._rendezvous_port = 0
         self._preparing: frozenset[str] = frozenset()
+        self._warm: frozenset[str] = frozenset()
+        self._prepared: set[str] = set()
         self._notices: set[str] = set()
         self._no_launches = ""
         self._leaving: _Leaving | None = None
@@ -104,23 +104,20 @@ class AgentState:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        return tuple(self._workers.values())
+        return self._workers.all
 
     @property
     def unacknowledged(self) -> tuple[agent_pb2.Report, ...]:
-        return self._outbox.unacknowledged
+        return self._reports.outbox.unacknowledged
 
     def expects(self, key: WorkerKey) -> bool:
         """Whether a worker that says it is `key` may connect."""
-        worker = self._workers.get(key)
-        return worker is not None and worker.has_process and not worker.has_connected
+        return self._workers.expects(key)
 
     def next_deadline(self) -> float | None:
         """When to send the next Tick, if nothing else happens before."""
-        deadlines = list(self._conversation.deadlines())
-        deadlines += [worker.kill_at for worker in self._workers.values() if worker.kill_at is not None]
-        runs = any(worker.phase is not Phase.KILLED for worker in self._workers.values())
-        if runs and self._conversation.lease_ends_at is not None:
+        deadlines = [*self._conversation.deadlines(), *self._workers.deadlines()]
+        if self._workers.run and self._conversation.lease_ends_at is not None:
             deadlines.append(self._conversation.lease_ends_at)
         if self._exit_at is not None and not self._has_exited:
             deadlines.append(self._exit_at)
@@ -137,21 +134,16 @@ class AgentState:
         match event:
             case ManagerSaid(message):
                 yield from self._manager_said(message, now)
-            case WorkerSaid(key, _):
-                if key in self._workers:
-                    yield from self._worker_said(self._workers[key], event, now)
+            case WorkerSaid(key, message):
+                yield from self._workers.said(key, message, now)
             case WorkerConnected(key, pid):
-                yield from self._worker_connected(key, pid, now)
+                yield from self._workers.connected(key, pid, now)
             case WorkerDisconnected(key):
-                if key in self._workers:
-                    self._workers[key].connected = False
+                self._workers.disconnected(key)
             case ProcessEnded(key, exit_code, log_tail):
-                worker = self._workers[key]
-                yield from self._gone(worker, worker.exited(exit_code, log_tail), Stimulus.EXIT, now)
+                yield from self._workers.process_ended(key, exit_code, log_tail, now)
             case ProcessNotStarted(key, reason):
-                worker = self._workers[key]
-                exited = worker.never_ran(agent_pb2.EXIT_CAUSE_LAUNCH_FAILED, reason)
-                yield from self._gone(worker, exited, Stimulus.EXIT, now)
+                yield from self._workers.process_not_started(key, reason, now)
             case RendezvousOpened(port):
                 self._rendezvous_port = port
                 self._conversation.heartbeat_now(now)
@@ -165,10 +157,12 @@ class AgentState:
                 self._conversation.closed()
             case Tick():
                 yield from self._tick(now)
-            case Preparing(job_ids):
-                self._preparing = job_ids
+            case Preparing(job_ids, warm):
+                self._preparing, self._warm = job_ids, warm
                 self._conversation.heartbeat_now(now)
                 yield from self._tick(now)
+            case Prepared():
+                yield from self._folder_prepared(event, now)
             case Terminate(reason):
                 yield from self._leave(
                     _Leaving(reason, 0, self._timings.terminate_linger_s), self._timings.terminate_grace_s, now
@@ -181,11 +175,11 @@ class AgentState:
         match message.WhichOneof("body"):
             case "welcome":
                 self._conversation.welcomed(message.welcome, now)
-                yield from self._send_everything_again()
+                yield from self._reports.everything_again()
                 yield from self._tick(now)
             case "ack":
                 self._conversation.acknowledged(message.ack.heartbeat_sequence)
-                self._outbox.acknowledge(message.ack.reports_through)
+                self._reports.outbox.acknowledge(message.ack.reports_through)
             case "launch":
                 yield from self._launch(message.launch, now)
             case "stop":
@@ -195,7 +189,7 @@ class AgentState:
             case "fetch_logs":
                 yield ReadLogs(message.fetch_logs)
             case "dump_stacks":
-                yield from self._dump_stacks(message.dump_stacks)
+                yield from self._workers.dump_stacks(message.dump_stacks)
             case "prepare":
                 if not self._no_launches:
                     yield Prepare(message.prepare)
@@ -212,7 +206,7 @@ class AgentState:
             return  # a repetition: its workers run, or their exits are reported
         refusal = self._refusal(launch, now)
         if refusal is not None:
-            yield from self._report(
+            yield from self._reports.report(
                 agent_pb2.Report(
                     command_refused=agent_pb2.CommandRefused(
                         job_id=launch.job_id, generation=launch.generation, reason=refusal
@@ -223,7 +217,7 @@ class AgentState:
         self._launched[launch.job_id] = launch.generation
         yield from self._see(launch.job_id, launch.generation)
         reason = f"generation {launch.generation} takes its place"
-        yield from self._end_workers(
+        yield from self._workers.end(
             lambda worker: worker.key.job_id == launch.job_id,
             agent_pb2.STOP_MODE_LEAVE_NOW,
             self._timings.supersede_grace_s,
@@ -231,6 +225,15 @@ class AgentState:
             now,
         )
         yield from self._admit(launch, now)
+
+    def _folder_prepared(self, event: Prepared, now: float) -> Iterator[Instruction]:
+        if event.error:
+            self._prepared.discard(event.job_id)
+            yield from self._reports.report(messages.setup_failed(event.job_id, event.exit_code, event.error))
+        else:
+            self._prepared.add(event.job_id)
+            self._conversation.heartbeat_now(now)
+            yield from self._tick(now)
 
     def _see(self, job_id: str, generation: int) -> Iterator[Instruction]:
         if generation <= self._seen.get(job_id, 0):
@@ -251,7 +254,7 @@ class AgentState:
             return f"VM {vm_id} takes no launches: {self._no_launches}"
         if self._conversation.is_lease_over(now):
             return f"VM {vm_id} has no lease: no heartbeat was acknowledged for {self._conversation.lease_s:g} s"
-        return flaw_of(launch, self.identity) or device_in_use(launch, self._workers.values())
+        return flaw_of(launch, self.identity) or device_in_use(launch, self.workers)
 
     def _admit(self, launch: agent_pb2.Launch, now: float) -> Iterator[Instruction]:
         ranks = sorted(assignment.rank for assignment in launch.workers)
@@ -267,35 +270,26 @@ class AgentState:
             )
             for worker in workers:
                 exited = worker.never_ran(agent_pb2.EXIT_CAUSE_LAUNCH_FAILED, reason)
-                yield from self._report(agent_pb2.Report(worker_exited=exited))
+                yield from self._reports.report(agent_pb2.Report(worker_exited=exited))
             return
         if has_rank_0:
             self._rendezvous_port = 0  # spoken for; RendezvousOpened tells the next
             yield ClaimRendezvous(launch.rendezvous_port)
-        self._workers.update((worker.key, worker) for worker in workers)
-        yield from self._start_waiting(now)
-
-    def _start_waiting(self, now: float) -> Iterator[Instruction]:
-        """Start the generations whose devices are free and whose older generations have ended, or do so apart."""
-        kind = self.identity.device
-        running = [worker for worker in self._workers.values() if worker.has_process and worker.holds_device(kind)]
-        waiting = [worker for worker in self._workers.values() if worker.phase is Phase.WAITING]
-        devices = {worker.local_rank for worker in running}
-        blocked = {w.key.generation_key for w in waiting if w.local_rank in devices}
-        blocked |= {
-            w.key.generation_key
-            for w in waiting
-            if any(r.key.job_id == w.key.job_id and r.key.generation != w.key.generation for r in running)
-        }
-        for worker in waiting:
-            if worker.key.generation_key not in blocked:
-                worker.move(Stimulus.START, now)
-                yield worker.start
+        yield from self._workers.add(workers, now)
 
     def _stop(self, stop: agent_pb2.Stop, now: float) -> Iterator[Instruction]:
-        """End the generation, and older ones of the job: stopping never does harm, so it is never refused."""
+        """End the generation, and older ones of the job: stopping never does harm, so it is never refused.
+
+        Where nothing of it is here, its Launch may have been lost on the way. It would be refused from now on, and the
+        manager must hear that, or it would wait for ever for the ends of workers that never were.
+        """
+        key = (stop.job_id, stop.generation)
+        if all(worker.key.generation_key != key for worker in self.workers):
+            reason = f"generation {stop.generation} was stopped, and nothing of it runs on VM {self.identity.vm_id}"
+            refused = agent_pb2.CommandRefused(job_id=stop.job_id, generation=stop.generation, reason=reason)
+            yield from self._reports.report(agent_pb2.Report(command_refused=refused))
         yield from self._see(stop.job_id, stop.generation)
-        yield from self._end_workers(
+        yield from self._workers.end(
             lambda worker: worker.key.job_id == stop.job_id and worker.key.generation <= stop.generation,
             stop.mode or agent_pb2.STOP_MODE_LEAVE_NOW,
             stop.grace_s,
@@ -307,159 +301,27 @@ class AgentState:
         reason = f"draining: {reason or 'the manager said so'}"
         self._no_launches = self._no_launches or reason
         self._leaving = self._leaving or _Leaving(reason, 0, self._timings.drain_linger_s)
-        for worker in self.workers:
-            if worker.phase is Phase.WAITING:
-                yield from self._cancel(worker, reason, now)
+        yield from self._workers.cancel_waiting(reason, now)
 
     def _leave(self, leaving: _Leaving, grace_s: float, now: float) -> Iterator[Instruction]:
         """End all workers, then the agent."""
         self._no_launches = leaving.reason
         self._leaving = leaving
         self._exit_at = None
-        yield from self._end_workers(lambda worker: True, agent_pb2.STOP_MODE_LEAVE_NOW, grace_s, leaving.reason, now)
-
-    # ------------------------------------------------------------ ending workers
-
-    def _end_workers(
-        self,
-        concerned: Callable[[Worker], bool],
-        mode: agent_pb2.StopMode.ValueType,
-        grace_s: float,
-        reason: str,
-        now: float,
-    ) -> Iterator[Instruction]:
-        for worker in self.workers:
-            if concerned(worker):
-                yield from self._end(worker, mode, grace_s, reason, now)
-
-    def _end(
-        self, worker: Worker, mode: agent_pb2.StopMode.ValueType, grace_s: float, reason: str, now: float
-    ) -> Iterator[Instruction]:
-        """Ask the worker to leave, and set when it is killed. Asking again only ever brings its end forward."""
-        if worker.phase is Phase.WAITING:
-            yield from self._cancel(worker, reason, now)
-        elif worker.phase is Phase.KILLED:
-            pass
-        elif grace_s <= 0 or (mode == agent_pb2.STOP_MODE_LEAVE_NOW and not worker.has_connected):
-            yield from self._kill(worker, reason, now)
-        else:
-            is_more_urgent = worker.leave_mode not in (mode, agent_pb2.STOP_MODE_LEAVE_NOW)
-            worker.move(Stimulus.LEAVE, now)
-            kill_at = now + grace_s
-            if worker.kill_at is None or kill_at < worker.kill_at:
-                worker.kill_at = kill_at
-                worker.end_reason = f"{reason}; it had not left after {grace_s:g} s and was killed"
-            if is_more_urgent:
-                worker.leave_mode = mode
-                if worker.connected:
-                    yield TellWorkerToLeave(worker.key, mode, reason)
-
-    def _kill(self, worker: Worker, reason: str, now: float) -> Iterator[Instruction]:
-        worker.move(Stimulus.KILL, now)
-        worker.kill_at = None
-        worker.end_reason = reason
-        yield KillWorker(worker.key, reason)
-
-    def _cancel(self, worker: Worker, reason: str, now: float) -> Iterator[Instruction]:
-        if worker.start.rendezvous_port:
-            yield ReleaseRendezvous(worker.start.rendezvous_port)
-        exited = worker.never_ran(agent_pb2.EXIT_CAUSE_GENERATION_ENDED, f"{reason}; it had not started yet")
-        yield from self._gone(worker, exited, Stimulus.CANCEL, now)
-
-    def _gone(
-        self, worker: Worker, exited: agent_pb2.WorkerExited, stimulus: Stimulus, now: float
-    ) -> Iterator[Instruction]:
-        worker.move(stimulus, now)
-        worker.kill_at = None
-        del self._workers[worker.key]
-        yield from self._send_steps(even_if_full=True)  # what it did comes before its end
-        yield from self._report(agent_pb2.Report(worker_exited=exited))
-        if stimulus is Stimulus.EXIT:  # a cancelled worker held no device, and the rest of its generation goes as well
-            yield from self._start_waiting(now)
-
-    # ------------------------------------------------------------ workers
-
-    def _worker_connected(self, key: WorkerKey, pid: int, now: float) -> Iterator[Instruction]:
-        worker = self._workers[key]
-        worker.move(Stimulus.HELLO, now)
-        worker.connected = worker.has_connected = True
-        worker.pid = pid
-        if worker.phase is Phase.LEAVING:
-            yield TellWorkerToLeave(key, worker.leave_mode, "it was to leave before it had connected")
-
-    def _worker_said(self, worker: Worker, event: WorkerSaid, now: float) -> Iterator[Instruction]:
-        message = event.message
-        match message.WhichOneof("body"):
-            case "ready":
-                worker.move(Stimulus.READY, now)
-                worker.health.step = message.ready.resumed_step
-                yield from self._report(messages.started(worker, message.ready))
-            case "step_done":
-                yield from self._step_done(worker, message.step_done)
-            case "evaluated":
-                worker.health.evaluated = message.evaluated.micro_batches
-            case "checkpoint_done":
-                # Nobody does the steps before it again: their losses must not be lost with this VM.
-                yield from self._send_steps(even_if_full=True)
-                yield from self._report(messages.committed(worker.key, message.checkpoint_done))
-            case "profile_done":
-                yield from self._report(messages.measured(worker.key, message.profile_done))
-            case "failure":
-                worker.failure = message.failure.traceback
-                worker.failed_before_leave = worker.phase in (Phase.CONNECTED, Phase.READY)
-            case _:
-                pass  # a second hello, or a newer library's message
-
-    def _step_done(self, worker: Worker, done: worker_pb2.StepDone) -> Iterator[Instruction]:
-        health = worker.health
-        health.step = done.step
-        health.forward_us, health.backward_us = done.forward_us, done.backward_us
-        health.wait_us, health.memory_bytes = done.wait_us, done.memory_bytes
-        if not worker.reports_steps:
-            return
-        result = agent_pb2.StepResult(step=done.step, loss=done.loss, step_us=done.step_us, examples=done.examples)
-        self._outbox.add_step(worker.key.job_id, worker.key.generation, result)
-        if not worker.has_reported_step:
-            worker.has_reported_step = True  # the generation makes progress: the manager waits for this one
-            if self._conversation.is_welcome:
-                yield from self._send_steps()
-
-    def _dump_stacks(self, request: agent_pb2.DumpStacks) -> Iterator[Instruction]:
-        for worker in self.workers:
-            if worker.key.generation_key != (request.job_id, request.generation):
-                continue
-            if worker.has_process:
-                yield ReadStacks(request.request_id, worker.key, worker.pid)
-                continue
-            error = "it has not started: its device is still in use"
-            yield Send(messages.stack_dump(request.request_id, worker.key, error=error))
+        yield from self._workers.end(lambda worker: True, agent_pb2.STOP_MODE_LEAVE_NOW, grace_s, leaving.reason, now)
 
     # ------------------------------------------------------------ talking
 
     def _hello(self) -> agent_pb2.Hello:
         return messages.hello(
-            self.identity, self._workers.values(), self._seen, self._rendezvous_port, self._outbox.first_report
+            self.identity, self.workers, self._seen, self._rendezvous_port, self._reports.outbox.first_report
         )
-
-    def _report(self, report: agent_pb2.Report) -> Iterator[Instruction]:
-        self._outbox.add(report)
-        if self._conversation.is_welcome:
-            yield Send(messages.report(report))
-
-    def _send_steps(self, *, even_if_full: bool = False) -> Iterator[Instruction]:
-        for report in self._outbox.take_steps(even_if_full=even_if_full):
-            if self._conversation.is_welcome:
-                yield Send(messages.report(report))
-
-    def _send_everything_again(self) -> Iterator[Instruction]:
-        for report in self._outbox.unacknowledged:
-            yield Send(messages.report(report))
 
     def _notice_seen(self, notice: NoticeSeen) -> Iterator[Instruction]:
         if notice.notice_id in self._notices:
             return
         self._notices.add(notice.notice_id)
-        yield from self._report(
+        yield from self._reports.report(
             agent_pb2.Report(
                 preemption_notice=agent_pb2.PreemptionNotice(
                     notice_id=notice.notice_id, seconds_left=notice.seconds_left, source=notice.source
@@ -472,31 +334,31 @@ class AgentState:
     def _enforce_lease(self, now: float) -> Iterator[Instruction]:
         if self._conversation.is_lease_over(now):
             reason = f"the lease is over: nothing was heard from the manager for {self._conversation.lease_s:g} s"
-            yield from self._end_workers(lambda worker: True, agent_pb2.STOP_MODE_LEAVE_NOW, 0.0, reason, now)
+            yield from self._workers.end(lambda worker: True, agent_pb2.STOP_MODE_LEAVE_NOW, 0.0, reason, now)
 
     def _tick(self, now: float) -> Iterator[Instruction]:
-        for worker in self.workers:
-            if worker.kill_at is not None and now >= worker.kill_at:
-                yield from self._kill(worker, worker.end_reason, now)
+        yield from self._workers.kill_overdue(now)
         if self._conversation.is_silent(now):
             self._conversation.closed()
             yield HangUp(f"nothing came from the manager for {self._conversation.silence_s:g} s")
         if self._conversation.is_heartbeat_due(now):
-            yield from self._send_steps()
+            yield from self._reports.steps()
             heartbeat = agent_pb2.Heartbeat(
                 sequence=self._conversation.next_sequence(now),
                 rendezvous_port=self._rendezvous_port,
-                workers=[worker.health for worker in self._workers.values()],
+                workers=[worker.health for worker in self.workers],
                 preparing_jobs=sorted(self._preparing),
+                warm_jobs=sorted(self._warm),
+                prepared_jobs=sorted(self._prepared),
             )
             yield Send(agent_pb2.AgentMessage(heartbeat=heartbeat))
 
     def _exit_when_done(self, now: float) -> Iterator[Instruction]:
         """An agent that is to leave goes when nothing runs and its reports are stored, or after lingering for that."""
-        if self._leaving is None or self._workers or self._has_exited:
+        if self._leaving is None or self.workers or self._has_exited:
             return
         if self._exit_at is None:
             self._exit_at = now + self._leaving.linger_s
-        if self._outbox.is_empty or now >= self._exit_at:
+        if self._reports.outbox.is_empty or now >= self._exit_at:
             self._has_exited = True
             yield ExitAgent(self._leaving.code, self._leaving.reason)

@@ -44,6 +44,7 @@ def started(worker: Worker, ready: worker_pb2.WorkerReady) -> agent_pb2.Report:
         rank=worker.key.rank,
         pid=worker.pid,
         resumed_step=ready.resumed_step,
+        phases=[agent_pb2.Phase(name=name, seconds=took) for name, took in worker.phases.items()] + list(ready.phases),
     )
     return agent_pb2.Report(worker_started=fact)
 
@@ -55,11 +56,23 @@ def committed(key: WorkerKey, done: worker_pb2.CheckpointDone) -> agent_pb2.Repo
     return agent_pb2.Report(checkpoint_committed=fact)
 
 
+def traced(key: WorkerKey, done: agent_pb2.StepTraced) -> agent_pb2.Report:
+    fact = agent_pb2.StepTraced()
+    fact.CopyFrom(done)
+    fact.job_id, fact.generation, fact.rank = key.job_id, key.generation, key.rank
+    return agent_pb2.Report(step_traced=fact)
+
+
 def measured(key: WorkerKey, done: worker_pb2.ProfileDone) -> agent_pb2.Report:
     fact = agent_pb2.ProfileMeasured(
         job_id=key.job_id, generation=key.generation, profile_json=done.profile_json, from_cache=done.from_cache
     )
     return agent_pb2.Report(profile_measured=fact)
+
+
+def setup_failed(job_id: str, exit_code: int, error: str) -> agent_pb2.Report:
+    fact = agent_pb2.SetupFailed(job_id=job_id, exit_code=exit_code, error_text=error)
+    return agent_pb2.Report(setup_failed=fact)
 
 
 def report(numbered: agent_pb2.Report) -> agent_pb2.AgentMessage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from varuna_agent.state.workdir import Workdir
 from varuna_proto.environment import WorkerEnvironment
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
@@ -20,6 +21,10 @@ class WorkerKey:
     @property
     def generation_key(self) -> tuple[str, int]:
         return self.job_id, self.generation
+
+    def fields(self) -> dict[str, str | int]:
+        """For the log."""
+        return {"job": self.job_id, "generation": self.generation, "rank": self.rank}
 
     def __str__(self) -> str:
         return f"{self.job_id}/g{self.generation}/rank{self.rank}"
@@ -106,9 +111,22 @@ class Terminate:
 
 @dataclass(frozen=True)
 class Preparing:
-    """The jobs whose workers would have to wait here, for imports that are being done, have changed."""
+    """The jobs whose workers would have to wait here, for imports that are being done, or would start at once, have
+    changed."""
 
     job_ids: frozenset[str]
+    warm: frozenset[str] = frozenset()
+    """Those whose workers would start at once."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The folder of a job's workers is ready on this VM, or cannot be made so."""
+
+    job_id: str
+    error: str = ""
+    exit_code: int = 0
+    """Of the setup; 0: it did not come to that."""
 
 
 Event = (
@@ -125,6 +143,7 @@ Event = (
     | Tick
     | Terminate
     | Preparing
+    | Prepared
 )
 
 # ---------------------------------------------------------------- instructions
@@ -151,7 +170,7 @@ class StartWorker:
     """Without agent_socket and rendezvous_fd: those are for whoever starts the process."""
     extra_environment: Mapping[str, str]
     command: str
-    workdir: str
+    workdir: Workdir
     rendezvous_port: int
     """The claimed port whose socket this worker inherits; 0: none."""
 

@@ -79,6 +79,10 @@ _TRANSITIONS: dict[Phase, dict[Stimulus, Phase]] = {
 }
 
 
+_ENDS_PHASE = {Stimulus.START: "wait", Stimulus.HELLO: "process"}
+"""Of a start."""
+
+
 class IllegalTransitionError(RuntimeError):
     """A stimulus that the worker's phase does not know: a defect of the agent. Carries the worker's story."""
 
@@ -106,6 +110,9 @@ class Worker:
     end_reason: str = ""
     """Why the agent ends it; empty: the agent does not."""
     has_reported_step: bool = False
+    phases: dict[str, float] = field(default_factory=dict)
+    """What its start took so far, in seconds: its wait for a device, then its process until that connects."""
+    _since: float | None = None
     _story: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,12 +120,19 @@ class Worker:
         self.health.generation = self.key.generation
         self.health.rank = self.key.rank
 
+    def accepted(self, now: float) -> None:
+        """From here on its start takes time."""
+        self._since = now
+
     def move(self, stimulus: Stimulus, now: float) -> None:
         """Go to the next phase. Raises IllegalTransitionError with all that has happened to the worker."""
         target = _TRANSITIONS[self.phase].get(stimulus)
         if target is None:
             story = ", ".join(self._story) or "nothing before"
             raise IllegalTransitionError(f"worker {self.key} is {self.phase}: no {stimulus} then (story: {story})")
+        if stimulus in _ENDS_PHASE and self._since is not None:
+            self.phases[_ENDS_PHASE[stimulus]] = now - self._since
+            self._since = now
         if target != self.phase:
             self._story.append(f"{stimulus} at {now:.3f}")
         self.phase = target

@@ -62,6 +62,25 @@ EXIT_CAUSE_LAUNCH_FAILED: ExitCause.ValueType  # 6
 """never came up (command not found, rendezvous port stale, ...)"""
 Global___ExitCause: _TypeAlias = ExitCause  # noqa: Y015
 
+class _TraceOp:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TraceOpEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TraceOp.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRACE_OP_UNSPECIFIED: _TraceOp.ValueType  # 0
+    TRACE_OP_FORWARD: _TraceOp.ValueType  # 1
+    TRACE_OP_RECOMPUTE: _TraceOp.ValueType  # 2
+    TRACE_OP_BACKWARD: _TraceOp.ValueType  # 3
+
+class TraceOp(_TraceOp, metaclass=_TraceOpEnumTypeWrapper): ...
+
+TRACE_OP_UNSPECIFIED: TraceOp.ValueType  # 0
+TRACE_OP_FORWARD: TraceOp.ValueType  # 1
+TRACE_OP_RECOMPUTE: TraceOp.ValueType  # 2
+TRACE_OP_BACKWARD: TraceOp.ValueType  # 3
+Global___TraceOp: _TypeAlias = TraceOp  # noqa: Y015
+
 class _GenerationKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -99,6 +118,49 @@ STOP_MODE_LEAVE_NOW: StopMode.ValueType  # 1
 STOP_MODE_SAVE_FIRST: StopMode.ValueType  # 2
 """finish the step, save, leave"""
 Global___StopMode: _TypeAlias = StopMode  # noqa: Y015
+
+@_typing.final
+class ArchiveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VM_ID_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    vm_id: _builtins.str
+    """who asks; the certificate must name it"""
+    sha256: _builtins.str
+    def __init__(
+        self,
+        *,
+        vm_id: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256", "vm_id", b"vm_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArchiveRequest: _TypeAlias = ArchiveRequest  # noqa: Y015
+
+@_typing.final
+class ArchiveChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """the next bytes of the archive"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArchiveChunk: _TypeAlias = ArchiveChunk  # noqa: Y015
 
 @_typing.final
 class AgentMessage(_message.Message):
@@ -317,6 +379,8 @@ class Heartbeat(_message.Message):
     RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     PREPARING_JOBS_FIELD_NUMBER: _builtins.int
+    PREPARED_JOBS_FIELD_NUMBER: _builtins.int
+    WARM_JOBS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     rendezvous_port: _builtins.int
     @_builtins.property
@@ -325,6 +389,14 @@ class Heartbeat(_message.Message):
     def preparing_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """job ids for whose workers a process imports what they will: they would wait for it"""
 
+    @_builtins.property
+    def prepared_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """job ids, of those with an archive or a setup, whose folder is here and set up"""
+
+    @_builtins.property
+    def warm_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """job ids whose workers would start at once, from a process that has imported what they do"""
+
     def __init__(
         self,
         *,
@@ -332,10 +404,12 @@ class Heartbeat(_message.Message):
         rendezvous_port: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerHealth] | None = ...,
         preparing_jobs: _abc.Iterable[_builtins.str] | None = ...,
+        prepared_jobs: _abc.Iterable[_builtins.str] | None = ...,
+        warm_jobs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prepared_jobs", b"prepared_jobs", "preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "warm_jobs", b"warm_jobs", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,6 +473,8 @@ class Report(_message.Message):
     STEPS_COMPLETED_FIELD_NUMBER: _builtins.int
     PROFILE_MEASURED_FIELD_NUMBER: _builtins.int
     COMMAND_REFUSED_FIELD_NUMBER: _builtins.int
+    SETUP_FAILED_FIELD_NUMBER: _builtins.int
+    STEP_TRACED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """from 1 within an incarnation"""
     @_builtins.property
@@ -415,6 +491,10 @@ class Report(_message.Message):
     def profile_measured(self) -> Global___ProfileMeasured: ...
     @_builtins.property
     def command_refused(self) -> Global___CommandRefused: ...
+    @_builtins.property
+    def setup_failed(self) -> Global___SetupFailed: ...
+    @_builtins.property
+    def step_traced(self) -> Global___StepTraced: ...
     def __init__(
         self,
         *,
@@ -426,12 +506,14 @@ class Report(_message.Message):
         steps_completed: Global___StepsCompleted | None = ...,
         profile_measured: Global___ProfileMeasured | None = ...,
         command_refused: Global___CommandRefused | None = ...,
+        setup_failed: Global___SetupFailed | None = ...,
+        step_traced: Global___StepTraced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "steps_completed", b"steps_completed", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "setup_failed", b"setup_failed", "step_traced", b"step_traced", "steps_completed", b"steps_completed", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "number", b"number", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "steps_completed", b"steps_completed", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "number", b"number", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "setup_failed", b"setup_failed", "step_traced", b"step_traced", "steps_completed", b"steps_completed", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["worker_started", "worker_exited", "checkpoint_committed", "preemption_notice", "steps_completed", "profile_measured", "command_refused"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["worker_started", "worker_exited", "checkpoint_committed", "preemption_notice", "steps_completed", "profile_measured", "command_refused", "setup_failed", "step_traced"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -448,12 +530,17 @@ class WorkerStarted(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     RESUMED_STEP_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     resumed_step: _builtins.int
     """steps that the loaded state has behind it; 0 for a fresh start"""
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+        """what came before it, in its order"""
+
     def __init__(
         self,
         *,
@@ -462,14 +549,39 @@ class WorkerStarted(_message.Message):
         rank: _builtins.int = ...,
         pid: _builtins.int = ...,
         resumed_step: _builtins.int = ...,
+        phases: _abc.Iterable[Global___Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "pid", b"pid", "rank", b"rank", "resumed_step", b"resumed_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "phases", b"phases", "pid", b"pid", "rank", b"rank", "resumed_step", b"resumed_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStarted: _TypeAlias = WorkerStarted  # noqa: Y015
+
+@_typing.final
+class Phase(_message.Message):
+    """a part of a worker's start"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
 class WorkerExited(_message.Message):
@@ -676,6 +788,134 @@ class CommandRefused(_message.Message):
 Global___CommandRefused: _TypeAlias = CommandRefused  # noqa: Y015
 
 @_typing.final
+class SetupFailed(_message.Message):
+    """the job's folder could not be made ready on this VM"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
+    ERROR_TEXT_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    exit_code: _builtins.int
+    """of `setup`; 0: it did not come to that"""
+    error_text: _builtins.str
+    """the last lines of what it wrote, or why it was not run"""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        exit_code: _builtins.int = ...,
+        error_text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_text", b"error_text", "exit_code", b"exit_code", "job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetupFailed: _TypeAlias = SetupFailed  # noqa: Y015
+
+@_typing.final
+class StepTraced(_message.Message):
+    """what a rank of replica 0 did in one mini-batch"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    BEGIN_US_FIELD_NUMBER: _builtins.int
+    OPS_FIELD_NUMBER: _builtins.int
+    ALL_REDUCE_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    rank: _builtins.int
+    step: _builtins.int
+    begin_us: _builtins.float
+    """of its first op, µs since the epoch by its machine's clock"""
+    @_builtins.property
+    def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedOp]: ...
+    @_builtins.property
+    def all_reduce(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedSum]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        step: _builtins.int = ...,
+        begin_us: _builtins.float = ...,
+        ops: _abc.Iterable[Global___TracedOp] | None = ...,
+        all_reduce: _abc.Iterable[Global___TracedSum] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_reduce", b"all_reduce", "begin_us", b"begin_us", "generation", b"generation", "job_id", b"job_id", "ops", b"ops", "rank", b"rank", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTraced: _TypeAlias = StepTraced  # noqa: Y015
+
+@_typing.final
+class TracedOp(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_FIELD_NUMBER: _builtins.int
+    MICRO_BATCH_FIELD_NUMBER: _builtins.int
+    START_US_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    op: Global___TraceOp.ValueType
+    micro_batch: _builtins.int
+    """of the replica, from 0"""
+    start_us: _builtins.float
+    """after begin_us"""
+    duration_us: _builtins.float
+    def __init__(
+        self,
+        *,
+        op: Global___TraceOp.ValueType = ...,
+        micro_batch: _builtins.int = ...,
+        start_us: _builtins.float = ...,
+        duration_us: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "micro_batch", b"micro_batch", "op", b"op", "start_us", b"start_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedOp: _TypeAlias = TracedOp  # noqa: Y015
+
+@_typing.final
+class TracedSum(_message.Message):
+    """of gradients"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    START_US_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    start_us: _builtins.float
+    duration_us: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        start_us: _builtins.float = ...,
+        duration_us: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "name", b"name", "start_us", b"start_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedSum: _TypeAlias = TracedSum  # noqa: Y015
+
+@_typing.final
 class LogChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -683,10 +923,16 @@ class LogChunk(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     data: _builtins.bytes
     last: _builtins.bool
     error: _builtins.str
+    offset: _builtins.int
+    """of the data in the log"""
+    size: _builtins.int
+    """of the log"""
     def __init__(
         self,
         *,
@@ -694,10 +940,12 @@ class LogChunk(_message.Message):
         data: _builtins.bytes = ...,
         last: _builtins.bool = ...,
         error: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "last", b"last", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "error", b"error", "last", b"last", "offset", b"offset", "request_id", b"request_id", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -827,6 +1075,8 @@ class Launch(_message.Message):
     PROFILE_CACHE_URL_FIELD_NUMBER: _builtins.int
     CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     STOPS_PER_HOUR_FIELD_NUMBER: _builtins.int
+    ARCHIVE_FIELD_NUMBER: _builtins.int
+    SETUP_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -843,6 +1093,10 @@ class Launch(_message.Message):
     """the user's; 0: the workers decide"""
     stops_per_hour: _builtins.float
     """expected of this generation, by which they decide; 0: not known"""
+    archive: _builtins.str
+    """SHA-256 of the packed workdir, to be fetched; empty: workdir is there already"""
+    setup: _builtins.str
+    """run by /bin/sh -c in the workdir, once for this content on this VM; or empty"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
@@ -867,10 +1121,12 @@ class Launch(_message.Message):
         profile_cache_url: _builtins.str = ...,
         checkpoint_interval_s: _builtins.float = ...,
         stops_per_hour: _builtins.float = ...,
+        archive: _builtins.str = ...,
+        setup: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "stops_per_hour", b"stops_per_hour", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "setup", b"setup", "stops_per_hour", b"stops_per_hour", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1009,6 +1265,7 @@ class FetchLogs(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     generation: _builtins.int
@@ -1016,6 +1273,8 @@ class FetchLogs(_message.Message):
     offset: _builtins.int
     """negative: from the end"""
     max_bytes: _builtins.int
+    wait_s: _builtins.float
+    """with nothing at offset: answer when there is, but no later than after so long"""
     def __init__(
         self,
         *,
@@ -1025,10 +1284,11 @@ class FetchLogs(_message.Message):
         rank: _builtins.int = ...,
         offset: _builtins.int = ...,
         max_bytes: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "max_bytes", b"max_bytes", "offset", b"offset", "rank", b"rank", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "max_bytes", b"max_bytes", "offset", b"offset", "rank", b"rank", "request_id", b"request_id", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1091,10 +1351,14 @@ class Prepare(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     WORKDIR_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    ARCHIVE_FIELD_NUMBER: _builtins.int
+    SETUP_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     command: _builtins.str
     """as in Launch"""
     workdir: _builtins.str
+    archive: _builtins.str
+    setup: _builtins.str
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -1104,10 +1368,12 @@ class Prepare(_message.Message):
         command: _builtins.str = ...,
         workdir: _builtins.str = ...,
         environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        archive: _builtins.str = ...,
+        setup: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "environment", b"environment", "job_id", b"job_id", "workdir", b"workdir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "command", b"command", "environment", b"environment", "job_id", b"job_id", "setup", b"setup", "workdir", b"workdir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

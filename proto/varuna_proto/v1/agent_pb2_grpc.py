@@ -39,12 +39,23 @@ class AgentServiceStub:
                 request_serializer=varuna__proto_dot_v1_dot_agent__pb2.AgentMessage.SerializeToString,
                 response_deserializer=varuna__proto_dot_v1_dot_agent__pb2.ManagerMessage.FromString,
                 _registered_method=True)
+        self.FetchArchive = channel.unary_stream(
+                '/varuna.v1.AgentService/FetchArchive',
+                request_serializer=varuna__proto_dot_v1_dot_agent__pb2.ArchiveRequest.SerializeToString,
+                response_deserializer=varuna__proto_dot_v1_dot_agent__pb2.ArchiveChunk.FromString,
+                _registered_method=True)
 
 
 class AgentServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchArchive(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -57,6 +68,11 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=varuna__proto_dot_v1_dot_agent__pb2.AgentMessage.FromString,
                     response_serializer=varuna__proto_dot_v1_dot_agent__pb2.ManagerMessage.SerializeToString,
+            ),
+            'FetchArchive': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchArchive,
+                    request_deserializer=varuna__proto_dot_v1_dot_agent__pb2.ArchiveRequest.FromString,
+                    response_serializer=varuna__proto_dot_v1_dot_agent__pb2.ArchiveChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +102,33 @@ class AgentService:
             '/varuna.v1.AgentService/Connect',
             varuna__proto_dot_v1_dot_agent__pb2.AgentMessage.SerializeToString,
             varuna__proto_dot_v1_dot_agent__pb2.ManagerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchArchive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/varuna.v1.AgentService/FetchArchive',
+            varuna__proto_dot_v1_dot_agent__pb2.ArchiveRequest.SerializeToString,
+            varuna__proto_dot_v1_dot_agent__pb2.ArchiveChunk.FromString,
             options,
             channel_credentials,
             insecure,

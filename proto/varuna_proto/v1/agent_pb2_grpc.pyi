@@ -38,11 +38,13 @@ class AgentServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_agent_pb2.AgentMessage, _agent_pb2.ManagerMessage]
+    FetchArchive: _grpc.UnaryStreamMultiCallable[_agent_pb2.ArchiveRequest, _agent_pb2.ArchiveChunk]
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_agent_pb2.AgentMessage, _agent_pb2.ManagerMessage]  # type: ignore[assignment]
+    FetchArchive: _aio.UnaryStreamMultiCallable[_agent_pb2.ArchiveRequest, _agent_pb2.ArchiveChunk]  # type: ignore[assignment]
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -51,5 +53,12 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_agent_pb2.AgentMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.ManagerMessage], _abc.AsyncIterator[_agent_pb2.ManagerMessage]]: ...
+
+    @_abc_1.abstractmethod
+    def FetchArchive(
+        self,
+        request: _agent_pb2.ArchiveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_agent_pb2.ArchiveChunk], _abc.AsyncIterator[_agent_pb2.ArchiveChunk]]: ...
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

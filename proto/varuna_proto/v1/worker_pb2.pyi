@@ -5,8 +5,10 @@ The protocol between a worker and the agent of its VM: length-framed messages (v
 socket whose path the agent passes in VARUNA_AGENT_SOCKET. The agent's end closing means that the worker must end.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from varuna_proto.v1 import agent_pb2 as _agent_pb2
 import builtins as _builtins
 import sys
@@ -30,6 +32,7 @@ class WorkerMessage(_message.Message):
     PROFILE_DONE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
+    STEP_TRACED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """first"""
@@ -46,6 +49,8 @@ class WorkerMessage(_message.Message):
     def failure(self) -> Global___WorkerFailure: ...
     @_builtins.property
     def evaluated(self) -> Global___Evaluated: ...
+    @_builtins.property
+    def step_traced(self) -> _agent_pb2.StepTraced: ...
     def __init__(
         self,
         *,
@@ -56,12 +61,13 @@ class WorkerMessage(_message.Message):
         profile_done: Global___ProfileDone | None = ...,
         failure: Global___WorkerFailure | None = ...,
         evaluated: Global___Evaluated | None = ...,
+        step_traced: _agent_pb2.StepTraced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done", "step_traced", b"step_traced"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done", "step_traced", b"step_traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -122,15 +128,21 @@ class WorkerReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESUMED_STEP_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
     resumed_step: _builtins.int
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.Phase]:
+        """what the worker has done since it connected, in its order"""
+
     def __init__(
         self,
         *,
         resumed_step: _builtins.int = ...,
+        phases: _abc.Iterable[_agent_pb2.Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resumed_step", b"resumed_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases", "resumed_step", b"resumed_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,158 @@
+"""Packs a job's workdir, so that every VM gets the same: what git would ignore stays here."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pathspec import GitIgnoreSpec
+
+from varuna_client.errors import UserError
+
+MOST_BYTES = 256 * 1024 * 1024
+"""Packed; what the manager takes."""
+_MOST_UNPACKED_BYTES = 4 * 1024**3
+_IGNORE_FILES = (".gitignore", ".varunaignore")
+_NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", ".venv/"])
+_TOLD = 3
+
+
+@dataclass(frozen=True)
+class Packed:
+    sha256: str
+    total_bytes: int
+    files: int
+
+
+def pack(folder: Path, out: IO[bytes]) -> Packed:
+    """Write the folder as .tar.gz. The same files give the same bytes, whenever and by whomever they are packed.
+
+    Left out is what `.gitignore` and `.varunaignore` name (also those of the repository around the folder), `.git`,
+    `__pycache__` and `.venv`. Raises UserError for a folder that is too large, or cannot be read, or links outside.
+    """
+    entries = list(_entries(folder))
+    sizes = {path: path.stat().st_size for path in entries if path.is_file() and not path.is_symlink()}
+    if sum(sizes.values()) > _MOST_UNPACKED_BYTES:
+        raise UserError(_too_large(folder, sizes, sum(sizes.values()), _MOST_UNPACKED_BYTES))
+    digest = _Digest(out)
+    try:
+        with (
+            # Without a name and a time in gzip's header, and with those of the files set below.
+            gzip.GzipFile(filename="", mode="wb", fileobj=digest, mtime=0, compresslevel=6) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for path in entries:
+                _add(archive, folder, path)
+    except OSError as error:
+        raise UserError(f"workdir {folder}: cannot pack {error.filename or folder}: {error.strerror}") from error
+    if digest.total_bytes > MOST_BYTES:
+        raise UserError(_too_large(folder, sizes, digest.total_bytes, MOST_BYTES))
+    return Packed(digest.hexdigest(), digest.total_bytes, len(sizes))
+
+
+def _too_large(folder: Path, sizes: dict[Path, int], total: int, most: int) -> str:
+    largest = sorted(sizes, key=lambda path: -sizes[path])[:_TOLD]
+    named = ", ".join(f"{path.relative_to(folder)} ({sizes[path] / 2**20:.0f} MiB)" for path in largest)
+    return (
+        f"workdir {folder} has {total / 2**20:.0f} MiB, more than {most // 2**20}: name what the job does not need in "
+        f".varunaignore, and read data from a URL (largest: {named})"
+    )
+
+
+def _add(archive: tarfile.TarFile, folder: Path, path: Path) -> None:
+    info = archive.gettarinfo(path, arcname=path.relative_to(folder).as_posix())
+    info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
+    info.mode = 0o755 if info.isdir() or info.mode & 0o100 else 0o644
+    if info.issym() and not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"workdir {folder}: {path.relative_to(folder)} is a link to {path.resolve()}, outside: copy it")
+    if info.islnk():  # two names of one file: whole files, or the second would depend on the first's being there
+        info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
+    if info.isreg():
+        with path.open("rb") as file:
+            archive.addfile(info, file)
+    elif info.isdir() or info.issym():
+        archive.addfile(info)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """What is not ignored, folders before what is in them, in the order of their names."""
+    root = folder.resolve()
+    rules = [(above, spec) for above in reversed(_repository_above(root)) if (spec := _spec_of(above)) is not None]
+    yield from _within(root, folder, rules)
+
+
+def _within(real: Path, shown: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
+    spec = _spec_of(real)
+    rules = [*rules, (real, spec)] if spec is not None else rules
+    try:
+        entries = sorted(shown.iterdir())
+    except OSError as error:
+        raise UserError(f"workdir: cannot read {shown}: {error.strerror}") from error
+    for entry in entries:
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if _is_ignored(real / entry.name, rules, is_folder=is_folder):
+            continue
+        yield entry
+        if is_folder:
+            yield from _within(real / entry.name, entry, rules)
+
+
+def _is_ignored(path: Path, rules: list[tuple[Path, GitIgnoreSpec]], *, is_folder: bool) -> bool:
+    """As git decides: the rule nearest to the file that says something about it."""
+    suffix = "/" if is_folder else ""
+    if _NEVER.match_file(path.name + suffix):
+        return True
+    for base, spec in reversed(rules):
+        said = spec.check_file(path.relative_to(base).as_posix() + suffix).include
+        if said is not None:
+            return said
+    return False
+
+
+def _spec_of(folder: Path) -> GitIgnoreSpec | None:
+    lines = [line for name in _IGNORE_FILES if (folder / name).is_file() for line in _lines(folder / name)]
+    return GitIgnoreSpec.from_lines(lines) if lines else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _repository_above(folder: Path) -> list[Path]:
+    """The folders around it, up to the repository's; none when it is in no repository."""
+    if (folder / ".git").exists():
+        return []
+    above = []
+    for parent in folder.parents:
+        above.append(parent)
+        if (parent / ".git").exists():
+            return above
+    return []
+
+
+class _Digest:
+    """Writes on, counts and hashes."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out = out
+        self._sha256 = hashlib.sha256()
+        self.total_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        self._sha256.update(data)
+        self.total_bytes += len(data)
+        return self._out.write(data)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+    def hexdigest(self) -> str:
+        return self._sha256.hexdigest()

@@ -1,0 +1,133 @@
+"""Workdirs on a VM: fetched, unpacked and set up once; nothing gets out of its folder."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from varuna_agent import workdirs
+from varuna_agent.state import Workdir
+from varuna_agent.workdirs import WorkdirError, Workdirs
+
+
+def archive_of(**files: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(name.replace("_UP_", "../"))
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return out.getvalue()
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.answers: list[bytes] = []
+        self.asked = 0
+        self.workdirs = Workdirs(folder, self.fetch)
+
+    async def fetch(self, sha256: str) -> AsyncIterator[bytes]:
+        self.asked += 1
+        data = self.answers.pop(0)
+        if not data:
+            raise WorkdirError("no manager")
+        for at in range(0, len(data), 50):
+            yield data[at : at + 50]
+
+    async def ready(self, data: bytes, setup: str = "", **environment: str) -> Path:
+        wanted = Workdir(path="/nowhere", archive=hashlib.sha256(data).hexdigest(), setup=setup)
+        return Path(await self.workdirs.ready(wanted, {**os.environ, **environment}))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(workdirs, "_TRIES_AFTER_S", (0.0, 0.0))
+    return World(tmp_path / "workdirs")
+
+
+async def test_many_callers_get_one_folder_that_was_set_up_once(world: World) -> None:
+    data = archive_of(train="x = 1")
+    world.answers = [data]
+    setup = 'test "$GREETING" = hello && echo done >> count'
+    places = await asyncio.gather(*(world.ready(data, setup, GREETING="hello") for _ in range(5)))
+    assert len(set(places)) == 1
+    assert (places[0] / "train").read_text() == "x = 1"
+    assert await world.ready(data, setup, GREETING="hello") == places[0]
+    assert (places[0] / "count").read_text() == "done\n"
+    assert world.asked == 1
+
+
+async def test_another_setup_or_another_environment_of_it_is_another_folder(world: World) -> None:
+    data = archive_of(train="x")
+    world.answers = [data] * 3
+    first = await world.ready(data, "true", A="1")
+    assert first != await world.ready(data, "true", A="2")
+    assert first != await world.ready(data, "exit 0", A="1")
+
+
+async def test_what_does_not_arrive_whole_is_asked_for_again(world: World) -> None:
+    data = archive_of(train="x" * 500)
+    world.answers = [b"", data[:70], data]
+    assert ((await world.ready(data)) / "train").stat().st_size == 500
+    world.answers = [b"", b"", b""]
+    with pytest.raises(WorkdirError, match="no manager"):
+        await world.ready(archive_of(train="y"))
+
+
+async def test_an_archive_that_leaves_its_folder_is_refused(world: World, tmp_path: Path) -> None:
+    data = archive_of(_UP_evil="x")
+    world.answers = [data]
+    with pytest.raises(WorkdirError, match=r"cannot be unpacked: .*outside the destination"):
+        await world.ready(data)
+    assert not list(tmp_path.rglob("evil"))
+
+
+async def test_a_setup_that_fails_says_its_last_lines_and_is_tried_anew(world: World, tmp_path: Path) -> None:
+    data = archive_of(train="x")
+    world.answers = [data, data]
+    setup = f"echo no such wheel; test -e {tmp_path}/there || exit 3"
+    with pytest.raises(WorkdirError, match=r"(?s)exit code 3.*no such wheel") as caught:
+        await world.ready(data, setup)
+    assert caught.value.exit_code == 3
+    (tmp_path / "there").touch()
+    assert (await world.ready(data, setup)).is_dir()
+
+
+async def test_a_folder_that_is_there_is_only_set_up(world: World, tmp_path: Path) -> None:
+    wanted = Workdir(path=str(tmp_path), setup="echo done >> count")
+    for _ in range(2):
+        assert await world.workdirs.ready(wanted, dict(os.environ)) == str(tmp_path)
+    assert (tmp_path / "count").read_text() == "done\n"
+
+
+async def test_a_setup_ends_with_its_agent(world: World, tmp_path: Path) -> None:
+    wanted = Workdir(path=str(tmp_path), setup="echo $$ > pid.part; mv pid.part pid; sleep 1000")
+    making = asyncio.create_task(world.workdirs.ready(wanted, dict(os.environ)))
+    while not (tmp_path / "pid").exists():
+        assert not making.done()
+        await asyncio.sleep(0.02)
+    pid = int((tmp_path / "pid").read_text())
+    await world.workdirs.close()
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(asyncio.CancelledError):
+        await making
+
+
+async def test_only_the_newest_of_what_nobody_uses_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workdirs, "_KEPT", 1)
+    paths = []
+    for round_ in range(4):  # each an agent of its own: what was used before its start is nobody's
+        world = World(tmp_path)
+        data = archive_of(train=str(round_))
+        world.answers = [data]
+        paths.append(await world.ready(data))
+        os.utime(paths[-1].parent / "ready", (round_, round_))
+    assert [path.exists() for path in paths] == [False, False, True, True]

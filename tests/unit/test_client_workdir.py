@@ -1,0 +1,91 @@
+"""What of a workdir goes to the VMs, and that the same files make the same archive."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from varuna_client import UserError, workdir
+from varuna_client.workdir import pack
+
+
+def put(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def packed(folder: Path) -> tuple[str, dict[str, tarfile.TarInfo]]:
+    out = io.BytesIO()
+    made = pack(folder, out)
+    assert made.total_bytes == len(out.getvalue())
+    out.seek(0)
+    with tarfile.open(fileobj=out) as archive:
+        return made.sha256, {info.name: info for info in archive}
+
+
+def test_the_same_files_make_the_same_archive_whenever_and_wherever(tmp_path: Path) -> None:
+    first = put(tmp_path / "a", {"train.py": "x = 1\n", "pkg/mod.py": "y = 2\n"})
+    second = put(tmp_path / "b", {"pkg/mod.py": "y = 2\n", "train.py": "x = 1\n"})
+    os.utime(second / "train.py", (1, 1))
+    (second / "train.py").chmod(0o600)
+    assert packed(first)[0] == packed(second)[0]
+    (second / "train.py").chmod(0o700)
+    changed = packed(second)
+    assert changed[0] != packed(first)[0]
+    assert changed[1]["train.py"].mode == 0o755
+
+
+def test_what_git_ignores_stays(tmp_path: Path) -> None:
+    folder = put(
+        tmp_path,
+        {
+            "train.py": "",
+            "data/big.bin": "",
+            "data/small.txt": "",
+            "out/x": "",
+            "keep.log": "",
+            "lose.log": "",
+            "sub/inner.txt": "",
+            "sub/secret": "",
+            ".git/config": "",
+            "sub/__pycache__/m.pyc": "",
+        },
+    )
+    (folder / ".gitignore").write_text("*.bin\nout/\n*.log\n!keep.log\n")
+    (folder / "sub" / ".gitignore").write_text("secret\n")
+    (folder / ".varunaignore").write_text("/data/small.txt\n")
+    names = {name for name, info in packed(folder)[1].items() if info.isfile()}
+    assert names == {".gitignore", ".varunaignore", "keep.log", "sub/.gitignore", "sub/inner.txt", "train.py"}
+
+
+def test_the_rules_of_the_repository_around_it_hold_too(tmp_path: Path) -> None:
+    put(tmp_path, {".git/config": "", "job/train.py": "", "job/runs/old": ""})
+    (tmp_path / ".gitignore").write_text("job/runs\n")
+    assert set(packed(tmp_path / "job")[1]) == {"train.py"}
+
+
+def test_links_go_along_unless_they_lead_outside(tmp_path: Path) -> None:
+    folder = put(tmp_path / "job", {"train.py": "x"})
+    (folder / "main.py").symlink_to("train.py")
+    os.link(folder / "train.py", folder / "same.py")
+    entries = packed(folder)[1]
+    assert entries["main.py"].issym()
+    assert entries["same.py"].isfile()
+    (folder / "away").symlink_to("/etc/hostname")
+    with pytest.raises(UserError, match=r"away is a link to /etc/hostname, outside: copy it"):
+        packed(folder)
+
+
+def test_a_workdir_that_is_too_large_names_its_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = put(tmp_path, {"small": "x"})
+    (folder / "weights.bin").write_bytes(os.urandom(3 * 2**20))
+    monkeypatch.setattr(workdir, "MOST_BYTES", 2**20)
+    with pytest.raises(UserError, match=r"has 3 MiB, more than 1: .*\.varunaignore.*weights\.bin \(3 MiB\)"):
+        packed(folder)
