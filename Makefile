@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto proto/varuna_proto/v1/identity.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak soak-matrix soak-kills soak-slow soak-fleets soak-failpoints soak-traces lint format proto proto-check clean
+.PHONY: help venv demo test soak soak-matrix soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,8 +45,12 @@ soak-fleets: venv ## Play simulated fleets with all that can go wrong, or a reco
 soak-failpoints: venv ## Kill manager and agents at every failpoint of a morph, over and over
 	$(BIN)/python tests/soak/failpoints.py $(SOAK)
 
-soak-traces: venv ## Play 10,000 traces of lost, cut off and killed parts of a simulated fleet (hours)
-	VARUNA_TRACES=10000 $(BIN)/pytest --timeout 0 tests/simulation/test_fleet_state_machine.py
+soak-traces: venv ## Play 10,000 traces of lost, repeated, late messages with each state machine, 500 with all together
+	VARUNA_TRACES=10000 VARUNA_FLEET_TRACES=500 $(BIN)/pytest --timeout 0 $(SOAK) \
+	    tests/simulation/test_traces_*.py tests/simulation/test_fleet_state_machine.py
+
+soak-install: venv ## Install wheel, manager and a host over ssh from nothing, train there, upgrade (needs a registry, sshd)
+	$(BIN)/python tests/soak/install.py $(SOAK)
 
 lint: venv ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .
@@ -68,5 +72,14 @@ proto: venv ## Generate the stubs from the .proto files
 proto-check: proto ## Fail when the checked-in stubs are not what the .proto files give
 	@git diff --exit-code --stat -- proto/varuna_proto/v1 || { echo "stubs are stale: run make proto and commit"; exit 1; }
 
+docs: venv ## Write the pages that are made from the code
+	$(BIN)/python -m varuna_manager.services.metrics.exposition > docs/metrics.md
+	$(BIN)/python -m varuna_manager.api.http.reference > docs/rest.md
+
+wheel: venv ## Build the wheel that new VMs install from the manager (dist/, with the versions of what it needs)
+	rm -f dist/varuna_spot-*.whl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	cp constraints.txt dist/
+
 clean: ## Remove what the other commands made
-	rm -rf .venv demo-out demo-report.json test-artifacts .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv dist demo-out demo-report.json test-artifacts .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,7 @@
 """Simulated agents for the control plane's benchmark; run as a process of their own by `_control_plane_world`.
 
-Each has the real agent's link to the manager (its own channel, so its own connection, and its redialling with jittered
-backoff) and says what a real one with one worker would say: Hello with the worker that runs, heartbeats with its step
+Each has a connection of its own to the manager (`_control_plane_http2`), dials again with the real agent's jittered
+backoff, and says what a real one with one worker would say: Hello with the worker that runs, heartbeats with its step
 and times, and, where it is rank 0, the steps of its generation as reports. Only the VM and the worker are not there.
 
 With `--pki` each dials over mutual TLS, with a certificate of its own. Commands come as lines on stdin ("connected",
@@ -14,23 +14,26 @@ import argparse
 import asyncio
 import json
 import random
+import resource
+import ssl
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import structlog
+from _control_plane_http2 import GrpcStream
 from _control_plane_store import ENROLMENT, RANKS_PER_JOB, job_id, vm_id
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from varuna_agent.identity import AgentIdentity, VmCertificate
-from varuna_agent.manager_link import Backoff, ManagerLink
+from varuna_agent.backoff import Backoff
 from varuna_manager.services.authority import AgentSubject, open_authority
 from varuna_proto.v1 import agent_pb2 as pb
 
-_SPREAD_S = 10.0
-"""At first, agents dial over so long: a fleet's machines do not boot in the same moment."""
+_PATH = "/varuna.v1.AgentService/Connect"
+_DIAL_S = 20.0
 
 
 class Tally:
@@ -45,10 +48,11 @@ class Tally:
         self.connected: set[int] = set()
         self.lost: list[str] = []
         """Why streams ended."""
-        self.last_welcome_at = 0.0
+        self.away_s: list[float] = []
+        """Of streams that were opened again: since the one before had ended."""
 
     def reset(self) -> None:
-        self.handled_s, self.welcomed_s, self.lost, self.dials = [], [], [], 0
+        self.handled_s, self.welcomed_s, self.away_s, self.lost, self.dials = [], [], [], [], 0
 
 
 class SimulatedAgent:
@@ -61,12 +65,17 @@ class SimulatedAgent:
         with_worker: bool,
         tally: Tally,
         chance: random.Random,
-        identity: AgentIdentity | None,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self._number = number
         self._tally = tally
         self._chance = chance
-        self._link = ManagerLink(address, Backoff(0.1, 5.0, chance), self, identity)
+        self._address = address
+        self._tls = tls
+        self._backoff = Backoff(0.1, 5.0, chance)
+        self._stream: GrpcStream | None = None
+        self._ended = asyncio.Event()
+        self._ended_at = 0.0
         self._with_worker = with_worker
         self._rank = number % RANKS_PER_JOB
         self._sequence = self._step = self._report = 0
@@ -76,13 +85,29 @@ class SimulatedAgent:
         self._hello_at = 0.0
 
     async def run(self, after_s: float) -> None:
+        """Dial, and again whenever the stream ends, without end."""
         await asyncio.sleep(after_s)
-        await self._link.run()
+        while True:
+            try:
+                await self._dial()
+            except (OSError, TimeoutError) as error:
+                self._tally.lost.append(f"no connection: {type(error).__name__}")
+            else:
+                await self._ended.wait()
+            await asyncio.sleep(self._backoff.next_s())
 
-    # ------------------------------------------------------------ what the link tells
+    async def _dial(self) -> None:
+        self._ended.clear()
+        self._tally.dials += 1
+        host, _, port = self._address.rpartition(":")
+        scheme = "http" if self._tls is None else "https"
+        self._stream = stream = GrpcStream(_PATH, self._address, scheme, self)
+        async with asyncio.timeout(_DIAL_S):
+            await asyncio.get_running_loop().create_connection(lambda: stream, host, int(port), ssl=self._tls)
+
+    # ------------------------------------------------------------ what the stream tells
 
     def opened(self) -> None:
-        self._tally.dials += 1
         self._sent_at.clear()
         self._hello_at = time.monotonic()
         hello = pb.Hello(
@@ -97,15 +122,21 @@ class SimulatedAgent:
         if self._with_worker:
             hello.workers.add(job_id=self._job, generation=1, rank=self._rank, step=self._step)
             hello.seen_generations.add(job_id=self._job, generation=1)
-        self._link.send(pb.AgentMessage(hello=hello))
+        self._send(pb.AgentMessage(hello=hello))
 
-    def received(self, message: pb.ManagerMessage) -> None:
-        now = time.monotonic()
+    def _send(self, message: pb.AgentMessage) -> None:
+        assert self._stream is not None
+        self._stream.send(message.SerializeToString())
+
+    def received(self, data: bytes) -> None:
+        now, message = time.monotonic(), pb.ManagerMessage.FromString(data)
         match message.WhichOneof("body"):
             case "welcome":
                 self._tally.welcomed_s.append(now - self._hello_at)
                 self._tally.connected.add(self._number)
-                self._tally.last_welcome_at = now
+                self._backoff.reset()
+                if self._ended_at:
+                    self._tally.away_s.append(now - self._ended_at)
                 self._interval_s = message.welcome.heartbeat_interval_s
                 self._beat_after(self._interval_s * self._chance.random())
             case "ack":
@@ -120,8 +151,10 @@ class SimulatedAgent:
     def closed(self, reason: str) -> None:
         self._tally.connected.discard(self._number)
         self._tally.lost.append(reason)
-        if self._timer is not None:
+        if self._timer is not None:  # it had been welcomed
             self._timer.cancel()
+            self._timer, self._ended_at = None, time.monotonic()
+        self._ended.set()
 
     # ------------------------------------------------------------ what it says
 
@@ -149,7 +182,7 @@ class SimulatedAgent:
                 wait_us=1_000,
             )
         self._sent_at[self._sequence] = time.monotonic()
-        self._link.send(pb.AgentMessage(heartbeat=heartbeat))
+        self._send(pb.AgentMessage(heartbeat=heartbeat))
         if self._with_worker and self._rank == 0:
             self._report_step()
 
@@ -157,24 +190,24 @@ class SimulatedAgent:
         self._report += 1
         result = pb.StepResult(step=self._step, loss=1.0 / self._step, step_us=1_000_000, examples=8192)
         done = pb.StepsCompleted(job_id=self._job, generation=1, steps=[result])
-        self._link.send(pb.AgentMessage(report=pb.Report(number=self._report, steps_completed=done)))
+        self._send(pb.AgentMessage(report=pb.Report(number=self._report, steps_completed=done)))
 
 
 async def _serve(given: argparse.Namespace) -> None:
     """Run the agents, and answer the commands until "end"."""
     tally = Tally()
-    identities = _identities(given.pki, range(given.first, given.first + given.count))
-    agents = [
-        SimulatedAgent(number, given.address, number < given.working, tally, random.Random(number), identity)
-        for number, identity in identities.items()
-    ]
-    tasks = [asyncio.create_task(agent.run(_SPREAD_S * i / len(agents))) for i, agent in enumerate(agents)]
+    with tempfile.TemporaryDirectory() as folder:
+        agents = [
+            SimulatedAgent(number, given.address, number < given.working, tally, random.Random(number), tls)
+            for number, tls in _contexts(given.pki, range(given.first, given.first + given.count), Path(folder))
+        ]
+    tasks = [asyncio.create_task(agent.run(given.spread_s * i / len(agents))) for i, agent in enumerate(agents)]
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := (await reader.readline()).decode().split():
         match line:
             case ["connected"]:
-                await _answer({"connected": len(tally.connected)})
+                await _answer({"connected": len(tally.connected), "cpu_s": time.process_time()})
             case ["reset"]:
                 tally.reset()
                 await _answer({})
@@ -186,7 +219,7 @@ async def _serve(given: argparse.Namespace) -> None:
                         "lost": tally.lost,
                         "dials": tally.dials,
                         "connected": len(tally.connected),
-                        "last_welcome_at": tally.last_welcome_at,
+                        "away_s": tally.away_s,
                     }
                 )
             case _:
@@ -195,20 +228,24 @@ async def _serve(given: argparse.Namespace) -> None:
         task.cancel()
 
 
-def _identities(pki: Path | None, numbers: range) -> dict[int, AgentIdentity | None]:
-    """By the agent's number; one key does for all."""
+def _contexts(pki: Path | None, numbers: range, folder: Path) -> Iterator[tuple[int, ssl.SSLContext | None]]:
+    """With each agent's number; one key does for all. `folder`: for what a context reads, which is not needed later."""
     if pki is None:
-        return dict.fromkeys(numbers)
+        yield from dict.fromkeys(numbers).items()
+        return
     authority, key = open_authority(pki), ec.generate_private_key(ec.SECP256R1())
     formats = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    key_pem, ca_pem = key.private_bytes(*formats).decode(), authority.ca_pem.decode()
-    found: dict[int, AgentIdentity | None] = {}
+    key_path, path = folder / "key.pem", folder / "certificate.pem"
+    key_path.touch(mode=0o600)
+    key_path.write_bytes(key.private_bytes(*formats))
     for number in numbers:
         subject = AgentSubject(vm_id(number), ENROLMENT)
-        pem = authority.agent_certificate(key.public_key(), subject, timedelta(days=1)).decode()
-        certificate = VmCertificate(key_pem=key_pem, certificate_pem=pem, ca_pem=ca_pem, token_id=ENROLMENT)
-        found[number] = AgentIdentity(certificate, pki / f"{number}.json", random.Random(number))
-    return found
+        path.write_bytes(authority.agent_certificate(key.public_key(), subject, timedelta(days=1)))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_cert_chain(path, key_path)
+        context.load_verify_locations(cadata=authority.ca_pem.decode())
+        context.set_alpn_protocols(["h2"])
+        yield number, context
 
 
 async def _answer(document: dict[str, object]) -> None:
@@ -221,8 +258,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, required=True, help="number of the first of these agents")
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--working", type=int, required=True, help="agents with a worker: those of lower numbers")
+    parser.add_argument("--spread-s", type=float, required=True, help="over which they dial at first")
     parser.add_argument("--pki", type=Path, help="folder of the manager's authority; default: without TLS")
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -18,7 +18,9 @@ import yaml
 from _control_plane_store import RANKS_PER_JOB, fill, sqlite_url, vm_id
 
 _AGENTS = Path(__file__).with_name("_control_plane_agents.py")
-_START_S, _CONNECT_S = 120.0, 300.0
+_START_S, _CONNECT_S = 120.0, 600.0
+_DIALS_PER_S = 100.0
+"""At first: a fleet's machines do not boot in the same moment."""
 
 
 @dataclass
@@ -82,6 +84,9 @@ class Fleet:
             answers.append(json.loads(line))
         return answers
 
+    def cpu_s(self) -> float:
+        return float(sum(answer["cpu_s"] for answer in self.ask("connected")))
+
     def await_connected(self, count: int) -> float:
         """Seconds until so many are connected."""
         began = time.monotonic()
@@ -115,7 +120,7 @@ def world(
         pki = ["--pki", str(folder / "pki")] if mtls else []
         for arguments in _shares(agents, processes):
             command = [sys.executable, str(_AGENTS), "--address", manager.address, *arguments]
-            command += ["--working", str(jobs * RANKS_PER_JOB), *pki]
+            command += ["--working", str(jobs * RANKS_PER_JOB), "--spread-s", f"{agents / _DIALS_PER_S:g}", *pki]
             fleet.processes.append(
                 subprocess.Popen(
                     command,

@@ -1,5 +1,5 @@
 # What a fleet on Azure needs: a network, a manager, checkpoint storage, and two identities with as few rights as will do.
-# The spot VMs are not here: the manager makes them, in a scale set of its own, and gives them back.
+# The spot VMs are not here: the manager makes them, in the empty scale set below, and gives them back.
 
 terraform {
   required_version = ">= 1.5"
@@ -17,17 +17,19 @@ terraform {
 
 provider "azurerm" {
   features {}
+  subscription_id     = var.subscription_id
+  storage_use_azuread = true # the storage account has no keys
 }
 
 data "azurerm_resource_group" "here" {
   name = var.resource_group
 }
 
-data "azurerm_subscription" "here" {}
-
 locals {
   location = data.azurerm_resource_group.here.location
   tags     = { "varuna-fleet" = var.name }
+  zones    = distinct(flatten([for size in var.sizes : size.zones]))
+  admin    = "azureuser" # not varuna: that is whom the manager runs as, who may nothing
 }
 
 # ---------------------------------------------------------------- network
@@ -204,6 +206,19 @@ resource "azurerm_storage_container" "checkpoints" {
   storage_account_id = azurerm_storage_account.checkpoints.id
 }
 
+# ---------------------------------------------------------------- the fleet
+
+# The varuna-fleet tag is how the manager knows what is its own.
+resource "azurerm_orchestrated_virtual_machine_scale_set" "fleet" {
+  name                        = var.name
+  resource_group_name         = var.resource_group
+  location                    = local.location
+  platform_fault_domain_count = 1
+  single_placement_group      = false
+  zones                       = length(local.zones) > 0 ? local.zones : null
+  tags                        = local.tags
+}
+
 # ---------------------------------------------------------------- who may do what
 
 resource "azurerm_user_assigned_identity" "manager" {
@@ -230,11 +245,16 @@ resource "azurerm_role_definition" "fleet" {
       "Microsoft.Compute/virtualMachines/read",
       "Microsoft.Compute/virtualMachines/write",
       "Microsoft.Compute/virtualMachines/delete",
+      "Microsoft.Compute/virtualMachines/simulateEviction/action",
       "Microsoft.Compute/virtualMachineScaleSets/read",
       "Microsoft.Compute/virtualMachineScaleSets/write",
       "Microsoft.Compute/virtualMachineScaleSets/delete/action",
+      "Microsoft.Compute/disks/read",
       "Microsoft.Compute/disks/write",
       "Microsoft.Compute/disks/delete",
+      "Microsoft.Compute/images/read",
+      "Microsoft.Compute/galleries/images/read",
+      "Microsoft.Compute/galleries/images/versions/read",
       "Microsoft.Network/networkInterfaces/read",
       "Microsoft.Network/networkInterfaces/write",
       "Microsoft.Network/networkInterfaces/join/action",
@@ -242,6 +262,7 @@ resource "azurerm_role_definition" "fleet" {
       "Microsoft.Network/virtualNetworks/subnets/join/action",
       "Microsoft.Network/networkSecurityGroups/join/action",
       "Microsoft.ManagedIdentity/userAssignedIdentities/assign/action",
+      "Microsoft.ResourceGraph/resources/read", # spot prices and eviction rates
     ]
   }
 
@@ -295,12 +316,12 @@ resource "azurerm_linux_virtual_machine" "manager" {
   resource_group_name   = var.resource_group
   location              = local.location
   size                  = var.manager_size
-  admin_username        = "varuna"
+  admin_username        = local.admin
   network_interface_ids = [azurerm_network_interface.manager.id]
   tags                  = local.tags
 
   admin_ssh_key {
-    username   = "varuna"
+    username   = local.admin
     public_key = var.ssh_public_key
   }
 
@@ -323,25 +344,31 @@ resource "azurerm_linux_virtual_machine" "manager" {
   }
 
   custom_data = base64encode(templatefile("${path.module}/manager-cloud-init.yaml.tftpl", {
-    service     = file("${path.module}/../systemd/varuna-manager.service")
-    wheel_name  = basename(var.wheel)
-    client_id   = azurerm_user_assigned_identity.manager.client_id
-    public_ip   = azurerm_public_ip.manager.ip_address
-    checkpoints = "az://${azurerm_storage_container.checkpoints.name}/jobs"
-    account     = azurerm_storage_account.checkpoints.name
-    max_vms     = var.max_vms
-    max_cost    = var.max_cost_per_hour
-    azure_settings = yamlencode({
-      subscription_id           = data.azurerm_subscription.here.subscription_id
+    service           = base64encode(file("${path.module}/../systemd/varuna-manager.service"))
+    install           = base64encode(file("${path.module}/varuna-install.sh"))
+    client_id         = azurerm_user_assigned_identity.manager.client_id
+    private_ip        = azurerm_network_interface.manager.private_ip_address
+    public_ip         = azurerm_public_ip.manager.ip_address
+    checkpoint_url    = "abfss://${azurerm_storage_container.checkpoints.name}@${azurerm_storage_account.checkpoints.name}.dfs.core.windows.net/jobs"
+    max_vms           = var.max_vms
+    max_cost_per_hour = var.max_cost_per_hour
+    azure_settings = base64encode(yamlencode({
+      subscription_id           = var.subscription_id
       resource_group            = var.resource_group
       location                  = local.location
-      scale_set                 = var.name
+      scale_set                 = azurerm_orchestrated_virtual_machine_scale_set.fleet.name
       sizes                     = [for size in var.sizes : { for key, value in size : key => value if value != null }]
       image                     = var.image
       subnet_id                 = azurerm_subnet.vms.id
       network_security_group_id = azurerm_network_security_group.vms.id
       identity_id               = azurerm_user_assigned_identity.vms.id
+      admin_username            = local.admin
       ssh_public_key            = var.ssh_public_key
-    })
+    }))
   }))
+
+  # Made anew, it would lose the store: exchange the version with varuna-install, the settings in /etc/varuna.
+  lifecycle {
+    ignore_changes = [custom_data]
+  }
 }

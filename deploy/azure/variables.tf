@@ -1,3 +1,13 @@
+variable "subscription_id" {
+  description = "The subscription in which all this is."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$", lower(var.subscription_id)))
+    error_message = "subscription_id: as az account show --query id prints it."
+  }
+}
+
 variable "resource_group" {
   description = "An existing resource group: everything is made in it."
   type        = string
@@ -15,8 +25,13 @@ variable "name" {
 }
 
 variable "ssh_public_key" {
-  description = "For the administrator of the manager and of the spot VMs."
+  description = "For the administrator (azureuser) of the manager and of the spot VMs."
   type        = string
+
+  validation {
+    condition     = can(regex("^(ssh-rsa|ssh-ed25519) ", var.ssh_public_key))
+    error_message = "ssh_public_key: the text of a public key, such as file(\"~/.ssh/id_ed25519.pub\")."
+  }
 }
 
 variable "allowed_cidrs" {
@@ -24,14 +39,24 @@ variable "allowed_cidrs" {
   type        = list(string)
 
   validation {
-    condition     = length(var.allowed_cidrs) > 0 && !contains(var.allowed_cidrs, "0.0.0.0/0")
+    condition     = length(var.allowed_cidrs) > 0 && alltrue([for cidr in var.allowed_cidrs : can(cidrhost(cidr, 0))])
+    error_message = "allowed_cidrs: at least one network, such as 203.0.113.0/24."
+  }
+  validation {
+    condition     = !contains(var.allowed_cidrs, "0.0.0.0/0")
     error_message = "allowed_cidrs: name the networks that you work from; the whole internet is not one."
   }
 }
 
 variable "wheel" {
-  description = "Path of varuna_spot-<version>-py3-none-any.whl, as `pip wheel --no-deps .` makes it."
+  description = "Path of varuna_spot-<version>-py3-none-any.whl, as `make wheel` makes it, with constraints.txt beside it."
   type        = string
+  default     = "../../dist/varuna_spot-0.1.0-py3-none-any.whl"
+
+  validation {
+    condition     = can(regex("varuna_spot-[^/]+\\.whl$", var.wheel))
+    error_message = "wheel: the path of varuna_spot-<version>-py3-none-any.whl (make wheel)."
+  }
 }
 
 variable "manager_size" {
@@ -41,28 +66,49 @@ variable "manager_size" {
 }
 
 variable "sizes" {
-  description = "Sizes of the spot VMs in order of preference."
+  description = "Sizes of the spot VMs in order of preference; price_per_hour: for when Azure does not tell its spot price."
   type = list(object({
     name              = string
     gpus              = number
     device_memory_gib = optional(number)
     zones             = optional(list(string), [])
+    price_per_hour    = optional(number)
   }))
   default = [{ name = "Standard_NC24ads_A100_v4", gpus = 1, device_memory_gib = 80 }]
+
+  validation {
+    condition     = length(var.sizes) > 0 && alltrue([for size in var.sizes : size.gpus >= 1])
+    error_message = "sizes: at least one, each with one GPU or more."
+  }
 }
 
 variable "image" {
-  description = "publisher:offer:sku:version of the spot VMs' image, with NVIDIA's driver."
+  description = "publisher:offer:sku:version of the spot VMs' image, with NVIDIA's driver and Python 3.11 or newer; or an image's id."
   type        = string
-  default     = "microsoft-dsvm:ubuntu-hpc:2204:latest"
+  default     = "microsoft-dsvm:ubuntu-hpc:2404:latest"
+
+  validation {
+    condition     = startswith(var.image, "/") || length(split(":", var.image)) == 4
+    error_message = "image: publisher:offer:sku:version, or a resource id that starts with /."
+  }
 }
 
 variable "max_vms" {
   description = "The fleet never has more."
   type        = number
+
+  validation {
+    condition     = var.max_vms >= 1 && floor(var.max_vms) == var.max_vms
+    error_message = "max_vms: a whole number, 1 or more."
+  }
 }
 
 variable "max_cost_per_hour" {
-  description = "The fleet never costs more, in US dollars."
+  description = "No VM is asked for that would make the fleet cost more, in US dollars."
   type        = number
+
+  validation {
+    condition     = var.max_cost_per_hour > 0
+    error_message = "max_cost_per_hour: more than 0."
+  }
 }

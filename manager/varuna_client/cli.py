@@ -16,7 +16,7 @@ from varuna_client.access import audit, revoke, token_app
 from varuna_client.control import Watch, cancel, drain, retry, stacks, tell
 from varuna_client.errors import UserError, VarunaError
 from varuna_client.follow import follow_events, follow_log, telling_rank
-from varuna_client.jobfile import load_job
+from varuna_client.jobfile import JobFileError, hand_in, job_schema, load_job
 from varuna_client.options import DEFAULT_URL, AsJson, JobName, ManagerUrl, connect, emit, emit_line
 from varuna_client.planning.estimates import calibrate, estimate
 from varuna_client.planning.plans import plan
@@ -92,9 +92,31 @@ def submit(
 ) -> None:
     """Hand in a job."""
     with connect(manager_url) as client:
-        job = client.submit(load_job(job_file))
+        job = hand_in(client, load_job(job_file))
         text = Text(f"job {job['name']} ({job['id']}) is {job['state']}: varuna show {job['name']}")
         tell(client, job, text, watch=watch, as_json=as_json)
+
+
+@app.command()
+def validate(
+    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of job files, for editors.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a job file, without a manager; say what is wrong and in which line."""
+    if schema:
+        emit(job_schema(), Text(), True)
+        return
+    if job_file is None:
+        raise UserError("varuna validate: name a job file, or give --schema")
+    try:
+        spec = load_job(job_file).spec
+    except JobFileError as error:
+        found = [{"line": problem.line, "where": problem.where, "text": problem.text} for problem in error.problems]
+        lines = [f"{job_file}:{problem.line}: {problem}" for problem in error.problems]
+        emit({"valid": False, "problems": found}, Text("\n".join(lines)), as_json)
+        raise typer.Exit(1) from None
+    emit({"valid": True, "problems": []}, Text(f"{job_file}: job {spec['name']} is fine"), as_json)
 
 
 @app.command("ps")

@@ -95,12 +95,12 @@ def sparkline(series: Sequence[float | None], width: int = 40) -> str:
 def jobs_table(jobs: Iterable[Job]) -> Table:
     table = Table("JOB", "STATE", "P×D", "M", "GENERATION", "STEP", "LOSS", "ID", box=None, pad_edge=False)
     for job in jobs:
-        plan = job.get("plan") or {}
+        plan = job.get("plan")
         table.add_row(
             job["name"],
             state(job["state"]),
-            shape(plan.get("p"), plan.get("d")),
-            str(plan.get("micro_batch", "-")),
+            shape(plan and plan["p"], plan and plan["d"]),
+            str(plan["micro_batch"] if plan else "-"),
             str(job["generation"] or "-"),
             str(job["step"]),
             number(job["loss"]),
@@ -190,5 +190,5 @@ def event_line(event: Event) -> Text:
 
 def _predicted(generations: Sequence[Generation]) -> str:
     plan = generations[-1].get("plan") if generations else None
-    predicted = (plan or {}).get("predicted_minibatch_s")
+    predicted = plan.get("predicted_minibatch_s") if plan else None
     return f"  (predicted {predicted:.3f} s)" if predicted else ""

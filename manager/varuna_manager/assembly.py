@@ -26,22 +26,33 @@ from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.controllers.loop import run_controller
 from varuna_manager.db.engine import Database
 from varuna_manager.domain.fleet_decision import Limits, Range
-from varuna_manager.providers.base import EmulatedProvider
-from varuna_manager.providers.chosen import chosen_provider
+from varuna_manager.errors import StartError
+from varuna_manager.providers.azure_boot import Origin
+from varuna_manager.providers.base import Provider
+from varuna_manager.providers.chosen import Boot, Chosen, chosen_provider, cloud_provider, is_cloud
 from varuna_manager.providers.local import LocalMachine, LocalProvider
+from varuna_manager.providers.measured import MeasuredProvider
 from varuna_manager.security import Access, Security
+from varuna_manager.services.agent_wheel import AgentWheel
+from varuna_manager.services.archives import ArchiveService
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.compute_times import ComputeTimes
 from varuna_manager.services.drains import DrainService
+from varuna_manager.services.errors import NotFoundError
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.jobs import JobService
+from varuna_manager.services.live import LiveFeed, ProgressBoard
 from varuna_manager.services.logs import LogService
+from varuna_manager.services.metrics.exposition import MetricsService
+from varuna_manager.services.metrics.from_store import StoreFigures
+from varuna_manager.services.metrics.instruments import Instruments
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.rates import RateService
 from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSessions
 from varuna_manager.services.stacks import StackService
+from varuna_manager.services.views import Views
 from varuna_manager.services.vm_registry import VmRegistry
 from varuna_manager.settings import ManagerSettings, is_wildcard
 from varuna_proto.v1 import agent_pb2_grpc
@@ -55,6 +66,7 @@ class Base:
     data_dir: Path
     place: Place
     planning: PlanningService
+    instruments: Instruments
     security: Security | None
     """None: an open manager."""
 
@@ -95,14 +107,33 @@ class Parts:
         settings, rules = base.settings, base.settings.rules()
         self.bell, self.sessions, times = Bell(), AgentSessions(), ComputeTimes()
         registry = VmRegistry(heartbeat_interval_s=settings.heartbeat_interval_s)
-        self._events = EventLog(database)
+        instruments = base.instruments
+        instruments.watch_store(database.engine)
+        self._events = EventLog(database, on_event=instruments.note_event)
         self._access = access = Access(base.security, settings, database, self._events, self.sessions)
-        self.provider = _provider(base, access)
-        reports = ReportService(database, self._events, base.planning, self.bell)
-        self.fleet = FleetService(database, self._events, registry, self.provider, reports, self.bell)
-        self._rates = RateService(self.bell, cache_dir=base.data_dir / "numba")
+        chosen = _chosen(base, access)
+        self.provider: Provider = MeasuredProvider(chosen.provider, instruments.note_provider)
+        views, board = Views.over(database, registry), ProgressBoard()
+        self._live = LiveFeed(self._events, views.events, board)
+        reports = ReportService(database, self._events, base.planning, self.bell, board=board)
+        self.fleet = FleetService(
+            database, self._events, registry, self.provider, reports, self.bell, emulated=chosen.emulated
+        )
+        self._rates = RateService(self.bell, cache_dir=base.data_dir / "numba", note=instruments.note_plan)
         stacks = StackService(database, self.sessions, self.bell)
         period_s = settings.reconcile_interval_s
+        self._fleet_controller = FleetController(
+            database,
+            registry,
+            self.provider,
+            self.fleet,
+            self._events,
+            self.bell,
+            rules,
+            period_s,
+            limits=Limits(max_vms=settings.max_vms, max_cost_per_hour=settings.max_cost_per_hour),
+            spare_after_s=settings.spare_after_s,
+        )
         self._controllers = (
             JobController(
                 database,
@@ -118,20 +149,10 @@ class Parts:
                 settings.profile_cache(base.data_dir),
                 period_s,
             ),
-            FleetController(
-                database,
-                registry,
-                self.provider,
-                self.fleet,
-                self._events,
-                self.bell,
-                rules,
-                period_s,
-                limits=Limits(max_vms=settings.max_vms, max_cost_per_hour=settings.max_cost_per_hour),
-                spare_after_s=settings.spare_after_s,
-            ),
+            self._fleet_controller,
             ComputeController(database, times, base.planning, self._events, self.bell, rules),
         )
+        archives = ArchiveService(database)
         self._gateway = AgentGateway(
             fleet=self.fleet,
             reports=reports,
@@ -141,15 +162,23 @@ class Parts:
             bell=self.bell,
             rules=rules,
             peers=access.peers,
+            archives=archives,
+            instruments=instruments,
         )
         self._services = Services(
             jobs=_job_service(base, database, self._events, self.bell),
             fleet=self.fleet,
-            events=self._events,
-            logs=LogService(database, self.sessions, self.provider),
+            live=self._live,
+            views=views,
+            logs=LogService(database, self.sessions, chosen.emulated),
             drains=DrainService(database, self.fleet, self.bell),
             stacks=stacks,
+            archives=archives,
             access=access.services,
+            agent_wheel=AgentWheel(settings.agent_wheel),
+            metrics=MetricsService(
+                instruments, StoreFigures(database, self.provider.name), lambda: len(self.sessions.all())
+            ),
         )
 
     async def begin(self, *, is_start: bool, epoch: int | None) -> None:
@@ -176,20 +205,25 @@ class Parts:
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """What a leader runs, without end."""
-        return [run_controller(controller, self.bell) for controller in self._controllers]
+        return [run_controller(controller, self.bell, self._base.instruments.look) for controller in self._controllers]
 
     def hang_up(self) -> None:
         """End every stream: of agents, and of those who follow the events."""
         self._events.close()
+        self._live.close()
         self.sessions.close_all()
 
     async def close(self, *, end_vms: bool) -> None:
         await self._rates.close()
+        await self._fleet_controller.close()
         await self.provider.close(end_vms=end_vms)
 
 
-def _provider(base: Base, access: Access) -> EmulatedProvider:
+def _chosen(base: Base, access: Access) -> Chosen:
+    """Where VMs come from. Raises StartError."""
     settings = base.settings
+    if is_cloud(settings.provider):
+        return Chosen(cloud_provider(settings.provider, _boot(base, access)))
     machine = LocalMachine(
         gpus=settings.gpus_per_vm,
         device_memory_bytes=settings.device_memory_bytes,
@@ -199,6 +233,34 @@ def _provider(base: Base, access: Access) -> EmulatedProvider:
     vms_dir = (settings.local_dir or base.data_dir).resolve()
     local = LocalProvider(vms_dir, base.manager_addresses, machine, settings.capacity, access.join_token, base.http_url)
     return chosen_provider(settings.provider, local, settings.replay(), vms_dir)
+
+
+def _boot(base: Base, access: Access) -> Boot:
+    """Raises StartError when machines elsewhere could not become VMs of this manager."""
+    security, settings = base.security, base.settings
+    if security is None:
+        raise StartError(
+            f"--host {settings.host!r}: VMs of {settings.provider.partition(':')[0]} cannot reach a manager on a "
+            "loopback address: give --host 0.0.0.0, and --advertise-host with the address by which they reach it"
+        )
+    try:
+        AgentWheel(settings.agent_wheel).wheel()
+    except NotFoundError as error:
+        raise StartError(f"--agent-wheel: {error}") from error
+    port = base.http_address.rpartition(":")[2]
+    hosts = dict.fromkeys(address.strip().rpartition(":")[0] for address in base.manager_addresses.split(","))
+
+    async def join_token(vm_id: str) -> str:
+        token = await access.join_token(vm_id)
+        assert token is not None, "a secure manager has tokens"
+        return token
+
+    origin = Origin(
+        managers=base.manager_addresses,
+        urls=tuple(f"https://{host}:{port}" for host in hosts),
+        ca_pem=None if settings.tls_cert is not None else security.authority.ca_pem.decode(),
+    )
+    return Boot(origin=origin, join_token=join_token, needs_prices=settings.max_cost_per_hour is not None)
 
 
 def _job_service(base: Base, database: Database, events: EventLog, bell: Bell) -> JobService:

@@ -24,7 +24,7 @@ __all__ = ["ManagerSettings", "StartError", "main", "run", "serve"]
 
 def serve(settings: ManagerSettings) -> int:
     """Run the manager until it is told to end. The exit status; a start that fails says why in one line on stderr."""
-    _configure_logging(settings.log_level)
+    _configure_logging(settings.log_level, settings.log_format)
     _collect_seldom()
     try:
         asyncio.run(run(settings))
@@ -42,8 +42,11 @@ def _collect_seldom() -> None:
     gc.set_threshold(50_000, 20, 10)
 
 
-def _configure_logging(level: str) -> None:
+def _configure_logging(level: str, log_format: str) -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if log_format == "text":
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     # Else gRPC writes a line of its own for each refused handshake: whoever can reach the port could fill the disk.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr)
@@ -53,7 +56,7 @@ def _configure_logging(level: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import signal
 import socket
 import ssl
@@ -38,6 +39,7 @@ from varuna_manager.errors import StartError
 from varuna_manager.locks import hold_data_dir, hold_sqlite
 from varuna_manager.security import open_security
 from varuna_manager.services.leadership import Candidate, Leadership, Standing, Term, connection_name
+from varuna_manager.services.metrics.instruments import Instruments
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.settings import ManagerSettings
 
@@ -68,9 +70,17 @@ async def run(settings: ManagerSettings) -> None:
         if settings.database_url is None:  # jobs' environments are in it, and hashes of tokens
             (data_dir / "manager.db").touch(mode=0o600)
         place = take_place(settings.host, settings.http_port, settings.grpc_port, data_dir)
-        planning = PlanningService(cache_dir=data_dir / "numba")
-        base = Base(settings=settings, data_dir=data_dir, place=place, planning=planning, security=security)
-        beside = [asyncio.create_task(planning.warm_up())]
+        instruments = Instruments(importlib.metadata.version("varuna-spot"))
+        planning = PlanningService(cache_dir=data_dir / "numba", note=instruments.note_plan)
+        base = Base(
+            settings=settings,
+            data_dir=data_dir,
+            place=place,
+            planning=planning,
+            instruments=instruments,
+            security=security,
+        )
+        beside = [asyncio.create_task(planning.warm_up()), asyncio.create_task(instruments.watch_loop())]
         if security is not None:
             beside.append(asyncio.create_task(security.tls.keep_fresh()))
         try:
@@ -177,6 +187,7 @@ async def _lead(
         await parts.begin(is_start=is_start, epoch=None if term is None else term.epoch)
         async with _answering(base, parts.app(), parts.serve_agents, parts.hang_up, interceptors) as serving:
             log.info("the manager serves", **_addresses(base), data_dir=str(base.data_dir))
+            base.instruments.note_leading(True)
             tasks += [asyncio.create_task(loop) for loop in parts.loops()]
             try:
                 await _first_of(told, [*tasks, serving])
@@ -187,6 +198,7 @@ async def _lead(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        base.instruments.note_leading(False)
         end_vms = base.settings.local_ephemeral and told.is_set()
         await parts.close(end_vms=end_vms)
     log.info("the manager ended", vms="ended too" if end_vms else "left running")

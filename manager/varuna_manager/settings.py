@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from varuna_manager.domain.observed import Rules
-from varuna_manager.providers.chosen import CHOICES, check_choice
+from varuna_manager.providers.chosen import CHOICES, check_choice, is_cloud
 from varuna_manager.providers.replay import ReplaySettings
 from varuna_proto.hosts import is_loopback
 
@@ -79,6 +79,11 @@ class ManagerSettings(BaseSettings):
     replay_notice_s: float = Field(default=0.0, ge=0, description="notice before the trace takes a VM; 0: none")
     replay_start_s: float = Field(default=0.0, ge=0, description="where in the trace to start, from its beginning")
     replay_loop: bool = Field(default=False, description="begin the trace again at its end")
+    agent_wheel: Path | None = Field(
+        default=None,
+        description="what new VMs install: varuna's wheel, or a folder whose newest one is taken (make wheel); "
+        "constraints.txt beside it pins the rest",
+    )
     vms: int | None = Field(default=None, ge=0, description="VMs wanted; default: as before, at first 0")
     min_vms: int | None = Field(default=None, ge=0, description="with --max-vms: VMs that are kept without any job")
     max_vms: int | None = Field(default=None, ge=0, description="as many VMs as the jobs want, at most these")
@@ -101,6 +106,12 @@ class ManagerSettings(BaseSettings):
     suspect_after_s: float = Field(default=5.0, gt=0, description="silence after which nothing is launched on a VM")
     lost_after_s: float = Field(default=10.0, gt=0, description="silence after which a VM's workers are given up")
     lease_s: float = Field(default=60.0, gt=0, description="silence after which an agent ends its workers")
+    request_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="how long a VM may take from its request to its agent's first word; "
+        "default: 120, of a cloud's VMs 1200",
+    )
     growth_settle_s: float = Field(
         default=2.0, ge=0, description="how long new devices must have been there to be used"
     )
@@ -117,6 +128,9 @@ class ManagerSettings(BaseSettings):
     quarantine_s: float = Field(default=600.0, gt=0, description="for how long a slow VM is left alone at first")
     reconcile_interval_s: float = Field(default=0.5, gt=0, description="between looks when nothing rings")
     log_level: str = Field(default="info", description="debug, info, warning or error")
+    log_format: str = Field(
+        default="json", description="of the log on standard error: json (an object a line) or text (to read)"
+    )
 
     @field_validator("provider")
     @classmethod
@@ -163,6 +177,13 @@ class ManagerSettings(BaseSettings):
             raise ValueError(f"{level!r} is none of debug, info, warning, error")
         return level
 
+    @field_validator("log_format")
+    @classmethod
+    def _known_format(cls, log_format: str) -> str:
+        if log_format not in ("json", "text"):
+            raise ValueError(f"{log_format!r} is neither json nor text")
+        return log_format
+
     def profile_cache(self, data_dir: Path) -> str:
         """The URL of the profile cache; empty: none. What is no URL is a folder, seen from where the manager runs."""
         url = str(data_dir / "profiles") if self.profile_cache_url is None else self.profile_cache_url
@@ -184,6 +205,7 @@ class ManagerSettings(BaseSettings):
             suspect_after_s=self.suspect_after_s,
             lost_after_s=self.lost_after_s,
             lease_s=self.lease_s,
+            request_timeout_s=self.request_timeout_s or (1200.0 if is_cloud(self.provider) else 120.0),
             growth_settle_s=self.growth_settle_s,
             start_settle_s=self.start_settle_s,
             first_step_timeout_s=self.first_step_timeout_s,

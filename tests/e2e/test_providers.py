@@ -73,7 +73,7 @@ def test_a_listed_host_is_missing_until_its_agent_comes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("provider", "told"),
     [
-        ("cloud", "expected local, replay:TRACE.csv or static:HOSTS.yaml"),
+        ("cloud", "expected local, replay:TRACE.csv, static:HOSTS.yaml or azure:SETTINGS.yaml"),
         ("replay:/nowhere.csv", "trace /nowhere.csv cannot be read (No such file or directory)"),
         ("static:/nowhere.yaml", "list of hosts /nowhere.yaml cannot be read (No such file or directory)"),
     ],

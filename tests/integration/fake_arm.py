@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,13 +30,32 @@ PAGE = 10
 GROUP = "/subscriptions/{subscription}/resourceGroups/{group}/providers/Microsoft.Compute"
 
 
+class _NoCredential:
+    async def get_token(self, *scopes: str, **options: Any) -> Any:
+        raise AssertionError("the fake server wants no token")
+
+    async def close(self) -> None:
+        return
+
+
+def client_of(url: str, settings: AzureSettings, polling_s: float = 0.0) -> ComputeManagementClient:
+    """Azure's own client, for a fake server. `polling_s`: between two questions after an operation."""
+    return ComputeManagementClient(
+        _NoCredential(),  # type: ignore[arg-type]
+        settings.subscription_id,
+        base_url=url,
+        authentication_policy=SansIOHTTPPolicy(),
+        polling_interval=polling_s,
+        retry_policy=PatientRetryPolicy(retry_total=4, retry_backoff_factor=0.01),
+    )
+
+
 @dataclass
 class FakeVm:
     name: str
     body: dict[str, Any]
+    created_at: float
     state: str = "Creating"
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
-    asks_until_settled: int = 1
 
     @property
     def size(self) -> str:
@@ -46,7 +66,8 @@ class FakeVm:
         return self.size, next(iter(self.body.get("zones", ())), None)
 
     def document(self, group: str) -> dict[str, Any]:
-        properties = {**self.body["properties"], "provisioningState": self.state, "timeCreated": self.created}
+        created = datetime.fromtimestamp(self.created_at, UTC).isoformat()
+        properties = {**self.body["properties"], "provisioningState": self.state, "timeCreated": created}
         properties["osProfile"] = {key: value for key, value in properties["osProfile"].items() if key != "customData"}
         return {**self.body, "id": f"{group}/virtualMachines/{self.name}", "name": self.name, "properties": properties}
 
@@ -56,6 +77,7 @@ class Operation:
     """Asked for until it has ended."""
 
     asks_left: int
+    due_at: float
     error: dict[str, str] | None = None
     vm: FakeVm | None = None
     deletes: tuple[str, ...] = ()
@@ -73,10 +95,23 @@ class FakeArm:
     """Whether a lack of capacity is said by the request itself (SkuNotAvailable), not by its operation."""
     throttle: list[float] = field(default_factory=list)
     """Retry-After of the answers 429 to the next writes."""
+    throttle_deletes: list[float] = field(default_factory=list)
+    """The same for deletions of the scale set's VMs."""
     failures: list[int] = field(default_factory=list)
     """Status codes of the next requests of any kind."""
+    hidden: set[str] = field(default_factory=set)
+    """VMs that lists do not show yet."""
     slow_operations: int = 1
     """How often an operation is asked for before it ends."""
+    clock: Callable[[], float] = time.time
+    create_s: float = 0.0
+    delete_s: float = 0.0
+    """How long these operations take, by the clock."""
+    prices: dict[str, float] = field(default_factory=dict)
+    """Per hour, by size: what the invoice says."""
+    most_vms: int = 0
+    most_cost: float = 0.0
+    """Of VMs that were there at the same time, those that are being made or deleted among them."""
     vms: dict[str, FakeVm] = field(default_factory=dict)
     scale_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -96,46 +131,44 @@ class FakeArm:
     def writes(self, kind: str) -> list[str]:
         return [path for method, path in self.requests if method in ("PUT", "POST") and kind in path]
 
-    def client(self, settings: AzureSettings) -> ComputeManagementClient:
-        class NoCredential:
-            async def get_token(self, *scopes: str, **options: Any) -> Any:
-                raise AssertionError("the fake server wants no token")
+    def vm_writes(self) -> list[str]:
+        return [path for method, path in self.requests if method == "PUT" and "/virtualMachines/" in path]
 
-            async def close(self) -> None:
-                return
-
-        return ComputeManagementClient(
-            NoCredential(),  # type: ignore[arg-type]
-            settings.subscription_id,
-            base_url=self.url,
-            authentication_policy=SansIOHTTPPolicy(),
-            polling_interval=0,
-            retry_policy=PatientRetryPolicy(retry_total=4, retry_backoff_factor=0.01),
-        )
+    def client(self, settings: AzureSettings, polling_s: float = 0.0) -> ComputeManagementClient:
+        return client_of(self.url, settings, polling_s)
 
     # ------------------------------------------------------------ what a request does
 
-    def put_vm(self, name: str, body: dict[str, Any]) -> Response:
+    def put_vm(self, name: str, body: dict[str, Any], *, only_new: bool = False) -> Response:
+        """`only_new`: it came with If-None-Match: *."""
         with self._lock:
             if name in self.vms:
-                return self._again(self.vms[name])
+                return self._again(self.vms[name], only_new)
             used = len(self.vms)
             if self.quota is not None and used >= self.quota:
                 text = f"Operation could not be completed as it results in exceeding approved quota. Current: {used}"
                 return _error(409, "OperationNotAllowed", text)
-            vm = FakeVm(name, body)
+            vm = FakeVm(name, body, self.clock())
             full = self._is_full(vm)
             if full and self.refuses_at_once:
                 return _error(409, "SkuNotAvailable", f"The requested VM size {vm.size} is currently not available")
             self.vms[name] = vm
+            self._note_most()
             error = {"code": "AllocationFailed", "message": "Allocation failed. We do not have sufficient capacity"}
-            operation = Operation(self.slow_operations, error if full else None, vm)
+            operation = Operation(self.slow_operations, self.clock() + self.create_s, error if full else None, vm)
             return JSONResponse(vm.document(self._group()), 201, headers=self._operation(operation))
 
-    def _again(self, vm: FakeVm) -> Response:
-        if vm.state == "Failed":
-            return _error(409, "Conflict", f"VM {vm.name} is in a failed state")
-        return JSONResponse(vm.document(self._group()), 200)
+    def _again(self, vm: FakeVm, only_new: bool) -> Response:
+        if vm.state == "Deleting":
+            return _error(409, "OperationNotAllowed", f"VM {vm.name} is being deleted")
+        if only_new:
+            return _error(412, "PreconditionFailed", f"VM {vm.name} exists")
+        return _error(409, "PropertyChangeNotAllowed", "Changing property 'osProfile.customData' is not allowed.")
+
+    def _note_most(self) -> None:
+        there = [vm for vm in self.vms.values() if vm.state != "Failed"]
+        self.most_vms = max(self.most_vms, len(there))
+        self.most_cost = max(self.most_cost, sum(self.prices.get(vm.size, 0.0) for vm in there))
 
     def _is_full(self, vm: FakeVm) -> bool:
         room = self.capacity.get(vm.place)
@@ -149,7 +182,7 @@ class FakeArm:
                 return _error(404, "ResourceNotFound", f"The entity {unknown[0]} was not found")
             for name in names:
                 self.vms[name].state = "Deleting"
-            operation = Operation(self.slow_operations, deletes=tuple(names))
+            operation = Operation(self.slow_operations, self.clock() + self.delete_s, deletes=tuple(names))
             headers = self._operation(operation)
             return Response(status_code=202, headers={"Location": headers["Azure-AsyncOperation"]})
 
@@ -162,16 +195,26 @@ class FakeArm:
         with self._lock:
             operation = self.operations[number]
             operation.asks_left -= 1
-            if operation.asks_left > 0:
+            if operation.asks_left > 0 or self.clock() < operation.due_at:
                 status = 202 if operation.deletes else 200
                 return JSONResponse({"status": "InProgress"}, status, headers={"Location": self._self(number)})
-            for name in operation.deletes:
-                self.vms.pop(name, None)
-            if operation.vm is not None:
-                operation.vm.state = "Failed" if operation.error else "Succeeded"
+            self._carry_out(operation)
             if operation.error:
                 return JSONResponse({"status": "Failed", "error": operation.error})
             return JSONResponse({"status": "Succeeded"})
+
+    def _carry_out(self, operation: Operation) -> None:
+        for name in operation.deletes:
+            self.vms.pop(name, None)
+        if operation.vm is not None and operation.vm.state == "Creating":
+            operation.vm.state = "Failed" if operation.error else "Succeeded"
+
+    def settle(self) -> None:
+        """What has taken its time has happened, whether anybody asks for it or not."""
+        with self._lock:
+            for operation in self.operations.values():
+                if self.clock() >= operation.due_at:
+                    self._carry_out(operation)
 
     def _self(self, number: str) -> str:
         return f"{self.url}/operations/{number}?api-version=2024-03-01"
@@ -181,7 +224,7 @@ class FakeArm:
 
     def list_vms(self, skip: int) -> dict[str, Any]:
         with self._lock:
-            everything = sorted(self.vms.values(), key=lambda vm: vm.name)
+            everything = sorted((vm for vm in self.vms.values() if vm.name not in self.hidden), key=lambda vm: vm.name)
             page = [vm.document(self._group()) for vm in everything[skip : skip + PAGE]]
             more = len(everything) > skip + PAGE
             path = f"{self.url}{self._group()}/virtualMachines?api-version=2024-03-01&skip={skip + PAGE}"
@@ -196,6 +239,10 @@ def _error(status: int, code: str, message: str, headers: dict[str, str] | None 
     return JSONResponse({"error": {"code": code, "message": message}}, status, headers=headers)
 
 
+def _too_many(wait_s: float) -> Response:
+    return _error(429, "TooManyRequests", "slow down", {"Retry-After": f"{wait_s:g}"})
+
+
 def _app(arm: FakeArm) -> FastAPI:
     app = FastAPI()
     base = "/subscriptions/{subscription}/resourceGroups/{group}/providers/Microsoft.Compute"
@@ -206,8 +253,7 @@ def _app(arm: FakeArm) -> FastAPI:
         if arm.failures:
             return _error(arm.failures.pop(0), "InternalServerError", "try again")
         if arm.throttle and request.method in ("PUT", "POST") and "virtualMachines" in request.url.path:
-            wait_s = arm.throttle.pop(0)
-            return _error(429, "TooManyRequests", "slow down", {"Retry-After": f"{wait_s:g}"})
+            return _too_many(arm.throttle.pop(0))
         response: Response = await call_next(request)
         return response
 
@@ -224,6 +270,8 @@ def _app(arm: FakeArm) -> FastAPI:
 
     @app.post(base + "/virtualMachineScaleSets/{name}/delete")
     async def delete_instances(name: str, request: Request) -> Response:
+        if arm.throttle_deletes:
+            return _too_many(arm.throttle_deletes.pop(0))
         return arm.delete((await request.json())["instanceIds"])
 
     @app.get(base + "/virtualMachines")
@@ -234,7 +282,14 @@ def _app(arm: FakeArm) -> FastAPI:
 
     @app.put(base + "/virtualMachines/{name}")
     async def put_vm(name: str, request: Request) -> Response:
-        return arm.put_vm(name, await request.json())
+        return arm.put_vm(name, await request.json(), only_new=request.headers.get("If-None-Match") == "*")
+
+    @app.post(base + "/virtualMachines/{name}/simulateEviction")
+    async def simulate_eviction(name: str) -> Response:
+        if name not in arm.vms:
+            return _error(404, "ResourceNotFound", name)
+        arm.evict(name)
+        return Response(status_code=204)
 
     @app.get(base + "/virtualMachines/{name}")
     async def get_vm(name: str) -> Response:

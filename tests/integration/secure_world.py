@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -73,21 +73,30 @@ class SecureManager:
     data_dir: Path
     command: list[str]
     process: subprocess.Popen[bytes]
+    pki_dir: Path
     clients: list[httpx.Client] = field(default_factory=list)
 
     def kill_and_start_again(self) -> None:
         self.process.kill()
+        self.start_again()
+
+    def start_again(self, *, stands_by: bool = False) -> None:
+        """After its process was killed."""
         self.process.wait()
         self.process = _start(self.command, self.data_dir)
-        self.wait_until_ready()
+        self.wait_until_ready(stands_by=stands_by)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, *, stands_by: bool = False) -> None:
+        """Until it leads; or (`stands_by`) until it answers without leading."""
+        files = [self.data_dir / "manager.json", self.ca_file]
+        files += [] if stands_by else [self.data_dir / "admin-token"]
+
         def answers() -> bool:
             assert self.process.poll() is None, self.log
-            if not (self.data_dir / "manager.json").exists() or not (self.data_dir / "admin-token").exists():
+            if not all(file.exists() for file in files):
                 return False
             with contextlib.suppress(httpx.TransportError):
-                return self.client().get("/readyz").status_code == 200
+                return self.client().get("/readyz").status_code == (503 if stands_by else 200)
             return False
 
         wait_until(answers, "the manager")
@@ -107,7 +116,7 @@ class SecureManager:
 
     @property
     def ca_file(self) -> Path:
-        return self.data_dir / "pki" / "ca.pem"
+        return self.pki_dir / "ca.pem"
 
     @property
     def log(self) -> str:
@@ -118,7 +127,7 @@ class SecureManager:
         return (self.data_dir / "admin-token").read_text().strip()
 
     def authority(self) -> Authority:
-        return open_authority(self.data_dir / "pki")
+        return open_authority(self.pki_dir)
 
     def client(self, token: str | None = None) -> httpx.Client:
         """A caller with an address of its own: too many failures of one are nothing to the others."""
@@ -195,14 +204,20 @@ class SecureManager:
 
 
 @contextlib.contextmanager
-def secure_manager(data_dir: Path, *flags: str) -> Iterator[SecureManager]:
+def secure_manager(
+    data_dir: Path,
+    *flags: str,
+    program: Sequence[str] = ("-m", "varuna_manager.main"),
+    pki_dir: Path | None = None,
+    stands_by: bool = False,
+) -> Iterator[SecureManager]:
     """A manager with --secure on loopback; it and its VMs end with the block."""
     data_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "varuna_manager.main", "--data-dir", str(data_dir), "--secure"]
+    command = [sys.executable, *program, "--data-dir", str(data_dir), "--secure"]
     command += ["--http-port", "0", "--grpc-port", "0", "--local-ephemeral", *flags]
-    manager = SecureManager(data_dir, command, _start(command, data_dir))
+    manager = SecureManager(data_dir, command, _start(command, data_dir), pki_dir or data_dir / "pki")
     try:
-        manager.wait_until_ready()
+        manager.wait_until_ready(stands_by=stands_by)
         yield manager
     finally:
         for client in manager.clients:

@@ -14,6 +14,7 @@ from fake_arm import FakeArm, fake_arm
 from varuna_manager.domain.fleet_decision import RefusalKind
 from varuna_manager.providers.azure import AzureProvider
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize, read_azure_settings
+from varuna_manager.providers.base import NotThatProviderError, ProviderRefusedError, UnknownVmError
 
 A100, V100 = "Standard_NC24ads_A100_v4", "Standard_NC6s_v3"
 SETTINGS = AzureSettings(
@@ -24,6 +25,7 @@ SETTINGS = AzureSettings(
     image="Canonical:ubuntu-24_04-lts:server:latest",
     subnet_id="/subscriptions/s/resourceGroups/g/providers/Microsoft.Network/virtualNetworks/n/subnets/vms",
     ssh_public_key="ssh-ed25519 AAAA",
+    list_every_s=0,
 )
 
 
@@ -41,12 +43,12 @@ class Clock:
         return self.now
 
 
-async def boot_script(name: str) -> str:
-    return f"#cloud-config\n# {name}\n"
+async def boot_script(name: str, size: AzureSize) -> str:
+    return f"#cloud-config\n# {name} {size.name}\n"
 
 
-def provider_on(arm: FakeArm, clock: Clock, settings: AzureSettings = SETTINGS) -> AzureProvider:
-    return AzureProvider(settings, arm.client(settings), boot_script, settle_s=20.0, now=clock)
+def provider_on(arm: FakeArm, clock: Clock, settings: AzureSettings = SETTINGS, **options: Any) -> AzureProvider:
+    return AzureProvider(settings, arm.client(settings), boot_script, settle_s=20.0, now=clock, **options)
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def clock() -> Clock:
 async def provider(arm: FakeArm, clock: Clock) -> AsyncIterator[AzureProvider]:
     made = provider_on(arm, clock)
     yield made
-    await made.close()
+    await made.close(end_vms=False)
 
 
 async def test_nothing_is_there_before_the_scale_set(provider: AzureProvider) -> None:
@@ -79,7 +81,10 @@ async def test_32_spot_vms_are_made_in_one_flexible_scale_set(arm: FakeArm, prov
     assert properties["billingProfile"] == {"maxPrice": -1}
     assert properties["virtualMachineScaleSet"]["id"].endswith("/virtualMachineScaleSets/varuna")
     assert vm.body["zones"] == ["1"]
-    assert base64.b64decode(properties["osProfile"]["customData"]).decode() == "#cloud-config\n# varuna-request1-007\n"
+    assert (
+        base64.b64decode(properties["osProfile"]["customData"]).decode()
+        == f"#cloud-config\n# varuna-request1-007 {A100}\n"
+    )
 
 
 async def test_a_request_made_again_makes_no_vm_twice(arm: FakeArm, clock: Clock, provider: AzureProvider) -> None:
@@ -87,7 +92,7 @@ async def test_a_request_made_again_makes_no_vm_twice(arm: FakeArm, clock: Clock
     after_restart = provider_on(arm, clock)
     again = await after_restart.create(3, "first")
     other = await after_restart.create(2, "second")
-    await after_restart.close()
+    await after_restart.close(end_vms=False)
     assert sorted(vm.id for vm in again.vms) == [f"varuna-first-00{n}" for n in range(3)]
     assert sorted(vm.id for vm in other.vms) == [f"varuna-second-00{n}" for n in range(2)]
     assert len(arm.vms) == 5
@@ -99,7 +104,7 @@ async def test_a_manager_that_died_in_the_middle_leaves_nothing_behind(
     await provider.create(2, "first")  # of 5: it died after these
     after_restart = provider_on(arm, clock)
     finished = await after_restart.create(5, "first")
-    await after_restart.close()
+    await after_restart.close(end_vms=False)
     assert len(finished.vms) == len(arm.vms) == 5
 
 
@@ -187,7 +192,7 @@ async def test_our_own_budget_of_requests_is_kept(arm: FakeArm, clock: Clock) ->
     assert (created.refusal.kind, created.refusal.retry_after_s) == (RefusalKind.THROTTLED, 60.0)
     clock.now += 60.0
     assert len((await modest.create(8, "r")).vms) == 8
-    await modest.close()
+    await modest.close(end_vms=False)
 
 
 async def test_errors_of_the_server_are_tried_again(arm: FakeArm, provider: AzureProvider) -> None:
@@ -241,6 +246,131 @@ async def test_a_market_that_says_nothing_is_no_error(arm: FakeArm, provider: Az
     assert (offer.price_per_hour, offer.hazard_per_hour) == (None, None)
 
 
+async def test_vms_are_listed_only_so_often(arm: FakeArm, clock: Clock) -> None:
+    seldom = provider_on(arm, clock, SETTINGS.model_copy(update={"list_every_s": 2.0}))
+    await seldom.create(3, "r")
+    asked = len(arm.requests)
+    arm.evict("varuna-r-001")
+    assert len(await seldom.list()) == 3
+    assert len(arm.requests) == asked
+    clock.now += 2.0
+    assert len(await seldom.list()) == 2
+    await seldom.close(end_vms=False)
+
+
+async def test_a_request_never_has_more_vms_than_asked_for(arm: FakeArm, clock: Clock, provider: AzureProvider) -> None:
+    await provider.create(6, "r")
+    arm.evict("varuna-r-000", "varuna-r-001")
+    after_restart = provider_on(arm, clock)
+    assert len((await after_restart.create(5, "r")).vms) == 5
+    assert len(arm.vms) == 5
+    await after_restart.close(end_vms=False)
+
+
+async def test_a_vm_that_the_list_does_not_show_yet_is_not_made_twice_and_not_deleted(
+    arm: FakeArm, clock: Clock, provider: AzureProvider
+) -> None:
+    await provider.create(3, "r")
+    arm.hidden = {"varuna-r-001"}
+    after_restart = provider_on(arm, clock)
+    created = await after_restart.create(3, "r")
+    assert created.refusal is None
+    assert sorted(arm.vms) == ["varuna-r-000", "varuna-r-001", "varuna-r-002"]
+    assert not [path for method, path in arm.requests if method == "DELETE"]
+    await after_restart.close(end_vms=False)
+
+
+async def test_a_place_that_refused_is_asked_for_one_vm_before_the_others(
+    arm: FakeArm, clock: Clock, provider: AzureProvider
+) -> None:
+    arm.refuses_at_once = True
+    arm.capacity = {(A100, "1"): 0, (A100, "2"): 0, (V100, None): 0}
+    await provider.create(8, "a")
+    for _ in range(4):
+        clock.now += 60.0
+        before = len(arm.vm_writes())
+        await provider.create(8, "a")
+        assert len(arm.vm_writes()) == before + 3  # one for each place
+    clock.now += 60.0
+    arm.capacity = {}
+    assert len((await provider.create(8, "a")).vms) == 8
+
+
+async def test_an_allocation_that_fails_late_is_cleared_away_and_its_place_left_alone(
+    arm: FakeArm, clock: Clock
+) -> None:
+    arm.capacity = {(A100, "1"): 0}
+    hasty = AzureProvider(SETTINGS, arm.client(SETTINGS), boot_script, settle_s=0.0, now=clock)
+    created = await hasty.create(2, "r")
+    assert created.refusal is None  # nobody knows yet
+    while arm.vms:
+        await hasty.list()
+    again = await hasty.create(2, "s")
+    assert {arm.vms[vm.id].place for vm in again.vms} == {(A100, "2")}
+    await hasty.close(end_vms=False)
+
+
+async def test_a_size_that_costs_more_is_offered_before_it_is_taken(
+    arm: FakeArm, clock: Clock, provider: AzureProvider
+) -> None:
+    arm.market = {A100.lower(): ("0.5", "0-5"), V100.lower(): ("0.9", "0-5")}
+    arm.capacity = {(A100, "1"): 1, (A100, "2"): 1}
+    assert (await provider.offer()).price_per_hour == 0.5
+    created = await provider.create(4, "r")
+    assert len(created.vms) == 2
+    assert created.refusal is not None
+    assert (await provider.offer()).price_per_hour == 0.9
+    assert len((await provider.create(3, "r")).vms) == 3
+
+
+async def test_without_prices_a_fleet_with_a_limit_of_cost_gets_no_vm(arm: FakeArm, clock: Clock) -> None:
+    thrifty = provider_on(arm, clock, needs_prices=True)
+    assert (await thrifty.offer()).price_per_hour is None
+    created = await thrifty.create(2, "r")
+    assert not arm.vms
+    assert created.refusal is not None
+    assert "give each size its price_per_hour" in created.refusal.reason
+    await thrifty.close(end_vms=False)
+    sizes = (SETTINGS.sizes[0], SETTINGS.sizes[1].model_copy(update={"price_per_hour": 0.4}))
+    thrifty = provider_on(arm, clock, SETTINGS.model_copy(update={"sizes": sizes}), needs_prices=True)
+    assert (await thrifty.offer()).price_per_hour == 0.4
+    assert {arm.vms[vm.id].size for vm in (await thrifty.create(2, "r")).vms} == {V100}
+    await thrifty.close(end_vms=False)
+
+
+async def test_a_vm_that_is_being_deleted_is_listed_as_going(arm: FakeArm, provider: AzureProvider) -> None:
+    await provider.create(2, "r")
+    arm.vms["varuna-r-000"].state = "Deleting"
+    assert {vm.id: vm.going for vm in await provider.list()} == {"varuna-r-000": True, "varuna-r-001": False}
+    created = await provider.create(2, "r")  # its name is still taken
+    assert sorted(vm.id for vm in created.vms) == ["varuna-r-001", "varuna-r-002"]
+
+
+async def test_deletes_wait_as_long_as_azure_wants(arm: FakeArm, clock: Clock, provider: AzureProvider) -> None:
+    await provider.create(2, "r")
+    arm.throttle_deletes = [120.0]
+    await provider.delete(sorted(arm.vms))
+    await provider.delete(sorted(arm.vms))
+    assert len(arm.writes("virtualMachineScaleSets/varuna/delete")) == 1
+    clock.now += 120.0
+    await provider.delete(sorted(arm.vms))
+    while arm.vms:
+        await provider.list()
+
+
+async def test_a_vm_is_preempted_by_azures_own_simulation(arm: FakeArm, provider: AzureProvider) -> None:
+    await provider.create(2, "r")
+    await provider.preempt("varuna-r-000", 0.0)
+    assert [vm.id for vm in await provider.list()] == ["varuna-r-001"]
+    with pytest.raises(UnknownVmError, match="no VM 'varuna-r-000'"):
+        await provider.preempt("varuna-r-000", 0.0)
+    with pytest.raises(NotThatProviderError, match="a notice of its own"):
+        await provider.preempt("varuna-r-001", 30.0)
+    arm.failures = [403]
+    with pytest.raises(ProviderRefusedError, match="try again"):
+        await provider.preempt("varuna-r-001", 0.0)
+
+
 def document(**changes: Any) -> dict[str, Any]:
     return {**SETTINGS.model_dump(mode="json"), **changes}
 
@@ -271,3 +401,15 @@ def test_the_settings_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "azure.yaml"
     path.write_text(yaml.safe_dump(document()))
     assert read_azure_settings(path) == SETTINGS
+
+
+def test_the_settings_may_be_toml(tmp_path: Path) -> None:
+    path = tmp_path / "azure.toml"
+    path.write_text(
+        'subscription_id = "s"\nresource_group = "g"\nlocation = "westeurope"\nimage = "/images/mine"\n'
+        'subnet_id = "/subnets/vms"\nssh_public_key = "ssh-ed25519 AAAA"\nsizes = [{name = "Standard_A", gpus = 2}]\n'
+    )
+    assert read_azure_settings(path).sizes == (AzureSize(name="Standard_A", gpus=2),)
+    path.write_text("sizes = [")
+    with pytest.raises(ValueError, match=r"azure\.toml: not TOML"):
+        read_azure_settings(path)

@@ -10,7 +10,20 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import JSON, Connection, Engine, MetaData, Table, event, func, insert, inspect, select, text
+from sqlalchemy import (
+    JSON,
+    Connection,
+    Engine,
+    LargeBinary,
+    MetaData,
+    Table,
+    event,
+    func,
+    insert,
+    inspect,
+    select,
+    text,
+)
 from sqlalchemy.types import Boolean, Float, Integer
 
 from varuna_manager.db import schema
@@ -39,6 +52,8 @@ def value_for(column_type: Any) -> Any:
         return 7
     if isinstance(column_type, Float):
         return 1.5
+    if isinstance(column_type, LargeBinary):
+        return b"bytes"
     return {"a": 1} if isinstance(column_type, JSON) else "word"
 
 

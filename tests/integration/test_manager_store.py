@@ -24,9 +24,11 @@ from varuna_manager.domain.states import IllegalTransitionError, JobState, Worke
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.errors import ConflictError, InvalidError
 from varuna_manager.services.events import EventLog
+from varuna_manager.services.job_history import JobHistory
 from varuna_manager.services.jobs import KEY_LIFE_S, JobService
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.reports import ReportService
+from varuna_manager.services.step_metrics import StepMetrics
 from varuna_manager.services.vm_registry import Health, VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -96,6 +98,16 @@ async def add_generation(
         )
 
 
+async def generations(database: Database, job_id: str) -> list[dict[str, Any]]:
+    history = JobHistory(database, lambda: 1000.0)
+    page = await history.generations(job_id, brief=False, descending=False, limit=100, cursor=None)
+    return page.items
+
+
+async def checkpoints(database: Database, job_id: str) -> list[dict[str, Any]]:
+    return (await JobHistory(database).checkpoints(job_id, descending=False, limit=100, cursor=None)).items
+
+
 async def test_migrations_give_what_the_models_say(database: Database) -> None:
     def differences(connection: Connection) -> list[Any]:
         return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
@@ -160,17 +172,17 @@ async def test_an_idempotency_key_means_the_same_job_for_a_day(
     clock.now += 1
     second = await jobs.submit(SPEC.model_copy(update={"run": "false"}), "key")
     assert second["id"] != first["id"]
-    assert len(await jobs.all()) == 2
+    assert len((await jobs.page(limit=10)).items) == 2
 
 
-async def test_what_is_asked_twice_happens_once(database: Database, jobs: JobService, tmp_path: Path) -> None:
+async def test_what_is_asked_twice_happens_once(database: Database, jobs: JobService, events: EventLog) -> None:
     job_id = (await jobs.submit(SPEC, None))["id"]
     first = await jobs.cancel(job_id)
     assert (await jobs.cancel(job_id)) == first
     async with database.write() as session:
         (await session.get_one(JobRow, job_id)).move(JobState.CANCELLED, now=1.0, reason="test")
     assert (await jobs.cancel(job_id))["state"] == "cancelled"
-    told = [event.kind for event in await jobs.events(job_id, 0, 100)]
+    told = [event.kind for event in await events.after(0, job_id=job_id)]
     assert told.count("job_cancelling") == 1
 
 
@@ -215,7 +227,7 @@ async def test_a_redone_step_is_overwritten_by_the_newer_generation_only(
         (3, 2.0, 2),
         (4, 2.0, 2),
     ]
-    second = (await jobs.generations(job_id))[1]
+    second = (await generations(database, job_id))[1]
     assert (second["resumed_step"], second["steps_redone"], second["last_step"]) == (2, 1, 4)
     assert second["seconds_without_progress"] == 7.0
     assert second["state"] == "running"
@@ -227,7 +239,7 @@ async def test_a_loss_that_is_not_a_number_is_stored_as_none(
     job_id = (await jobs.submit(SPEC, None))["id"]
     await add_generation(database, job_id, 1)
     await reports.apply("vm", [steps(job_id, 1, 1, loss=float("nan"))])
-    assert [row["loss"] for row in await jobs.metrics(job_id, 0, 10)] == [None]
+    assert [row["loss"] for row in await StepMetrics(database).steps(job_id, 0, 10)] == [None]
 
 
 async def test_reports_that_come_again_change_nothing(
@@ -257,7 +269,7 @@ async def test_reports_that_come_again_change_nothing(
             vm = await session.get_one(VmRow, "vm")
             worker = await session.get_one(WorkerRow, (job_id, 1, 0))
             told = [(event.kind, event.message) for event in await session.scalars(select(EventRow))]
-            return [told, vm.notice_deadline, worker.state, worker.cause, await jobs.generations(job_id)]
+            return [told, vm.notice_deadline, worker.state, worker.cause, await generations(database, job_id)]
 
     await reports.apply("vm", batch)
     before = await everything()
@@ -274,12 +286,12 @@ async def test_a_report_that_cannot_be_stored_is_dropped_and_the_others_are_not(
     await add_generation(database, job_id, 1)
     absurd = pb.CheckpointCommitted(job_id=job_id, generation=1, step=2**64 - 1, url="u", total_bytes=1)
     await reports.apply("vm", [pb.Report(number=1, checkpoint_committed=absurd), steps(job_id, 1, 1)])
-    assert [metric["step"] for metric in await jobs.metrics(job_id, 0, 10)] == [1]
-    assert await jobs.checkpoints(job_id) == []
+    assert [metric["step"] for metric in await StepMetrics(database).steps(job_id, 0, 10)] == [1]
+    assert await checkpoints(database, job_id) == []
 
 
 async def test_the_log_tells_of_the_first_checkpoint_of_a_generation_and_the_table_has_all(
-    database: Database, jobs: JobService, reports: ReportService
+    database: Database, events: EventLog, jobs: JobService, reports: ReportService
 ) -> None:
     job_id = (await jobs.submit(SPEC, None))["id"]
     saved = [
@@ -288,12 +300,12 @@ async def test_the_log_tells_of_the_first_checkpoint_of_a_generation_and_the_tab
     ]
     for number, fact in enumerate(saved, 1):
         await reports.apply("vm", [pb.Report(number=number, checkpoint_committed=fact)])
-    told = [event.message for event in await jobs.events(job_id, 0, 100) if event.kind == "checkpoint"]
+    told = [event.message for event in await events.after(0, job_id=job_id) if event.kind == "checkpoint"]
     assert told == [
         "step 2 is saved (1.0 MB), the first of generation 1",
         "step 6 is saved (1.0 MB), the first of generation 2",
     ]
-    assert sorted(one["step"] for one in await jobs.checkpoints(job_id)) == [2, 4, 6, 8]
+    assert sorted(one["step"] for one in await checkpoints(database, job_id)) == [2, 4, 6, 8]
 
 
 async def test_events_are_followed_in_order_and_only_once_committed(database: Database, events: EventLog) -> None:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from varuna import CutPoint
-from varuna.calibration import measuring
+from varuna.calibration import compute, measuring
 from varuna.calibration.compute import Clock, SectionMeter, worth_doubling
 from varuna.calibration.links import LinkSample, classify, ring_sizes
 from varuna.calibration.measuring import Meters
@@ -190,7 +190,7 @@ def test_sections_that_cannot_all_stay_on_the_device_are_measured_too(
     sections = range(BLOCKS + 1)
     meters.build(sections)
     for size in (1, 2):
-        assert None not in [meters.measure(section, get_batch(size), size, 0.0) for section in sections]
+        assert None not in meters.measure(sections, get_batch(size), size, 0.0)
     # Of 10,624, 4,224, 4,224 and 6,400 bytes, 8,500 have room for the two blocks.
     assert {section: built.count(section) for section in sections} == {
         0: {0: 2, 1: 2, 2: 2, 3: 2},
@@ -203,18 +203,73 @@ def test_what_does_not_fit_beside_other_sections_is_tried_without_them(monkeypat
     model = TinyLanguageModel()
     meters = Meters(model, trace(model, get_batch(2)), CPU, Precision(torch.float32, "cpu"))
     meters.build([0, 1])
-    really_measure, others = SectionMeter.measure, 1
+    really_measure, failures = measuring.measure_in_turn, 3
 
-    def measure(self: SectionMeter, inputs: Any, micro_batch: int, slice_s: float) -> Measurement:
-        nonlocal others
-        if others >= 0:
-            others -= 1
+    def measure(meters: Sequence[SectionMeter], *arguments: Any) -> list[Measurement]:
+        nonlocal failures
+        if failures > 0:
+            failures -= 1
             raise torch.OutOfMemoryError
-        return really_measure(self, inputs, micro_batch, slice_s)
+        return really_measure(meters, *arguments)
 
-    monkeypatch.setattr(SectionMeter, "measure", measure)
-    assert meters.measure(0, get_batch(1), 1, 0.0) is None, "neither beside the others nor alone"
-    assert meters.measure(1, get_batch(1), 1, 0.0) is not None
+    monkeypatch.setattr(measuring, "measure_in_turn", measure)
+    first, second = meters.measure([0, 1], get_batch(1), 1, 0.0)
+    assert first is None, "neither in turn with the other, nor beside it, nor alone"
+    assert second is not None
+
+
+def test_sections_are_measured_in_the_order_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else small sections would find caches full of what is theirs, as no stage ever does."""
+    ran: list[str] = []
+
+    class Watched(SectionMeter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.section = arguments[2].start
+
+        def forward(self, *arguments: Any) -> tuple[list[Tensor], float]:
+            ran.append(f"F{self.section}")
+            return super().forward(*arguments)
+
+        def backward(self, outputs: list[Tensor]) -> float:
+            ran.append(f"B{self.section}")
+            took_us = super().backward(outputs)
+            assert not outputs, "what it frees is part of its time"
+            return took_us
+
+    model = TinyLanguageModel()
+    monkeypatch.setattr(measuring, "SectionMeter", Watched)
+    meters = Meters(model, trace(model, get_batch(2)), CPU, Precision(torch.float32, "cpu"))
+    meters.build([0, 2, 3])
+    assert None not in meters.measure([0, 2, 3], get_batch(2), 2, 1e-9)
+    memory, first_round = ran[:6], ran[6:12]
+    assert memory == ["F0", "B0", "F2", "B2", "F3", "B3"]
+    assert first_round == ["F0", "F2", "F3", "B3", "B2", "B0"]
+    ran.clear()
+    # What would take the memory of several sections, which no cache holds anyway, is measured alone.
+    monkeypatch.setattr(compute, "_NO_CACHE_BYTES", 1)
+    assert None not in meters.measure([0, 2, 3], get_batch(2), 2, 1e-9)
+    assert ran[6:8] == ["F0", "B0"]
+    assert ran[-2:] == ["F3", "B3"]
+
+
+def test_cores_are_taken_to_be_shared_as_they_were_most_of_the_time() -> None:
+    clock = Clock(CPU)
+    assert clock.sharing == 1.0
+    turn_s = 0.0125
+    for _ in range(16):  # it has half a core
+        clock.note(turn_s, turn_s)
+        clock.note(turn_s, 0.0)
+        assert clock.sharing <= 2.0
+    assert clock.sharing == pytest.approx(2.0)
+    clock.note(1.0, 0.05)
+    assert clock.sharing == pytest.approx(2.0), "that was one interruption"
+    short = Clock(CPU)
+    short.note(0.010, 0.005)
+    assert short.sharing == 2.0
+    quick = Clock(CPU)
+    quick.note(0.1, 0.2)
+    assert quick.sharing == 1.0
 
 
 def test_links_are_classed_by_host() -> None:

@@ -16,16 +16,31 @@ _LIVE_WORKERS = """
     where w.state in ('assigned', 'running')
 """
 
+_CHECKPOINTS = """
+    select c.job_id, c.generation, min(c.step), max(c.step), g.resumed_step
+    from checkpoints c join generations g on g.job_id = c.job_id and g.number = c.generation
+    group by c.job_id, c.generation order by c.job_id, c.generation
+"""
+
 
 class Invariants:
-    """`check` raises AssertionError naming what does not hold."""
+    """`check` raises AssertionError naming what does not hold.
+
+    After every commit: a job that is over stays so unless it is retried; a job's generations are numbered without
+    gaps, and at most one is live; no device has workers of two jobs, or of two live generations; every worker that has
+    not stopped is on a VM that is there; every process belongs to such a worker; each generation's checkpoints begin
+    beyond those of the ones before, none is forgotten, and no generation resumes before the newest of them.
+    At rest: no worker and no process is left. That an older generation completes no step is seen to where steps are
+    made (`simulated_training`).
+    """
 
     def __init__(self, path: Path, training: Training, now: Callable[[], float]) -> None:
         self._path, self._training, self._now = path, training, now
         self._connection: sqlite3.Connection | None = None
-        self._over: dict[str, str] = {}
+        self._over: dict[str, tuple[str, object]] = {}
+        """Jobs that are over: how, and after which generation they were last retried."""
         self._newest: dict[str, int] = {}
-        self._checkpoints: dict[str, int] = {}
+        self._checkpoints = 0
         self.checks = 0
 
     def _read(self, query: str) -> list[tuple[object, ...]]:
@@ -40,13 +55,18 @@ class Invariants:
         self._jobs()
         self._generations()
         self._workers()
+        self._checkpoints_grow()
 
     def _jobs(self) -> None:
-        for job_id, state in self._read("select id, state from jobs"):
-            before = self._over.get(str(job_id))
-            assert before in (None, state), f"job {job_id} was {before} and is {state}"
+        for job, state, retried_after in self._read("select id, state, retried_after from jobs"):
+            before = self._over.get(str(job))
+            if before is not None and (state, retried_after) != before:
+                was = before[0]
+                is_retried = was != "succeeded" and retried_after == self._newest.get(str(job), 0)
+                assert (state, is_retried) == ("queued", True), f"job {job} was {was} and is {state}"
+                del self._over[str(job)]
             if state in TERMINAL_JOB_STATES:
-                self._over[str(job_id)] = str(state)
+                self._over[str(job)] = (str(state), retried_after)
 
     def _generations(self) -> None:
         rows = self._read(
@@ -59,20 +79,46 @@ class Invariants:
             assert newest == count, f"job {job}: {count} generations, the newest is {newest}"
             assert newest >= self._newest.get(job, 0), f"job {job}: generation {newest} after {self._newest[job]}"
             assert live <= 1, f"job {job} has {live} live generations"
-            assert not (live and job in self._over), f"job {job} is {self._over[job]} and has a live generation"
+            assert not (live and job in self._over), f"job {job} is {self._over[job][0]} and has a live generation"
             self._newest[job] = newest
             if job in self._training.jobs:
                 self._training.jobs[job].newest_generation = newest
 
     def _workers(self) -> None:
-        devices: dict[tuple[object, object], tuple[object, object]] = {}
-        for job_id, generation, rank, vm_id, local_rank, generation_state, vm_state in self._read(_LIVE_WORKERS):
+        jobs: dict[tuple[object, object], object] = {}
+        generations: dict[tuple[object, object], object] = {}
+        rows = self._read(_LIVE_WORKERS)
+        for job_id, generation, rank, vm_id, local_rank, generation_state, vm_state in rows:
             who = f"rank {rank} of generation {generation} of job {job_id}"
             assert vm_state is not None, f"{who} is on VM {vm_id}, which is not known"
             assert vm_state != "gone", f"{who} is {generation_state} on VM {vm_id}, which is gone"
+            device = (vm_id, local_rank)
+            assert jobs.setdefault(device, job_id) == job_id, f"device {device}: job {jobs[device]} and {who}"
             if generation_state != "ended":
-                other = devices.setdefault((vm_id, local_rank), (job_id, generation))
-                assert other == (job_id, generation), f"device {local_rank} of VM {vm_id}: {other} and {who}"
+                other = generations.setdefault(device, generation)
+                assert other == generation, f"device {device}: generation {other} and {who}"
+        known = {(job_id, generation, rank) for job_id, generation, rank, *_ in rows}
+        for worker in self._training.alive():
+            key = worker.key
+            assert (key.job_id, key.generation, key.rank) in known, f"{key} runs, and the store does not know of it"
+
+    def _checkpoints_grow(self) -> None:
+        written = self._read("select count(*) from checkpoints")[0][0]
+        assert isinstance(written, int)
+        assert written >= self._checkpoints, f"{self._checkpoints} checkpoints were known, and now {written}"
+        if written == self._checkpoints:
+            return
+        self._checkpoints = written
+        newest: dict[object, tuple[object, int]] = {}
+        for job, generation, first, last, resumed in self._read(_CHECKPOINTS):
+            assert isinstance(first, int)
+            assert isinstance(last, int)
+            before, saved = newest.get(job, (0, 0))
+            who = f"generation {generation} of job {job}"
+            assert first > saved, f"{who} saved step {first}, after generation {before} had saved {saved}"
+            if resumed is not None:
+                assert int(str(resumed)) >= saved, f"{who} resumed at {resumed}: generation {before} had saved {saved}"
+            newest[job] = (generation, last)
 
     def at_rest(self) -> None:
         """What must hold when all jobs are over and nothing moves any more."""
@@ -80,9 +126,8 @@ class Invariants:
         assert not left, f"workers that nobody accounted for: {left}"
         for job_id, state in self._read("select id, state from jobs"):
             assert state in TERMINAL_JOB_STATES, f"job {job_id} is still {state}"
-        for group in self._training.groups.values():
-            alive = [str(m.key) for m in group.members.values() if m.alive]
-            assert not alive, f"processes that still run: {alive}"
+        alive = [str(worker.key) for worker in self._training.alive()]
+        assert not alive, f"processes that still run: {alive}"
 
     def steps_of(self, job_id: str) -> list[int]:
         return [
@@ -95,6 +140,13 @@ class Invariants:
             f"where job_id = '{job_id}' and number = {generation}"
         )
         return float(str(self._read(query)[0][0]))
+
+    def all_that_is_decided(self) -> object:
+        """What a request that is asked again must leave as it is."""
+        jobs = "select id, state, cancel_saves, retried_after, active_name, history from jobs order by id"
+        vms = "select id, state, drain_deadline, notice_id, history from vms order by id"
+        fleet = "select provider, target, min_vms, max_vms from fleet"
+        return [self._read(query) for query in (jobs, vms, fleet, "select count(*) from events")]
 
     def job_states(self) -> dict[str, str]:
         return {str(job_id): str(state) for job_id, state in self._read("select id, state from jobs")}

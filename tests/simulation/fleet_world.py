@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from structlog.testing import capture_logs
@@ -27,6 +27,8 @@ from varuna_planner.shapes import Family, ModelShape
 from varuna_planner.spot_trace import SpotTrace
 from varuna_planner.synthesis import synthesise
 from virtual_time import VirtualTime
+
+T = TypeVar("T")
 
 
 @cache
@@ -73,6 +75,7 @@ class FleetWorld:
         self.expected_errors: set[str] = set()
         """What the manager may log as an error."""
         self._agents = 0
+        self._specs: dict[str, JobSpec] = {}
 
     def _make_vm(self, vm_id: str, gpus: int) -> SimulatedVm:
         return SimulatedVm(vm_id, f"i-{vm_id}", gpus, self.time, self.chance, self.training, self.manager)
@@ -108,13 +111,16 @@ class FleetWorld:
 
     async def submit(self, name: str, *, steps: int, global_batch: int = 512, save_every: int = 10, **spec: Any) -> str:
         """Hand in a job; it takes `steps` steps."""
-        asked = JobSpec(name=name, workdir="/", run="true", global_batch=global_batch, **spec)
-        document = await self.manager.jobs.submit(asked, name)
-        job_id = str(document["id"])
+        self._specs[name] = JobSpec(name=name, workdir="/", run="true", global_batch=global_batch, **spec)
+        job_id = await self.handed_in(self.manager, name)
         self.training.jobs[job_id] = JobTruth(
             job_id=job_id, steps=steps, profile_json=profile_json(), save_every=save_every
         )
         return job_id
+
+    async def handed_in(self, manager: ManagerEnd, name: str) -> str:
+        """The id of the job, whose idempotency key is its name."""
+        return str((await manager.jobs.submit(self._specs[name], name))["id"])
 
     # ------------------------------------------------------------ time
 
@@ -136,16 +142,38 @@ class FleetWorld:
         over = self.manager.is_up and all(
             state in ("succeeded", "failed", "cancelled") for state in self.invariants.job_states().values()
         )
-        return over and not any(m.alive for g in self.training.groups.values() for m in g.members.values())
+        return over and not self.training.alive()
 
     async def _step(self) -> None:
         try:
             await self.time.step()
         except ManagerDiedError:
-            self.deaths += 1
-            await self.manager.die()
-            away_s = self.chance.uniform(*self.disturbances.manager_away_s)
-            self.time.after(away_s, lambda: self.manager.start(self.provider))
+            await self._manager_died()
+
+    async def _manager_died(self) -> None:
+        self.deaths += 1
+        await self.manager.die()
+        away_s = self.chance.uniform(*self.disturbances.manager_away_s)
+        self.time.after(away_s, lambda: self.manager.start(self.provider))
+
+    async def ask(self, request: Callable[[ManagerEnd], Awaitable[T]]) -> T:
+        """What a user asks for, as long as no answer has come; and then once more, which must change nothing."""
+        while True:
+            while not self.manager.is_up:
+                await self.run(1.0)
+            try:
+                answer = await request(self.manager)
+                break
+            except ManagerDiedError:
+                await self._manager_died()
+        decided = self.invariants.all_that_is_decided()
+        doom, self.manager.dies_in = self.manager.dies_in, None
+        again = await request(self.manager)
+        self.manager.dies_in = doom
+        assert again == answer, f"{again} the second time, {answer} the first"
+        now_decided = self.invariants.all_that_is_decided()
+        assert now_decided == decided, f"asked again: {now_decided} instead of {decided}"
+        return answer
 
     # ------------------------------------------------------------ disturbances
 

@@ -23,6 +23,7 @@ from varuna_manager.domain.observed import Proposal, Rules
 from varuna_manager.domain.sharing import RatePoint
 from varuna_manager.providers.base import EmulatedProvider
 from varuna_manager.services.bell import Bell
+from varuna_manager.services.drains import DrainService
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.jobs import JobService
@@ -169,12 +170,13 @@ class ManagerEnd:
         self.jobs = JobService(
             database, self.events, self.bell, now, new_id=lambda: f"{self._chance.getrandbits(32):08x}"
         )
-        loader = SnapshotLoader(database, self.registry, rules, now)
+        self.drains = DrainService(database, self.fleet, self.bell, now)
+        self.loader = SnapshotLoader(database, self.registry, rules, now)
         stacks = StackService(database, self.sessions, self.bell, now)
         self._controllers = (
             JobController(
-                database, loader, self.registry, self.sessions, self._planning, self._rates, stacks, self.events, rules,
-                self._folder, "", 0.5, now,
+                database, self.loader, self.registry, self.sessions, self._planning, self._rates, stacks, self.events,
+                rules, self._folder, "", 0.5, now,
             ),
             FleetController(
                 database, self.registry, provider, self.fleet, self.events, self.bell, rules, 0.5, now,

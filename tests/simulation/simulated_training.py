@@ -133,6 +133,8 @@ class Training:
         group.began = True
         if mode is Mode.CALIBRATE:
             self._time.after(self._chance.uniform(5.0, 20.0), lambda: self._profiled(group))
+        elif group.step == group.job.steps:  # cancelled at its very end, and retried
+            self._finish(group)
         else:
             self._next_step(group)
 
@@ -143,6 +145,11 @@ class Training:
         profile = w.ProfileDone(profile_json=group.job.profile_json)
         first.vm.say(first.key, w.WorkerMessage(profile_done=profile))
         self._finish(group)
+
+    def alive(self) -> list[SimulatedWorker]:
+        """The processes that run, on machines that are there."""
+        members = (member for group in self.groups.values() for member in group.members.values())
+        return [member for member in members if member.alive and member.vm.alive]
 
     def _is_whole(self, group: Group) -> bool:
         alive = sum(m.alive and m.vm.alive for m in group.members.values())

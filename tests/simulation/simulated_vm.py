@@ -21,19 +21,56 @@ REDIAL_S = (0.05, 5.0)
 
 
 class Stream:
-    """One connection: what is under way when it breaks is lost; each end learns of it in its own time."""
+    """One connection: what is under way when it breaks is lost; each end learns of it in its own time.
+
+    Within a stream nothing overtakes anything (TCP). What a busy manager has not read yet when the stream breaks may
+    still be read after the VM's next stream has opened (`hold_back`); and `twice` delivers every message again, as a
+    peer does whose answer was lost.
+    """
 
     def __init__(self, vm: SimulatedVm, time: VirtualTime, chance: Random) -> None:
         self.vm = vm
         self.is_open = True
+        self.twice = False
+        self._held_back: list[Callable[[], None]] | None = None
+        """What the manager has received and does not read; None: it reads."""
+        self._stuck: list[tuple[str, Callable[[], None]]] = []
+        """Sent while there was no network: TCP sends it again."""
         self._time, self._chance = time, chance
         self._arrived = {"up": 0.0, "down": 0.0}
 
-    def carry(self, way: str, deliver: Callable[[], None]) -> None:
+    def carry(self, way: str, deliver: Callable[[], None], *, once: bool = False) -> None:
         """After the network's latency, in the order of sending."""
-        at = max(self._time.now + self._chance.uniform(0.001, 0.05), self._arrived[way])
-        self._arrived[way] = at
-        self._time.at(at, lambda: deliver() if self.is_open and self.vm.reachable else None)
+        for _ in range(2 if self.twice and not once else 1):
+            at = max(self._time.now + self._chance.uniform(0.001, 0.05), self._arrived[way])
+            self._arrived[way] = at
+            self._time.at(at, lambda: self._arrive(way, deliver))
+
+    def _arrive(self, way: str, deliver: Callable[[], None]) -> None:
+        if not self.is_open:
+            return
+        if not self.vm.reachable:
+            self._stuck.append((way, deliver))
+        elif way == "up" and self._held_back is not None:
+            self._held_back.append(deliver)
+        else:
+            deliver()
+
+    def reach_again(self) -> None:
+        """There is a network again."""
+        stuck, self._stuck = self._stuck, []
+        for way, deliver in stuck:
+            self._arrive(way, deliver)
+
+    def hold_back(self) -> None:
+        """From now on the manager does not read, until `read_the_rest`."""
+        if self._held_back is None:
+            self._held_back = []
+
+    def read_the_rest(self) -> None:
+        held_back, self._held_back = self._held_back or [], None
+        for deliver in held_back:
+            deliver()
 
 
 class SimulatedVm:
@@ -198,7 +235,8 @@ class SimulatedVm:
     def _send(self, message: pb.AgentMessage) -> None:
         stream = self.stream
         if stream is not None:
-            stream.carry("up", lambda: self._manager.received(stream, message))
+            is_hello = message.HasField("hello")  # of a second one on the same stream the manager takes no notice
+            stream.carry("up", lambda: self._manager.received(stream, message), once=is_hello)
 
     def hear(self, stream: Stream, message: pb.ManagerMessage) -> None:
         if self.stream is stream:
@@ -231,5 +269,14 @@ class SimulatedVm:
         """The connection is reset."""
         self._close("reset")
 
+    def break_stream_late(self, after_s: float, read_after_s: float) -> None:
+        """The manager stops reading; later the connection is reset, and the rest of it is read later still."""
+        if (stream := self.stream) is not None:
+            stream.hold_back()
+            self._time.after(after_s, lambda: self.break_stream() if self.stream is stream else None)
+            self._time.after(after_s + read_after_s, stream.read_the_rest)
+
     def reach_again(self) -> None:
         self.reachable = True
+        if self.stream is not None:
+            self.stream.reach_again()

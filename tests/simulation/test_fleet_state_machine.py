@@ -1,7 +1,8 @@
-"""Whatever is lost, cut off, killed or taken, in whatever order: the jobs come to the end that they would come to.
+"""Whatever is lost, repeated, late, killed, taken or asked for, in whatever order: the jobs come to their right end.
 
 All state machines together: jobs, generations, VMs, workers, leases and the agents' own states, with the invariants of
-`fleet_invariants` after every commit. VARUNA_TRACES is how many traces are played.
+`fleet_invariants` after every commit. What users ask for (drain, cancel, retry, submit, size of the fleet) is asked
+until there is an answer, and then once more, which changes nothing. VARUNA_FLEET_TRACES is how many traces are played.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from disturbed_fleet import QUICK, books_are_right
 from fleet_world import fleet_world
+from simulated_manager import ManagerEnd
 from simulated_vm import SimulatedVm
+from varuna_manager.services.documents import Document
+from varuna_manager.services.errors import ConflictError
 
 PICK = strategies.integers(0, 1000)
 
@@ -34,7 +38,8 @@ class Fleet(RuleBasedStateMachine):
         world = fleet_world(Path(self.folder.name), seed, rules=QUICK, gpus=gpus)
         self.world = self.runner.run(self.stack.enter_async_context(world))
         self.runner.run(self.world.manager.fleet.set_target(3))
-        self.jobs = [self.runner.run(self.world.submit(name, steps=6, save_every=2)) for name in ("one", "two")]
+        self.jobs = {self.runner.run(self.world.submit(name, steps=6, save_every=2)): name for name in ("one", "two")}
+        self.ends = dict.fromkeys(self.jobs, "succeeded")
 
     def some_vm(self, pick: int) -> SimulatedVm | None:
         vms = [vm for vm in self.world.market.vms.values() if vm.alive]
@@ -48,6 +53,16 @@ class Fleet(RuleBasedStateMachine):
     def a_stream_breaks(self, pick: int) -> None:
         if vm := self.some_vm(pick):
             vm.break_stream()
+
+    @rule(pick=PICK, after_s=strategies.sampled_from([0.1, 2.0]), read_after_s=strategies.sampled_from([0.1, 1.0, 4.0]))
+    def a_stream_breaks_and_is_read_later(self, pick: int, after_s: float, read_after_s: float) -> None:
+        if vm := self.some_vm(pick):
+            vm.break_stream_late(after_s, read_after_s)
+
+    @rule(pick=PICK)
+    def a_stream_says_everything_twice(self, pick: int) -> None:
+        if (vm := self.some_vm(pick)) and vm.stream is not None:
+            vm.stream.twice = True
 
     @rule(pick=PICK, seconds=strategies.sampled_from([5.0, 40.0, 90.0]))
     def a_vm_is_cut_off(self, pick: int, seconds: float) -> None:
@@ -69,6 +84,63 @@ class Fleet(RuleBasedStateMachine):
     def the_manager_is_killed(self, point: int) -> None:
         self.world.manager.dies_in = point
 
+    # ------------------------------------------------------------ users
+
+    @rule(pick=PICK, deadline_s=strategies.sampled_from([None, 0.0, 10.0]))
+    def a_vm_is_drained(self, pick: int, deadline_s: float | None) -> None:
+        if vm := self.some_vm(pick):
+
+            async def drain(manager: ManagerEnd) -> Document | str:
+                try:
+                    return await manager.drains.drain(vm.vm_id, deadline_s)
+                except ConflictError as error:
+                    return str(error)
+
+            self.runner.run(self.world.ask(drain))
+
+    @rule(pick=PICK, save=strategies.booleans())
+    def a_job_is_cancelled(self, pick: int, save: bool) -> None:
+        job_id = self.some_job(pick)
+
+        async def cancel(manager: ManagerEnd) -> str:
+            try:
+                return str((await manager.jobs.cancel(job_id, save=save))["state"])
+            except ConflictError:
+                return str((await manager.jobs.one(job_id))["state"])
+
+        state = self.runner.run(self.world.ask(cancel))
+        assert state in ("succeeded", "cancelling", "cancelled"), state
+        self.ends[job_id] = "succeeded" if state == "succeeded" else "cancelled"
+
+    @rule(pick=PICK)
+    def a_job_is_retried(self, pick: int) -> None:
+        job_id = self.some_job(pick)
+
+        async def retry(manager: ManagerEnd) -> str:
+            try:
+                return str((await manager.jobs.retry(job_id))["state"])
+            except ConflictError as error:
+                return str(error)
+
+        if self.runner.run(self.world.ask(retry)) in ("queued", "running"):
+            self.ends[job_id] = "succeeded"
+
+    @rule(pick=PICK)
+    def a_job_is_submitted_again_with_its_key(self, pick: int) -> None:
+        job_id = self.some_job(pick)
+        assert (
+            self.runner.run(self.world.ask(lambda manager: self.world.handed_in(manager, self.jobs[job_id]))) == job_id
+        )
+
+    @rule()
+    def the_fleet_is_wanted_as_large_as_it_is(self) -> None:
+        self.runner.run(self.world.ask(lambda manager: manager.fleet.set_target(3)))
+
+    def some_job(self, pick: int) -> str:
+        return list(self.jobs)[pick % len(self.jobs)]
+
+    # ------------------------------------------------------------ the end
+
     def teardown(self) -> None:
         try:
             if hasattr(self, "world"):
@@ -82,15 +154,16 @@ class Fleet(RuleBasedStateMachine):
             await self.world.run_until_over(20_000)
             await self.world.run(200)
             self.world.invariants.at_rest()
-            assert set(self.world.invariants.job_states().values()) == {"succeeded"}
+            assert self.world.invariants.job_states() == self.ends
             for job in self.jobs:
-                books_are_right(self.world, job)
+                if self.ends[job] == "succeeded":
+                    books_are_right(self.world, job)
             self.world.nothing_leaked()
 
 
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(
-    max_examples=int(os.environ.get("VARUNA_TRACES", "3")),
+    max_examples=int(os.environ.get("VARUNA_FLEET_TRACES", "3")),
     stateful_step_count=12,
     deadline=None,
     phases=(Phase.generate,),  # a failing trace is told with its event log; to make it shorter would take hours

@@ -63,3 +63,25 @@ async def test_two_jobs_start_on_one_vm_one_after_the_other(tmp_path: Path) -> N
             books_are_right(world, job)
         ports = world.invariants.rendezvous_ports()
         assert len(ports) == len(set(ports)) == 4, ports
+
+
+@pytest.mark.parametrize("lost", ["launch", "launch and stop"])
+async def test_a_job_is_cancelled_whose_launch_never_arrived(tmp_path: Path, lost: str) -> None:
+    async with fleet_world(tmp_path, seed=5, rules=QUICK) as world:
+        await world.manager.fleet.set_target(2)
+        job = await world.submit("one", steps=5)
+        while not world.invariants.rendezvous_ports():
+            await world.run(0.0005)  # less than the way to a VM takes
+        for vm in world.market.vms.values():
+            vm.break_stream()  # what is under way to it is lost
+        if lost == "launch":
+            await world.ask(lambda manager: manager.jobs.cancel(job))
+        assert not world.training.groups, "no launch has arrived"
+        if lost == "launch and stop":
+            await world.ask(lambda manager: manager.jobs.cancel(job))
+            await world.run(1.0)
+            for vm in world.market.vms.values():
+                vm.break_stream()
+        await world.run_until_over(100)
+        assert world.invariants.job_states() == {job: "cancelled"}
+        world.invariants.at_rest()

@@ -1,11 +1,10 @@
-"""A VM of a real fleet is made slow: it is found, quarantined, and the job goes on without it.
+"""A VM of a real fleet is made slow: it is found, quarantined and left, and, well again, taken back on probation.
 
     .venv/bin/python tests/soak/slow_vm.py [--dir test-artifacts/slow-vm] [--slowdown 3]
 
-Its worker is stopped and continued every few milliseconds (SIGSTOP, SIGCONT), so that it takes --slowdown times as
-long for the same work. Not part of `make test`: it takes more than a minute, and on a machine whose cores are busy with
-other things every VM is slow now and then. Exits 0 when the event log has `vm_slow`, `vm_quarantined` and a generation
-without it.
+Its worker is stopped and continued (SIGSTOP, SIGCONT), so that it takes --slowdown times as long for the same work.
+Not part of `make test`: it takes some minutes. Exits 0 when the event log has the whole story: `vm_slow`,
+`vm_quarantined`, a generation without the VM, `vm_released`, and a generation with it that trains on.
 """
 
 from __future__ import annotations
@@ -31,9 +30,25 @@ from manager_world import all_ready, wait_until  # noqa: E402
 from restartable_manager import RestartableManager  # noqa: E402
 from varuna_client.demo.processes import DemoProcesses  # noqa: E402
 
-RUNS_S = 0.004
-"""At a time; in between it stands still."""
-DEADLINE_S = 240.0
+RUNS_S = 0.02
+"""At a time; in between it stands still. Longer than the turn that the kernel gives a process which has just slept: on
+busy cores, one that sleeps most of the time gets its turns before all others, and is no slower than they are. Shorter
+than an op, so that every op has its share of standing still."""
+DEADLINE_S = 600.0
+QUARANTINE_S = 20.0
+STEPS_AFTER = 40
+"""With the VM back: more than a whole window of what it takes."""
+MICRO_BATCH = 64
+"""Its forward takes a core some 40 ms, its backward twice that."""
+TOLD = (
+    "vm_slow",
+    "vm_well",
+    "vm_quarantined",
+    "vm_released",
+    "generation_stopping",
+    "generation_started",
+    "first_step",
+)
 SCRIPT = """
     import torch
     from torch import nn
@@ -51,7 +66,7 @@ SCRIPT = """
             return self.second(self.cut(x)).square().mean()
 
     torch.set_num_threads(1)
-    data = [{"x": torch.full((1024,), i / 256)} for i in range(256)]
+    data = [{"x": torch.full((1024,), i / 1024)} for i in range(1024)]
     model = Varuna(Wide(), get_batch_fn=lambda size, device=None: {"x": torch.ones(size, 1024)})
     model.set_optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
     for step, batch in Batches(data, first_step=model.resume() + 1, last_step=1_000_000):
@@ -91,12 +106,12 @@ def main() -> int:
     (folder / "job").mkdir(parents=True)
     (folder / "job" / "train.py").write_text(textwrap.dedent(SCRIPT))
     with DemoProcesses(folder) as processes:
-        manager = RestartableManager(processes, folder, "--vms", "3", "--slow-looks", "2")
+        manager = RestartableManager(processes, folder, "--vms", "3", "--quarantine-s", f"{QUARANTINE_S:g}")
         manager.start()
         with manager.client() as client:
             wait_until(lambda: all_ready(client, 3), "three VMs")
-            spec = {"workdir": str(folder / "job"), "run": "python train.py", "global_batch": 48}
-            job = client.submit({"name": "wide", "plan": {"p": 1, "micro_batch": 4}, **spec})["id"]
+            spec = {"workdir": str(folder / "job"), "run": "python train.py", "global_batch": 6 * MICRO_BATCH}
+            job = client.submit({"name": "wide", "plan": {"p": 1, "micro_batch": MICRO_BATCH}, **spec})["id"]
             wait_until(lambda: client.job(job)["step"] >= 5, "five steps", DEADLINE_S)
             first = client.generations(job)[-1]
             assert first["d"] == 3, first
@@ -104,26 +119,38 @@ def main() -> int:
             say(f"making VM {victim['vm_id']} slow (rank {victim['rank']}, process {victim['pid']})")
             with slowed(victim["pid"], given.slowdown):
                 found = wait_until(lambda: events(client, job, "vm_quarantined"), "the quarantine", DEADLINE_S)
-            after = wait_until(
-                lambda: (
-                    (last := client.generations(job)[-1])["number"] > first["number"] and last["last_step"] and last
-                ),
-                "a step of the next generation",
-                DEADLINE_S,
-            )
-            for event in client.events(job):
-                if event["kind"] in ("vm_slow", "vm_quarantined", "generation_stopping", "generation_started"):
+            without = wait_until(lambda: stepping(client, job, first["number"]), "a step without it", DEADLINE_S)
+            wait_until(lambda: events(client, job, "vm_released"), "its probation", DEADLINE_S)
+            back = wait_until(lambda: stepping(client, job, without["number"]), "a step with it", DEADLINE_S)
+            wait_until(lambda: client.job(job)["step"] >= back["last_step"] + STEPS_AFTER, "more steps", DEADLINE_S)
+            for event in client.events():
+                if event["kind"] in TOLD:
                     say(f"{event['kind']}: {event['message']}")
             assert [event["vm_id"] for event in found] == [victim["vm_id"]]
-            assert victim["vm_id"] not in {place["vm_id"] for place in after["placement"]}
-            assert after["steps_redone"] == 0
+            assert victim["vm_id"] not in vms_of(without)
+            assert victim["vm_id"] in vms_of(back)
+            causes = [generation["end_cause"] for generation in client.generations(job)]
+            assert causes == ["profiled", "slow_vm", "growth", None], "it is slow no more, and stays"
+            assert len(events(client, job, "vm_quarantined")) == 1
+            assert without["steps_redone"] == back["steps_redone"] == 0
             client.cancel(job)
-    say(f"VM {victim['vm_id']} was left, and no step was done twice")
+    say(f"VM {victim['vm_id']} was left and taken back, and no step was done twice")
     return 0
 
 
+def stepping(client: Any, job: str, after: int) -> Any:
+    """The newest generation, once it has completed a step and comes after the generation `after`; else None."""
+    last = client.generations(job)[-1]
+    return last if last["number"] > after and last["last_step"] else None
+
+
+def vms_of(generation: Any) -> set[str]:
+    return {place["vm_id"] for place in generation["placement"]}
+
+
 def events(client: Any, job: str, kind: str) -> list[Any]:
-    return [event for event in client.events(job) if event["kind"] == kind]
+    """Of the job or of a VM."""
+    return [event for event in client.events() if event["kind"] == kind and event["job_id"] in (job, None)]
 
 
 def say(text: str) -> None:

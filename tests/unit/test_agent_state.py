@@ -227,7 +227,9 @@ def test_the_next_heartbeat_says_for_which_jobs_it_prepares() -> None:
     wish = pb.Prepare(job_id="job", command="python train.py")
     assert vm.says(prepare=wish) == [st.Prepare(wish)]
     (heartbeat,) = sent(vm.handle(st.Preparing(frozenset({"job"}))), "heartbeat")
-    assert list(heartbeat.preparing_jobs) == ["job"]
+    assert (list(heartbeat.preparing_jobs), list(heartbeat.warm_jobs)) == (["job"], [])
+    (heartbeat,) = sent(vm.handle(st.Preparing(frozenset(), frozenset({"job"}))), "heartbeat")
+    assert (list(heartbeat.preparing_jobs), list(heartbeat.warm_jobs)) == ([], ["job"])
     vm.says(drain=pb.Drain())
     assert of(st.Prepare, vm.says(prepare=wish)) == []
 
@@ -331,7 +333,20 @@ def test_a_stop_of_another_generation_leaves_newer_workers_alone() -> None:
     vm = Vm()
     vm.says(launch=launch(2))
     vm.ready(key(2))
-    assert vm.says(stop=stop(1)) == []
+    said = vm.says(stop=stop(1))
+    assert vm.phases() == {key(2): Phase.READY}
+    assert [type(instruction) for instruction in said] == [st.Send]
+
+
+def test_a_stop_of_what_never_arrived_is_answered() -> None:
+    """Its Launch was lost on the way: the manager would wait for ever for ends of workers that never were."""
+    vm = Vm()
+    vm.connect()
+    (refused,) = sent(vm.says(stop=stop(3)), "command_refused")
+    assert (refused.job_id, refused.generation) == ("job", 3)
+    assert refused.reason == "generation 3 was stopped, and nothing of it runs on VM vm-1"
+    assert vm.says(launch=launch(3)) != []
+    assert vm.phases() == {}
 
 
 # ---------------------------------------------------------------- exits

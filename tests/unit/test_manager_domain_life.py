@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varuna_manager.domain.commands import LaunchKey, Presence, StopKey, wanted_commands
-from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
+from varuna_manager.domain.devices import next_devices
+from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.observed import (
     AskStacks,
     Device,

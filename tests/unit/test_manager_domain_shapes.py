@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from decision_views import NOW, RULES, decide, devices, generation, job, kinds, plan_for, proposal, vm, worker
 
+from varuna_manager.domain.devices import next_devices
 from varuna_manager.domain.fleet_past import FleetPast
-from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
+from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.morphs import Morphs, PastShape, look_back
 from varuna_manager.domain.observed import (
     Decision,

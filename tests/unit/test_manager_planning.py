@@ -88,7 +88,7 @@ import sys
 from pathlib import Path
 from numba.core import caching
 caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]  # as where no folder of its own is writable
-from varuna_manager.services.planning import load_planner
+from varuna_manager.services.planner import load_planner
 load_planner(Path(sys.argv[1]))
 import varuna_planner.auto_config
 """

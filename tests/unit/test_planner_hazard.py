@@ -32,6 +32,15 @@ def test_hours_without_a_loss_lower_it() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="-1 removals"):
         removals_per_vm_hour(-1, 0)
+    with pytest.raises(ValueError, match="-0.1 removals per VM-hour are expected"):
+        removals_per_vm_hour(0, 0, -0.1)
+
+
+def test_what_the_market_tells_stands_where_nothing_was_seen_and_gives_way_to_what_is() -> None:
+    assert removals_per_vm_hour(0, 0, 0.025) == pytest.approx(0.025)
+    assert removals_per_vm_hour(10, 10, 0.0) == pytest.approx(0.5)
+    told = FleetWatch(0.0).look({}, 0.0, 0.025)
+    assert told.stops_per_hour(4) == pytest.approx(0.1)
 
 
 def vm(number: int, state: VmState = VmState.READY, notice_deadline: float | None = None) -> VmView:

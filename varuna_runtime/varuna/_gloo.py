@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Store
 
-__all__ = ["NEVER", "GlooGroup", "Work", "connect_group", "first_line", "keep_for_ever"]
+__all__ = ["NEVER", "GlooGroup", "Work", "connect_group", "keep_for_ever"]
 
 NEVER = timedelta(days=365)
 """The time limit inside gloo: a gloo wait that runs out destroys its group, so none ever may."""
@@ -66,8 +66,3 @@ def record_event(timed: bool = False) -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, which for gloo's errors is all there is to know."""
-    return str(error).strip().partition("\n")[0]

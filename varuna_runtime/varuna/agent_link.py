@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from types import TracebackType
 
 from varuna.departure import Departure, GenerationEnded, end_process
@@ -58,9 +59,11 @@ class AgentLink:
         )
         threading.Thread(target=self._read, args=(self._socket,), name="varuna-agent-link", daemon=True).start()
 
-    def ready(self, resumed_step: int) -> None:
-        """The model is built and the state loaded, which has `resumed_step` steps behind it."""
-        self._send(worker_pb2.WorkerMessage(ready=worker_pb2.WorkerReady(resumed_step=resumed_step)))
+    def ready(self, resumed_step: int, took_s: Mapping[str, float]) -> None:
+        """The model is built and the state loaded, which has `resumed_step` steps behind it; `took_s`: by phase."""
+        phases = [agent_pb2.Phase(name=name, seconds=seconds) for name, seconds in took_s.items()]
+        ready = worker_pb2.WorkerReady(resumed_step=resumed_step, phases=phases)
+        self._send(worker_pb2.WorkerMessage(ready=ready))
 
     def step_done(self, step: worker_pb2.StepDone) -> None:
         self._send(worker_pb2.WorkerMessage(step_done=step))
@@ -75,6 +78,10 @@ class AgentLink:
         if now_s - self._evaluated_said_s >= _EVALUATED_EVERY_S:
             self._evaluated_said_s = now_s
             self._send(worker_pb2.WorkerMessage(evaluated=worker_pb2.Evaluated(micro_batches=self._evaluated)))
+
+    def step_traced(self, traced: agent_pb2.StepTraced) -> None:
+        """What this rank did in a step."""
+        self._send(worker_pb2.WorkerMessage(step_traced=traced))
 
     def checkpoint_done(self, step: int, url: str, total_bytes: int) -> None:
         """A checkpoint is committed."""

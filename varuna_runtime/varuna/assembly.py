@@ -73,8 +73,10 @@ def assemble(
     stages = stage_sections(environment.stage_starts, topology.p, len(model_map.sections))
     own = stages[topology.stage]
     stage = build_stage(model, model_map, own.start, own.stop, device)
+    worker.phases.done("build")
     tied = tied_over_stages(model_map.shared, stages)
-    timeline = Timeline.from_environ(os.environ, rank=topology.rank, p=topology.p)
+    tell = worker.link.step_traced if environment.agent_socket else None
+    timeline = Timeline.from_environ(os.environ, rank=topology.rank, p=topology.p, tell=tell)
     links = connect_links(topology, rendezvous, device, worker.departure, timeline)
     same_stage = topology.ranks_of((topology.stage,))
     replicas = connect_holders(topology, f"replicas/{topology.stage}", same_stage, rendezvous, device, worker.departure)

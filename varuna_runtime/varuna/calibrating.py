@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from varuna._gloo import first_line
 from varuna.calibration.cache import ProfileCache, fingerprint, why_not_enough
 from varuna.calibration.measuring import calibrate, device_name
 from varuna.calibration.optimizer import OptimizerMemory, measure_optimizer
 from varuna.calibration.peers import Peers
 from varuna.departure import PeerLost
+from varuna.error_text import first_line
 from varuna.partition.model_map import ModelMap
 from varuna.precision import Precision
 from varuna.worker import Worker

@@ -11,10 +11,10 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from varuna._gloo import first_line
 from varuna.agreement import Totals, agree
 from varuna.checkpoint import Cadence, Checkpointer, Loaded, TrainingState, load, on_one_disk, resume
 from varuna.departure import PeerLost
+from varuna.error_text import first_line
 from varuna.launch import Group
 from varuna.partition import Stage
 from varuna.partition.model_map import ModelMap, first_names

@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from varuna._gloo import NEVER, GlooGroup, Work, connect_group, first_line
+from varuna._gloo import NEVER, GlooGroup, Work, connect_group
 from varuna.departure import Departure, PeerLost
+from varuna.error_text import first_line
 from varuna_proto.environment import Mode, WorkerEnvironment, parse_stage_to_rank_map
 
 __all__ = [

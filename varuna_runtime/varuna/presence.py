@@ -20,8 +20,8 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-from varuna._gloo import first_line
 from varuna.departure import Departure, PeerLost
+from varuna.error_text import first_line
 from varuna_proto.environment import EXIT_GENERATION_ENDED
 
 __all__ = ["Presence"]

@@ -100,6 +100,7 @@ class Varuna(nn.Module):
         self._precision.check_parameters(model.named_parameters())
         with global_generators_kept(self._device), self._precision.dry_run():
             model_map = trace(model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or ())
+        self._worker.phases.done("trace")
         self._optimizer: Optimizer | None = None
         self._scaler: LossScaler | None = None
         self._step = 0
@@ -132,6 +133,7 @@ class Varuna(nn.Module):
         self._parameters_here = stage.parameters if self._host is None else self._host.parameters
         self._held = held_state(model_map, stage, self._parameters_here, names)
         self._checkpointing = Checkpointing(self._worker, everyone)
+        self._worker.phases.done("connect")
 
     # What nn.Module's users look at
 
@@ -374,9 +376,11 @@ class Varuna(nn.Module):
         """
         self._require_optimizer("resume")
         self._resumed = True
+        self._worker.phases.done("script")
         loaded = self._checkpointing.resume(self._training_state())
         if loaded is not None:
             self._take(loaded)
+        self._worker.phases.done("load")
         self._say_ready()
         return self._step
 
@@ -402,4 +406,5 @@ class Varuna(nn.Module):
             environment = self._worker.environment
             if environment.checkpoint_url and environment.generation > 1 and not self._resumed:
                 _log.warning("the script trains from its beginning again: call resume() after set_optimizer()")
-            self._worker.link.ready(self._step)
+            self._worker.phases.done("script")
+            self._worker.link.ready(self._step, self._worker.phases.took_s)

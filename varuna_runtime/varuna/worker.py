@@ -16,6 +16,7 @@ from varuna._gloo import keep_for_ever
 from varuna.agent_link import AgentLink, install_excepthook
 from varuna.departure import Departure, end_process
 from varuna.launch import Rendezvous
+from varuna.phases import Phases
 from varuna.pipeline.engine import PassResult
 from varuna.presence import Presence
 from varuna.topology import Topology
@@ -34,6 +35,8 @@ class Worker:
     departure: Departure
     link: AgentLink
     rendezvous: Rendezvous
+    phases: Phases
+    """Of its start, since it has connected to the agent."""
 
     @classmethod
     def join(cls, environment: WorkerEnvironment) -> Worker:
@@ -45,6 +48,7 @@ class Worker:
         # A process that leaves has threads inside gloo, for which interpreter shutdown would wait: it ends before that.
         atexit.register(_at_exit, departure)
         link = AgentLink(environment, departure)
+        phases = Phases()
         if environment.world_size > 1 or environment.agent_socket:
             install_excepthook(link)
         rendezvous = Rendezvous(environment, departure)
@@ -53,8 +57,9 @@ class Worker:
                 environment.rank, environment.world_size, rendezvous.store, rendezvous.own_address(), departure
             )
             atexit.register(presence.say_goodbye)  # before `_at_exit`: what is registered last is called first
+        phases.done("meet")
         topology = Topology(environment.p, environment.d, environment.rank)
-        return cls(environment, topology, departure, link, rendezvous)
+        return cls(environment, topology, departure, link, rendezvous, phases)
 
     def report_step(
         self, step: int, loss: float, examples: int, passed: PassResult, step_ns: int, device: torch.device

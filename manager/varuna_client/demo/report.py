@@ -184,5 +184,5 @@ def _generation(generation: Generation, observed: Observation) -> dict[str, Any]
         "steps_redone": generation.get("steps_redone"),
         "steps": len(times),
         "minibatch_s": statistics.median(times) if times else None,
-        "predicted_minibatch_s": (generation.get("plan") or {}).get("predicted_minibatch_s"),
+        "predicted_minibatch_s": generation["plan"].get("predicted_minibatch_s"),
     }

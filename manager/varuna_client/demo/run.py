@@ -84,7 +84,7 @@ def find_example() -> Path:
 
 def job_spec(example: Path, steps: int) -> JobSpec:
     """The example's own job file, with the demo's number of steps."""
-    spec = load_job(example / "job.yaml")
+    spec = load_job(example / "job.yaml").spec
     run, replaced = re.subn(r"--steps \d+", f"--steps {steps}", str(spec["run"]))
     if replaced != 1:
         raise UserError(f"{example / 'job.yaml'}: its run line says no --steps: the demo sets their number there")

@@ -124,7 +124,7 @@ def training(observed: Observation, steps: int) -> RenderableType:
         number = observed.job["generation"]
         grid.add_row("generation", f"{number} is being calibrated or replaced" if number else "none yet")
     else:
-        plan = generation.get("plan") or {}
+        plan = generation["plan"]
         shape = render.shape(generation["p"], generation["d"])
         grid.add_row("generation", f"{generation['number']}:  P×D = {shape}, micro-batch {generation['micro_batch']}")
         grid.add_row("why", generation["reason"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from varuna_client import render
 from varuna_client.documents import Job, JobSpec
 from varuna_client.errors import UserError
 from varuna_client.follow import follow_job
-from varuna_client.jobfile import load_job
+from varuna_client.jobfile import hand_in, load_job
 from varuna_client.options import DEFAULT_URL, AsJson, ManagerUrl, connect, emit, make_console
 from varuna_client.planning.files import write_text
 from varuna_client.planning.profiles import profile_document, profile_page
@@ -32,7 +33,8 @@ def run(
 
     told = make_console(stderr=True)
     with connect(manager_url) as client:
-        job = client.submit(profiling_job(load_job(job_file)))
+        file = load_job(job_file)
+        job = hand_in(client, replace(file, spec=profiling_job(file.spec)))
         for latest, _metrics, events in follow_job(client, job["id"]):
             job = latest
             for event in events:

@@ -170,6 +170,7 @@ def _rank_times(running: _Running, took: Mapping[int, Took], examined: Examined)
             vm_id=running.vm_ids[rank],
             median_us=each.median_us,
             mad_us=each.mad_us,
+            steps=each.steps,
             expected_us=examined.expected_us[rank % p],
         )
         for rank, each in took.items()

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 import structlog
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.controllers.fleet_size import FleetSize
+from varuna_manager.controllers.store_rows import BusyVms
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow
 from varuna_manager.domain.fleet_decision import Limits, decide_vm
-from varuna_manager.domain.observed import Rules
+from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.states import VmState
 from varuna_manager.providers.base import Notice, Provider, ProviderVm
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.events import EventLog
-from varuna_manager.services.fleet import FleetService, workers_by_vm
+from varuna_manager.services.fleet import FleetService
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.vm_rows import VmFacts, VmRows
+from varuna_manager.services.vm_views import VmViews
 
 _BROKEN_STREAM_S = 2.0
 """For so long after a stream broke, the provider is asked often: it may take a moment to see that the VM is gone."""
 _BROKEN_STREAM_PERIOD_S = 0.1
-_VMS = select(VmRow).where(VmRow.state != VmState.GONE.value)
 
 
 class FleetController:
@@ -68,20 +69,24 @@ class FleetController:
             limits=limits or Limits(),
             spare_after_s=spare_after_s,
             chance=chance or Random(),
+            ring=bell.ring,
         )
+        self._rows, self._busy, self._views = VmRows(), BusyVms(), VmViews(registry, now)
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
+        self._going: Sequence[ProviderVm] = ()
+        """VMs that the provider is still deleting: gone, but paid for."""
         self._trouble = ""
         """Of the provider, when it was asked last; empty: it answered."""
 
     async def reconcile(self) -> float:
         answer = await self._ask_provider()
-        changed, alive = await self._note(answer)
-        for row in alive:
-            if row.vm_state is VmState.GONE:
-                self._registry.forget(row.id)
+        changed = await self._take_in(answer)
+        rows, views = await self._look()
+        if await self._note(rows, views):
+            changed = True
+            rows, views = await self._look()
         if answer is not None and self._provider.grows:
-            staying = [row for row in alive if row.vm_state is not VmState.GONE]
-            changed |= await self._size.resize(staying, self._registry)
+            changed |= await self._size.resize(rows, views, self._registry, self._going)
         if changed:
             self._bell.ring()
             return 0.0
@@ -91,7 +96,7 @@ class FleetController:
     async def _ask_provider(self) -> tuple[dict[str, ProviderVm], Sequence[Notice]] | None:
         """What it lists; None when it does not answer: then silence alone tells which VMs are lost."""
         try:
-            listed = {vm.id: vm for vm in await self._provider.list()}
+            vms = await self._provider.list()
             notices = await self._provider.notices()
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
@@ -103,53 +108,82 @@ class FleetController:
         if self._trouble:
             self._trouble = ""
             await self._tell("provider_back", "the provider answers again")
-        return listed, notices
+        self._going = [vm for vm in vms if vm.going]
+        return {vm.id: vm for vm in vms if not vm.going}, notices
+
+    async def close(self) -> None:
+        """Wait for nothing that the provider was asked for."""
+        await self._size.close()
 
     async def _tell(self, kind: str, message: str) -> None:
         async with self._database.write() as session:
             self._events.add(session, kind, message, data={"provider": self._provider.name})
 
-    async def _note(
-        self, answer: tuple[dict[str, ProviderVm], Sequence[Notice]] | None
-    ) -> tuple[bool, Sequence[VmRow]]:
-        """Bring the store up to date; whether anything changed, and the VMs that were not gone before."""
-        changed = False
-        async with self._database.write() as session:
-            rows = (await session.scalars(_VMS)).all()
-            alive = {row.id: row for row in rows}
-            if answer is not None:
-                listed, notices = answer
-                for vm_id in sorted(listed.keys() - alive.keys()):
-                    row = await self._adopt(session, listed[vm_id])
-                    changed = True
-                    if row is not None:
-                        alive[vm_id] = row
+    async def _look(self) -> tuple[Mapping[str, VmFacts], Mapping[str, VmView]]:
+        """All VMs that are not gone, by id."""
+        async with self._database.read() as session:
+            rows, busy = await self._rows.read(session), await self._busy.read(session)
+        return rows, await self._views.look(rows, busy)
+
+    async def _take_in(self, answer: tuple[dict[str, ProviderVm], Sequence[Notice]] | None) -> bool:
+        """Put down what the provider says; whether that changed which VMs there are."""
+        if answer is None:
+            return False
+        listed, notices = answer
+        async with self._database.read() as session:
+            rows = await self._rows.read(session)
+        unknown = sorted(listed.keys() - rows.keys())
+        for vm_id in rows:
+            self._registry.set_listed(vm_id, vm_id in listed)
+        prices = {vm_id: vm.price_per_hour for vm_id, vm in listed.items() if vm.price_per_hour is not None}
+        other = [vm_id for vm_id, row in rows.items() if prices.get(vm_id, row.price_per_hour) != row.price_per_hour]
+        adopted = False
+        if unknown or notices or other:
+            async with self._database.write() as session:
+                for vm_id in unknown:
+                    if await self._adopt(session, listed[vm_id]):
+                        self._registry.set_listed(vm_id, True)
+                        adopted = True
+                for vm_id in other:
+                    (await session.get_one(VmRow, vm_id)).price_per_hour = prices[vm_id]
                 for notice in notices:
                     await self._fleet.note_notice(session, notice.vm_id, notice.id, notice.deadline_unix_s)
-                for vm_id in alive:
-                    self._registry.set_listed(vm_id, vm_id in listed)
-            busy = await workers_by_vm(session)
-            for row in alive.values():
-                view = self._registry.view(row, now=self._now(), workers=busy[row.id])
-                verdict = decide_vm(self._now(), view, self._rules)
+        return adopted
+
+    async def _note(self, rows: Mapping[str, VmFacts], views: Mapping[str, VmView]) -> bool:
+        """Bring the VMs' states up to date; whether anything changed."""
+        now = self._now()
+        verdicts = {vm_id: decide_vm(now, view, self._rules) for vm_id, view in views.items()}
+        until = {vm_id: row.quarantined_until for vm_id, row in rows.items() if row.quarantined_until is not None}
+        released = {vm_id for vm_id, at in until.items() if at <= now}
+        to_change = [vm_id for vm_id in rows if verdicts[vm_id] is not None or vm_id in released]
+        if not to_change:
+            return False
+        gone = []
+        async with self._database.write() as session:
+            for vm_id in to_change:
+                row, verdict = await session.get_one(VmRow, vm_id), verdicts[vm_id]
+                if row.version != rows[vm_id].version:
+                    continue  # decided on what is no longer so: the next look is at once
                 if verdict is not None:
                     await self._fleet.move_vm(session, row, verdict.state, verdict.reason)
-                    changed = True
-                changed |= self._end_quarantine(session, row)
-        return changed, list(alive.values())
+                    gone += [vm_id] if verdict.state is VmState.GONE else []
+                if vm_id in released:
+                    self._end_quarantine(session, row)
+        for vm_id in gone:
+            self._registry.forget(vm_id)
+        return True
 
-    async def _adopt(self, session: AsyncSession, vm: ProviderVm) -> VmRow | None:
-        """A VM of ours that the store does not know, or gave up: the one is taken, the other is given back again."""
-        row = await session.get(VmRow, vm.id)
-        if row is None:
-            return self._fleet.add_vm(session, vm)
+    async def _adopt(self, session: AsyncSession, vm: ProviderVm) -> bool:
+        """A VM of ours that the store does not know, or gave up: the one is taken, the other is given back again.
+        Whether it is taken."""
+        if await session.get(VmRow, vm.id) is None:
+            self._fleet.add_vm(session, vm)
+            return True
         self._size.reap(vm.id)
-        return None
+        return False
 
-    def _end_quarantine(self, session: AsyncSession, row: VmRow) -> bool:
+    def _end_quarantine(self, session: AsyncSession, row: VmRow) -> None:
         """Probation: what was slow once may be well again; whether it is shows when it works."""
-        if row.quarantined_until is None or self._now() < row.quarantined_until:
-            return False
         row.quarantined_until = None
         self._events.add(session, "vm_released", f"VM {row.id} is out of quarantine, on probation", vm_id=row.id)
-        return True

@@ -6,7 +6,9 @@ between leaves the request behind; the next one makes it again, which makes no V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 import structlog
@@ -27,16 +29,33 @@ from varuna_manager.domain.fleet_decision import (
 )
 from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.states import VmState
-from varuna_manager.providers.base import Provider
+from varuna_manager.providers.base import Created, Provider, ProviderVm
 from varuna_manager.services.events import EventLog
-from varuna_manager.services.fleet import FleetService, job_wants, workers_by_vm
+from varuna_manager.services.fleet import FleetService, job_wants
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.vm_rows import VmFacts
 
 _ENOUGH_FOR_S = 3600.0
 """What jobs left idle is worth another try after so long: their shapes and profiles change."""
 
 
+_PATIENCE_S = 0.3
+"""Of a look, with a provider that is asked for VMs: a cloud may take a minute, and VMs are lost meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The provider makes VMs."""
+
+    answer: asyncio.Task[Created]
+    missing: int
+    made: int
+    """VMs of the request that were known before."""
+
+
 class FleetSize:
+    """`ring`: called when the provider answers after a look has given up waiting."""
+
     def __init__(
         self,
         *,
@@ -49,6 +68,7 @@ class FleetSize:
         limits: Limits,
         spare_after_s: float,
         chance: Random,
+        ring: Callable[[], None],
     ) -> None:
         self._database = database
         self._provider = provider
@@ -59,6 +79,7 @@ class FleetSize:
         self._limits = limits
         self._spare_after_s = spare_after_s
         self._chance = chance
+        self._ring = ring
         self._log = structlog.get_logger("varuna.fleet")
         self._refusals: Refusals | None = None
         self._idle_since: dict[str, float] = {}
@@ -66,48 +87,69 @@ class FleetSize:
         """For these jobs so many VMs were enough, seen at that time."""
         self._told: tuple[str, int] | None = None
         self._to_reap: set[str] = set()
+        self._deleted: frozenset[str] = frozenset()
+        """What was given back at the last look, and may take a while to go."""
+        self._asked: _Asked | None = None
+
+    async def close(self) -> None:
+        """Wait no more for VMs that were asked for: the request is in the store, and is made again."""
+        if self._asked is not None:
+            self._asked.answer.cancel()
+            await asyncio.wait({self._asked.answer})
 
     def reap(self, vm_id: str) -> None:
         """Give the VM back at the next `resize`: the store has given it up, and the provider still has it."""
         self._to_reap.add(vm_id)
 
-    async def resize(self, rows: Sequence[VmRow], registry: VmRegistry) -> bool:
-        """One look at all VMs that are not gone; whether anything was changed."""
+    async def resize(
+        self,
+        rows: Mapping[str, VmFacts],
+        views: Mapping[str, VmView],
+        registry: VmRegistry,
+        going: Sequence[ProviderVm] = (),
+    ) -> bool:
+        """One look at all VMs that are not gone; whether anything was changed. `going`: being deleted, paid for."""
         if self._fleet.market_changed:
             self._fleet.market_changed = False
             self._refusals = None
-        view, request, made = await self._view(rows, registry)
+        view, request, made = await self._view(rows, views, registry)
+        view = replace(view, going=tuple(vm.price_per_hour or 0.0 for vm in going))
         decision = decide_fleet(self._now(), view, self._rules)
-        if decision.drain or decision.create:
+        if decision.drain or (decision.create and self._asked is None):
             await self._tell(decision, view)
         if decision.drain:
             await self._drain(decision)
-        await self._delete([*decision.delete, *sorted(self._to_reap)])
-        created = await self._create(decision.create, request, made) if decision.create else 0
-        return bool(decision.drain or decision.delete or created)
+        deleted = frozenset((*decision.delete, *self._to_reap))
+        await self._delete(sorted(deleted))
+        is_news, self._deleted = not deleted <= self._deleted, deleted
+        if decision.create and self._asked is None:
+            self._asked = await self._ask(decision.create, request, made)
+        created = 0 if self._asked is None else await self._take_answer(self._asked)
+        return bool(decision.drain or is_news or created)
 
     # ------------------------------------------------------------ look
 
-    async def _view(self, rows: Sequence[VmRow], registry: VmRegistry) -> tuple[FleetView, tuple[str, int] | None, int]:
+    async def _view(
+        self, rows: Mapping[str, VmFacts], views: Mapping[str, VmView], registry: VmRegistry
+    ) -> tuple[FleetView, tuple[str, int] | None, int]:
         """The view; the request that is under way with its count; how many of its VMs are known."""
         offer = await self._provider.offer()  # it may ask far away: not while the store is held
+        registry.market_hazard = offer.hazard_per_hour
         async with self._database.read() as session:
-            busy = await workers_by_vm(session)
-            views = [registry.view(row, now=self._now(), workers=busy[row.id]) for row in rows]
-            idle_s = self._note_idle(views)
+            idle_s = self._note_idle(views.values())
             row = await session.get(FleetRow, self._provider.name)
-            target, why, follows_jobs = await self._target(session, row, views, idle_s, offer.gpus)
+            target, why, follows_jobs = await self._target(session, row, views.values(), idle_s, offer.gpus)
         request = None
         if row is not None and row.request is not None:
             request = (row.request, row.request_count or 0)
-        made = sum(request is not None and vm.request == request[0] for vm in rows)
+        made = sum(request is not None and vm.request == request[0] for vm in rows.values())
         view = FleetView(
             target=target,
             why=why,
-            vms=tuple(views),
+            vms=tuple(views.values()),
             refusals=self._refusals,
             limits=self._limits,
-            prices={vm.id: vm.price_per_hour for vm in rows if vm.price_per_hour is not None},
+            prices={vm.id: vm.price_per_hour for vm in rows.values() if vm.price_per_hour is not None},
             price_per_hour=offer.price_per_hour,
             idle_s=idle_s,
             spare_after_s=self._spare_after_s if follows_jobs else None,
@@ -118,7 +160,7 @@ class FleetSize:
         self,
         session: AsyncSession,
         row: FleetRow | None,
-        views: Sequence[VmView],
+        views: Iterable[VmView],
         idle_s: dict[str, float],
         gpus_per_vm: int,
     ) -> tuple[int, str, bool]:
@@ -143,7 +185,7 @@ class FleetSize:
         )
         return target, why, True
 
-    def _note_idle(self, views: Sequence[VmView]) -> dict[str, float]:
+    def _note_idle(self, views: Iterable[VmView]) -> dict[str, float]:
         """For how long each VM that could work has not."""
         now = self._now()
         idle = {view.id for view in views if view.state is VmState.READY and view.workers == 0}
@@ -180,19 +222,30 @@ class FleetSize:
         else:
             self._to_reap.clear()
 
-    async def _create(self, missing: int, request: tuple[str, int] | None, made: int) -> int:
-        """Ask for so many more; how many came."""
+    async def _ask(self, missing: int, request: tuple[str, int] | None, made: int) -> _Asked:
+        """Ask for so many more."""
         if request is None:
             request, made = (f"{self._chance.getrandbits(128):032x}", missing), 0
             await self._note_request(request)
         tag, count = request
+        answer = asyncio.create_task(self._provider.create(min(count, made + missing), tag))
+        return _Asked(answer=answer, missing=missing, made=made)
+
+    async def _take_answer(self, asked: _Asked) -> int:
+        """How many VMs came, if the provider has answered by now."""
+        done, _ = await asyncio.wait({asked.answer}, timeout=_PATIENCE_S)
+        if not done:
+            asked.answer.remove_done_callback(self._answered)  # once is enough
+            asked.answer.add_done_callback(self._answered)
+            return 0
+        self._asked = None
         try:
-            created = await self._provider.create(min(count, made + missing), tag)
+            created = asked.answer.result()
         except Exception as error:
             # What came of it is not known: the same request is made again, after a pause.
-            self._log.exception("the provider failed to make VMs", count=count)
+            self._log.exception("the provider failed to make VMs", count=asked.missing)
             refusal = Refusal(kind=RefusalKind.FAILED, reason=f"{type(error).__name__}: {error}")
-            await self._note_refusal(refusal, missing, 0)
+            await self._note_refusal(refusal, asked.missing, 0)
             return 0
         async with self._database.write() as session:
             for vm in created.vms:
@@ -200,12 +253,15 @@ class FleetSize:
                     self._fleet.add_vm(session, vm)
             row = await session.get_one(FleetRow, self._provider.name)
             row.request = row.request_count = None
-        new = max(len(created.vms) - made, 0)
+        new = max(len(created.vms) - asked.made, 0)
         if created.refusal is None:
             self._refusals = None
         else:
-            await self._note_refusal(created.refusal, missing - new, new)
+            await self._note_refusal(created.refusal, asked.missing - new, new)
         return new
+
+    def _answered(self, answer: asyncio.Task[Created]) -> None:
+        self._ring()
 
     async def _note_request(self, request: tuple[str, int]) -> None:
         async with self._database.write() as session:

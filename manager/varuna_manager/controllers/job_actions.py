@@ -10,6 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
+from varuna_manager.domain.causes import last_line
 from varuna_manager.domain.observed import (
     Action,
     AskStacks,
@@ -147,8 +148,7 @@ class JobActions:
 
     def _finish(self, session: AsyncSession, row: JobRow, action: FinishJob) -> None:
         now = self._now()
-        first_line = (action.error or "").strip().splitlines()[-1:]
-        reason = "".join(first_line) or action.state.value
+        reason = last_line(action.error or "") or action.state.value
         row.move(action.state, now=now, reason=reason)
         row.error, row.finished_at, row.active_name = action.error, now, None
         row.exit_code = action.exit_code

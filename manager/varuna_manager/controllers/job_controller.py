@@ -7,6 +7,7 @@ with what it was told.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,14 +19,32 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from varuna_manager.controllers import messages
 from varuna_manager.controllers.job_actions import JobActions
-from varuna_manager.controllers.job_view import DevicePool, LoadedJob, Snapshot, SnapshotLoader, previous_placement
+from varuna_manager.controllers.job_view import (
+    DevicePool,
+    LoadedJob,
+    Snapshot,
+    SnapshotLoader,
+    previous_placement,
+    with_steps,
+)
 from varuna_manager.controllers.shares import ShareOut, Shares
 from varuna_manager.db.engine import Database, NotLeaderError
 from varuna_manager.db.models import JobRow
 from varuna_manager.domain.better_shape import most_gpus
 from varuna_manager.domain.commands import CommandKey, LaunchKey, Presence, StopKey, wanted_commands
-from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
-from varuna_manager.domain.observed import Action, AskStacks, Decision, JobView, Plan, Rules, StartGeneration, VmView
+from varuna_manager.domain.devices import next_devices
+from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.observed import (
+    Action,
+    AskStacks,
+    Decision,
+    Device,
+    JobView,
+    Plan,
+    Rules,
+    StartGeneration,
+    VmView,
+)
 from varuna_manager.domain.states import GenerationKind, VmState
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.planning import PlanningService, Question
@@ -36,6 +55,7 @@ from varuna_manager.services.vm_registry import VmRegistry
 from varuna_proto.failpoints import failpoint
 
 _PREPARE_EVERY_S = 60.0
+_SESSIONS_AT_ONCE = 500
 _NEWS = 1.5
 """A hazard that is so many times as high or low is told."""
 
@@ -76,12 +96,16 @@ class JobController:
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
         self._defects: dict[str, str] = {}
         self._told_stops: dict[str, float] = {}
+        self._prepared_since: dict[str, float] = {}
 
     async def reconcile(self) -> float:
         snapshot = await self._loader.load()
         self._stacks.keep_only({job.row.id for job in snapshot.jobs})
         self._told_stops = {
             job.row.id: self._told_stops[job.row.id] for job in snapshot.jobs if job.row.id in self._told_stops
+        }
+        self._prepared_since = {
+            job.row.id: self._prepared_since[job.row.id] for job in snapshot.jobs if job.row.id in self._prepared_since
         }
         pool = DevicePool(snapshot)
         shares = await self._shares.of(snapshot)
@@ -101,7 +125,7 @@ class JobController:
                 self._log_defect(job.row.id, error)
         if changed:
             return 0.0
-        self._tell_agents(snapshot)
+        await self._tell_agents(snapshot)
         return self._period_s
 
     def _log_defect(self, job_id: str, error: Exception) -> None:
@@ -113,9 +137,14 @@ class JobController:
     async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, pool: DevicePool, shares: Shares) -> JobView:
         """The view with the devices that the jobs before it left, and the planner's proposal for them."""
         view = shares.give(job.view)
-        devices, quarantined = pool.for_job(view.id, most_gpus(view))
+        makes_workdir = job.spec.needs_preparing
+        devices, quarantined = pool.for_job(view.id, most_gpus(view), only_prepared=makes_workdir)
+        if makes_workdir:
+            view = replace(view, unprepared=pool.unprepared(view.id), prepared_s=self._prepared_s(view.id, devices))
         stacks = None if job.generation is None else self._stacks.of(view.id, job.generation.number)
         view = replace(view, devices=devices, quarantined=quarantined, stacks=stacks)
+        if stacks is not None:
+            view = with_steps(view, self._registry)
         devices = next_devices(view, snapshot.vms, self._rules)
         if not wants_plan(view, devices, snapshot.vms):
             return view
@@ -190,39 +219,66 @@ class JobController:
             running = {worker.rank: worker.vm_id for worker in job.workers if worker.is_alive}
             self._stacks.ask(job.row.id, action.number, running)
 
+    def _prepared_s(self, job_id: str, devices: Sequence[Device]) -> float:
+        """For how long there have been devices on which the job's workdir is ready."""
+        if not devices:
+            self._prepared_since.pop(job_id, None)
+            return 0.0
+        return self._now() - self._prepared_since.setdefault(job_id, self._now())
+
     # ------------------------------------------------------------ tell
 
-    def _tell_agents(self, snapshot: Snapshot) -> None:
+    async def _tell_agents(self, snapshot: Snapshot) -> None:
         """Send each agent what it should have been told and was not, on its present stream."""
         jobs = {job.row.id: job for job in snapshot.jobs}
         leaving = {vm.id: vm.leave_by for vm in snapshot.vms.values() if vm.leave_by is not None}
-        running_jobs = [job for job in snapshot.jobs if job.view.generation is not None and job.view.generation.live]
-        growing = max(running_jobs, key=lambda job: job.spec.priority, default=None)
-        for session in self._sessions.all():
+        growing = max(filter(_may_grow, snapshot.jobs), key=lambda job: job.spec.priority, default=None)
+        made = [job for job in snapshot.jobs if job.spec.needs_preparing]
+        made.sort(key=lambda job: -job.spec.priority)
+        for number, session in enumerate(self._sessions.all()):
+            if number % _SESSIONS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # heartbeats are answered by the same thread
             vm = snapshot.vms.get(session.vm_id)
             if vm is None:
                 continue
-            parts, health = snapshot.presence.get(session.vm_id, ()), self._registry.workers(session.vm_id)
+            parts, running = snapshot.presence.get(session.vm_id, ()), self._registry.running(session.vm_id)
             draining = vm.state is VmState.DRAINING
-            if not (parts or health or draining):
-                self._tell_to_prepare(session, vm, growing)
+            is_idle = not (parts or running or draining)
+            if is_idle or made:
+                self._tell_to_prepare(session, vm, growing if is_idle else None, made, is_idle=is_idle)
+            if is_idle:
                 continue
-            running = {(one.job_id, one.generation) for one in health}
+            if session.compared == (parts, running, draining):
+                continue  # and was told
             for key in wanted_commands(parts, running, session.seen, draining=draining):
                 if key not in session.told:
                     self._tell(session, key, jobs, snapshot, leaving)
                     session.told.add(key)
                     failpoint(f"manager.{type(key).__name__}.told")
+            session.compared = (parts, running, draining)
 
-    def _tell_to_prepare(self, session: AgentSession, vm: VmView, job: LoadedJob | None) -> None:
-        """Have an idle VM import what workers of the job will, so that growing into it costs little. Said again
-        before the agent gives it up, which it does after a while without workers."""
-        if job is None or not vm.usable or vm.quarantined:
+    def _tell_to_prepare(
+        self,
+        session: AgentSession,
+        vm: VmView,
+        growing: LoadedJob | None,
+        made: Sequence[LoadedJob],
+        *,
+        is_idle: bool,
+    ) -> None:
+        """Have an idle VM import what workers of the job `growing` will, so that growing into it costs little; and have
+        any VM make the workdirs of the jobs `made` ready, one after the other, by priority. Said again after a while:
+        an agent gives up what has no workers, and a setup that failed may succeed."""
+        if not vm.usable or vm.quarantined:
             return
-        told, at = session.told_to_prepare
-        if told != job.row.id or self._now() - at >= _PREPARE_EVERY_S:
-            session.told_to_prepare = (job.row.id, self._now())
-            session.send(messages.prepare_message(job))
+        now, told = self._now(), session.told_to_prepare
+        for job in (*made, *([] if growing is None else [growing])):
+            is_done = job is not growing and job.row.id in vm.prepared
+            if is_done or (job.row.id in told and now - told[job.row.id] < _PREPARE_EVERY_S):
+                continue
+            told[job.row.id] = now
+            session.send(messages.prepare_message(job, is_idle=is_idle))
+            return
 
     def _tell(
         self,
@@ -246,6 +302,16 @@ class JobController:
             session.send(message)
         else:
             session.send(messages.drain_message(snapshot.vms[session.vm_id].reason))
+
+
+def _may_grow(job: LoadedJob) -> bool:
+    """Whether idle VMs are to prepare for it. Not while a generation of it starts: imports on the same machine (VMs of
+    the local provider) would take the processors from that, and it grows no sooner than after its first step."""
+    generation = job.view.generation
+    if generation is None:
+        return False
+    starts = generation.kind is GenerationKind.TRAINING and generation.last_step is None
+    return not (generation.live and starts)
 
 
 def _takes_part(key: StopKey, parts: Sequence[Presence]) -> bool:

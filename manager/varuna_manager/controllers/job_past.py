@@ -13,7 +13,9 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
-from varuna_manager.db.models import GenerationRow, JobRow
+from varuna_manager.db.models import GenerationRow, JobRow, VmRow
+from varuna_manager.domain.fleet_history import HALF_LIFE_S, FleetHistory, VmLife
+from varuna_manager.domain.fleet_history import look_back as look_back_on_vms
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.morphs import RECENT, Morphs, PastShape, look_back
 from varuna_manager.domain.observed import Plan, VmView
@@ -22,8 +24,8 @@ from varuna_manager.domain.states import EndCause, GenerationKind, GenerationSta
 
 _JOINS_KEPT = 20
 _LOSSES_KEPT = 200
-_HAZARD_HALF_LIFE_S = 24 * 3600.0
-"""Spot markets change with the hour and the day."""
+_VMS_LOOKED_BACK = 5000
+"""The newest, gone or not: what has become of them tells how long others will last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,45 +98,88 @@ def _past_shape(row: GenerationRow, before: GenerationRow | None) -> PastShape:
     return PastShape(lifetime_s=ended_at - row.created_at, morph_s=morph_s, save_s=save_s)
 
 
+async def fleet_history(session: AsyncSession, now: float) -> FleetHistory:
+    """What the leader before, or this manager's former self, had seen of the fleet, from what it wrote down."""
+    row = VmRow
+    query = select(row.created_at, row.notice_deadline, row.history).order_by(row.created_at.desc())
+    rows = await session.execute(query.limit(_VMS_LOOKED_BACK))
+    return look_back_on_vms(
+        (
+            VmLife(
+                created_at=created_at,
+                states=[(entry["at"], VmState(entry["state"])) for entry in history],
+                had_notice=notice_deadline is not None,
+            )
+            for created_at, notice_deadline, history in rows
+        ),
+        now,
+    )
+
+
 class FleetWatch:
-    """Remembers, from look to look, which VMs were lost and how long new ones took to join. In memory: a manager that
-    starts anew learns it anew."""
+    """Remembers, from look to look, which VMs were lost and how long new ones took to join; and what was so before this
+    manager came, which `recall` tells it."""
 
     def __init__(self, now: float) -> None:
         self._stable_since = now
         self._losses: deque[float] = deque(maxlen=_LOSSES_KEPT)
         self._joins_s: deque[float] = deque(maxlen=_JOINS_KEPT)
         self._states: dict[str, VmState] = {}
+        self._warms_s: deque[float] = deque(maxlen=_JOINS_KEPT)
+        self._warming: dict[tuple[str, str], float] = {}
+        """By VM and job, since when it does the imports of its workers."""
         self._looked_at = now
         self._removals = self._vm_hours = 0.0
-        """Older ones fade: by half in `_HAZARD_HALF_LIFE_S`."""
+        """Older ones fade: by half in `HALF_LIFE_S`."""
 
-    def look(self, vms: Mapping[str, VmView], now: float) -> FleetPast:
-        """`vms`: all that are not gone."""
+    def recall(self, history: FleetHistory) -> None:
+        """Before the first look."""
+        self._losses.extend(history.losses_at)
+        self._joins_s.extend(history.joins_s)
+        self._removals, self._vm_hours = history.removals, history.vm_hours
+        if history.stable_since is not None:
+            self._stable_since = history.stable_since
+
+    def look(self, vms: Mapping[str, VmView], now: float, market_hazard: float | None = None) -> FleetPast:
+        """`vms`: all that are not gone. `market_hazard`: see FleetPast."""
         elapsed_s, self._looked_at = max(0.0, now - self._looked_at), now
-        fading = 0.5 ** (elapsed_s / _HAZARD_HALF_LIFE_S)
+        fading = 0.5 ** (elapsed_s / HALF_LIFE_S)
         self._removals *= fading
         self._vm_hours *= fading
-        for vm_id, before in self._states.items():
+        states = {vm_id: vm.state for vm_id, vm in vms.items()}
+        there = sum(state is VmState.READY or state is VmState.SUSPECT for state in self._states.values())
+        self._vm_hours += there * elapsed_s / 3600
+        for vm_id, before in self._states.items() if states != self._states else ():
             vm = vms.get(vm_id)
-            if before in (VmState.READY, VmState.SUSPECT):
-                self._vm_hours += elapsed_s / 3600
             if before in (VmState.READY, VmState.SUSPECT) and (vm is None or _is_lost(vm)):
                 self._removals += 1
                 self._losses.append(now)
                 self._stable_since = now
             elif before is VmState.REQUESTED and vm is not None and vm.state is VmState.READY:
                 self._joins_s.append(vm.age_s)
-        self._states = {vm_id: vm.state for vm_id, vm in vms.items()}
-        coming = [vm.age_s for vm in vms.values() if vm.state is VmState.REQUESTED]
+        self._states = states
+        self._note_warmth(vms, now)
+        coming = [vms[vm_id].age_s for vm_id, state in states.items() if state is VmState.REQUESTED]
         return FleetPast(
             losses_at=tuple(self._losses),
             stable_since=self._stable_since,
             join_s=_upper_quartile(self._joins_s),
+            warm_s=_upper_quartile(self._warms_s),
             coming_ages_s=tuple(coming),
             removals=self._removals,
             vm_hours=self._vm_hours,
+            market_hazard=market_hazard,
         )
+
+    def _note_warmth(self, vms: Mapping[str, VmView], now: float) -> None:
+        warming = {(vm.id, job_id): now for vm in vms.values() if vm.preparing for job_id in vm.preparing}
+        for key, since in self._warming.items():
+            vm_id, job_id = key
+            if key in warming:
+                warming[key] = since
+            elif vm_id in vms and job_id in vms[vm_id].warm:
+                self._warms_s.append(now - since)
+        self._warming = warming
 
 
 def _is_lost(vm: VmView) -> bool:

@@ -6,11 +6,21 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from varuna_manager.controllers.job_past import FleetWatch, JobPasts
-from varuna_manager.controllers.store_rows import StoreRows, WorkerFacts, read_rows
+from varuna_manager.controllers.job_past import FleetWatch, JobPasts, fleet_history
+from varuna_manager.controllers.store_rows import (
+    GenerationFacts,
+    GenerationKey,
+    Progress,
+    StoredJob,
+    StoreReader,
+    StoreRows,
+    WorkerFacts,
+    Workers,
+)
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, JobRow
 from varuna_manager.domain.commands import Presence
@@ -19,8 +29,9 @@ from varuna_manager.domain.morphs import Morphs
 from varuna_manager.domain.observed import Device, GenerationView, JobView, Plan, Rules, StopView, VmView, WorkerView
 from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.spec import JobSpec
-from varuna_manager.domain.states import EndCause, GenerationKind, VmState, WorkerState
+from varuna_manager.domain.states import EndCause, GenerationKind, VmState
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.vm_views import VmViews
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +59,15 @@ class Snapshot:
     presence: Mapping[str, tuple[Presence, ...]]
     """By VM: every generation with a worker there that has not stopped."""
 
+    @cached_property
+    def usable(self) -> tuple[VmView, ...]:
+        """Those of the VMs that are; in quarantine or not."""
+        return tuple(vm for vm in self.vms.values() if vm.usable)
+
     @property
     def gpus(self) -> int:
         """Devices that can be shared out: of usable VMs, and those that workers have, whatever becomes of their VM."""
-        usable = sum(vm.gpus for vm in self.vms.values() if vm.usable and not vm.quarantined)
+        usable = sum(vm.gpus for vm in self.usable if not vm.quarantined)
         elsewhere = (self.vms.get(device.vm_id) for device in self.occupied)
         return usable + sum(vm is not None and (not vm.usable or vm.quarantined) for vm in elsewhere)
 
@@ -63,28 +79,38 @@ class DevicePool:
         self._free: dict[Device, None] = {}
         self._kept_out: dict[Device, None] = {}
         self._own: dict[str, list[Device]] = {}
-        self._quarantined = {vm.id for vm in snapshot.vms.values() if vm.quarantined}
-        for vm_id in sorted(vm.id for vm in snapshot.vms.values() if vm.usable):
-            for device in (Device(vm_id, index) for index in range(snapshot.vms[vm_id].gpus)):
+        self._quarantined = {vm.id for vm in snapshot.usable if vm.quarantined}
+        self._vms = snapshot.vms
+        for vm in sorted(snapshot.usable, key=lambda vm: vm.id):
+            for index in range(vm.gpus):
+                device = Device(vm.id, index)
                 job_id = snapshot.occupied.get(device)
                 if job_id is not None:
                     self._own.setdefault(job_id, []).append(device)
-                elif vm_id in self._quarantined:
+                elif vm.quarantined:
                     self._kept_out[device] = None
                 else:
                     self._free[device] = None
 
-    def for_job(self, job_id: str, most: int | None) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
+    def for_job(
+        self, job_id: str, most: int | None, *, only_prepared: bool = False
+    ) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
         """(the devices that the job may be launched on, those that it might be, were they not quarantined).
 
         Of usable VMs, not another job's or taken by one before; no more than `most` of the first, its own first.
+        `only_prepared`: of the free ones those of VMs where its workdir is ready.
         """
         own = self._own.get(job_id, [])
         may = [device for device in own if device.vm_id not in self._quarantined]
         spare = None if most is None else max(most - len(may), 0)
-        may += itertools.islice(self._free, spare)
+        free = (device for device in self._free if not only_prepared or job_id in self._vms[device.vm_id].prepared)
+        may += itertools.islice(free, spare)
         kept_out = [device for device in own if device.vm_id in self._quarantined]
         return tuple(sorted(may)), (*kept_out, *self._kept_out)
+
+    def unprepared(self, job_id: str) -> int:
+        """How many free devices are of VMs where the job's workdir is not ready."""
+        return sum(job_id not in self._vms[device.vm_id].prepared for device in self._free)
 
     def take(self, devices: Iterable[Device]) -> None:
         """Those that come after must leave these alone."""
@@ -102,29 +128,57 @@ class SnapshotLoader:
         self._rules = rules
         self._now = now
         self._started_at = now()
+        self._store = StoreReader()
+        self._vms = VmViews(registry, now)
         self._pasts = JobPasts()
         self._watch = FleetWatch(self._started_at)
+        self._has_looked_back = False
+        self._parts: dict[GenerationKey, _Part] = {}
+        self._of_workers: list[Workers] = []
+        self._busy: Mapping[str, int] = {}
+        self._occupied: Mapping[Device, str] = {}
+        """Made of these workers, as is what is busy."""
 
     async def load(self) -> Snapshot:
         """What is so now, from one read of the store and the registry."""
         async with self._database.read() as session:
-            rows = await read_rows(session)
-            self._pasts.keep_only({row.id for row in rows.jobs})
-            pasts = {row.id: await self._pasts.of(session, row, rows.ended.get(row.id)) for row in rows.jobs}
-        busy = Counter(worker.vm_id for worker in rows.alive)
-        now = self._now()
-        vms = {row.id: self._registry.view(row, now=now, workers=busy[row.id]) for row in rows.vms}
-        fleet, returning = self._watch.look(vms, now), self._returning(vms)
+            rows = await self._store.read(session)
+            if not self._has_looked_back:
+                self._watch.recall(await fleet_history(session, self._now()))
+                self._has_looked_back = True
+            self._pasts.keep_only({job.row.id for job in rows.jobs})
+            pasts = {
+                job.row.id: await self._pasts.of(session, job.row, rows.ended.get(job.row.id)) for job in rows.jobs
+            }
+        busy, occupied = self._merged(rows)
+        vms, now = await self._vms.look(rows.vms, busy), self._now()
+        fleet, returning = self._watch.look(vms, now, self._registry.market_hazard), self._returning(vms)
+        self._keep_parts(rows)
         jobs = []
-        for row in rows.jobs:
-            jobs.append(self._job(row, rows, vms, *pasts[row.id], fleet, returning))
+        for job in rows.jobs:
+            jobs.append(self._job(job, rows, vms, *pasts[job.row.id], fleet, returning))
             await asyncio.sleep(0)  # heartbeats are answered by the same thread
-        return Snapshot(
-            jobs=tuple(jobs),
-            vms=vms,
-            occupied={Device(worker.vm_id, worker.local_rank): worker.job_id for worker in rows.alive},
-            presence=_presence(rows),
-        )
+        return Snapshot(jobs=tuple(jobs), vms=vms, occupied=occupied, presence=_presence(self._parts.values()))
+
+    def _merged(self, rows: StoreRows) -> tuple[Mapping[str, int], Mapping[Device, str]]:
+        """(by VM how many workers have not stopped there, the jobs of their devices)."""
+        generations = list(rows.workers.values())
+        if generations != self._of_workers:
+            busy: Counter[str] = Counter()
+            occupied: dict[Device, str] = {}
+            for workers in generations:
+                busy.update({vm_id: len(states) for vm_id, states in workers.alive_on.items()})
+                occupied.update(workers.occupied)
+            self._of_workers, self._busy, self._occupied = generations, busy, occupied
+        return self._busy, self._occupied
+
+    def _keep_parts(self, rows: StoreRows) -> None:
+        before, self._parts = self._parts, {}
+        for key, workers in rows.workers.items():
+            part, facts = before.get(key), rows.generations[key]
+            if part is None or part.workers is not workers or part.facts != facts:
+                part = _Part(workers, facts, *key)
+            self._parts[key] = part
 
     def _returning(self, vms: Mapping[str, VmView]) -> int:
         """Planning without them would give a small generation, and a morph as soon as they are back."""
@@ -134,7 +188,7 @@ class SnapshotLoader:
 
     def _job(
         self,
-        row: JobRow,
+        job: StoredJob,
         rows: StoreRows,
         vms: Mapping[str, VmView],
         setbacks: Setbacks,
@@ -142,8 +196,11 @@ class SnapshotLoader:
         fleet: FleetPast,
         returning: int,
     ) -> LoadedJob:
-        spec = JobSpec.model_validate(row.spec)
-        newest, workers = rows.newest.get(row.id), rows.workers.get(row.id, ())
+        row, spec = job.row, job.spec
+        newest, generation, workers = rows.newest.get(row.id), None, tuple[WorkerFacts, ...]()
+        if newest is not None:
+            part = self._parts[row.id, newest.number]
+            generation, workers = self._generation_view(newest, rows.progress[row.id], part, vms), part.workers.all
         view = JobView(
             id=row.id,
             name=row.name,
@@ -157,7 +214,9 @@ class SnapshotLoader:
             profiled_at=row.profiled_at,
             profile_only=spec.profile_only,
             profile_error=row.profile_error or "",
-            generation=None if newest is None else self._generation_view(newest, workers, vms),
+            setup_error=row.setup_error or "",
+            setup_exit_code=row.setup_exit_code,
+            generation=generation,
             setbacks=setbacks,
             morphs=morphs,
             coming_vms=len(fleet.coming_ages_s),
@@ -167,43 +226,55 @@ class SnapshotLoader:
         return LoadedJob(row=row, version=row.version, spec=spec, generation=newest, workers=workers, view=view)
 
     def _generation_view(
-        self, row: GenerationRow, workers: Sequence[WorkerFacts], vms: Mapping[str, VmView]
+        self, row: GenerationRow, progress: Progress, part: _Part, vms: Mapping[str, VmView]
     ) -> GenerationView:
-        stop = None
-        if row.stop_requested_at is not None:
-            mode, cause = row.mode_of_stop, row.stop_cause
-            assert mode is not None
-            assert cause is not None
-            stop = StopView(
-                mode=mode, cause=EndCause(cause), reason=row.stop_reason or "", requested_at=row.stop_requested_at
-            )
-        steps = {
-            health.rank: health.step
-            for vm_id in {worker.vm_id for worker in workers}
-            for health in self._registry.workers(vm_id)
-            if (health.job_id, health.generation) == (row.job_id, row.number)
-        }
-        return GenerationView(
-            number=row.number,
-            kind=row.generation_kind,
-            state=row.generation_state,
-            workers=tuple(self._worker_view(worker, vms, steps.get(worker.rank)) for worker in workers),
-            progress_at=self._progress_at(row),
-            plan=Plan.from_document(row.plan),
-            last_step=row.last_step,
-            stop=stop,
-            end_reason=row.end_reason or "",
-        )
+        workers, progress_at = self._worker_views(part, vms), self._progress_at(row, progress)
+        if part.view is None or part.row is not row or part.view.workers is not workers:
+            part.row, part.view = row, _generation_view(row, workers, progress_at)
+        part.view = part.view.at(progress_at, progress.last_step)
+        return part.view
 
-    def _progress_at(self, row: GenerationRow) -> float:
+    def _progress_at(self, row: GenerationRow, progress: Progress) -> float:
         # A manager that was away has missed the steps of that time: the clock starts with it.
-        progress_at = max(row.last_step_at or row.created_at, self._started_at)
+        progress_at = max(progress.last_step_at or row.created_at, self._started_at)
         evaluated_s = self._registry.evaluated_s(row.job_id, row.number)
         return progress_at if evaluated_s is None else max(progress_at, self._now() - evaluated_s)
 
-    def _worker_view(self, row: WorkerFacts, vms: Mapping[str, VmView], step: int | None) -> WorkerView:
-        vm = vms.get(row.vm_id)
-        return WorkerView(
+    def _worker_views(self, part: _Part, vms: Mapping[str, VmView]) -> tuple[WorkerView, ...]:
+        """The same object as at the last look, where nothing has changed: to make ten thousand takes long."""
+        lost = {vm_id: vms[vm_id] for vm_id in part.vm_ids if vm_id in vms and vms[vm_id].state is VmState.LOST}
+        lapsed = {vm_id for vm_id, vm in lost.items() if vm.silent_s >= self._rules.lease_s}
+        if lapsed != part.lapsed:
+            part.lapsed = lapsed
+            part.views = _worker_views(part.workers, lapsed)
+        return part.views
+
+
+def _generation_view(row: GenerationRow, workers: tuple[WorkerView, ...], progress_at: float) -> GenerationView:
+    stop = None
+    if row.stop_requested_at is not None:
+        mode, cause = row.mode_of_stop, row.stop_cause
+        assert mode is not None
+        assert cause is not None
+        stop = StopView(
+            mode=mode, cause=EndCause(cause), reason=row.stop_reason or "", requested_at=row.stop_requested_at
+        )
+    return GenerationView(
+        number=row.number,
+        kind=row.generation_kind,
+        state=row.generation_state,
+        workers=workers,
+        progress_at=progress_at,
+        plan=Plan.from_document(row.plan),
+        stop=stop,
+        end_reason=row.end_reason or "",
+    )
+
+
+def _worker_views(workers: Workers, lapsed: Collection[str]) -> tuple[WorkerView, ...]:
+    """`lapsed`: VMs whose agents have ended their workers, for they have not heard of us for a whole lease."""
+    return tuple(
+        WorkerView(
             rank=row.rank,
             device=Device(row.vm_id, row.local_rank),
             state=row.worker_state,
@@ -211,26 +282,49 @@ class SnapshotLoader:
             error=row.error_text or "",
             exit_code=row.exit_code,
             stopped_at=row.stopped_at,
-            step=step,
-            lease_over=vm is not None and vm.state is VmState.LOST and vm.silent_s >= self._rules.lease_s,
+            lease_over=row.vm_id in lapsed,
         )
+        for row in workers.all
+    )
 
 
-def _presence(rows: StoreRows) -> dict[str, tuple[Presence, ...]]:
-    parts: dict[tuple[str, str, int], list[WorkerState]] = {}
-    for worker in rows.alive:
-        parts.setdefault((worker.vm_id, worker.job_id, worker.generation), []).append(worker.worker_state)
+def with_steps(view: JobView, registry: VmRegistry) -> JobView:
+    """With the step that each worker of the newest generation has completed: only a hang's suspect needs them."""
+    generation = view.generation
+    if generation is None:
+        return view
+    steps = registry.steps(view.id, generation.number, generation.vm_ids)
+    workers = tuple(replace(worker, step=steps.get(worker.rank)) for worker in generation.workers)
+    return replace(view, generation=replace(generation, workers=workers))
+
+
+class _Part:
+    """What was made of a generation's workers, for as long as these and its state are what they were."""
+
+    def __init__(self, workers: Workers, facts: GenerationFacts, job_id: str, number: int) -> None:
+        self.workers, self.facts, self.key = workers, facts, (job_id, number)
+        self.vm_ids = {worker.vm_id for worker in workers.all}
+        self.presence = {
+            vm_id: (
+                Presence(
+                    job_id=job_id, generation=number, state=facts.state, stop_mode=facts.stop_mode, worker_states=states
+                ),
+            )
+            for vm_id, states in workers.alive_on.items()
+        }
+        self.lapsed: set[str] = set()
+        self.views = _worker_views(workers, self.lapsed)
+        self.row: GenerationRow | None = None
+        self.view: GenerationView | None = None
+        """Of the last look, made from this row."""
+
+
+def _presence(parts: Iterable[_Part]) -> dict[str, tuple[Presence, ...]]:
     found: dict[str, tuple[Presence, ...]] = {}
-    for (vm_id, job_id, number), states in parts.items():
-        generation = rows.generations[job_id, number]
-        part = Presence(
-            job_id=job_id,
-            generation=number,
-            state=generation.state,
-            stop_mode=generation.stop_mode,
-            worker_states=tuple(states),
-        )
-        found[vm_id] = (*found.get(vm_id, ()), part)
+    for part in parts:
+        twice = {vm_id: (*found[vm_id], *part.presence[vm_id]) for vm_id in found.keys() & part.presence.keys()}
+        found.update(part.presence)
+        found.update(twice)
     return found
 
 

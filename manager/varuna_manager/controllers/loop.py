@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import structlog
@@ -29,8 +31,15 @@ class Controller(Protocol):
         """Load, decide, apply. Seconds until the next look; 0: at once, something was changed."""
 
 
-async def run_controller(controller: Controller, bell: Bell) -> None:
-    """Run until cancelled. An error is logged and the next look comes a little later: what is observed stays so.
+def _unseen(controller: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+async def run_controller(
+    controller: Controller, bell: Bell, look: Callable[[str], AbstractContextManager[None]] = _unseen
+) -> None:
+    """Run until cancelled, each look within `look` of the controller's name. An error is logged and the next look comes
+    a little later: what is observed stays so.
 
     Raises NotLeaderError.
     """
@@ -41,7 +50,8 @@ async def run_controller(controller: Controller, bell: Bell) -> None:
             rung.clear()
             began = time.thread_time()
             try:
-                delay_s = await controller.reconcile()
+                with look(controller.name):
+                    delay_s = await controller.reconcile()
             except StaleDataError as error:
                 log.info("somebody else changed what was decided on: looking again", error=str(error))
                 delay_s = 0.0

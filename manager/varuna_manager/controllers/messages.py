@@ -46,6 +46,8 @@ def launch_message(
         ),
         command=job.spec.run,
         workdir=job.spec.workdir,
+        archive=job.spec.archive or "",
+        setup=job.spec.setup or "",
         environment=job.spec.env,
         checkpoint_url=job.spec.checkpoint.url or default_checkpoint_url,
         rendezvous_host=generation.rendezvous_host,
@@ -71,9 +73,17 @@ def stop_message(
     return pb.ManagerMessage(stop=stop)
 
 
-def prepare_message(job: LoadedJob) -> pb.ManagerMessage:
-    """For a VM that has nothing to do, and that the job may grow into."""
-    prepare = pb.Prepare(job_id=job.row.id, command=job.spec.run, workdir=job.spec.workdir, environment=job.spec.env)
+def prepare_message(job: LoadedJob, *, is_idle: bool) -> pb.ManagerMessage:
+    """For a VM that the job may get. Beside workers only its workdir is made ready: imports would slow them down."""
+    spec = job.spec
+    prepare = pb.Prepare(
+        job_id=job.row.id,
+        command=spec.run if is_idle else "",
+        workdir=spec.workdir,
+        archive=spec.archive or "",
+        setup=spec.setup or "",
+        environment=spec.env,
+    )
     return pb.ManagerMessage(prepare=prepare)
 
 

@@ -48,9 +48,8 @@ class ShareOut:
         return self._answer
 
     async def _curves(self, snapshot: Snapshot, gpus: int) -> Mapping[str, tuple[RatePoint, ...] | None]:
-        usable = [vm for vm in snapshot.vms.values() if vm.usable]
-        memory = min((vm.device_memory_bytes for vm in usable if vm.device_memory_bytes), default=None)
-        gpus_per_vm = min((vm.gpus for vm in usable), default=1)
+        memory = min((vm.device_memory_bytes for vm in snapshot.usable if vm.device_memory_bytes), default=None)
+        gpus_per_vm = min((vm.gpus for vm in snapshot.usable), default=1)
         jobs = [job for job in snapshot.jobs if _trains(job)]
         questions = [
             RateQuestion(

@@ -1,48 +1,45 @@
 """What one look of the job controller reads of the store: a fixed number of queries, however many VMs and jobs.
 
-Ten thousand VMs are looked at twice a second: rows come as plain columns (an ORM object with its history takes ten
-times as long), and nothing is asked for job by job.
+Ten thousand VMs are looked at twice a second, and little of what the store has of them changes from look to look. So a
+look asks what has changed, and reads only that: rows of VMs, jobs and generations by their versions; a generation's
+workers by how many of them are in which state, for a worker only ever goes forward, and nothing of its row that a look
+needs changes without its state. What is remembered may be lost at any time: it is read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Select, and_, func, select, tuple_
+from sqlalchemy import and_, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import defer
+from sqlalchemy.orm import load_only
 
-from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
+from varuna_manager.db.models import GenerationRow, JobRow, WorkerRow
+from varuna_manager.domain.observed import Device
+from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
     TERMINAL_JOB_STATES,
     ExitCause,
     GenerationState,
     StopMode,
-    VmState,
     WorkerState,
 )
+from varuna_manager.services.fleet import workers_by_vm
+from varuna_manager.services.vm_rows import VmFacts, VmRows
 
-_ALIVE = tuple(state.value for state in WorkerState if state not in STOPPED_WORKER_STATES)
-_VM_COLUMNS = [column for column in VmRow.__table__.c if column.name not in ("history", "ref")]
-_WORKER_COLUMNS: tuple[Any, ...] = (
-    WorkerRow.job_id,
-    WorkerRow.generation,
-    WorkerRow.rank,
-    WorkerRow.vm_id,
-    WorkerRow.local_rank,
-    WorkerRow.state,
-    WorkerRow.cause,
-    WorkerRow.exit_code,
-    WorkerRow.error_text,
-    WorkerRow.stopped_at,
-)
-
-
+_ALIVE = frozenset(state.value for state in WorkerState if state not in STOPPED_WORKER_STATES)
+_STOPPED = frozenset(state.value for state in STOPPED_WORKER_STATES)
 _WORKER_STATES = {state.value: state for state in WorkerState}
 """Quicker than `WorkerState(value)`, which matters ten thousand times in a look."""
+_AT_ONCE = 100
+"""Jobs or generations in one query."""
+
+T = TypeVar("T")
+GenerationKey = tuple[str, int]
+"""Job and number."""
 
 
 class WorkerFacts(NamedTuple):
@@ -72,26 +69,57 @@ class WorkerFacts(NamedTuple):
         return None if self.cause is None else ExitCause(self.cause)
 
 
+class Workers:
+    """All workers of one generation. Never changed: where one of them is another now, this is another object."""
+
+    def __init__(self, counts: Mapping[str, int], workers: Iterable[WorkerFacts]) -> None:
+        self.counts = counts
+        """By state, before the rows were read."""
+        self.all = tuple(sorted(workers, key=lambda worker: worker.rank))
+        self.occupied = {
+            Device(worker.vm_id, worker.local_rank): worker.job_id for worker in self.all if worker.is_alive
+        }
+        """Devices of those that have not stopped."""
+        self.alive_on: dict[str, tuple[WorkerState, ...]] = {}
+        """The states of those that have not stopped, by VM."""
+        for worker in self.all:
+            if worker.is_alive:
+                self.alive_on[worker.vm_id] = (*self.alive_on.get(worker.vm_id, ()), worker.worker_state)
+
+
 @dataclass(frozen=True)
-class GenerationFacts:
+class StoredJob:
+    row: JobRow
+    """Detached, to read only."""
+    spec: JobSpec
+
+
+class Progress(NamedTuple):
+    """What is written of a generation without raising its version."""
+
+    last_step: int | None
+    last_step_at: float | None
+
+
+class GenerationFacts(NamedTuple):
     state: GenerationState
     stop_mode: StopMode | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRows:
-    vms: Sequence[Any]
-    """All that are not gone: the columns of VmRow, but for its history and ref."""
-    jobs: Sequence[JobRow]
+    vms: Mapping[str, VmFacts]
+    """All that are not gone."""
+    jobs: Sequence[StoredJob]
     """All that are not over, oldest first."""
     newest: Mapping[str, GenerationRow]
-    """The newest generation of each of these jobs that has one, to read only."""
-    workers: Mapping[str, tuple[WorkerFacts, ...]]
-    """Of those generations, by rank."""
-    alive: Sequence[WorkerFacts]
-    """Of all jobs and generations: the workers that have not stopped."""
-    generations: Mapping[tuple[str, int], GenerationFacts]
-    """Those of the workers that have not stopped."""
+    """The newest generation of each of these jobs that has one: detached, with what a look needs to read of it."""
+    progress: Mapping[str, Progress]
+    """Theirs, by job."""
+    workers: Mapping[GenerationKey, Workers]
+    """Of those generations, and of every other that has workers which have not stopped."""
+    generations: Mapping[GenerationKey, GenerationFacts]
+    """The same generations."""
     ended: Mapping[str, tuple[Any, ...]]
     """By job: what changes whenever something of its ended generations does."""
 
@@ -100,25 +128,41 @@ _IS_LIVE = JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES])
 _LIVE_JOBS = select(JobRow.id).where(_IS_LIVE)
 
 # The queries are made once: making one, and the key that finds its compiled form, takes as long as a small answer.
-_VMS = select(*_VM_COLUMNS).where(VmRow.state != VmState.GONE.value)
-_JOBS = select(JobRow).where(_IS_LIVE).order_by(JobRow.created_at, JobRow.id)
-_ALIVE_WORKERS = select(*_WORKER_COLUMNS).where(WorkerRow.state.in_(_ALIVE))
+_JOB_VERSIONS = select(JobRow.id, JobRow.version).where(_IS_LIVE).order_by(JobRow.created_at, JobRow.id)
 _NUMBERS = (
     select(GenerationRow.job_id, func.max(GenerationRow.number).label("number"))
     .where(GenerationRow.job_id.in_(_LIVE_JOBS))
     .group_by(GenerationRow.job_id)
     .subquery()
 )
-_NEWEST = (
-    select(GenerationRow)
-    .join(_NUMBERS, and_(GenerationRow.job_id == _NUMBERS.c.job_id, GenerationRow.number == _NUMBERS.c.number))
-    .options(defer(GenerationRow.candidates), defer(GenerationRow.history))
+_NEWEST = select(
+    GenerationRow.id, GenerationRow.job_id, GenerationRow.version, GenerationRow.last_step, GenerationRow.last_step_at
+).join(_NUMBERS, and_(GenerationRow.job_id == _NUMBERS.c.job_id, GenerationRow.number == _NUMBERS.c.number))
+_LOOKED_AT = load_only(
+    GenerationRow.job_id,
+    GenerationRow.number,
+    GenerationRow.kind,
+    GenerationRow.state,
+    GenerationRow.plan,
+    GenerationRow.rendezvous_host,
+    GenerationRow.rendezvous_port,
+    GenerationRow.created_at,
+    GenerationRow.end_reason,
+    GenerationRow.stop_mode,
+    GenerationRow.stop_cause,
+    GenerationRow.stop_reason,
+    GenerationRow.stop_requested_at,
+    GenerationRow.version,
+    raiseload=True,  # the others are large, or change without the version
 )
-_STOPPED_OF_NEWEST = (
-    select(*_WORKER_COLUMNS)
-    .join(_NUMBERS, and_(WorkerRow.job_id == _NUMBERS.c.job_id, WorkerRow.generation == _NUMBERS.c.number))
-    .where(WorkerRow.state.not_in(_ALIVE))
+_COUNT = select(WorkerRow.job_id, WorkerRow.generation, WorkerRow.state, func.count()).group_by(
+    WorkerRow.job_id, WorkerRow.generation, WorkerRow.state
 )
+_COUNT_ALIVE = _COUNT.where(WorkerRow.state.in_(_ALIVE))
+_COUNT_STOPPED = _COUNT.join(
+    _NUMBERS, and_(WorkerRow.job_id == _NUMBERS.c.job_id, WorkerRow.generation == _NUMBERS.c.number)
+).where(WorkerRow.state.in_(_STOPPED))
+_WORKERS = select(*(WorkerRow.__table__.c[name] for name in WorkerFacts._fields))
 _ENDED = (
     select(
         GenerationRow.job_id,
@@ -132,50 +176,96 @@ _ENDED = (
 )
 
 
-async def read_rows(session: AsyncSession) -> StoreRows:
-    """The rows of one look, from one transaction."""
-    vms = (await session.execute(_VMS)).all()
-    jobs = (await session.scalars(_JOBS)).all()
-    alive = await _workers(session, _ALIVE_WORKERS)
-    newest = {row.job_id: row for row in (await session.scalars(_NEWEST)).all()}
-    stopped = await _workers(session, _STOPPED_OF_NEWEST)
-    return StoreRows(
-        vms=vms,
-        jobs=jobs,
-        newest=newest,
-        workers=_by_rank(newest, (*alive, *stopped)),
-        alive=alive,
-        generations=await _generations(session, newest, alive),
-        ended={job_id: tuple(rest) for job_id, *rest in (await session.execute(_ENDED)).all()},
-    )
+class BusyVms:
+    """How many workers have not stopped, by VM. Remembers what it has read; for one reader at a time."""
+
+    def __init__(self) -> None:
+        self._counts: Sequence[Any] = ()
+        self._busy: Mapping[str, int] = {}
+
+    async def read(self, session: AsyncSession) -> Mapping[str, int]:
+        """0 for a VM that is not among them. The same object for as long as no worker starts or stops."""
+        counts = (await session.execute(_COUNT_ALIVE)).all()
+        if counts != self._counts:
+            self._counts, self._busy = counts, await workers_by_vm(session)
+        return self._busy
 
 
-async def _workers(session: AsyncSession, query: Select[Any]) -> list[WorkerFacts]:
-    return list(map(WorkerFacts._make, (await session.execute(query)).all()))
+class StoreReader:
+    """Remembers what it has read. For one reader at a time."""
+
+    def __init__(self) -> None:
+        self._vms = VmRows()
+        self._jobs: dict[str, StoredJob] = {}
+        self._newest: dict[str, GenerationRow] = {}
+        self._workers: dict[GenerationKey, Workers] = {}
+
+    async def read(self, session: AsyncSession) -> StoreRows:
+        """The rows of one look, from one session."""
+        vms = await self._vms.read(session)
+        await self._read_jobs(session)
+        progress = await self._read_newest(session)
+        await self._read_workers(session)
+        return StoreRows(
+            vms=vms,
+            jobs=tuple(self._jobs.values()),
+            newest=self._newest,
+            progress=progress,
+            workers=self._workers,
+            generations=await self._generations(session),
+            ended={job_id: tuple(rest) for job_id, *rest in (await session.execute(_ENDED)).all()},
+        )
+
+    async def _read_jobs(self, session: AsyncSession) -> None:
+        versions: dict[str, int] = dict((await session.execute(_JOB_VERSIONS)).all())
+        known = {job_id: job for job_id, job in self._jobs.items() if job.row.version == versions.get(job_id)}
+        for ids in _some([job_id for job_id in versions if job_id not in known]):
+            # A job that ended between the queries is over: it is left out.
+            for row in (await session.scalars(select(JobRow).where(_IS_LIVE, JobRow.id.in_(ids)))).all():
+                known[row.id] = StoredJob(row, JobSpec.model_validate(row.spec))
+        self._jobs = {job_id: known[job_id] for job_id in versions if job_id in known}
+
+    async def _read_newest(self, session: AsyncSession) -> dict[str, Progress]:
+        found = [row for row in (await session.execute(_NEWEST)).all() if row[1] in self._jobs]
+        known = {row.id: row for row in self._newest.values()}
+        changed = [id for id, _, version, *_ in found if id not in known or known[id].version != version]
+        for ids in _some(changed):
+            query = select(GenerationRow).where(GenerationRow.id.in_(ids)).options(_LOOKED_AT)
+            known |= {row.id: row for row in (await session.scalars(query)).all()}
+        self._newest = {job_id: known[id] for id, job_id, *_ in found}
+        return {job_id: Progress(step, at) for _, job_id, _, step, at in found}
+
+    async def _read_workers(self, session: AsyncSession) -> None:
+        """After the generations: whoever is of them is in the store."""
+        counts: dict[GenerationKey, dict[str, int]] = {(id, row.number): {} for id, row in self._newest.items()}
+        for query in (_COUNT_ALIVE, _COUNT_STOPPED):
+            for job_id, number, state, count in (await session.execute(query)).all():
+                counts.setdefault((job_id, number), {})[state] = count
+        known = {key: workers for key, workers in self._workers.items() if workers.counts == counts.get(key)}
+        for keys in _some([key for key in counts if key not in known]):
+            query = _WORKERS.where(tuple_(WorkerRow.job_id, WorkerRow.generation).in_(keys))
+            rows: dict[GenerationKey, list[WorkerFacts]] = {key: [] for key in keys}
+            for worker in map(WorkerFacts._make, (await session.execute(query)).all()):
+                rows[worker.job_id, worker.generation].append(worker)
+            known |= {key: Workers(counts[key], found) for key, found in rows.items()}
+        self._workers = {key: known[key] for key in counts}
+
+    async def _generations(self, session: AsyncSession) -> dict[GenerationKey, GenerationFacts]:
+        known = {
+            (job_id, row.number): GenerationFacts(row.generation_state, row.mode_of_stop)
+            for job_id, row in self._newest.items()
+        }
+        for keys in _some(sorted(self._workers.keys() - known.keys())):
+            row = GenerationRow
+            query = select(row.job_id, row.number, row.state, row.stop_mode)
+            query = query.where(tuple_(row.job_id, row.number).in_(keys))
+            for job_id, number, state, mode in (await session.execute(query)).all():
+                facts = GenerationFacts(GenerationState(state), None if mode is None else StopMode(mode))
+                known[(job_id, number)] = facts
+        return known
 
 
-def _by_rank(newest: Mapping[str, GenerationRow], workers: Sequence[WorkerFacts]) -> dict[str, tuple[WorkerFacts, ...]]:
-    """One that stopped between the two queries is in both: the later row counts."""
-    numbers = {job_id: row.number for job_id, row in newest.items()}
-    found: dict[str, dict[int, WorkerFacts]] = {job_id: {} for job_id in newest}
-    for worker in workers:
-        if numbers.get(worker.job_id) == worker.generation:
-            found[worker.job_id][worker.rank] = worker
-    return {job_id: tuple(ranks[rank] for rank in sorted(ranks)) for job_id, ranks in found.items()}
-
-
-async def _generations(
-    session: AsyncSession, newest: Mapping[str, GenerationRow], alive: Sequence[WorkerFacts]
-) -> dict[tuple[str, int], GenerationFacts]:
-    known = {
-        (row.job_id, row.number): GenerationFacts(row.generation_state, row.mode_of_stop) for row in newest.values()
-    }
-    others = {(worker.job_id, worker.generation) for worker in alive} - known.keys()
-    if others:
-        row = GenerationRow
-        query = select(row.job_id, row.number, row.state, row.stop_mode)
-        query = query.where(tuple_(row.job_id, row.number).in_(sorted(others)))
-        for job_id, number, state, mode in (await session.execute(query)).all():
-            facts = GenerationFacts(GenerationState(state), None if mode is None else StopMode(mode))
-            known[(job_id, number)] = facts
-    return known
+def _some(wanted: Sequence[T]) -> Iterator[Sequence[T]]:
+    """All of them, as many at once as fit a query."""
+    for first in range(0, len(wanted), _AT_ONCE):
+        yield wanted[first : first + _AT_ONCE]

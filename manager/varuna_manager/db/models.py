@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Index, Integer, LargeBinary, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from varuna_manager.domain.states import (
@@ -63,6 +63,7 @@ class _Living:
 
 class JobRow(_Living, Base):
     __tablename__ = "jobs"
+    __table_args__ = (Index("ix_jobs_created_at_id", "created_at", "id"),)
     _table = JOB_TRANSITIONS
     _states = JobState
 
@@ -90,6 +91,11 @@ class JobRow(_Living, Base):
     """The newest generation when the job was last retried: what came before is not held against it."""
     cancel_saves: Mapped[bool] = mapped_column(Boolean, default=False)
     """Whether it is cancelled with a last checkpoint."""
+    archive: Mapped[str | None]
+    """SHA-256 of its packed workdir; null: that is on the VMs already."""
+    setup_error: Mapped[str | None] = mapped_column(Text)
+    """Why its workdir could not be made ready on a VM, as it was said last."""
+    setup_exit_code: Mapped[int | None] = mapped_column(Integer)
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's own way
 
@@ -133,6 +139,8 @@ class GenerationRow(_Living, Base):
     last_step_at: Mapped[float | None]
     seconds_without_progress: Mapped[float | None]
     steps_redone: Mapped[int | None]
+    downtime: Mapped[list[dict[str, Any]] | None]
+    """What the time without progress went to (`domain.downtime.Part`); before the first step: its slowest rank's."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 
@@ -158,7 +166,7 @@ class GenerationRow(_Living, Base):
 
 class WorkerRow(_Living, Base):
     __tablename__ = "workers"
-    __table_args__ = (Index("ix_workers_state", "state"),)
+    __table_args__ = (Index("ix_workers_state_job_id_generation", "state", "job_id", "generation"),)
     _table = WORKER_TRANSITIONS
     _states = WorkerState
 
@@ -188,6 +196,10 @@ class WorkerRow(_Living, Base):
 
 class VmRow(_Living, Base):
     __tablename__ = "vms"
+    __table_args__ = (
+        Index("ix_vms_state_id_version", "state", "id", "version"),
+        Index("ix_vms_created_at_id", "created_at", "id"),
+    )
     _table = VM_TRANSITIONS
     _states = VmState
 
@@ -228,7 +240,12 @@ class VmRow(_Living, Base):
 
 class EventRow(Base):
     __tablename__ = "events"
-    __table_args__ = (Index("ix_events_job_id_id", "job_id", "id"),)
+    __table_args__ = (
+        Index("ix_events_job_id_id", "job_id", "id"),
+        Index("ix_events_vm_id_id", "vm_id", "id"),
+        Index("ix_events_kind_id", "kind", "id"),
+        Index("ix_events_at", "at"),
+    )
 
     id: Mapped[int] = mapped_column(_BigId, primary_key=True, autoincrement=True)
     at: Mapped[float]
@@ -249,6 +266,24 @@ class CheckpointRow(Base):
     url: Mapped[str] = mapped_column(Text)
     total_bytes: Mapped[int]
     at: Mapped[float]
+
+
+class ArchiveRow(Base):
+    """A packed workdir. Its chunks are there before it is."""
+
+    __tablename__ = "archives"
+
+    sha256: Mapped[str] = mapped_column(primary_key=True)
+    total_bytes: Mapped[int]
+    created_at: Mapped[float]
+
+
+class ArchiveChunkRow(Base):
+    __tablename__ = "archive_chunks"
+
+    sha256: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class StackRow(Base):
@@ -279,6 +314,49 @@ class MetricRow(Base):
     examples: Mapped[int]
     generation: Mapped[int] = mapped_column(Integer)
     at: Mapped[float]
+
+
+class MetricBlockRow(Base):
+    """So many steps together, for charts: see `varuna_manager.services.step_metrics`."""
+
+    __tablename__ = "metric_blocks"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    block: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    first_step: Mapped[int]
+    last_step: Mapped[int]
+    steps: Mapped[int]
+    at: Mapped[float]
+    """Of the newest."""
+    generation: Mapped[int] = mapped_column(Integer)
+    """The newest."""
+    losses: Mapped[int]
+    """Steps whose loss is a number."""
+    loss_sum: Mapped[float | None]
+    loss_min: Mapped[float | None]
+    loss_max: Mapped[float | None]
+    step_s_sum: Mapped[float]
+    step_s_min: Mapped[float]
+    step_s_max: Mapped[float]
+    examples: Mapped[int]
+    rate_min: Mapped[float | None]
+    """Examples per second of one step."""
+    rate_max: Mapped[float | None]
+
+
+class TraceRow(Base):
+    """What a stage did in the newest mini-batch of its generation that was traced."""
+
+    __tablename__ = "traces"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    generation: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    step: Mapped[int]
+    at: Mapped[float]
+    begin_us: Mapped[float]
+    """Of its first op, by its machine's clock: seconds since the epoch, in µs."""
+    spans: Mapped[dict[str, Any]]
 
 
 class FleetRow(Base):

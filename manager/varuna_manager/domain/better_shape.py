@@ -27,8 +27,7 @@ def slow_vms(generation: GenerationView | None, vms: Vms) -> tuple[str, ...]:
     """The slow VMs of the generation."""
     if generation is None:
         return ()
-    ids = sorted({worker.device.vm_id for worker in generation.workers})
-    return tuple(vm_id for vm_id in ids if vm_id in vms and vms[vm_id].slow_ratio is not None)
+    return tuple([vm_id for vm_id in generation.vm_ids if vm_id in vms and vms[vm_id].slow_ratio is not None])
 
 
 def most_gpus(job: JobView) -> int | None:

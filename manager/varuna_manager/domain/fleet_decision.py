@@ -73,6 +73,8 @@ class FleetView:
     limits: Limits = Limits()
     prices: Mapping[str, float] = field(default_factory=dict)
     """Per hour, of the VMs whose price is known."""
+    going: tuple[float, ...] = ()
+    """Prices of VMs that are gone but for the provider, which is still deleting them; 0: it is not known."""
     price_per_hour: float | None = None
     """Of one more VM; None: not known, or nothing."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
@@ -168,11 +170,11 @@ def _allowed(fleet: FleetView, staying: Sequence[VmView]) -> tuple[int, str]:
     """How many more VMs the limits allow, and what to say of the one that does not allow all."""
     missing = fleet.target - len(staying)
     limits, allowed, text = fleet.limits, missing, ""
-    if limits.max_vms is not None and limits.max_vms - len(fleet.vms) < allowed:
-        # Draining and lost ones are paid for too.
-        allowed, text = max(limits.max_vms - len(fleet.vms), 0), f"; no more than {limits.max_vms} are allowed"
+    paid_for = len(fleet.vms) + len(fleet.going)  # draining and lost ones too
+    if limits.max_vms is not None and limits.max_vms - paid_for < allowed:
+        allowed, text = max(limits.max_vms - paid_for, 0), f"; no more than {limits.max_vms} are allowed"
     if limits.max_cost_per_hour is not None and fleet.price_per_hour:
-        cost = sum(fleet.prices.get(vm.id, 0.0) for vm in fleet.vms)
+        cost = sum(fleet.prices.get(vm.id, 0.0) for vm in fleet.vms) + sum(fleet.going)
         affordable = max(int((limits.max_cost_per_hour - cost) / fleet.price_per_hour + 1e-9), 0)
         if affordable < allowed:
             allowed = affordable

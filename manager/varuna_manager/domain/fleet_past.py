@@ -12,19 +12,23 @@ class FleetPast:
     losses_at: tuple[float, ...] = ()
     """When VMs were lost, fell silent or got notice, oldest first; the last minutes only."""
     stable_since: float | None = None
-    """Of the last loss, or when the manager started; None: not known."""
+    """Of the last loss; without one, since when VMs were seen; None: not known."""
     join_s: float | None = None
     """What VMs took from being requested to being ready (upper quartile of the last ones); None: none has joined."""
+    warm_s: float | None = None
+    """What their agents took for the imports of a job's workers (upper quartile); None: none has done any."""
     coming_ages_s: tuple[float, ...] = ()
     """How long ago those were requested that are not here yet."""
     removals: float = 0.0
     """VMs that were lost or got notice, older ones counting less,"""
     vm_hours: float = 0.0
     """while so many VM-hours were seen."""
+    market_hazard: float | None = None
+    """Removals per VM-hour, by what the provider tells of its market; None: it tells nothing."""
 
     def stops_per_hour(self, vms: int) -> float:
         """How often losses are expected to stop a generation that uses so many VMs."""
-        return vms * removals_per_vm_hour(self.removals, self.vm_hours)
+        return vms * removals_per_vm_hour(self.removals, self.vm_hours, self.market_hazard)
 
     def stable_s(self, now: float) -> float:
         """For how long no VM was lost."""

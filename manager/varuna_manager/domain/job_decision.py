@@ -31,6 +31,7 @@ from varuna_manager.domain.causes import (
     root_cause,
     worker_line,
 )
+from varuna_manager.domain.devices import next_devices, worth_waiting_for
 from varuna_manager.domain.ending import all_stopped
 from varuna_manager.domain.observed import (
     Action,
@@ -80,33 +81,6 @@ def decide_job(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     return _running(now, job, generation, vms, rules)
 
 
-def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
-    """The devices that the job's next generation would be planned for, its present ones first.
-
-    While a generation runs, new devices count once they have been there for `growth_settle_s`, and their agents have
-    prepared for the job; while others are younger than that, growing waits for them, though not for ever.
-    """
-    live = job.generation is not None and job.generation.live
-    own = job.generation.devices if job.generation is not None else frozenset()
-    devices = sorted(job.devices, key=lambda device: (device not in own, device))
-    if live:
-        # What the job would do without its slow VMs; where they are all it has, there is nothing to ask.
-        slow = slow_vms(job.generation, vms)
-        devices = [device for device in devices if device.vm_id not in slow]
-        ages = {device: vms[device.vm_id].ready_for_s for device in devices if device not in own}
-        young = {d for d, age in ages.items() if age < _settle_s(job, vms[d.vm_id], rules)}
-        if young and max(ages.values()) < 3 * rules.growth_settle_s:
-            devices = [device for device in devices if device in own]
-        else:
-            devices = [device for device in devices if device not in young]
-    return tuple(devices[: most_gpus(job)])
-
-
-def _settle_s(job: JobView, vm: VmView, rules: Rules) -> float:
-    """A worker that had to import first would keep all others waiting: that is done before they are stopped."""
-    return rules.growth_prepare_s if job.id in vm.preparing else rules.growth_settle_s
-
-
 def wants_plan(job: JobView, devices: tuple[Device, ...], vms: Vms) -> bool:
     """Whether the planner must be asked before `decide_job` can answer."""
     if job.profiled_at is None or len(devices) < job.min_gpus or job.state not in (JobState.QUEUED, JobState.RUNNING):
@@ -136,7 +110,9 @@ def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> De
     if job.share == 0 and job.state is JobState.RUNNING:
         return Decision(reason=job.share_reason, actions=(RequeueJob(reason=job.share_reason),))
     devices = next_devices(job, vms, rules)
-    waiting = _too_few(now, job, devices, rules)
+    if job.setup_error and job.generation is None and not devices:
+        return _fail(f"its workdir could not be made ready: {job.setup_error}", job.setup_exit_code)
+    waiting = _too_few(now, job, devices, vms, rules)
     if waiting and job.quarantined and job.share != 0:
         return _lift(job, waiting)
     if waiting:
@@ -178,42 +154,26 @@ def _backing_off(job: JobView) -> str:
     )
 
 
-def _too_few(now: float, job: JobView, devices: tuple[Device, ...], rules: Rules) -> str:
+def _too_few(now: float, job: JobView, devices: tuple[Device, ...], vms: Vms, rules: Rules) -> str:
     if job.share == 0:
         return job.share_reason
     most = most_gpus(job)
     if job.share_due and most is not None and len(devices) < most:
         return f"{len(devices)} of its {most} GPUs are free: waiting until other jobs have given up the others"
     if len(devices) < job.min_gpus:
-        return f"{len(devices)} GPUs are free for this job and it needs {job.min_gpus}: waiting for more"
+        setting_up = (
+            f" ({job.unprepared} GPUs are of VMs where its workdir is being made ready)" if job.unprepared else ""
+        )
+        return f"{len(devices)} GPUs are free for this job and it needs {job.min_gpus}: waiting for more{setting_up}"
     enough = job.max_gpus is not None and len(devices) >= job.max_gpus
+    if job.unprepared and job.generation is None and not enough and job.prepared_s < rules.growth_prepare_s:
+        return f"waiting for {job.unprepared} GPUs of VMs where its workdir is being made ready"
     if job.returning_vms and not enough:
         return "waiting for agents that are about to come back after the manager's restart"
     still_early = now - job.created_at < rules.start_settle_s
     if job.generation is None and job.coming_vms and not enough and still_early:
         return "waiting for VMs that were requested and are about to join"
-    return "" if enough else _worth_waiting_for(now, job, devices, rules)
-
-
-def _worth_waiting_for(now: float, job: JobView, devices: tuple[Device, ...], rules: Rules) -> str:
-    """Which VM is so near that a start without it, and a morph when it is here, would cost more than the wait.
-
-    Started now, the job would train on the VMs that are left from the end of this morph (`cost_s`) until the new one
-    is here and settled, and then lose `cost_s` once more. So waiting pays while the VM is due before this morph would
-    be over. It ends when the VM is overdue.
-    """
-    ended, due_s = job.generation, job.fleet.arrives_within_s()
-    if ended is None or ended.kind is not GenerationKind.TRAINING or due_s is None or not job.morphs.measured:
-        return ""
-    if due_s > job.morphs.cost_s or job.share is not None:
-        return ""
-    gain = (len(devices) + 1) / max(len(devices), 1)
-    if gain < job.morphs.worthwhile_ratio(rules.growth_ratio, job.fleet.stable_s(now)):
-        return ""
-    return (
-        f"waiting for a VM on its way: new ones take {job.fleet.join_s:.1f} s, and growing into it later would cost "
-        f"another morph ({job.morphs.cost_s:.1f} s)"
-    )
+    return "" if enough else worth_waiting_for(now, job, devices, vms, rules)
 
 
 def _start_calibration(job: JobView, devices: tuple[Device, ...], vms: Vms) -> Decision:
@@ -373,7 +333,7 @@ def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> D
 
 def _lost_vm(generation: GenerationView, vms: Vms) -> str:
     """Which VM is lost while workers of the generation may still run there; empty: none."""
-    for vm_id in sorted({worker.device.vm_id for worker in generation.workers if not worker.stopped}):
+    for vm_id in generation.running_on:
         vm = vms.get(vm_id)
         if vm is None or vm.state in (VmState.LOST, VmState.GONE):
             reason = vm.reason if vm is not None and vm.reason else "it is not known any more"
@@ -396,8 +356,8 @@ def _calibrated(now: float, job: JobView, generation: GenerationView, rules: Rul
 
 def _leaving_vm(now: float, job: JobView, generation: GenerationView, vms: Vms) -> Decision | None:
     """Its VMs that are about to leave: the first deadline is that of all, for they finish the step together."""
-    ids = sorted({worker.device.vm_id for worker in generation.workers if not worker.stopped})
-    leaving = sorted((vms[vm_id] for vm_id in ids if vms[vm_id].state is VmState.DRAINING), key=_leaves_at)
+    there = [vms[vm_id] for vm_id in generation.running_on]
+    leaving = sorted((vm for vm in there if vm.state is VmState.DRAINING), key=_leaves_at)
     if not leaving:
         return None
     reason = "; ".join(f"VM {vm.id} is leaving: {vm.reason or 'it is draining'}" for vm in leaving)

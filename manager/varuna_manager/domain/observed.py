@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.morphs import Morphs
 from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.states import (
-    STOPPED_WORKER_STATES,
     EndCause,
     ExitCause,
     GenerationKind,
@@ -88,8 +88,7 @@ class Rules:
     """How long a requested VM may take to say Hello."""
 
 
-@dataclass(frozen=True, order=True)
-class Device:
+class Device(NamedTuple):
     """One accelerator (or CPU slot): the place of one worker."""
 
     vm_id: str
@@ -179,6 +178,10 @@ class VmView:
     has_rendezvous_port: bool = True
     preparing: frozenset[str] = frozenset()
     """Ids of jobs whose workers would have to wait there, for imports that its agent is doing ahead."""
+    warm: frozenset[str] = frozenset()
+    """Ids of jobs whose workers would start there at once: their imports are done."""
+    prepared: frozenset[str] = frozenset()
+    """Ids of the jobs whose workdir is ready there, of those that need it made."""
     reason: str = ""
 
     @property
@@ -208,7 +211,7 @@ class WorkerView:
 
     @property
     def stopped(self) -> bool:
-        return self.state in STOPPED_WORKER_STATES or self.lease_over
+        return self.state is WorkerState.EXITED or self.state is WorkerState.LOST or self.lease_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +271,31 @@ class GenerationView:
     def live(self) -> bool:
         return self.state is not GenerationState.ENDED
 
-    @property
+    def at(self, progress_at: float, last_step: int | None) -> GenerationView:
+        """With its progress; what is worked out of its workers is not worked out again."""
+        if (self.progress_at, self.last_step) == (progress_at, last_step):
+            return self
+        later = replace(self, progress_at=progress_at, last_step=last_step)
+        later.__dict__.update({name: vars(self)[name] for name in _OF_WORKERS if name in vars(self)})
+        return later
+
+    @cached_property
     def devices(self) -> frozenset[Device]:
-        return frozenset(worker.device for worker in self.workers)
+        return frozenset([worker.device for worker in self.workers])
+
+    @cached_property
+    def vm_ids(self) -> tuple[str, ...]:
+        """Of its VMs, in their order."""
+        return tuple(sorted({device.vm_id for device in self.devices}))
+
+    @cached_property
+    def running_on(self) -> tuple[str, ...]:
+        """Ids of the VMs on which not all of its workers have stopped, in their order."""
+        return tuple(sorted({worker.device.vm_id for worker in self.workers if not worker.stopped}))
+
+
+_OF_WORKERS = ("devices", "vm_ids", "running_on")
+"""Of a GenerationView: what only its workers decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +340,13 @@ class JobView:
     """VMs that were requested and are not here yet."""
     returning_vms: int = 0
     """VMs whose agents have not come back yet to a manager that has just started."""
+    unprepared: int = 0
+    """Devices that it could be launched on, were its workdir ready on their VMs."""
+    prepared_s: float = 0.0
+    """For how long that has been so on one VM at least; 0: it is on none."""
+    setup_error: str = ""
+    """Why that could not be made ready on a VM, as it was said last."""
+    setup_exit_code: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

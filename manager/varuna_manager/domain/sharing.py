@@ -19,6 +19,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 EACH_SIZE = 32
 """Up to so many GPUs the rate is known at each number; above, at some."""
@@ -189,7 +190,8 @@ def _account(job: Contender, most: int, highest: int) -> _Account:
     return _Account(job=job, gpus=job.least, weight=weight, sizes=found, log_rates=log_rates)
 
 
-def sizes(most: int, also: Iterable[int] = ()) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def sizes(most: int, also: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Numbers of GPUs worth asking for, up to `most`: each up to EACH_SIZE, four for every doubling, and `also`."""
     found = {size for size in (*range(1, EACH_SIZE + 1), *also) if 0 < size <= most}
     size = EACH_SIZE

@@ -51,7 +51,16 @@ class PlanPins(_Strict):
 
 class JobSpec(_Strict):
     name: str = Field(description="unique among the jobs that are not over")
-    workdir: str = Field(description="absolute path; `run` starts there")
+    workdir: str = Field(description="absolute path; without `archive`, `run` starts there on every VM")
+    archive: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="SHA-256 of the workdir, packed and uploaded: `run` starts in a copy of that; "
+        "null: the workdir is on every VM already",
+    )
+    setup: str | None = Field(
+        default=None, min_length=1, description="shell command, run in the workdir once on each VM before the job"
+    )
     run: str = Field(min_length=1, description="shell command, the same on every device")
     global_batch: int = Field(ge=1, description="examples in a mini-batch, over all replicas")
     resources: Resources = Resources()
@@ -68,6 +77,11 @@ class JobSpec(_Strict):
         le=100,
         description="jobs of higher priority get their GPUs first, from lower ones if needed",
     )
+
+    @property
+    def needs_preparing(self) -> bool:
+        """Whether a VM has something to do before workers can start there."""
+        return self.archive is not None or self.setup is not None
 
     @field_validator("name")
     @classmethod

@@ -7,6 +7,7 @@ other stages. It must be slower by a ratio that matters and by more than the noi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +15,10 @@ from statistics import median
 NOISE = 3.5
 """Robust z-score beyond which a difference is no chance: the usual bound for outliers by median and MAD."""
 _MAD_TO_SIGMA = 1.4826
+_MEDIAN_ERROR = 1.2533
+"""Standard error of a median of n independent values, in units of sigma/√n."""
+_STEPS_PER_VALUE = 2.0
+"""Neighbouring steps are not independent: so many count as one."""
 _LEAST_SIGMA = 0.01
 """Of the median: clocks and counters are no better than that."""
 
@@ -27,6 +32,8 @@ class RankTimes:
     median_us: float
     mad_us: float
     """Median absolute deviation over the window."""
+    steps: int
+    """In the window."""
     expected_us: float
     """By the profile."""
 
@@ -70,7 +77,7 @@ def _among_replicas(number: int, rank: RankTimes, peers: Sequence[RankTimes]) ->
     against = (
         f"the other replica{'s' if count > 1 else ''} of stage {rank.stage} ({usual / 1e3:.3g} ms per micro-batch)"
     )
-    return _slowness(number, rank, usual, max(spread, rank.mad_us), against)
+    return _slowness(number, rank, usual, spread, against)
 
 
 def _against_profile(number: int, rank: RankTimes, ranks: Mapping[int, RankTimes]) -> Slowness | None:
@@ -84,11 +91,14 @@ def _against_profile(number: int, rank: RankTimes, ranks: Mapping[int, RankTimes
     usual = rank.expected_us * pace
     spread = median(abs(other - pace) for other in others) * rank.expected_us
     against = f"profiled, by the pace of the other stages ({usual / 1e3:.3g} ms per micro-batch)"
-    return _slowness(number, rank, usual, max(spread, rank.mad_us), against)
+    return _slowness(number, rank, usual, spread, against)
 
 
-def _slowness(number: int, rank: RankTimes, usual: float, mad_us: float, against: str) -> Slowness:
-    sigma = max(_MAD_TO_SIGMA * mad_us, _LEAST_SIGMA * usual)
+def _slowness(number: int, rank: RankTimes, usual: float, spread_us: float, against: str) -> Slowness:
+    """`spread_us`: median absolute deviation among those that it is compared with."""
+    # What it varies by itself from step to step makes its median uncertain by much less.
+    own_error = _MEDIAN_ERROR * _MAD_TO_SIGMA * rank.mad_us / math.sqrt(rank.steps / _STEPS_PER_VALUE)
+    sigma = max(_MAD_TO_SIGMA * spread_us, own_error, _LEAST_SIGMA * usual)
     ratio = rank.median_us / usual if usual > 0 else 1.0
     return Slowness(vm_id=rank.vm_id, rank=number, ratio=ratio, z=(rank.median_us - usual) / sigma, against=against)
 

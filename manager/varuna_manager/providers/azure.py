@@ -12,38 +12,50 @@ import asyncio
 import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
-from azure.core.exceptions import AzureError, HttpResponseError, ResourceNotFoundError
+from azure.core import MatchConditions
+from azure.core.exceptions import AzureError, HttpResponseError, ResourceExistsError, ResourceNotFoundError
 from azure.core.pipeline.policies import AsyncRetryPolicy
 from azure.core.polling import AsyncLROPoller
 from azure.mgmt.compute.aio import ComputeManagementClient
 from azure.mgmt.compute.models import VirtualMachine
 
-from varuna_manager.domain.fleet_decision import Refusal, RefusalKind, backoff_s
-from varuna_manager.providers.azure_market import Quote, ask_market, refusal_of
+from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
+from varuna_manager.providers.azure_market import Quote, ask_market, first_line, refusal_of
+from varuna_manager.providers.azure_places import Place, Places
 from varuna_manager.providers.azure_requests import FLEET_TAG, REQUEST_TAG, scale_set_body, vm_body
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
-from varuna_manager.providers.base import Created, Notice, Offer, ProviderVm
+from varuna_manager.providers.base import (
+    Created,
+    Notice,
+    NotThatProviderError,
+    Offer,
+    ProviderRefusedError,
+    ProviderVm,
+    UnknownVmError,
+)
 
 __all__ = ["AzureProvider", "PatientRetryPolicy", "azure_client"]
 
 _LISTED_STATES = frozenset({"Creating", "Succeeded", "Updating"})
+_GOING_STATES = frozenset({"Deleting"})
+_PAGE = 50
+"""VMs that a listing has at least on a page: each page is a request."""
 _DELETE_AT_ONCE = 100
 _AT_ONCE = 32
-"""Creations under way at the same time."""
+"""Creations that are asked for at the same time."""
 _MARKET_S = 600.0
+_POLL_S = 5.0
+"""Between two questions after an operation, where Azure does not say."""
 _LONGEST_WAIT_S = 10.0
 """A longer Retry-After is not slept through: it becomes a refusal, which the fleet controller waits out."""
 _GIB = 1 << 30
 
-BootScript = Callable[[str], Awaitable[str]]
-"""The cloud-init document for a VM of this name; it holds the VM's join token."""
-
-Place = tuple[AzureSize, str | None]
-"""A size, and the zone to make it in."""
+BootScript = Callable[[str, AzureSize], Awaitable[str]]
+"""The cloud-init document for a VM of this name and size; it holds the VM's join token."""
 
 
 class PatientRetryPolicy(AsyncRetryPolicy[Any, Any]):
@@ -59,7 +71,10 @@ def azure_client(settings: AzureSettings) -> ComputeManagementClient:
     from azure.identity.aio import DefaultAzureCredential
 
     return ComputeManagementClient(
-        DefaultAzureCredential(), settings.subscription_id, retry_policy=PatientRetryPolicy(retry_total=4)
+        DefaultAzureCredential(),
+        settings.subscription_id,
+        retry_policy=PatientRetryPolicy(retry_total=4),
+        polling_interval=_POLL_S,
     )
 
 
@@ -75,35 +90,49 @@ class AzureProvider:
         client: ComputeManagementClient,
         boot_script: BootScript,
         *,
+        needs_prices: bool = False,
         settle_s: float = 45.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`settle_s`: how long `create` waits for allocations; what is undecided then counts as made."""
+        """`needs_prices`: make no VM of a size whose price is not known, for the fleet has a limit of cost.
+        `settle_s`: how long `create` waits for allocations; what is undecided then counts as made."""
         self._settings = settings
         self._client = client
         self._boot_script = boot_script
+        self._needs_prices = needs_prices
         self._settle_s = settle_s
         self._now = now
+        self._places = Places(settings.sizes, now)
         self._has_scale_set = False
-        self._refused: dict[tuple[str, str | None], tuple[int, float]] = {}
-        """By size and zone: refusals in a row, and until when it is not asked again."""
         self._writes: deque[float] = deque()
         self._quotes: Mapping[str, Quote] = {}
         self._quoted_at: float | None = None
+        self._offered_price: float | None = None
+        """Of the last offer: what the fleet was reckoned with."""
+        self._listed: Sequence[ProviderVm] = ()
+        self._list_again_at = -float("inf")
+        self._delete_again_at = -float("inf")
         self._deleting: set[str] = set()
-        self._under_way: set[asyncio.Task[object]] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()
         self._log = structlog.get_logger("varuna.azure").bind(scale_set=settings.scale_set)
 
     # ------------------------------------------------------------ what there is
 
     async def list(self) -> Sequence[ProviderVm]:
+        """As Azure said a few seconds ago at most (`list_every_s` for each page): it counts questions too."""
+        if self._now() >= self._list_again_at:
+            await self._look()
+        return self._listed
+
+    async def _look(self) -> None:
         vms = await self._vms()
+        self._list_again_at = self._now() + self._settings.list_every_s * (1 + len(vms) // _PAGE)
+        self._listed = [self._seen(vm) for vm in vms if vm.provisioning_state in _LISTED_STATES | _GOING_STATES]
         failed = [_name(vm) for vm in vms if vm.provisioning_state == "Failed"]
         if failed:
             # They never came up, and still count against the quota.
             self._log.warning("VMs that could not be made are deleted", vms=failed)
             await self.delete(failed)
-        return [self._seen(vm) for vm in vms if vm.provisioning_state in _LISTED_STATES]
 
     async def notices(self) -> Sequence[Notice]:
         """None from here: Azure tells the VM itself, whose agent asks the metadata service each second."""
@@ -111,9 +140,11 @@ class AzureProvider:
 
     async def offer(self) -> Offer:
         await self._refresh_quotes()
-        size, _ = next(iter(self._places()), (self._settings.sizes[0], None))
-        quote = self._quotes.get(size.name, Quote())
-        return Offer(gpus=size.gpus, price_per_hour=quote.price_per_hour, hazard_per_hour=quote.hazard_per_hour)
+        place = next(iter(self._priced_places()), None)
+        size = self._settings.sizes[0] if place is None else place.size
+        self._offered_price = self._price(size)
+        hazard = self._quotes.get(size.name, Quote()).hazard_per_hour
+        return Offer(gpus=size.gpus, price_per_hour=self._offered_price, hazard_per_hour=hazard)
 
     async def _vms(self) -> Sequence[VirtualMachine]:
         """Those of this fleet, in whatever state."""
@@ -128,7 +159,6 @@ class AzureProvider:
     def _seen(self, vm: VirtualMachine) -> ProviderVm:
         size = self._size(vm.hardware_profile.vm_size if vm.hardware_profile else None)
         memory = size.device_memory_gib if size else None
-        quote = self._quotes.get(size.name, Quote()) if size else Quote()
         return ProviderVm(
             id=_name(vm),
             gpus=size.gpus if size else 1,
@@ -137,46 +167,60 @@ class AzureProvider:
             created_at=vm.time_created.timestamp() if vm.time_created else time.time(),
             ref={"id": vm.id, "size": size.name if size else None, "zones": [*(vm.zones or ())]},
             request=(vm.tags or {}).get(REQUEST_TAG),
-            price_per_hour=quote.price_per_hour,
+            price_per_hour=self._price(size) if size else None,
+            going=vm.provisioning_state in _GOING_STATES,
         )
 
     def _size(self, name: str | None) -> AzureSize | None:
         sizes = self._settings.sizes
         return next((size for size in sizes if name and size.name.lower() == name.lower()), None)
 
+    def _price(self, size: AzureSize) -> float | None:
+        """What Azure says; else what the settings do, of which the most that may be paid is a bound."""
+        quoted = self._quotes.get(size.name, Quote()).price_per_hour
+        most = self._settings.max_price_per_hour
+        return quoted or size.price_per_hour or (most if most > 0 else None)
+
     async def _refresh_quotes(self) -> None:
         if self._quoted_at is not None and self._now() - self._quoted_at < _MARKET_S:
             return
         self._quoted_at = self._now()
         try:
-            self._quotes = await ask_market(self._client, self._settings.location, self._settings.sizes)
+            self._quotes = await ask_market(self._client, self._settings)
         except (AzureError, KeyError, ValueError) as error:
             self._log.warning("Azure does not tell prices and eviction rates", error=str(error).splitlines()[0])
 
     # ------------------------------------------------------------ more
 
     async def create(self, count: int, request: str) -> Created:
+        """At the first sizes and zones that grant VMs and cost no more than the last offer: dearer ones are offered
+        next, so that limits of cost are reckoned with their price."""
         try:
             await self._ensure_scale_set()
-            before = {vm.id: vm for vm in await self.list()}
+            await self._look()
+            missing = self._missing(count, request)
+            refusal: Refusal | None = None
+            for place in self._affordable_places():
+                if not missing:
+                    break
+                missing, refusal = await self._create_at(place, missing, request, refusal)
+                if refusal is not None and refusal.kind is RefusalKind.THROTTLED:
+                    break
+            if missing and refusal is None:
+                refusal = self._none_open()
+            await self._look()
         except AzureError as error:
             return Created(refusal=refusal_of(error))
-        names = [f"{self._settings.scale_set}-{_short(request)}-{number:03d}" for number in range(count)]
-        missing: Sequence[str] = [name for name in names if name not in before]
-        refusal: Refusal | None = None
-        for place in self._places():
-            if not missing:
-                break
-            missing, refusal = await self._create_at(place, missing, request, refusal)
-            if refusal is not None and refusal.kind is RefusalKind.THROTTLED:
-                break
-        if missing and refusal is None:
-            refusal = self._all_refused()
-        try:
-            made = tuple(vm for vm in await self.list() if vm.request == request)
-        except AzureError as error:
-            return Created(refusal=refusal_of(error))
+        made = tuple(vm for vm in self._listed if vm.request == request and not vm.going)
         return Created(vms=made, refusal=refusal if missing else None)
+
+    def _missing(self, count: int, request: str) -> Sequence[str]:
+        """Names of the VMs that the request lacks: the same ones whoever asks. Those that are going keep theirs."""
+        of_request = [vm for vm in self._listed if vm.request == request]
+        going = sum(vm.going for vm in of_request)
+        names = [f"{self._settings.scale_set}-{_short(request)}-{number:03d}" for number in range(count + going)]
+        there = {vm.id for vm in of_request}
+        return [name for name in names if name not in there][: max(count - len(of_request) + going, 0)]
 
     async def _ensure_scale_set(self) -> None:
         if self._has_scale_set:
@@ -192,74 +236,98 @@ class AzureProvider:
             self._log.info("the scale set was made")
         self._has_scale_set = True
 
-    def _places(self) -> Sequence[Place]:
-        """Sizes and zones in order of preference, without those that have just refused."""
-        places = [(size, zone) for size in self._settings.sizes for zone in size.zones or (None,)]
-        now = self._now()
-        return [place for place in places if self._refused.get(_key(place), (0, 0.0))[1] <= now]
+    def _priced_places(self) -> Sequence[Place]:
+        places = self._places.open()
+        return [place for place in places if not self._needs_prices or self._price(place.size) is not None]
+
+    def _affordable_places(self) -> Sequence[Place]:
+        most, places = self._offered_price, self._priced_places()
+        return [place for place in places if most is None or (self._price(place.size) or 0.0) <= most]
+
+    def _none_open(self) -> Refusal:
+        if self._priced_places():
+            return Refusal(kind=RefusalKind.CAPACITY, reason="only sizes that cost more than the last offer are left")
+        if self._places.open():
+            text = "Azure does not tell what its sizes cost, and the fleet has a limit of cost"
+            way_out = "give each size its price_per_hour in the settings"
+            return Refusal(kind=RefusalKind.FAILED, reason=f"{text}: {way_out}")
+        return self._places.all_refused()
 
     async def _create_at(
         self, place: Place, names: Sequence[str], request: str, before: Refusal | None
     ) -> tuple[Sequence[str], Refusal | None]:
         """Try to make these VMs there; the names that could not be made, and why."""
+        if self._places.is_doubtful(place) and len(names) > 1:
+            left, refusal = await self._create_at(place, names[:1], request, before)
+            if left:
+                return names, refusal
+            names = names[1:]
         granted, retry_after_s = self._take_writes(len(names))
         gate = asyncio.Semaphore(_AT_ONCE)
         outcomes = await asyncio.gather(*(self._create_one(gate, place, name, request) for name in names[:granted]))
         refusals = [refusal for refusal in outcomes if refusal is not None]
+        if outcomes and not refusals:
+            self._places.note_made(place)
         left = [name for name, refusal in zip(names, outcomes, strict=False) if refusal is not None]
         left += names[granted:]
-        if len(refusals) < len(outcomes):
-            self._refused.pop(_key(place), None)
-        if any(refusal.kind in (RefusalKind.CAPACITY, RefusalKind.QUOTA) for refusal in refusals):
-            self._note_refused(place, refusals[0])
         if granted < len(names):
             text = f"{self._settings.writes_per_minute} requests a minute are used up (writes_per_minute)"
             return left, Refusal(kind=RefusalKind.THROTTLED, reason=text, retry_after_s=retry_after_s)
         return left, _worst(refusals) or before
 
     async def _create_one(self, gate: asyncio.Semaphore, place: Place, name: str, request: str) -> Refusal | None:
-        size, zone = place
+        """Why there is no such VM now; None: there is, or what becomes of it is not decided yet."""
+        group = self._settings.resource_group
         async with gate:
+            script = await self._boot_script(name, place.size)
+            body: Any = vm_body(self._settings, name, place.size, place.zone, request, script)
             try:
-                script = await self._boot_script(name)
-                body: Any = vm_body(self._settings, name, size, zone, request, script)
-                group = self._settings.resource_group
-                poller = await self._client.virtual_machines.begin_create_or_update(group, name, body)
-                await self._settled(poller)
+                poller = await self._client.virtual_machines.begin_create_or_update(
+                    group, name, body, match_condition=MatchConditions.IfMissing
+                )
+            except ResourceExistsError as error:
+                if error.status_code == 412:
+                    return None  # whoever asked before us got as far as that
+                return self._refused(place, name, error)
             except AzureError as error:
-                refusal = refusal_of(error)
-                self._log.info("Azure made no VM", vm=name, size=size.name, zone=zone, reason=refusal.reason)
-                await self._clear_away(name)
-                return refusal
+                return self._refused(place, name, error)
+        return await self._settled(self._allocated(place, name, poller))
+
+    async def _allocated(self, place: Place, name: str, poller: AsyncLROPoller[Any]) -> Refusal | None:
+        try:
+            await poller.result()
+        except AzureError as error:
+            refusal = self._refused(place, name, error)
+            await self._clear_away(name)
+            return refusal
         return None
 
-    async def _settled(self, poller: AsyncLROPoller[Any]) -> None:
-        """Wait for the allocation; what takes longer goes on, and `list` sees what becomes of it."""
-        task = asyncio.ensure_future(poller.result())
-        done, _ = await asyncio.wait({task}, timeout=self._settle_s)
-        if done:
-            task.result()
-        else:
-            self._under_way.add(task)
-            task.add_done_callback(self._ended)
+    def _refused(self, place: Place, name: str, error: AzureError) -> Refusal:
+        refusal = refusal_of(error)
+        self._log.info("Azure made no VM", vm=name, place=str(place), reason=refusal.reason)
+        self._places.note_refused(place, refusal)
+        return refusal
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.info("Azure made no VM, as it says late", reason=str(error).splitlines()[0])
+    async def _settled(self, work: Coroutine[Any, Any, Refusal | None]) -> Refusal | None:
+        """Its outcome, if it comes in time; else it goes on."""
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        done, _ = await asyncio.wait({task}, timeout=self._settle_s)
+        return task.result() if done else None
 
     async def _clear_away(self, name: str) -> None:
-        """A VM whose allocation failed stays as a resource: its name is needed, and its disk costs."""
+        """A VM whose allocation failed stays as a resource: its name is needed, and it counts against the quota."""
         try:
             poller = await self._client.virtual_machines.begin_delete(
                 self._settings.resource_group, name, force_deletion=True
             )
-            await self._settled(poller)
+            await poller.result()
         except ResourceNotFoundError:
             return
         except AzureError as error:
-            # It is in `list` as failed, from where it is tried again.
-            self._log.warning("a VM that failed is still there", vm=name, error=str(error).splitlines()[0])
+            # It is among the failed ones of the next look, from where it is tried again.
+            self._log.warning("a VM that failed is still there", vm=name, error=first_line(error))
 
     def _take_writes(self, wanted: int) -> tuple[int, float]:
         """How many of the minute's requests are left for this, and after how many seconds there are more."""
@@ -270,22 +338,15 @@ class AzureProvider:
         self._writes.extend([now] * granted)
         return granted, self._writes[0] + 60.0 - now if self._writes else 0.0
 
-    def _note_refused(self, place: Place, refusal: Refusal) -> None:
-        count = self._refused.get(_key(place), (0, 0.0))[0] + 1
-        pause_s = backoff_s(count, refusal.kind)
-        self._refused[_key(place)] = (count, self._now() + pause_s)
-
-    def _all_refused(self) -> Refusal:
-        soonest = min(until for _, until in self._refused.values()) - self._now()
-        text = f"every size and zone has refused, the first is asked again in {soonest:.0f} s"
-        return Refusal(kind=RefusalKind.CAPACITY, reason=text, retry_after_s=max(soonest, 0.0))
-
     # ------------------------------------------------------------ less
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
-        """In batches, through the scale set. Returns once Azure has accepted it; raises AzureError."""
+        """In batches, through the scale set. Returns once Azure has accepted it, or wants to be left alone for now:
+        VMs that are still listed are given back again. Raises AzureError."""
         wanted = [vm_id for vm_id in vm_ids if vm_id not in self._deleting]
         for start in range(0, len(wanted), _DELETE_AT_ONCE):
+            if self._now() < self._delete_again_at:
+                return
             await self._delete_batch(wanted[start : start + _DELETE_AT_ONCE])
 
     async def _delete_batch(self, names: Sequence[str]) -> None:
@@ -295,14 +356,17 @@ class AzureProvider:
                 self._settings.resource_group, self._settings.scale_set, body, force_deletion=True
             )
         except HttpResponseError as error:
-            if error.status_code in (404, 400) and len(names) > 1:
-                # One of them is gone already; which one, Azure does not say.
+            refusal = refusal_of(error)
+            if refusal.kind is RefusalKind.THROTTLED:
+                self._delete_again_at = self._now() + (refusal.retry_after_s or _LONGEST_WAIT_S)
+                self._log.warning("Azure deletes no VMs for now", reason=refusal.reason, vms=[*names])
+                return
+            if error.status_code not in (404, 400):
+                raise
+            if len(names) > 1:  # one of them is gone already; which one, Azure does not say
                 for name in names:
                     await self._delete_batch([name])
-                return
-            if error.status_code in (404, 400):
-                return
-            raise
+            return
         self._deleting.update(names)
         task = asyncio.ensure_future(poller.result())
         self._under_way.add(task)
@@ -311,12 +375,24 @@ class AzureProvider:
     def _deleted(self, task: asyncio.Task[Any], names: Iterable[str]) -> None:
         self._under_way.discard(task)
         self._deleting.difference_update(names)
+        self._list_again_at = -float("inf")  # what was known of them is no longer so
         if not task.cancelled() and (error := task.exception()) is not None:
             # The fleet controller sees them listed, and gives them back again.
             self._log.warning("VMs could not be deleted", vms=[*names], error=str(error).splitlines()[0])
 
-    async def close(self, *, end_vms: bool = False) -> None:
-        """Lets go of the connection; the VMs stay."""
+    async def preempt(self, vm_id: str, notice_s: float) -> None:
+        """Azure's own simulation of an eviction: within minutes, with the notice of up to 30 s that it always gives."""
+        if notice_s:
+            raise NotThatProviderError("Azure gives a notice of its own, of up to 30 s: leave notice_s out")
+        try:
+            await self._client.virtual_machines.simulate_eviction(self._settings.resource_group, vm_id)
+        except ResourceNotFoundError as error:
+            raise UnknownVmError(f"Azure has no VM {vm_id!r} in {self._settings.resource_group}") from error
+        except AzureError as error:
+            raise ProviderRefusedError(refusal_of(error).reason) from error
+
+    async def close(self, *, end_vms: bool) -> None:
+        """Lets go of the connection. The VMs stay, whatever `end_vms`: they are no processes of this machine."""
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
@@ -331,10 +407,6 @@ def _name(vm: VirtualMachine) -> str:
 def _short(request: str) -> str:
     """The part of a request's tag that goes into names, which take 64 characters and few signs."""
     return re.sub(r"[^a-z0-9]", "", request.lower())[:16]
-
-
-def _key(place: Place) -> tuple[str, str | None]:
-    return place[0].name, place[1]
 
 
 def _worst(refusals: Sequence[Refusal]) -> Refusal | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from azure.core.exceptions import AzureError, HttpResponseError
@@ -12,9 +12,9 @@ from azure.core.rest import HttpRequest
 from azure.mgmt.compute.aio import ComputeManagementClient
 
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
-from varuna_manager.providers.azure_settings import AzureSize
+from varuna_manager.providers.azure_settings import AzureSettings
 
-__all__ = ["Quote", "ask_market", "refusal_of"]
+__all__ = ["Quote", "ask_market", "first_line", "refusal_of"]
 
 _CAPACITY = frozenset(
     {
@@ -43,9 +43,9 @@ class Quote:
 def refusal_of(error: AzureError) -> Refusal:
     """What an error of the SDK means for asking again."""
     if not isinstance(error, HttpResponseError):
-        return Refusal(kind=RefusalKind.FAILED, reason=f"Azure cannot be reached: {_first_line(error)}")
+        return Refusal(kind=RefusalKind.FAILED, reason=f"Azure cannot be reached: {first_line(error)}")
     code = error.error.code if error.error is not None and error.error.code else ""
-    text = f"{code or error.status_code}: {_first_line(error)}"
+    text = f"{code or error.status_code}: {first_line(error)}"
     if error.status_code == 429 or code in ("TooManyRequests", "OperationPreempted"):
         return Refusal(kind=RefusalKind.THROTTLED, reason=text, retry_after_s=_retry_after_s(error))
     if code in _CAPACITY:
@@ -55,7 +55,7 @@ def refusal_of(error: AzureError) -> Refusal:
     return Refusal(kind=RefusalKind.FAILED, reason=text)
 
 
-def _first_line(error: AzureError) -> str:
+def first_line(error: AzureError) -> str:
     inner = getattr(error, "error", None)
     text = (getattr(inner, "message", None) or error.message or str(error)).strip()
     return str(text).splitlines()[0] if text else type(error).__name__
@@ -70,18 +70,21 @@ def _retry_after_s(error: HttpResponseError) -> float | None:
         return None  # an HTTP date, which Azure does not send
 
 
-async def ask_market(client: ComputeManagementClient, location: str, sizes: Sequence[AzureSize]) -> Mapping[str, Quote]:
-    """Spot prices and eviction rates from Azure Resource Graph, by the sizes' names. Raises AzureError."""
-    names = ", ".join(f"'{size.name.lower()}'" for size in sizes)
-    where = f"sku.name in~ ({names}) | where location =~ '{location}'"
+async def ask_market(client: ComputeManagementClient, settings: AzureSettings) -> Mapping[str, Quote]:
+    """Spot prices (US dollars) and eviction rates from Azure Resource Graph, by the sizes' names. Raises AzureError,
+    KeyError, ValueError."""
+    names = ", ".join(f"'{size.name.lower()}'" for size in settings.sizes)
+    where = f"sku.name in~ ({names}) | where location =~ '{settings.location}'"
     prices = await _query(
         client,
+        settings.subscription_id,
         "SpotResources | where type =~ 'microsoft.compute/skuspotpricehistory/ostype/location' "
         f"| where {where} | where properties.osType =~ 'linux' "
         "| project size = tolower(tostring(sku.name)), value = tostring(properties.spotPrices[0].priceUSD)",
     )
     rates = await _query(
         client,
+        settings.subscription_id,
         "SpotResources | where type =~ 'microsoft.compute/skuspotevictionrate/location' "
         f"| where {where} | project size = tolower(tostring(sku.name)), value = tostring(properties.evictionRate)",
     )
@@ -89,12 +92,13 @@ async def ask_market(client: ComputeManagementClient, location: str, sizes: Sequ
         size.name: Quote(
             price_per_hour=_number(prices.get(size.name.lower())), hazard_per_hour=_hazard(rates.get(size.name.lower()))
         )
-        for size in sizes
+        for size in settings.sizes
     }
 
 
-async def _query(client: ComputeManagementClient, query: str) -> dict[str, str]:
-    response = await client.send_request(HttpRequest("POST", _GRAPH_URL, json={"query": query}))
+async def _query(client: ComputeManagementClient, subscription_id: str, query: str) -> dict[str, str]:
+    body = {"subscriptions": [subscription_id], "query": query}
+    response = await client.send_request(HttpRequest("POST", _GRAPH_URL, json=body))
     await response.read()
     if response.status_code != 200:
         raise HttpResponseError(response=response)

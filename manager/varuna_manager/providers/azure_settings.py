@@ -1,8 +1,10 @@
-"""What the Azure provider must be told: a YAML file, which the deployment in `deploy/azure` writes."""
+"""What the Azure provider must be told: a YAML or TOML file, which the deployment in `deploy/azure` writes."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -19,6 +21,9 @@ class AzureSize(_Model):
     gpus: int = Field(ge=1)
     device_memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
     zones: tuple[str, ...] = Field(default=(), description="availability zones to try, in order; none: Azure's choice")
+    price_per_hour: float | None = Field(
+        default=None, gt=0, description="of a VM, in US dollars, for when Azure does not tell its spot price"
+    )
 
 
 class AzureSettings(_Model):
@@ -36,7 +41,14 @@ class AzureSettings(_Model):
     os_disk_gib: int = Field(default=128, ge=30)
     max_price_per_hour: float = Field(default=-1, description="a VM's; -1: up to the price on demand")
     tags: dict[str, str] = Field(default_factory=dict)
-    writes_per_minute: int = Field(default=200, ge=1, description="creations and deletions that are asked for at most")
+    writes_per_minute: int = Field(default=200, ge=1, description="creations that are asked for at most")
+    list_every_s: float = Field(
+        default=2.0, ge=0, description="between two listings of the VMs, for each 50 VMs; Azure counts them too"
+    )
+    device: Literal["cuda", "cpu"] = Field(default="cuda", description="what the VMs' workers run on")
+    pip_options: str = Field(
+        default="", pattern=r"^[^'\n]*$", description="for pip on the VMs, such as the index of PyTorch's wheels"
+    )
 
     @field_validator("image")
     @classmethod
@@ -55,12 +67,13 @@ class AzureSettings(_Model):
 
 def read_azure_settings(path: Path) -> AzureSettings:
     """Raises ValueError with one line that names the file, the field and the value."""
+    kind, parse = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("YAML", yaml.safe_load)
     try:
-        document = yaml.safe_load(path.read_text())
+        document: Any = parse(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path}: expected a mapping with subscription_id, resource_group, ...")
     try:

@@ -18,6 +18,10 @@ class NotThatProviderError(Exception):
     """The provider's VMs are not like that. `str()` says what to do instead."""
 
 
+class ProviderRefusedError(Exception):
+    """The provider did not do it, or cannot be reached. `str()` is what it says."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProviderVm:
     """A VM that the provider has."""
@@ -35,6 +39,8 @@ class ProviderVm:
     """In the provider's currency; None: not known, or nothing."""
     state_of_affairs: str = "its agent is starting"
     """What to say of it until its agent has said Hello."""
+    going: bool = False
+    """It is being deleted: nothing runs there any more, and it may still have to be paid for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,24 +102,25 @@ class Provider(Protocol):
     async def offer(self) -> Offer:
         """What one more VM would be."""
 
+    async def preempt(self, vm_id: str, notice_s: float) -> None:
+        """Have the VM taken as the market would take it: at once when `notice_s` is 0, else after a notice.
+
+        Raises UnknownVmError, NotThatProviderError, ProviderRefusedError.
+        """
+
+    async def close(self, *, end_vms: bool) -> None:
+        """Let go of it all. `end_vms`: of the VMs too, if they are processes of this machine."""
+
 
 class EmulatedProvider(Provider, Protocol):
-    """A provider whose market is ours to play with."""
+    """A provider whose market is ours to play with, and whose VMs have their disks on this machine."""
 
     @property
     def capacity(self) -> int | None:
         """VMs that it grants at once; None: any number."""
 
     async def set_capacity(self, capacity: int | None) -> None:
-        """Raises NotThatProviderError."""
-
-    async def preempt(self, vm_id: str, notice_s: float) -> None:
-        """Take the VM: at once when `notice_s` is 0, else after a notice.
-
-        Raises UnknownVmError, NotThatProviderError.
-        """
+        """Grant so many from now on."""
 
     def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
         """Where a worker's log of a VM lies that is gone."""
-
-    async def close(self, *, end_vms: bool) -> None: ...

@@ -90,19 +90,8 @@ class StaticProvider:
     async def offer(self) -> Offer:
         return Offer(gpus=max(vm.gpus for vm in self._vms))
 
-    @property
-    def capacity(self) -> int | None:
-        return len(self._vms)
-
-    async def set_capacity(self, capacity: int | None) -> None:
-        raise NotThatProviderError("the hosts are those of the list: change that, and restart the manager")
-
     async def preempt(self, vm_id: str, notice_s: float) -> None:
         raise NotThatProviderError("nobody takes the hosts of the list away: drain one with varuna drain")
-
-    def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
-        """Where the host itself has it: not on the manager's machine."""
-        return Path(f"/on-host-{vm_id}") / "jobs" / job_id / f"g{generation}" / f"rank{rank}.log"
 
     async def close(self, *, end_vms: bool) -> None:
         """The agents go on."""

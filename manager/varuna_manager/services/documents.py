@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,12 +12,12 @@ from varuna_manager.db.models import (
     EventRow,
     GenerationRow,
     JobRow,
-    MetricRow,
     StackRow,
     VmRow,
     WorkerRow,
 )
-from varuna_manager.domain.states import GenerationKind
+from varuna_manager.domain import accounting
+from varuna_manager.services.vm_registry import Health
 
 Document = dict[str, Any]
 
@@ -25,10 +26,24 @@ def iso(at: float | None) -> str | None:
     return None if at is None else datetime.fromtimestamp(at, UTC).isoformat()
 
 
-def job_document(job: JobRow, generations: Sequence[GenerationRow]) -> Document:
-    """`generations`: all of the job's, oldest first."""
-    stepped = [generation for generation in generations if generation.last_step is not None]
-    training = [generation for generation in generations if generation.kind == GenerationKind.TRAINING]
+@dataclass(frozen=True, kw_only=True)
+class JobProgress:
+    """How far a job is, from its generations."""
+
+    step: int = 0
+    loss: float | None = None
+    last_step_at: float | None = None
+    generation: int | None = None
+    plan: Document | None = None
+    """Of the newest training generation."""
+    gpus: int = 0
+    step_s: float | None = None
+    examples: int | None = None
+    """Of the newest step, as `step_s`."""
+
+
+def job_document(job: JobRow, progress: JobProgress) -> Document:
+    step_s, examples = progress.step_s, progress.examples
     return {
         "id": job.id,
         "name": job.name,
@@ -40,15 +55,22 @@ def job_document(job: JobRow, generations: Sequence[GenerationRow]) -> Document:
         "created_at": iso(job.created_at),
         "started_at": iso(job.started_at),
         "finished_at": iso(job.finished_at),
-        "step": max((generation.last_step or 0 for generation in stepped), default=0),
-        "loss": stepped[-1].last_loss if stepped else None,
-        "generation": generations[-1].number if generations else None,
-        "plan": training[-1].plan if training else None,
+        "step": progress.step,
+        "loss": progress.loss,
+        "generation": progress.generation,
+        "plan": progress.plan,
+        "version": job.version,
+        "gpus": progress.gpus,
+        "step_s": step_s,
+        "examples_per_s": examples / step_s if examples is not None and step_s else None,
+        "last_step_at": iso(progress.last_step_at),
     }
 
 
-def generation_document(generation: GenerationRow, workers: Sequence[WorkerRow]) -> Document:
-    """`workers`: the generation's, by rank."""
+def generation_document(
+    generation: GenerationRow, workers: Sequence[WorkerRow], *, brief: bool, now: float
+) -> Document:
+    """`workers`: the generation's, by rank. A `brief` one has no candidates and no workers."""
     plan = generation.plan
     return {
         "number": generation.number,
@@ -58,23 +80,56 @@ def generation_document(generation: GenerationRow, workers: Sequence[WorkerRow])
         "d": plan["d"],
         "micro_batch": plan["micro_batch"],
         "plan": plan,
-        "candidates": generation.candidates,
+        "candidates": [] if brief else generation.candidates,
         "placement": [{"rank": w.rank, "vm_id": w.vm_id, "local_rank": w.local_rank} for w in workers],
         "workers": [worker_document(worker) for worker in workers],
         "reason": generation.reason,
         "created_at": iso(generation.created_at),
         "started_at": iso(generation.started_at),
+        "stop_requested_at": iso(generation.stop_requested_at),
+        "stop_cause": generation.stop_cause,
         "ended_at": iso(generation.ended_at),
         "end_cause": generation.end_cause,
         "end_reason": generation.end_reason,
         "resumed_step": generation.resumed_step,
         "last_step": generation.last_step,
+        "last_step_at": iso(generation.last_step_at),
+        "last_loss": generation.last_loss,
         "seconds_without_progress": generation.seconds_without_progress,
         "steps_redone": generation.steps_redone,
+        "downtime": generation.downtime if generation.started_at is not None else None,
+        "phases": [phase_document(phase, now) for phase in generation_phases(generation)],
+        "history": history_document(generation.history),
     }
 
 
-def worker_document(worker: WorkerRow) -> Document:
+def generation_phases(generation: GenerationRow) -> list[accounting.Phase]:
+    return accounting.phases(
+        kind=generation.generation_kind,
+        created_at=generation.created_at,
+        running_at=next((entry["at"] for entry in generation.history if entry["state"] == "running"), None),
+        first_step_at=generation.started_at,
+        stop_requested_at=generation.stop_requested_at,
+        ended_at=generation.ended_at,
+    )
+
+
+def phase_document(phase: accounting.Phase, now: float) -> Document:
+    end = now if phase.end is None else phase.end
+    return {
+        "name": phase.name,
+        "start": iso(phase.start),
+        "end": iso(phase.end),
+        "seconds": max(end - phase.start, 0.0),
+    }
+
+
+def history_document(history: Sequence[Mapping[str, Any]]) -> list[Document]:
+    return [{"at": iso(entry["at"]), "state": entry["state"], "reason": entry["reason"]} for entry in history]
+
+
+def worker_document(worker: WorkerRow, health: Health | None = None) -> Document:
+    """`health`: what is heard of it now."""
     return {
         "job_id": worker.job_id,
         "generation": worker.generation,
@@ -86,11 +141,19 @@ def worker_document(worker: WorkerRow) -> Document:
         "cause": worker.cause,
         "exit_code": worker.exit_code,
         "error": worker.error_text,
+        "step": None if health is None else health.step,
+        "forward_us": None if health is None else health.forward_us,
+        "backward_us": None if health is None else health.backward_us,
+        "wait_us": None if health is None else health.wait_us,
+        "memory_bytes": None if health is None else health.memory_bytes,
     }
 
 
-def vm_document(vm: VmRow, workers: Sequence[WorkerRow], last_heard_s: float | None) -> Document:
-    """`workers`: those on the VM that have not stopped."""
+def vm_document(
+    vm: VmRow, workers: Sequence[WorkerRow], last_heard_s: float | None, healths: Sequence[Health] = ()
+) -> Document:
+    """`workers`: those on the VM that have not stopped. `healths`: what is heard of them now."""
+    by_rank = {(health.job_id, health.generation, health.rank): health for health in healths} if workers else {}
     return {
         "id": vm.id,
         "provider": vm.provider,
@@ -100,15 +163,18 @@ def vm_document(vm: VmRow, workers: Sequence[WorkerRow], last_heard_s: float | N
         "host": vm.host,
         "ref": vm.ref,
         "generation": max((worker.generation for worker in workers), default=None),
-        "workers": [worker_document(worker) for worker in workers],
+        "workers": [worker_document(w, by_rank.get((w.job_id, w.generation, w.rank))) for w in workers],
         "last_heard_s": last_heard_s,
         "created_at": iso(vm.created_at),
         "reason": vm.reason,
         "slow_ratio": vm.slow_ratio,
         "slow_reason": vm.slow_reason,
         "quarantined_until": iso(vm.quarantined_until),
+        "quarantines": vm.quarantines,
+        "notice_deadline": iso(vm.notice_deadline),
         "drain_deadline": iso(vm.drain_deadline),
         "hangs": vm.hangs,
+        "price_per_hour": vm.price_per_hour,
     }
 
 
@@ -125,7 +191,8 @@ def event_document(event: EventRow) -> Document:
     }
 
 
-def metric_document(metric: MetricRow) -> Document:
+def metric_document(metric: Any) -> Document:
+    """`metric`: a row with the columns of MetricRow."""
     return {
         "step": metric.step,
         "loss": metric.loss,

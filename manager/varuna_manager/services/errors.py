@@ -15,6 +15,10 @@ class ConflictError(ServiceError):
     """It cannot be done as things are."""
 
 
+class ChangedError(ServiceError):
+    """It is not any more as the caller has seen it."""
+
+
 class UnavailableError(ServiceError):
     """It cannot be done now; later it may."""
 

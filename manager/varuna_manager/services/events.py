@@ -20,8 +20,15 @@ _PAGE = 500
 class EventLog:
     """Writes events within the transaction of what they tell of, and feeds those who follow them."""
 
-    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        database: Database,
+        now: Callable[[], float] = time.time,
+        on_event: Callable[[EventRow], None] | None = None,
+    ) -> None:
+        """`on_event`: told of each event once it is committed."""
         self._database = database
+        self._on_event = on_event
         self._now = now
         self._bell = Bell()
         self._closed = False
@@ -52,8 +59,15 @@ class EventLog:
         after_commit(session, lambda: self._announce(row))
 
     def _announce(self, row: EventRow) -> None:
-        bound = {"job": row.job_id, "generation": row.generation, "vm": row.vm_id}
+        bound = {
+            "job": row.job_id,
+            "generation": row.generation,
+            "rank": row.data.get("rank"),
+            "vm": row.vm_id,
+        }
         self._log.info(row.message, kind=row.kind, **{key: value for key, value in bound.items() if value is not None})
+        if self._on_event is not None:
+            self._on_event(row)
         self._bell.ring()
 
     def close(self) -> None:

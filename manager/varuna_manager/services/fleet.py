@@ -23,11 +23,18 @@ from varuna_manager.domain.states import (
     VmState,
     WorkerState,
 )
-from varuna_manager.providers.base import EmulatedProvider, NotThatProviderError, ProviderVm, UnknownVmError
+from varuna_manager.providers.base import (
+    EmulatedProvider,
+    NotThatProviderError,
+    Provider,
+    ProviderRefusedError,
+    ProviderVm,
+    UnknownVmError,
+)
 from varuna_manager.services import documents
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.documents import Document
-from varuna_manager.services.errors import ConflictError, NotFoundError
+from varuna_manager.services.errors import ConflictError, NotFoundError, UnavailableError
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.reports import ReportService, note_notice
 from varuna_manager.services.together import Together
@@ -38,20 +45,24 @@ _ALIVE = [state.value for state in WorkerState if state not in STOPPED_WORKER_ST
 
 
 class FleetService:
+    """`emulated`: the provider, where its market is ours to change."""
+
     def __init__(
         self,
         database: Database,
         events: EventLog,
         registry: VmRegistry,
-        provider: EmulatedProvider,
+        provider: Provider,
         reports: ReportService,
         bell: Bell,
         now: Callable[[], float] = time.time,
+        emulated: EmulatedProvider | None = None,
     ) -> None:
         self._database = database
         self._events = events
         self._registry = registry
         self._provider = provider
+        self._emulated = emulated
         self._reports = reports
         self._bell = bell
         self._now = now
@@ -85,7 +96,7 @@ class FleetService:
             "target": wants.target if wants is not None else 0,
             "min_vms": wants.min_vms if wants is not None else None,
             "max_vms": wants.max_vms if wants is not None else None,
-            "capacity": self._provider.capacity,
+            "capacity": None if self._emulated is None else self._emulated.capacity,
             "vms": by_state,
             "gpus": sum(row.gpus for row in rows if row.state == VmState.READY),
         }
@@ -122,10 +133,12 @@ class FleetService:
 
     async def set_capacity(self, capacity: int | None) -> Document:
         """Let the emulated market grant so many VMs. Raises ConflictError where there is none."""
-        try:
-            await self._provider.set_capacity(capacity)
-        except NotThatProviderError as error:
-            raise ConflictError(f"the {self._provider.name} provider has no market: {error}") from error
+        if self._emulated is None:
+            raise ConflictError(
+                f"the {self._provider.name} provider's market is not the manager's to change: only local and replay "
+                "emulate one"
+            )
+        await self._emulated.set_capacity(capacity)
         async with self._database.write() as session:
             many = "any number of" if capacity is None else str(capacity)
             self._events.add(session, "capacity", f"the local market grants {many} VMs")
@@ -134,7 +147,7 @@ class FleetService:
         return await self.fleet()
 
     async def preempt(self, vm_id: str, notice_s: float) -> Document:
-        """Take a VM as a spot market would. Raises NotFoundError, ConflictError."""
+        """Have a VM taken as a spot market would. Raises NotFoundError, ConflictError, UnavailableError."""
         async with self._database.read() as session:
             row = await session.get(VmRow, vm_id)
         if row is None:
@@ -145,6 +158,8 @@ class FleetService:
             raise ConflictError(f"VM {vm_id!r} is not running any more: {error}") from error
         except NotThatProviderError as error:
             raise ConflictError(f"VM {vm_id!r} cannot be preempted: {error}") from error
+        except ProviderRefusedError as error:
+            raise UnavailableError(f"VM {vm_id!r} was not preempted: {error}") from error
         self._bell.ring()
         return {"id": vm_id, "notice_s": notice_s}
 
@@ -222,9 +237,13 @@ class FleetService:
 
     async def move_vm(self, session: AsyncSession, row: VmRow, state: VmState, reason: str) -> None:
         """Change the VM's state; with a VM that is gone go its workers."""
+        was_there = row.vm_state in (VmState.READY, VmState.SUSPECT)
         row.move(state, now=self._now(), reason=reason)
         row.reason = reason
-        self._events.add(session, f"vm_{state.value}", f"VM {row.id} is {state.value}: {reason}", vm_id=row.id)
+        data = {"silent_s": self._registry.last_heard_s(row.id)} if was_there else {}
+        self._events.add(
+            session, f"vm_{state.value}", f"VM {row.id} is {state.value}: {reason}", vm_id=row.id, data=data
+        )
         if state is VmState.GONE:
             for worker in await live_workers(session, row.id):
                 text = f"VM {row.id} is gone: {reason}"

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from sqlalchemy import or_, select
+from pydantic import ValidationError
+from sqlalchemy import case, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
 from varuna_manager.db.engine import Database, after_commit
-from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.db.models import ArchiveRow, GenerationRow, JobRow, MetricRow, WorkerRow
 from varuna_manager.domain.spec import JobSpec
-from varuna_manager.domain.states import TERMINAL_JOB_STATES, JobState
+from varuna_manager.domain.states import (
+    STOPPED_WORKER_STATES,
+    TERMINAL_JOB_STATES,
+    GenerationKind,
+    JobState,
+    WorkerState,
+)
 from varuna_manager.services import documents
 from varuna_manager.services.bell import Bell
-from varuna_manager.services.documents import Document
-from varuna_manager.services.errors import ConflictError, InvalidError, NotFoundError
+from varuna_manager.services.documents import Document, JobProgress
+from varuna_manager.services.errors import ChangedError, ConflictError, InvalidError, NotFoundError
 from varuna_manager.services.events import EventLog
+from varuna_manager.services.paging import Order, Page
 
 KEY_LIFE_S = 24 * 3600.0
 """After that an Idempotency-Key means nothing any more, and may come with another job."""
+ALIVE = [state.value for state in WorkerState if state not in STOPPED_WORKER_STATES]
+"""States of workers that have not stopped."""
+_NEWEST_FIRST = Order[JobRow](
+    (JobRow.created_at, JobRow.id), lambda job: (job.created_at, job.id), (float, str), descending=True
+)
 
 
 class JobService:
@@ -72,17 +85,22 @@ class JobService:
                         "send a new key with a new job"
                     )
                 if before is not None:
-                    return documents.job_document(before, await _generations(session, before.id))
+                    return await _told(session, before)
             rival = await session.scalar(select(JobRow).where(JobRow.active_name == spec.name))
             if rival is not None:
                 raise ConflictError(
                     f"job {spec.name!r} is already {rival.state} ({rival.id}): choose another name or cancel it first"
                 )
+            if spec.archive is not None and await session.get(ArchiveRow, spec.archive) is None:
+                raise InvalidError(
+                    f"archive {spec.archive} is not here: upload it with PUT /api/v1/archives/{{sha256}}"
+                )
             job = self._new_row(spec, document, idempotency_key)
             session.add(job)
             self._events.add(session, "job_submitted", f"job {spec.name!r} was submitted", job_id=job.id)
             after_commit(session, self._bell.ring)
-        return documents.job_document(job, ())
+            await session.flush()
+        return documents.job_document(job, documents.JobProgress())
 
     def _check_checkpoint_url(self, spec: JobSpec) -> None:
         if self._needs_checkpoint_url and spec.checkpoint.url is None and not spec.profile_only:
@@ -102,21 +120,39 @@ class JobService:
             active_name=spec.name,
             idempotency_key=idempotency_key,
             spec=document,
+            archive=spec.archive,
             state=JobState.QUEUED.value,
             history=[{"at": now, "state": JobState.QUEUED.value, "reason": "submitted"}],
             created_at=now,
         )
 
-    async def all(self) -> list[Document]:
-        """Every job, newest first."""
+    async def page(
+        self,
+        *,
+        states: Sequence[str] = (),
+        name: str | None = None,
+        since: float | None = None,
+        limit: int,
+        cursor: str | None = None,
+    ) -> Page:
+        """The jobs, newest first: those in one of the states, with `name` in their names, submitted since then."""
+        query = select(JobRow).options(defer(JobRow.profile_json), defer(JobRow.history))
+        if states:
+            query = query.where(JobRow.state.in_(states))
+        if name is not None:
+            query = query.where(JobRow.name.contains(name, autoescape=True))
+        if since is not None:
+            query = query.where(JobRow.created_at >= since)
         async with self._database.read() as session:
-            jobs = await session.scalars(select(JobRow).order_by(JobRow.created_at.desc()))
-            return [documents.job_document(job, await _generations(session, job.id)) for job in jobs.all()]
+            rows = (await session.scalars(_NEWEST_FIRST.of(query, cursor, limit))).all()
+            jobs, following = _NEWEST_FIRST.cut(rows, limit)
+            found = await progress(session, [job.id for job in jobs])
+        return Page([documents.job_document(job, found[job.id]) for job in jobs], following)
 
     async def one(self, id_or_name: str) -> Document:
+        """Raises NotFoundError."""
         async with self._database.read() as session:
-            job = await find(session, id_or_name)
-            return documents.job_document(job, await _generations(session, job.id))
+            return await _told(session, await find(session, id_or_name))
 
     async def cancel(self, id_or_name: str, *, save: bool = False) -> Document:
         """Ask for the job's end, with a last checkpoint where `save`. Asking again changes nothing, but that without
@@ -137,8 +173,7 @@ class JobService:
                 elif not save:
                     job.cancel_saves = False
                 after_commit(session, self._bell.ring)
-            generations = await _generations(session, job.id)
-        return documents.job_document(job, generations)
+            return await _told(session, job)
 
     async def retry(self, id_or_name: str) -> Document:
         """Queue a job that failed or was cancelled once more: it goes on from its newest checkpoint, with its profile,
@@ -148,9 +183,8 @@ class JobService:
         """
         async with self._database.write() as session:
             job = await find(session, id_or_name)
-            generations = await _generations(session, job.id)
             if job.state in (JobState.QUEUED, JobState.RUNNING) and job.retried_after is not None:
-                return documents.job_document(job, generations)
+                return await _told(session, job)
             if job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise ConflictError(
                     f"job {id_or_name!r} is {job.state}: only one that failed or was cancelled is retried"
@@ -164,40 +198,40 @@ class JobService:
             job.move(JobState.QUEUED, now=self._now(), reason="retried by the user")
             job.active_name, job.reason, job.cancel_saves = job.name, None, False
             job.error, job.exit_code, job.finished_at, job.profile_error = None, None, None, None
-            job.retried_after = max((generation.number for generation in generations), default=0)
+            job.setup_error, job.setup_exit_code = None, None
+            newest = select(func.max(GenerationRow.number)).where(GenerationRow.job_id == job.id)
+            job.retried_after = await session.scalar(newest) or 0
             text = f"job {job.name!r}, which {was}, is retried"
             self._events.add(session, "job_retried", text, job_id=job.id)
             after_commit(session, self._bell.ring)
-        return documents.job_document(job, generations)
+            return await _told(session, job)
 
-    async def generations(self, id_or_name: str) -> list[Document]:
-        """The job's generations, oldest first."""
-        async with self._database.read() as session:
-            job = await find(session, id_or_name)
-            workers = await session.scalars(
-                select(WorkerRow).where(WorkerRow.job_id == job.id).order_by(WorkerRow.generation, WorkerRow.rank)
-            )
-            by_number: dict[int, list[WorkerRow]] = {}
-            for worker in workers:
-                by_number.setdefault(worker.generation, []).append(worker)
-            rows = await _generations(session, job.id, whole=True)
-            return [documents.generation_document(row, by_number.get(row.number, [])) for row in rows]
+    async def change(
+        self, id_or_name: str, changes: Mapping[str, int | None], versions: Collection[int] | None = None
+    ) -> Document:
+        """Set the job's `priority`, `min_gpus` and `max_gpus`, as far as `changes` has them. It goes on meanwhile, and
+        morphs where it must. `versions`: only if the job still has one of them; None: whichever it has.
 
-    async def metrics(self, id_or_name: str, after_step: int, limit: int) -> list[Document]:
-        """The steps after `after_step`, in order."""
-        async with self._database.read() as session:
+        Raises ChangedError when it has another one, ConflictError when the job is over, InvalidError for limits that
+        contradict each other.
+        """
+        async with self._database.write() as session:
             job = await find(session, id_or_name)
-            query = select(MetricRow).where(MetricRow.job_id == job.id, MetricRow.step > after_step)
-            rows = await session.scalars(query.order_by(MetricRow.step).limit(limit))
-            return [documents.metric_document(row) for row in rows]
-
-    async def checkpoints(self, id_or_name: str) -> list[Document]:
-        """What was committed, oldest first."""
-        async with self._database.read() as session:
-            job = await find(session, id_or_name)
-            query = select(CheckpointRow).where(CheckpointRow.job_id == job.id)
-            rows = await session.scalars(query.order_by(CheckpointRow.generation, CheckpointRow.step))
-            return [documents.checkpoint_document(row) for row in rows]
+            if versions is not None and job.version not in versions:
+                raise ChangedError(
+                    f"job {id_or_name!r} has changed since it was read (its version is {job.version} now): read it "
+                    "again, and then decide"
+                )
+            if job.job_state in TERMINAL_JOB_STATES or job.job_state is JobState.CANCELLING:
+                raise ConflictError(f"job {id_or_name!r} is {job.state}: only one that is not over can be changed")
+            spec = _changed(job.spec, changes)
+            if spec != job.spec:
+                words = ", ".join(f"{name} {'any' if value is None else value}" for name, value in changes.items())
+                job.spec = spec
+                self._events.add(session, "job_changed", f"job {job.name!r} was given {words}", job_id=job.id)
+                after_commit(session, self._bell.ring)
+                await session.flush()
+            return await _told(session, job)
 
     async def profile(self, id_or_name: str) -> str:
         """The job's profile (JSON), as its heartbeats corrected it. Raises NotFoundError before there is one."""
@@ -210,11 +244,6 @@ class JobService:
                 )
             return job.profile_json
 
-    async def events(self, id_or_name: str, after: int, limit: int) -> Sequence[EventRow]:
-        async with self._database.read() as session:
-            job = await find(session, id_or_name)
-        return await self._events.after(after, job_id=job.id, limit=limit)
-
 
 async def find(session: AsyncSession, id_or_name: str) -> JobRow:
     """The job of this id; else the newest of this name. Raises NotFoundError."""
@@ -225,9 +254,66 @@ async def find(session: AsyncSession, id_or_name: str) -> JobRow:
     return next((job for job in jobs if job.id == id_or_name), jobs[0])
 
 
-async def _generations(session: AsyncSession, job_id: str, *, whole: bool = False) -> Sequence[GenerationRow]:
-    """Oldest first; only the `whole` ones can tell their candidates and history, which are long."""
-    query = select(GenerationRow).where(GenerationRow.job_id == job_id).order_by(GenerationRow.number)
-    if not whole:
-        query = query.options(defer(GenerationRow.candidates), defer(GenerationRow.history))
-    return (await session.scalars(query)).all()
+async def progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, JobProgress]:
+    """How far each of the jobs is: a few queries, however many jobs and generations there are."""
+    row = GenerationRow
+    has_stepped, trains = row.last_step.is_not(None), row.kind == GenerationKind.TRAINING.value
+    newest = await session.execute(
+        select(
+            row.job_id,
+            func.max(row.number).label("newest"),
+            func.max(row.last_step).label("step"),
+            func.max(case((has_stepped, row.number))).label("stepped"),
+            func.max(case((trains, row.number))).label("trained"),
+        )
+        .where(row.job_id.in_(job_ids))
+        .group_by(row.job_id)
+    )
+    of = {each.job_id: each for each in newest}
+    wanted = {(job_id, number) for job_id, each in of.items() for number in (each.stepped, each.trained) if number}
+    columns = (row.job_id, row.number, row.plan, row.last_step, row.last_loss, row.last_step_at)
+    rows = await session.execute(select(*columns).where(tuple_(row.job_id, row.number).in_(list(wanted))))
+    generations = {(each.job_id, each.number): each for each in rows}
+    alive = select(WorkerRow.job_id, func.count().label("gpus")).where(
+        WorkerRow.job_id.in_(job_ids), WorkerRow.state.in_(ALIVE)
+    )
+    gpus = {job_id: count for job_id, count in await session.execute(alive.group_by(WorkerRow.job_id))}  # noqa: C416
+    steps = {(job_id, each.step) for job_id, each in of.items() if each.step is not None}
+    measured = await session.execute(
+        select(MetricRow.job_id, MetricRow.step_s, MetricRow.examples).where(
+            tuple_(MetricRow.job_id, MetricRow.step).in_(list(steps))
+        )
+    )
+    metrics = {each.job_id: each for each in measured}
+    found = dict.fromkeys(job_ids, JobProgress())
+    for job_id, each in of.items():
+        stepped, trained = generations.get((job_id, each.stepped)), generations.get((job_id, each.trained))
+        metric = metrics.get(job_id)
+        found[job_id] = JobProgress(
+            step=each.step or 0,
+            loss=stepped.last_loss if stepped is not None else None,
+            last_step_at=stepped.last_step_at if stepped is not None else None,
+            generation=each.newest,
+            plan=trained.plan if trained is not None else None,
+            gpus=gpus.get(job_id, 0),
+            step_s=metric.step_s if metric is not None else None,
+            examples=metric.examples if metric is not None else None,
+        )
+    return found
+
+
+async def _told(session: AsyncSession, job: JobRow) -> Document:
+    await session.flush()
+    return documents.job_document(job, (await progress(session, [job.id]))[job.id])
+
+
+def _changed(spec: Document, changes: Mapping[str, int | None]) -> Document:
+    """Raises InvalidError."""
+    document = {**spec, "resources": {**spec.get("resources", {})}}
+    for name, value in changes.items():
+        (document if name == "priority" else document["resources"])[name] = value
+    try:
+        return JobSpec.model_validate(document).model_dump()
+    except ValidationError as error:
+        words = str(error.errors(include_url=False)[0]["msg"]).removeprefix("Value error, ")
+        raise InvalidError(f"the job cannot be changed so: {words}") from None

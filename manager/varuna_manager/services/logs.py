@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import select
@@ -11,6 +12,7 @@ from sqlalchemy import select
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, WorkerRow
 from varuna_manager.providers.base import EmulatedProvider
+from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import NotFoundError, UnavailableError
 from varuna_manager.services.jobs import find
 from varuna_manager.services.sessions import AgentSession, AgentSessions
@@ -18,23 +20,83 @@ from varuna_proto.v1 import agent_pb2 as pb
 
 MAX_BYTES = 1024 * 1024
 _TIMEOUT_S = 10.0
-_MOST_SENT = 2 * MAX_BYTES
-"""Of an agent that does not keep to what it was asked for."""
+MOST_SEARCHED = 64 * MAX_BYTES
+MOST_WAIT_S = 30.0
+_LINE_SHOWN = 1000
+"""Characters."""
 _CHUNKS_WAITING = 64
 """More than an agent needs for MAX_BYTES."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LogPart:
+    """A part of a worker's log."""
+
+    generation: int
+    rank: int
+    data: bytes
+    offset: int
+    """Of the data."""
+    size: int
+    """Of the log when it was read."""
+
+    @property
+    def next_offset(self) -> int:
+        return self.offset + len(self.data)
+
+
 class LogService:
-    def __init__(self, database: Database, sessions: AgentSessions, provider: EmulatedProvider) -> None:
+    def __init__(self, database: Database, sessions: AgentSessions, provider: EmulatedProvider | None) -> None:
+        """`provider`: whose VMs leave their logs on this machine; None: they leave none."""
         self._database = database
         self._sessions = sessions
         self._provider = provider
 
-    async def read(self, id_or_name: str, generation: int | None, rank: int, offset: int) -> bytes:
-        """At most MAX_BYTES of a worker's log from `offset` on (negative: from the end). `generation` None: the newest.
+    async def read(
+        self,
+        id_or_name: str,
+        generation: int | None,
+        rank: int,
+        offset: int,
+        *,
+        limit: int = MAX_BYTES,
+        wait_s: float = 0,
+    ) -> LogPart:
+        """At most `limit` bytes of a worker's log from `offset` on (negative: from the end). `generation` None: the
+        newest. `wait_s`: so long may the answer take when there is nothing at `offset` yet.
 
         Raises NotFoundError, UnavailableError.
         """
+        worker = await self._worker(id_or_name, generation, rank)
+        return await self._read(worker, offset, limit, wait_s)
+
+    async def search(
+        self, id_or_name: str, generation: int | None, rank: int, text: str, *, limit: int, ignore_case: bool
+    ) -> Document:
+        """The first `limit` lines with the text in them, in the log's first MOST_SEARCHED bytes.
+
+        Raises NotFoundError, UnavailableError.
+        """
+        worker = await self._worker(id_or_name, generation, rank)
+        search = LineSearch(text, limit, ignore_case=ignore_case)
+        offset, is_whole = 0, False
+        while offset < MOST_SEARCHED and not search.is_full:
+            part = await self._read(worker, offset, MAX_BYTES, 0.0)
+            search.add(part.data)
+            offset = part.next_offset
+            if not part.data or offset >= part.size:
+                search.end()
+                is_whole = not search.is_full
+                break
+        return {
+            "generation": worker.generation,
+            "rank": worker.rank,
+            "searched_bytes": offset,
+            "complete": is_whole,
+            "matches": search.matches,
+        }
+
+    async def _worker(self, id_or_name: str, generation: int | None, rank: int) -> WorkerRow:
         async with self._database.read() as session:
             job = await find(session, id_or_name)
             if generation is None:
@@ -48,22 +110,66 @@ class LogService:
                 f"job {id_or_name!r} has no rank {rank} in generation {generation}: "
                 f"see GET /api/v1/jobs/{job.id}/generations"
             )
-        agent = self._sessions.get(worker.vm_id)
-        if agent is None:
-            return await self._read_folder(worker, offset)
-        return await _fetch(agent, worker, offset)
+        return worker
 
-    async def _read_folder(self, worker: WorkerRow, offset: int) -> bytes:
+    async def _read(self, worker: WorkerRow, offset: int, limit: int, wait_s: float) -> LogPart:
+        agent = self._sessions.get(worker.vm_id)
+        if agent is not None:
+            return await _fetch(agent, worker, offset, limit, wait_s)
+        part = await self._read_folder(worker, offset, limit)
+        if not part.data and wait_s:
+            await asyncio.sleep(wait_s)  # nothing comes any more; whoever follows is not to ask without end
+        return part
+
+    async def _read_folder(self, worker: WorkerRow, offset: int, limit: int) -> LogPart:
+        if self._provider is None:
+            raise UnavailableError(f"VM {worker.vm_id} of rank {worker.rank} is out of reach, and its log with it")
         path = self._provider.log_path(worker.vm_id, worker.job_id, worker.generation, worker.rank)
         try:
-            return await asyncio.to_thread(_read_file, path, offset)
+            at, data, size = await asyncio.to_thread(_read_file, path, offset, limit)
         except FileNotFoundError:
             raise UnavailableError(
                 f"VM {worker.vm_id} of rank {worker.rank} is out of reach and left no log at {path}"
             ) from None
+        return LogPart(generation=worker.generation, rank=worker.rank, data=data, offset=at, size=size)
 
 
-async def _fetch(agent: AgentSession, worker: WorkerRow, offset: int) -> bytes:
+class LineSearch:
+    """Lines with a text in them, from the parts of a log in their order."""
+
+    def __init__(self, text: str, limit: int, *, ignore_case: bool) -> None:
+        self.matches: list[Document] = []
+        self._wanted = text.casefold() if ignore_case else text
+        self._limit = limit
+        self._ignore_case = ignore_case
+        self._rest = b""
+        """The beginning of a line whose end is to come."""
+        self._offset = 0
+        self._line_number = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.matches) >= self._limit
+
+    def add(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._look(line, len(line) + 1)
+
+    def end(self) -> None:
+        if self._rest:
+            self._look(self._rest, len(self._rest))
+
+    def _look(self, line: bytes, length: int) -> None:
+        self._line_number += 1
+        text = line.decode(errors="replace")
+        if not self.is_full and self._wanted in (text.casefold() if self._ignore_case else text):
+            shown = text[:_LINE_SHOWN]
+            self.matches.append({"offset": self._offset, "line_number": self._line_number, "text": shown})
+        self._offset += length
+
+
+async def _fetch(agent: AgentSession, worker: WorkerRow, offset: int, limit: int, wait_s: float) -> LogPart:
     request_id = str(uuid.uuid4())
     chunks: asyncio.Queue[pb.LogChunk] = asyncio.Queue(_CHUNKS_WAITING)
     agent.log_requests[request_id] = chunks
@@ -73,36 +179,41 @@ async def _fetch(agent: AgentSession, worker: WorkerRow, offset: int) -> bytes:
         generation=worker.generation,
         rank=worker.rank,
         offset=offset,
-        max_bytes=MAX_BYTES,
+        max_bytes=limit,
+        wait_s=wait_s,
     )
     agent.send(pb.ManagerMessage(fetch_logs=request))
-    data = bytearray()
+    data, first = bytearray(), None
     try:
-        async with asyncio.timeout(_TIMEOUT_S):
+        async with asyncio.timeout(_TIMEOUT_S + wait_s):
             while True:
                 chunk = await chunks.get()
                 if chunk.error:
                     raise UnavailableError(f"log of rank {worker.rank} on VM {worker.vm_id}: {chunk.error}")
+                first = first or chunk
                 data += chunk.data
-                if len(data) > _MOST_SENT:
-                    raise UnavailableError(f"VM {worker.vm_id} sends more of a log than it was asked for")
-                if len(data) > MAX_BYTES:
+                if len(data) > limit:
                     raise UnavailableError(
-                        f"VM {worker.vm_id} sent more of the log of rank {worker.rank} than the {MAX_BYTES} bytes "
+                        f"VM {worker.vm_id} sent more of the log of rank {worker.rank} than the {limit} bytes "
                         "that it was asked for: is its agent of another version?"
                     )
                 if chunk.last:
-                    return bytes(data)
+                    break
     except TimeoutError:
         raise UnavailableError(
-            f"VM {worker.vm_id} did not send the log of rank {worker.rank} within {_TIMEOUT_S:.0f} s: try again"
+            f"VM {worker.vm_id} did not send the log of rank {worker.rank} within {_TIMEOUT_S + wait_s:.0f} s: "
+            "try again"
         ) from None
     finally:
         del agent.log_requests[request_id]
+    at = first.offset if first.size else max(offset, 0)
+    size = max(first.size, at + len(data))
+    return LogPart(generation=worker.generation, rank=worker.rank, data=bytes(data), offset=at, size=size)
 
 
-def _read_file(path: Path, offset: int) -> bytes:
+def _read_file(path: Path, offset: int, limit: int) -> tuple[int, bytes, int]:
+    """(where it begins, the data, the file's size)."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        file.seek(max(size + offset, 0) if offset < 0 else offset)
-        return file.read(MAX_BYTES)
+        at = file.seek(max(size + offset, 0) if offset < 0 else min(offset, size))
+        return at, file.read(limit), size

@@ -6,18 +6,18 @@ The planner brings numba with it, so it is imported in such a thread only: the e
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import importlib
 import itertools
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from varuna_manager.domain.observed import Device, Plan, Proposal
-from varuna_manager.domain.spec import JobSpec
+from varuna_manager.services.planner import ShapeQuestion, load_planner, parsed_profile
 
 _REMEMBERED = 256
 _CANDIDATES_KEPT = 64
@@ -25,17 +25,25 @@ _CANDIDATES_KEPT = 64
 _PLENTY_OF_GPUS = 1024
 """When no plan fits the GPUs that are there, this many tell whether one could ever fit."""
 
+NoteTime = Callable[[str, float], None]
+"""Takes the kind of a question to the planner, and the seconds that the answer took."""
+
+
+@contextmanager
+def noting(question: str, note: NoteTime | None) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        if note is not None:
+            note(question, time.perf_counter() - began)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Question(ShapeQuestion):
     """All that an answer depends on."""
 
-    profile_json: str
-    spec: JobSpec
     devices: tuple[Device, ...]
-    device_memory_bytes: int | None
-    """Of the smallest device; None: not known."""
-    gpus_per_vm: int
     previous: tuple[Device, ...] = ()
     """Placement of the generation before: index = rank."""
     previous_p: int | None = None
@@ -43,17 +51,9 @@ class Question:
     present: Plan | None = None
     """The plan of the generation that runs: the answer says what it is worth by the same profile."""
 
-    def key(self) -> str:
-        parts = (
-            hashlib.sha256(self.profile_json.encode()).hexdigest(),
-            str(self.spec.global_batch),
-            repr(self.spec.plan),
-            repr(self.spec.resources.max_gpus),
-            repr(
-                (self.devices, self.device_memory_bytes, self.gpus_per_vm, self.previous, self.previous_p, self.present)
-            ),
-        )
-        return "|".join(parts)
+    def key(self) -> Hashable:
+        placed = (self.devices, self.previous, self.previous_p, self.present)
+        return self.shape_key(), self.spec.resources.max_gpus, placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,11 @@ class Examined:
 class PlanningService:
     """`cache_dir`: for compiled code, where neither the package's folder nor the user's cache can be written."""
 
-    def __init__(self, cache_dir: Path | None = None) -> None:
+    def __init__(self, cache_dir: Path | None = None, note: NoteTime | None = None) -> None:
+        """`note`: told how long each answer took."""
         self._cache_dir = cache_dir
-        self._answers: OrderedDict[str, Proposal] = OrderedDict()
+        self._note = note
+        self._answers: OrderedDict[Hashable, Proposal] = OrderedDict()
         self._log = structlog.get_logger("varuna.planning")
 
     async def warm_up(self) -> None:
@@ -87,7 +89,8 @@ class PlanningService:
         """The best plan for the question's devices and where its ranks go; a reason when there is none."""
         key = question.key()
         if key not in self._answers:
-            self._answers[key] = await asyncio.to_thread(_answer, question)
+            with noting("plan", self._note):
+                self._answers[key] = await asyncio.to_thread(_answer, question)
             if len(self._answers) > _REMEMBERED:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)
@@ -109,20 +112,6 @@ def _warm_up(cache_dir: Path | None) -> None:
     warm_up()
 
 
-def load_planner(cache_dir: Path | None) -> None:
-    """Import the planner; see PlanningService for `cache_dir`. In a thread."""
-    try:
-        importlib.import_module("varuna_planner.auto_config")
-    except RuntimeError as error:
-        # numba looks for a folder for its cache when it is imported (the package's own, the user's), and gives up.
-        if cache_dir is None or "locator" not in str(error):
-            raise
-        import numba
-
-        numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
-        importlib.import_module("varuna_planner.auto_config")
-
-
 def _profile_error(profile_json: str) -> str | None:
     from varuna_planner.profile import Profile
 
@@ -135,9 +124,8 @@ def _profile_error(profile_json: str) -> str | None:
 
 def _examine(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> Examined:
     from varuna_planner.drift import StageTimes, expected, find_drift
-    from varuna_planner.profile import Profile
 
-    profile = Profile.from_json(profile_json)
+    profile = parsed_profile(profile_json)
     bounds = [*plan.stage_starts, len(profile.sections)]
     stages = [
         StageTimes(
@@ -172,27 +160,10 @@ def _answer(question: Question) -> Proposal:
 
 
 def _choose(question: Question) -> Proposal:
-    from varuna_planner.auto_config import Choice, Pins, choose_plan
-    from varuna_planner.profile import Profile
-
-    profile = Profile.from_json(question.profile_json)
-    wanted = question.spec.plan
-    pinned = Pins(p=wanted.p, d=wanted.d, micro_batch=wanted.micro_batch)
-
-    def choose(gpus: int, pins: Pins = pinned) -> Choice:
-        return choose_plan(
-            profile,
-            gpus=gpus,
-            global_batch=question.spec.global_batch,
-            device_memory_bytes=question.device_memory_bytes,
-            gpus_per_vm=question.gpus_per_vm,
-            pins=pins,
-        )
-
-    choice = choose(len(question.devices))
+    choice = question.choose(len(question.devices))
     candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
     if choice.best is None:
-        plenty = choose(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
+        plenty = question.choose(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
         possible = plenty.best is not None
         reason = choice.reason if possible else plenty.reason
         return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
@@ -200,8 +171,10 @@ def _choose(question: Question) -> Proposal:
     placement = _place(plan, question)
     present_rate = None
     if question.present is not None:
+        from varuna_planner.auto_config import Pins
+
         now = question.present
-        same = choose(now.p * now.d, Pins(p=now.p, d=now.d, micro_batch=now.micro_batch)).best
+        same = question.choose(now.p * now.d, Pins(p=now.p, d=now.d, micro_batch=now.micro_batch)).best
         present_rate = same.examples_per_s if same is not None else None
     return Proposal(
         plan=plan,

@@ -10,33 +10,32 @@ the agent would send it for ever.
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
-from sqlalchemy import func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import func, select
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import defer
 
 from varuna_manager.db.engine import Database, after_commit
-from varuna_manager.db.models import Base, CheckpointRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
-from varuna_manager.domain import accounting
+from varuna_manager.db.models import CheckpointRow, JobRow, VmRow, WorkerRow
+from varuna_manager.domain.causes import last_line
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
+    TERMINAL_JOB_STATES,
     ExitCause,
-    GenerationKind,
-    GenerationState,
     IllegalTransitionError,
     VmState,
     WorkerState,
 )
+from varuna_manager.services import traces
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.events import EventLog
+from varuna_manager.services.live import ProgressBoard
 from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.progress import Progress
 from varuna_manager.services.together import Together
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -48,7 +47,6 @@ _EXIT_CAUSES = {
     pb.EXIT_CAUSE_KILLED: ExitCause.KILLED,
     pb.EXIT_CAUSE_LAUNCH_FAILED: ExitCause.LAUNCH_FAILED,
 }
-_METRICS = Base.metadata.tables[MetricRow.__tablename__]
 _TOLD = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
 """Exits that are worth an event of their own."""
 
@@ -71,12 +69,15 @@ class ReportService:
         planning: PlanningService,
         bell: Bell,
         now: Callable[[], float] = time.time,
+        board: ProgressBoard | None = None,
     ) -> None:
+        """`board`: told of the newest step of every job."""
         self._database = database
         self._events = events
         self._planning = planning
         self._bell = bell
         self._now = now
+        self._progress = Progress(events, board)
         self._batches = Together(self._store)
         self._log = structlog.get_logger("varuna.reports")
 
@@ -111,10 +112,10 @@ class ReportService:
                         steps = done.setdefault((fact.job_id, fact.generation), {})
                         steps.update({step.step: step for step in fact.steps})
                         continue
-                    rings = True
+                    rings |= report.WhichOneof("fact") != "step_traced"
                     await self._apply_one(session, batch.vm_id, report, batch.bad_profiles.get(report.number))
             for (job_id, number), steps in done.items():
-                rings |= await self._steps(session, job_id, number, steps)
+                rings |= await self._progress.steps(session, job_id, number, steps, self._now())
             if rings:
                 after_commit(session, self._bell.ring)
         return [None] * len(batches)
@@ -133,15 +134,29 @@ class ReportService:
                 await note_notice(session, self._events, vm_id, fact.notice_id, deadline, source=fact.source)
             case "profile_measured":
                 await self._profile(session, report.profile_measured, bad_profile)
+            case "setup_failed":
+                await self._setup_failed(session, vm_id, report.setup_failed)
+            case "step_traced":
+                if await self._worker(session, vm_id, report.step_traced) is not None:
+                    await traces.keep(session, report.step_traced, self._now())
             case "command_refused":
                 await self._refused(session, vm_id, report.command_refused)
             case unknown:
                 self._log.warning("report of an unknown kind", vm=vm_id, number=report.number, kind=unknown)
 
+    async def _setup_failed(self, session: AsyncSession, vm_id: str, fact: pb.SetupFailed) -> None:
+        job = await session.get(JobRow, fact.job_id)
+        if job is None or job.job_state in TERMINAL_JOB_STATES:
+            return
+        job.setup_error, job.setup_exit_code = f"on VM {vm_id}: {fact.error_text}", fact.exit_code or None
+        text = f"the workdir cannot be made ready on VM {vm_id}: {last_line(fact.error_text)}"
+        data = {"exit_code": fact.exit_code, "error": fact.error_text}
+        self._events.add(session, "setup_failed", text, job_id=job.id, vm_id=vm_id, data=data)
+
     # ------------------------------------------------------------ workers
 
     async def _worker(
-        self, session: AsyncSession, vm_id: str, fact: pb.WorkerStarted | pb.WorkerExited
+        self, session: AsyncSession, vm_id: str, fact: pb.WorkerStarted | pb.WorkerExited | pb.StepTraced
     ) -> WorkerRow | None:
         worker = await session.get(WorkerRow, (fact.job_id, fact.generation, fact.rank))
         if worker is None or worker.vm_id != vm_id:
@@ -162,16 +177,7 @@ class ReportService:
         worker.pid, worker.resumed_step = fact.pid, fact.resumed_step
         worker.move(WorkerState.RUNNING, now=self._now(), reason="its agent said so")
         await session.flush()
-        generation = await _generation(session, fact.job_id, fact.generation)
-        if generation is None:
-            return
-        if generation.kind == GenerationKind.TRAINING:
-            await _set_progress(session, generation, resumed_step=fact.resumed_step)
-        states = await session.scalars(
-            select(WorkerRow.state).where(WorkerRow.job_id == fact.job_id, WorkerRow.generation == fact.generation)
-        )
-        if generation.state == GenerationState.LAUNCHING and set(states) == {WorkerState.RUNNING.value}:
-            generation.move(GenerationState.RUNNING, now=self._now(), reason="every rank has started")
+        await self._progress.started(session, fact, self._now())
 
     async def _exited(self, session: AsyncSession, vm_id: str, fact: pb.WorkerExited) -> None:
         worker = await self._worker(session, vm_id, fact)
@@ -190,11 +196,11 @@ class ReportService:
         new = WorkerState.LOST if cause is ExitCause.VM_GONE else WorkerState.EXITED
         worker.move(new, now=self._now(), reason=cause.value)
         if cause in _TOLD:
-            last_line = error_text.strip().splitlines()[-1] if error_text.strip() else f"exit code {exit_code}"
+            detail = last_line(error_text) or f"exit code {exit_code}"
             self._events.add(
                 session,
                 "worker_exited",
-                f"rank {worker.rank} on VM {worker.vm_id}: {cause.value}: {last_line}",
+                f"rank {worker.rank} on VM {worker.vm_id}: {cause.value}: {detail}",
                 job_id=worker.job_id,
                 generation=worker.generation,
                 vm_id=worker.vm_id,
@@ -215,61 +221,7 @@ class ReportService:
             text = f"the agent refused the command: {fact.reason}"
             self.stop_worker(session, worker, ExitCause.LAUNCH_FAILED, exit_code=None, error_text=text)
 
-    # ------------------------------------------------------------ progress
-
-    async def _steps(self, session: AsyncSession, job_id: str, number: int, steps: Mapping[int, pb.StepResult]) -> bool:
-        """`steps`: by their number. Whether they are worth a look at the fleet: only a generation's first are, for the
-        others decide nothing, and come all the time."""
-        generation = await _generation(session, job_id, number)
-        if generation is None or not steps:
-            self._log.warning("steps of an unknown generation", job=job_id, generation=number)
-            return False
-        now = self._now()
-        await _write_metrics(session, generation, steps.values(), now)
-        last = steps[max(steps)]
-        if generation.last_step is not None and last.step <= generation.last_step:
-            return False
-        is_first = generation.last_step is None
-        if is_first:
-            await self._first_step(session, generation, min(steps), now)
-        await _set_progress(
-            session, generation, last_step=last.step, last_loss=_number_or_none(last.loss), last_step_at=now
-        )
-        return is_first
-
-    async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
-        before = (
-            await session.execute(
-                select(func.max(GenerationRow.last_step_at), func.max(GenerationRow.last_step)).where(
-                    GenerationRow.job_id == generation.job_id, GenerationRow.number < generation.number
-                )
-            )
-        ).one()
-        job = await session.get_one(JobRow, generation.job_id)
-        resumed_step = generation.resumed_step if generation.resumed_step is not None else step - 1
-        waited_s = accounting.seconds_without_progress(
-            last_progress_at=before[0] or job.started_at or job.created_at, first_step_at=now
-        )
-        redone = accounting.steps_redone(last_step_before=before[1], resumed_step=resumed_step)
-        await _set_progress(
-            session,
-            generation,
-            started_at=now,
-            resumed_step=resumed_step,
-            seconds_without_progress=waited_s,
-            steps_redone=redone,
-        )
-        if generation.state == GenerationState.LAUNCHING:
-            generation.move(GenerationState.RUNNING, now=now, reason="its first step is done")
-        self._events.add(
-            session,
-            "first_step",
-            f"generation {generation.number} completed its first step ({step}) after {waited_s:.1f} s "
-            f"without progress, {redone} steps to redo",
-            job_id=generation.job_id,
-            generation=generation.number,
-            data={"step": step, "seconds_without_progress": waited_s, "steps_redone": redone},
-        )
+    # ------------------------------------------------------------ what was made
 
     async def _checkpoint(self, session: AsyncSession, fact: pb.CheckpointCommitted) -> None:
         key = (fact.job_id, fact.generation, fact.step)
@@ -345,50 +297,3 @@ async def note_notice(
         vm_id=vm_id,
         data={"notice_id": notice_id, "deadline_unix_s": deadline},
     )
-
-
-async def _generation(session: AsyncSession, job_id: str, number: int) -> GenerationRow | None:
-    query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
-    query = query.options(defer(GenerationRow.plan), defer(GenerationRow.candidates))  # large, and of no use here
-    row: GenerationRow | None = await session.scalar(query.execution_options(populate_existing=True))
-    return row
-
-
-async def _set_progress(session: AsyncSession, generation: GenerationRow, **values: float | int | None) -> None:
-    """Write progress without touching the row's version: steps must not make a decision stale."""
-    await session.execute(
-        update(GenerationRow)
-        .where(GenerationRow.id == generation.id)
-        .values(**values)
-        .execution_options(synchronize_session=False)
-    )
-
-
-async def _write_metrics(
-    session: AsyncSession, generation: GenerationRow, steps: Iterable[pb.StepResult], now: float
-) -> None:
-    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    rows = [
-        {
-            "job_id": generation.job_id,
-            "step": step.step,
-            "loss": _number_or_none(step.loss),
-            "step_s": step.step_us / 1e6,
-            "examples": step.examples,
-            "generation": generation.number,
-            "at": now,
-        }
-        for step in steps
-    ]
-    statement = insert(_METRICS)  # the rows apart from it: it is compiled once, however many they are
-    new = statement.excluded
-    statement = statement.on_conflict_do_update(
-        index_elements=["job_id", "step"],
-        set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at")},
-        where=new.generation >= MetricRow.generation,
-    )
-    await session.execute(statement, rows)
-
-
-def _number_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

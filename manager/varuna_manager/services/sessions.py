@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 
-from varuna_manager.domain.commands import CommandKey
+from varuna_manager.domain.commands import CommandKey, Presence
 from varuna_proto.v1 import agent_pb2 as pb
 
 _MAX_WAITING = 256
@@ -25,7 +25,9 @@ class AgentSession:
         self.incarnation = incarnation
         self.seen = frozenset(seen)
         self.told: set[CommandKey] = set()
-        self.told_to_prepare: tuple[str, float] = ("", 0.0)
+        self.compared: tuple[tuple[Presence, ...], Set[tuple[str, int]], bool] | None = None
+        """What the store expected there, what its agent said runs there, and whether it drains, when it was last told."""
+        self.told_to_prepare: dict[str, float] = {}
         """For the workers of which job, and when."""
         self.log_requests: dict[str, asyncio.Queue[pb.LogChunk]] = {}
         self.stack_requests: dict[str, Callable[[pb.StackDump], None]] = {}

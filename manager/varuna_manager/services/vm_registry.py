@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from varuna_manager.db.models import VmRow
 from varuna_manager.domain.observed import VmView
-from varuna_manager.domain.states import VmState
+from varuna_manager.services.vm_rows import VmFacts
 
-_STATES = {state.value: state for state in VmState}
 _PORT_REUSE_S = 30.0
 """After so long, an agent that still offers a port that was used means a new one with the same number."""
 
@@ -46,9 +44,15 @@ class _Live:
     used_at: float = 0.0
     listed: bool | None = None
     workers: tuple[Health, ...] = field(default_factory=tuple)
+    running: frozenset[tuple[str, int]] = frozenset()
+    """Job and generation of these workers: the same object for as long as they are the same."""
     preparing: frozenset[str] = frozenset()
+    prepared: frozenset[str] = frozenset()
+    warm: frozenset[str] = frozenset()
     evaluated: dict[tuple[str, int, int], _Evaluated] = field(default_factory=dict)
     """By job, generation and rank."""
+    changed_in: int = 0
+    """Which change was the last in which more than its times became another."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,13 @@ class VmRegistry:
         self._silent_after_s = 1.5 * heartbeat_interval_s
         self._started_at = monotonic()
         self._live: dict[str, _Live] = {}
+        self._changes = 0
         self._evaluating: set[str] = set()
         """VMs whose workers have told of evaluations: few, if any."""
         self._away: set[str] = set()
         """VMs that were connected once and are not now."""
+        self.market_hazard: float | None = None
+        """Removals per VM-hour to expect, by what the provider says; None: it says nothing."""
 
     def _of(self, vm_id: str) -> _Live:
         live = self._live.get(vm_id)
@@ -78,20 +85,34 @@ class VmRegistry:
     def hello(self, vm_id: str, *, rendezvous_port: int, workers: Sequence[Health]) -> None:
         live = self._of(vm_id)
         live.connected, live.changed_at = True, self._now()
+        self._note_change(live)
         self._away.discard(vm_id)
         self.heartbeat(vm_id, rendezvous_port=rendezvous_port, workers=workers)
 
     def heartbeat(
-        self, vm_id: str, *, rendezvous_port: int, workers: Sequence[Health], preparing: Iterable[str] = ()
+        self,
+        vm_id: str,
+        *,
+        rendezvous_port: int,
+        workers: Sequence[Health],
+        preparing: Iterable[str] = (),
+        prepared: Iterable[str] = (),
+        warm: Iterable[str] = (),
     ) -> bool:
         """Note that the VM lives; whether this is news for the decisions (another port, heard after silence, ...)."""
         live = self._of(vm_id)
         now = self._now()
         was_silent = live.heard_at is None or now - live.heard_at > self._silent_after_s
-        jobs = frozenset(preparing)
-        news = was_silent or live.rendezvous_port != rendezvous_port or live.preparing != jobs
-        live.preparing = jobs
+        jobs = frozenset(preparing), frozenset(prepared), frozenset(warm)
+        known = live.preparing, live.prepared, live.warm
+        news = was_silent or live.rendezvous_port != rendezvous_port or known != jobs
+        live.preparing, live.prepared, live.warm = jobs
+        if known != jobs or live.heard_at is None:
+            self._note_change(live)
         live.heard_at, live.rendezvous_port, live.workers = now, rendezvous_port, tuple(workers)
+        running = frozenset([(worker.job_id, worker.generation) for worker in workers])
+        if running != live.running:
+            live.running = running
         if live.evaluated or any(worker.evaluated for worker in workers):
             self._note_evaluations(vm_id, live)
         return news
@@ -120,10 +141,14 @@ class VmRegistry:
     def disconnected(self, vm_id: str) -> None:
         live = self._of(vm_id)
         live.connected, live.changed_at = False, self._now()
+        self._note_change(live)
         self._away.add(vm_id)
 
     def set_listed(self, vm_id: str, listed: bool) -> None:
-        self._of(vm_id).listed = listed
+        live = self._of(vm_id)
+        if live.listed is not listed:
+            live.listed = listed
+            self._note_change(live)
 
     def forget(self, vm_id: str) -> None:
         self._live.pop(vm_id, None)
@@ -133,13 +158,7 @@ class VmRegistry:
     def rendezvous_port(self, vm_id: str) -> int | None:
         """A port that the agent holds open and that no generation has used; None: it has not offered one yet."""
         live = self._live.get(vm_id)
-        return None if live is None else self._port(live)
-
-    def _port(self, live: _Live) -> int | None:
-        if not live.rendezvous_port:
-            return None
-        used = live.rendezvous_port == live.used_port and self._now() - live.used_at < _PORT_REUSE_S
-        return None if used else live.rendezvous_port
+        return None if live is None else self.port(live)
 
     def use_rendezvous_port(self, vm_id: str, port: int) -> None:
         live = self._of(vm_id)
@@ -149,6 +168,11 @@ class VmRegistry:
         live = self._live.get(vm_id)
         return live.workers if live is not None else ()
 
+    def running(self, vm_id: str) -> frozenset[tuple[str, int]]:
+        """Job and generation of the workers that its agent said run there, when it was last heard."""
+        live = self._live.get(vm_id)
+        return live.running if live is not None else frozenset()
+
     def last_heard_s(self, vm_id: str) -> float | None:
         live = self._live.get(vm_id)
         return None if live is None or live.heard_at is None else self._now() - live.heard_at
@@ -157,35 +181,93 @@ class VmRegistry:
         """Whether a stream broke a moment ago: the provider may need that moment to see why."""
         return any(self._now() - self._live[vm_id].changed_at < within_s for vm_id in self._away)
 
-    def view(self, row: VmRow, *, now: float, workers: int) -> VmView:
-        """The row and what is known of it now. `now`: the wall clock, for ages; `workers`: those not stopped there."""
+    def steps(self, job_id: str, generation: int, vm_ids: Iterable[str]) -> dict[int, int]:
+        """By rank, the last step that each worker on the VMs has completed, as its agent last said; heard ones only."""
+        return {
+            health.rank: health.step
+            for live in [self._live[vm_id] for vm_id in vm_ids if vm_id in self._live]
+            for health in live.workers
+            if health.job_id == job_id and health.generation == generation
+        }
+
+    def changed_since(self, seen: int) -> tuple[int, set[str]]:
+        """(how many changes there were by now, the VMs with one after the first `seen`). That a VM is heard is none."""
+        return self._changes, {vm_id for vm_id, live in self._live.items() if live.changed_in > seen}
+
+    def _note_change(self, live: _Live) -> None:
+        self._changes += 1
+        live.changed_in = self._changes
+
+    def view(self, row: VmFacts, *, now: Callable[[], float], workers: int) -> VmView:
+        """The row and what is known of the VM. Its times are those of when they are asked for.
+
+        Args:
+            now: the wall clock, for ages.
+            workers: those that have not stopped there.
+        """
+        view = object.__new__(_TimedView)  # the constructor would set the times
         live = self._live.get(row.id) or _Live(changed_at=self._started_at)
-        heard_at = live.heard_at if live.heard_at is not None else self._started_at
-        at = self._now()
-        # By the constructor it takes three times as long, for it sets each of the frozen fields by a call: at ten
-        # thousand VMs that is most of a look.
-        view = object.__new__(VmView)
         view.__dict__.update(
+            _registry=self,
+            _live=live,
+            _now=now,
+            _created_at=row.created_at,
             id=row.id,
-            state=_STATES[row.state],
+            state=row.vm_state,
             gpus=row.gpus,
             device_memory_bytes=row.device_memory_bytes,
             connected=live.connected,
             heard_since_start=live.heard_at is not None,
-            silent_s=at - heard_at,
-            ready_for_s=at - live.changed_at if live.connected else 0.0,
-            age_s=now - row.created_at,
             listed=live.listed,
             notice_deadline=row.notice_deadline,
             drain_deadline=row.drain_deadline,
             slow_ratio=row.slow_ratio,
             slow_reason=row.slow_reason or "",
-            quarantined=row.quarantined_until is not None and now < row.quarantined_until,
+            quarantined=row.quarantined_until is not None and now() < row.quarantined_until,
             quarantines=row.quarantines,
             hangs=row.hangs,
             workers=workers,
-            has_rendezvous_port=self._port(live) is not None,
             preparing=live.preparing,
+            prepared=live.prepared,
+            warm=live.warm,
             reason=row.reason or "",
         )
         return view
+
+    def silent_s(self, live: _Live) -> float:
+        return self._now() - (self._started_at if live.heard_at is None else live.heard_at)
+
+    def ready_for_s(self, live: _Live) -> float:
+        return self._now() - live.changed_at if live.connected else 0.0
+
+    def port(self, live: _Live) -> int | None:
+        """One that is open and that no generation has used."""
+        if not live.rendezvous_port:
+            return None
+        used = live.rendezvous_port == live.used_port and self._now() - live.used_at < _PORT_REUSE_S
+        return None if used else live.rendezvous_port
+
+
+class _TimedView(VmView):
+    """A view that stays true for as long as nothing but time passes."""
+
+    _registry: VmRegistry
+    _live: _Live
+    _now: Callable[[], float]
+    _created_at: float
+
+    @property
+    def silent_s(self) -> float:
+        return self._registry.silent_s(self._live)
+
+    @property
+    def ready_for_s(self) -> float:
+        return self._registry.ready_for_s(self._live)
+
+    @property
+    def age_s(self) -> float:
+        return self._now() - self._created_at
+
+    @property
+    def has_rendezvous_port(self) -> bool:
+        return self._registry.port(self._live) is not None

@@ -29,12 +29,18 @@ from varuna.partition.shapes import Boundary
 from varuna.precision import Precision
 from varuna_planner.profile import Measurement
 
-__all__ = ["Clock", "SectionMeter", "time_stage_overhead", "worth_doubling"]
+__all__ = ["Clock", "SectionMeter", "measure_in_turn", "time_stage_overhead", "worth_doubling"]
 
 _log = structlog.get_logger(__name__)
 
 _FEWEST, _MOST = 3, 30
 """Repetitions of one measurement, between which the time decides."""
+
+_SHARED_S = 0.05
+"""Over which a core's sharing is told: several rounds of the scheduler."""
+
+_NO_CACHE_BYTES = 512 * 2**20
+"""More than the caches of CPUs and GPUs hold (the largest have some 256 MB for one die's cores)."""
 
 _GAIN = 0.05
 """A larger micro-batch is worth it while it saves this share of the time per example."""
@@ -56,8 +62,9 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.elapsed_s = 0.0
-        self.own_s = 0.0
+        self._elapsed_s = 0.0
+        self._own_s = 0.0
+        self._ratios: list[float] = []
 
     def now_us(self) -> float:
         """Once all work submitted before is done."""
@@ -71,19 +78,32 @@ class Clock:
         """Note how much of the time in here was the thread's own."""
         elapsed_s, own_s = time.perf_counter(), time.thread_time()
         yield
-        self.elapsed_s += time.perf_counter() - elapsed_s
-        self.own_s += time.thread_time() - own_s
+        self.note(time.perf_counter() - elapsed_s, time.thread_time() - own_s)
+
+    def note(self, elapsed_s: float, own_s: float) -> None:
+        """Adds what was watched. Short times are put together: a thread has its core for milliseconds on end."""
+        self._elapsed_s += elapsed_s
+        self._own_s += own_s
+        if self._elapsed_s >= _SHARED_S and self._own_s > 0:
+            self._ratios.append(self._elapsed_s / self._own_s)
+            self._elapsed_s = self._own_s = 0.0
 
     @property
     def sharing(self) -> float:
-        """How many times as long work takes by the wall clock as by `now_us`: 1 for a device or a core of one's own."""
-        if self._device.type != "cpu" or self.own_s == 0:
+        """How many times as long work takes by the wall clock as by `now_us`: 1 for a device or a core of one's own.
+
+        The median over times of a few rounds of the scheduler: what interrupted the calibration now and then is none of
+        what training shares the cores with.
+        """
+        if self._device.type != "cpu":
             return 1.0
-        return max(1.0, self.elapsed_s / self.own_s)
+        if not self._ratios:
+            return max(1.0, self._elapsed_s / self._own_s) if self._own_s > 0 else 1.0
+        return max(1.0, statistics.median(self._ratios))
 
 
 class SectionMeter:
-    """Measures a section of a model, or a run of them as one, on `device` and at any micro-batch sizes."""
+    """Runs a section of a model, or a run of them as one, on `device` and at any micro-batch sizes."""
 
     def __init__(
         self,
@@ -96,83 +116,159 @@ class SectionMeter:
     ) -> None:
         self._stage: Stage = build_stage(model, model_map, sections.start, sections.stop, device)
         self._device = device
-        self._precision = precision
-        self._clock = clock
+        self.clock = clock
+        self.precision = precision
 
-    def measure(self, inputs: Mapping[str, Any], micro_batch: int, slice_s: float) -> Measurement:
-        """Medians over repetitions that take about `slice_s`. Raises torch.OutOfMemoryError.
+    def received(self, micro_batch: int) -> list[Tensor]:
+        """What the sections before would send, made up."""
+        return [_made_up(boundary, micro_batch, self._device) for boundary in self._stage.receives]
 
-        `inputs` are m examples. Forward is timed as a stage that keeps its activations runs it, with autograd on; a
-        recompute is the same work.
+    def moved(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs on the device."""
+        return _moved(inputs, self._device)
+
+    def forward(self, inputs: dict[str, Any], received: list[Tensor]) -> tuple[list[Tensor], float]:
+        """(what it gives, microseconds): as a stage that keeps its activations runs it, with autograd on."""
+        for tensor in received:
+            tensor.grad = None
+        started_us = self.clock.now_us()
+        with torch.enable_grad(), self.precision.forward():
+            result = self._stage.forward(inputs, received)
+        forward_us = self.clock.now_us() - started_us
+        return [t for t in ([result] if isinstance(result, Tensor) else result) if t.requires_grad], forward_us
+
+    def backward(self, outputs: list[Tensor]) -> float:
+        """Microseconds, of what `forward` gave, which is empty afterwards: freeing it is part of a stage's backward.
+
+        Gradients add up until `forget_gradients`.
         """
-        try:
-            with self._clock.watching(), self._precision.whole_pass():
-                return self._measure(_moved(inputs, self._device), micro_batch, slice_s)
-        finally:
-            self.forget_gradients()
-
-    def once_us(self, inputs: Mapping[str, Any], micro_batch: int) -> tuple[float, float]:
-        """(forward, backward) of one run. Gradients add up until `forget_gradients`."""
-        received = [_made_up(boundary, micro_batch, self._device) for boundary in self._stage.receives]
-        with self._clock.watching(), self._precision.whole_pass():
-            return self._once(_moved(inputs, self._device), received)
+        started_us = self.clock.now_us()
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+            outputs.clear()
+        return self.clock.now_us() - started_us
 
     def forget_gradients(self) -> None:
         for parameter in self._stage.parameters.values():
             parameter.grad = None
 
-    def _measure(self, inputs: dict[str, Any], micro_batch: int, slice_s: float) -> Measurement:
-        stage = self._stage
-        received = [_made_up(boundary, micro_batch, self._device) for boundary in stage.receives]
-        started_s = time.perf_counter()
-        activation_bytes = self._activation_bytes(inputs, received)
-        forwards_us: list[float] = []
-        backwards_us: list[float] = []
-        while len(forwards_us) < _MOST and (len(forwards_us) < _FEWEST or time.perf_counter() - started_s < slice_s):
-            forward_us, backward_us = self._once(inputs, received)
-            forwards_us.append(forward_us)
-            backwards_us.append(backward_us)
-            if time.perf_counter() - started_s > 10 * slice_s:
-                break  # a section this slow has little noise
-        return Measurement(
-            micro_batch=micro_batch,
-            forward_us=statistics.median(forwards_us),
-            backward_us=statistics.median(backwards_us),
-            recompute_us=statistics.median(forwards_us),
-            output_bytes=sum(boundary.bytes_for(micro_batch) for boundary in stage.sends),
-            input_bytes=sum(boundary.bytes_for(micro_batch) for boundary in stage.receives),
-            activation_bytes=activation_bytes,
-        )
-
-    def _activation_bytes(self, inputs: dict[str, Any], received: list[Tensor]) -> int:
+    def activation_bytes(self, inputs: dict[str, Any], received: list[Tensor]) -> int:
+        """What the section keeps for its backward, counted in a pass through it."""
         stage = self._stage
         anyway = [*stage.parameters.values(), *stage.buffers.values(), *_tensors(inputs)]
-        if self._precision.mixed:
+        if self.precision.mixed:
             # Autocast's casts of the parameters are there once, for all micro-batches: what this forward makes and
             # the next one uses again. The rest of this one's is new memory in the next.
             first = _KeptBytes(anyway)
             with first.counting():
-                self._once(inputs, received)
+                self.backward(self.forward(inputs, received)[0])
             anyway += first.tensors
         kept = _KeptBytes(anyway)
         with kept.counting():
-            self._once(inputs, received)
+            self.backward(self.forward(inputs, received)[0])
         return kept.bytes
 
-    def _once(self, inputs: dict[str, Any], received: list[Tensor]) -> tuple[float, float]:
-        """(forward, backward) in microseconds."""
-        for tensor in received:
-            tensor.grad = None
-        started_us = self._clock.now_us()
-        with torch.enable_grad(), self._precision.forward():
-            result = self._stage.forward(inputs, received)
-        forward_us = self._clock.now_us() - started_us
-        outputs = [t for t in ([result] if isinstance(result, Tensor) else result) if t.requires_grad]
-        gradients = [torch.ones_like(tensor) for tensor in outputs]
-        started_us = self._clock.now_us()
-        if outputs:
-            torch.autograd.backward(outputs, gradients)
-        return forward_us, self._clock.now_us() - started_us
+    def measurement(
+        self, micro_batch: int, forward_us: float, backward_us: float, activation_bytes: int
+    ) -> Measurement:
+        """A recompute is the same work as a forward."""
+        return Measurement(
+            micro_batch=micro_batch,
+            forward_us=forward_us,
+            backward_us=backward_us,
+            recompute_us=forward_us,
+            output_bytes=sum(boundary.bytes_for(micro_batch) for boundary in self._stage.sends),
+            input_bytes=sum(boundary.bytes_for(micro_batch) for boundary in self._stage.receives),
+            activation_bytes=activation_bytes,
+        )
+
+
+def measure_in_turn(
+    meters: Sequence[SectionMeter], inputs: Mapping[str, Any], micro_batch: int, slice_s: float
+) -> list[Measurement]:
+    """Medians over repetitions that take about `slice_s` for each section. Raises torch.OutOfMemoryError.
+
+    The sections, in the model's order, run as in training: all forwards, then all backwards from the last to the first.
+    So each finds the caches as the others have left them. Run again and again by itself, a small section would find its
+    own parameters, gradients and activations there. `inputs` are m examples.
+    """
+    passes = _Passes(meters, inputs, micro_batch)
+    with passes.running():
+        activation_bytes = passes.activation_bytes()
+        found = []
+        for chain in _chains(activation_bytes):
+            times = passes.repeated(chain, slice_s * len(chain))
+            found += [meters[i].measurement(micro_batch, *times[i], activation_bytes[i]) for i in chain]
+        return found
+
+
+def _chains(activation_bytes: Sequence[int]) -> list[range]:
+    """Neighbours that run in turn: as few as keep more than any cache holds, for the device's memory has other uses."""
+    chains, start, kept = [], 0, 0
+    for index, each in enumerate(activation_bytes):
+        kept += each
+        if kept >= _NO_CACHE_BYTES or index == len(activation_bytes) - 1:
+            chains.append(range(start, index + 1))
+            start, kept = index + 1, 0
+    return chains
+
+
+class _Passes:
+    """Micro-batches of one size, run through sections one by one."""
+
+    def __init__(self, meters: Sequence[SectionMeter], inputs: Mapping[str, Any], micro_batch: int) -> None:
+        self._meters = meters
+        self._inputs = meters[0].moved(inputs)
+        self._received = [meter.received(micro_batch) for meter in meters]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """For around everything that runs; leaves no gradients."""
+        try:
+            with self._meters[0].precision.whole_pass():
+                yield
+        finally:
+            for meter in self._meters:
+                meter.forget_gradients()
+
+    def activation_bytes(self) -> list[int]:
+        return [
+            meter.activation_bytes(self._inputs, received)
+            for meter, received in zip(self._meters, self._received, strict=True)
+        ]
+
+    def once(self, sections: range) -> list[tuple[float, float]]:
+        """(forward, backward) of each, in microseconds."""
+        with self._meters[0].clock.watching():
+            return self._once(sections)
+
+    def _once(self, sections: range) -> list[tuple[float, float]]:
+        forwards = [self._meters[i].forward(self._inputs, self._received[i]) for i in sections]
+        backwards_us = [0.0] * len(sections)
+        for number in reversed(range(len(sections))):
+            outputs, _ = forwards[number]
+            backwards_us[number] = self._meters[sections[number]].backward(outputs)
+        return [(forward_us, us) for (_, forward_us), us in zip(forwards, backwards_us, strict=True)]
+
+    def repeated(self, sections: range, slice_s: float) -> dict[int, tuple[float, float]]:
+        """The medians of `once`, by section."""
+        rounds = [self.once(sections) for _ in _repetitions(slice_s)]
+        return {
+            i: (statistics.median(us[0] for us in of_one), statistics.median(us[1] for us in of_one))
+            for i, of_one in zip(sections, zip(*rounds, strict=True), strict=True)
+        }
+
+
+def _repetitions(slice_s: float) -> Iterator[int]:
+    """Numbers from 0, until about `slice_s` is over; at least 3 and at most 30, but fewer of what is very slow."""
+    started_s = time.perf_counter()
+    for number in range(_MOST):
+        taken_s = time.perf_counter() - started_s
+        if number >= _FEWEST and taken_s >= slice_s:
+            return
+        if number > 0 and taken_s > 10 * slice_s:
+            return  # what is this slow has little noise
+        yield number
 
 
 def time_stage_overhead(
@@ -183,21 +279,16 @@ def time_stage_overhead(
     `whole` is a stage of all the sections that are `parts`, at least two: run one by one, they take it once each. The
     median over rounds, which take about `slice_s` together. Raises torch.OutOfMemoryError.
     """
-    started_s = time.perf_counter()
+    passes = _Passes([whole, *parts], inputs, micro_batch)
     rounds: list[tuple[float, float]] = []
-    try:
-        while len(rounds) < _MOST and (len(rounds) < _FEWEST or time.perf_counter() - started_s < slice_s):
-            once = whole.once_us(inputs, micro_batch)
-            each = [part.once_us(inputs, micro_batch) for part in parts]
+    with passes.running():
+        for _ in _repetitions(slice_s):
+            [of_whole] = passes.once(range(1))
+            each = passes.once(range(1, len(parts) + 1))
             forward_us, backward_us = (
-                sum(times) - of_whole for times, of_whole in zip(zip(*each, strict=True), once, strict=True)
+                sum(us) - us_whole for us, us_whole in zip(zip(*each, strict=True), of_whole, strict=True)
             )
             rounds.append((forward_us, backward_us))
-            if time.perf_counter() - started_s > 10 * slice_s:
-                break  # beside sections this slow it does not count
-    finally:
-        for meter in (whole, *parts):
-            meter.forget_gradients()
     forward_us, backward_us = (statistics.median(times) / (len(parts) - 1) for times in zip(*rounds, strict=True))
     return max(0.0, forward_us), max(0.0, backward_us)
 

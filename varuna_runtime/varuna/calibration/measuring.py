@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from varuna.calibration.compute import Clock, SectionMeter, time_stage_overhead, worth_doubling
+from varuna.calibration.compute import Clock, SectionMeter, measure_in_turn, time_stage_overhead, worth_doubling
 from varuna.calibration.links import Connect, LinkSample, classify, measure_all_reduce, measure_links
 from varuna.calibration.merging import in_step, scaled, with_earlier, without
 from varuna.calibration.optimizer import OptimizerMemory, OptimizerTime, measure_optimizer, time_optimizer
@@ -159,10 +159,24 @@ class Meters:
                 with suppress(torch.OutOfMemoryError):
                     self._of(section)
 
-    def measure(self, section: int, inputs: Mapping[str, Any], size: int, slice_s: float) -> Measurement | None:
-        """None when the section, or this size of it, does not fit on the device."""
+    def measure(
+        self, sections: Sequence[int], inputs: Mapping[str, Any], size: int, slice_s: float
+    ) -> list[Measurement | None]:
+        """Of each of the sections, which ascend; None where it, or this size of it, does not fit on the device."""
+        kept = [section for section in sections if section in self._kept]
+        found: dict[int, Measurement | None] = {}
+        if kept:
+            with suppress(torch.OutOfMemoryError):
+                in_turn = measure_in_turn([self._kept[section] for section in kept], inputs, size, slice_s)
+                found.update(zip(kept, in_turn, strict=True))
+        return [
+            found[section] if section in found else self._alone(section, inputs, size, slice_s) for section in sections
+        ]
+
+    def _alone(self, section: int, inputs: Mapping[str, Any], size: int, slice_s: float) -> Measurement | None:
         try:
-            return self._of(section).measure(inputs, size, slice_s)
+            [measured] = measure_in_turn([self._of(section)], inputs, size, slice_s)
+            return measured
         except torch.OutOfMemoryError:
             if not self._kept:
                 _log.info("does not fit", section=section, micro_batch=size)
@@ -170,7 +184,7 @@ class Meters:
         # Perhaps it does without the other sections. From now on none stays.
         self._kept.clear()
         self._room_bytes = 0
-        return self.measure(section, inputs, size, slice_s)
+        return self._alone(section, inputs, size, slice_s)
 
     def _of(self, section: int) -> SectionMeter:
         if section in self._kept:
@@ -239,7 +253,7 @@ def measure_sections(
     for size in sizes:
         size_started_s = time.monotonic()
         inputs = get_batch(size) if mine else {}
-        results = [meters.measure(section, inputs, size, slice_s) for section in mine]
+        results = meters.measure(mine, inputs, size, slice_s)
         fits = None not in results
         total_us = sum(result.forward_us + result.backward_us for result in results if result is not None)
         parts = peers.gather(f"size{size}", total_us if fits else None)

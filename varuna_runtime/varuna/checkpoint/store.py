@@ -19,6 +19,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from varuna.checkpoint.checksum import Checksum
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.tensor_file import ALIGNMENT
+from varuna.error_text import first_line
 
 __all__ = ["CheckpointStore", "folder_of", "local_path"]
 
@@ -54,7 +55,7 @@ class CheckpointStore:
                 self._opened = from_url(self.url)  # contacts nobody
             except (ValueError, obstore.exceptions.BaseError) as error:
                 raise ValueError(
-                    f"checkpoint URL {url!r}: {_first_line(error)}; give a folder, or file:///…, s3://…, abfs://…, gs://…"
+                    f"checkpoint URL {url!r}: {first_line(error)}; give a folder, or file:///…, s3://…, abfs://…, gs://…"
                 ) from error
 
     def url_of(self, step: int) -> str:
@@ -191,12 +192,7 @@ class _Explained:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, obstore.exceptions.BaseError | OSError):
-            raise CheckpointError(f"checkpoint store {self._where}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+            raise CheckpointError(f"checkpoint store {self._where}: {first_line(error)}") from error
 
 
 def local_path(url: str) -> Path | None:

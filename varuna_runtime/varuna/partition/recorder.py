@@ -7,8 +7,10 @@ follow from the inputs alone also have a real *shadow*, so code that looks at in
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +51,7 @@ _SHAPE_ONLY = frozenset(
         _aten.randint_like,
     }
 )
+_DEVICE_OF = torch.ops.prim.device.default
 _LOOKS_AT_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LARGEST_SHADOW = 1 << 20  # elements; larger masks are not worth their memory, and hardly looked at
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -202,6 +205,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls are this: autograd asks for it several times an operation
         kwargs = dict(kwargs or {})
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -412,8 +417,16 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+@cache
+def _never_writes(func: Any) -> bool:
+    arguments = func._schema.arguments
+    return not any(x.name == "training" or (x.alias_info is not None and x.alias_info.is_write) for x in arguments)
+
+
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operation changes in place."""
+    if _never_writes(func):
+        return []
     given = {x.name: args[i] if i < len(args) else kwargs.get(x.name) for i, x in enumerate(func._schema.arguments)}
     names = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     if given.get("training"):
@@ -426,6 +439,7 @@ def _users_code() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_NOT_USERS_CODE) and "<" not in frame.f_code.co_filename:
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            name = frame.f_code.co_filename.rpartition(os.sep)[2]
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "unknown place"

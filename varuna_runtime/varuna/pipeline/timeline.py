@@ -12,16 +12,30 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from varuna_proto.v1 import agent_pb2
 
 __all__ = ["ALL_REDUCE", "OPS", "Timeline", "merge"]
 
 OPS: Final = "ops"
 ALL_REDUCE: Final = "all-reduce"
 """Tracks; the links add theirs."""
+_FIRST_TOLD = 3
+_TOLD_EACH = 100
+"""The manager is told of the third step, where all is warm, and of each hundredth."""
+_MOST_TOLD = 8192
+"""Ops of a step: enough to draw."""
+_OP_CODES = {
+    "F": agent_pb2.TRACE_OP_FORWARD,
+    "R": agent_pb2.TRACE_OP_RECOMPUTE,
+    "B": agent_pb2.TRACE_OP_BACKWARD,
+}
+
+Tell = Callable[[agent_pb2.StepTraced], None]
 
 
 @dataclass(frozen=True)
@@ -36,9 +50,23 @@ class _Span:
 class Timeline:
     """The spans of one rank. Any thread may add to it; one that records nothing costs a look at `recording`."""
 
-    def __init__(self, folder: Path | None = None, steps: Collection[int] = (), *, rank: int = 0, p: int = 1) -> None:
-        """Records `steps` (counted from 1) and writes them into `folder`; nothing without one."""
+    def __init__(
+        self,
+        folder: Path | None = None,
+        steps: Collection[int] = (),
+        *,
+        rank: int = 0,
+        p: int = 1,
+        tell: Tell | None = None,
+    ) -> None:
+        """Records `steps` (counted from 1) and writes them into `folder`; nothing without one.
+
+        `tell`: is told what this rank did in the third step and in each hundredth.
+        """
         self.recording = False
+        self._tell = tell
+        self._tells = False
+        self._begun = 0
         self._folder = folder
         self._steps = frozenset(steps) if folder is not None else frozenset()
         self._rank = rank
@@ -47,22 +75,29 @@ class Timeline:
         self._spans: list[_Span] = []
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str], *, rank: int, p: int) -> Timeline:
-        """As VARUNA_TRACE_STEPS and VARUNA_TRACE_DIR say. Raises ValueError when the steps are no numbers."""
+    def from_environ(cls, environ: Mapping[str, str], *, rank: int, p: int, tell: Tell | None = None) -> Timeline:
+        """As VARUNA_TRACE_STEPS and VARUNA_TRACE_DIR say. Raises ValueError when the steps are no numbers.
+
+        Of the ranks only those of the first replica `tell`: the others do the same.
+        """
+        tell = tell if rank < p else None
         steps, folder = environ.get("VARUNA_TRACE_STEPS", ""), environ.get("VARUNA_TRACE_DIR", "")
         if not steps:
-            return cls(rank=rank, p=p)
+            return cls(rank=rank, p=p, tell=tell)
         if not folder:
             raise ValueError(f"VARUNA_TRACE_STEPS={steps!r} needs VARUNA_TRACE_DIR, the folder for the traces")
         try:
             numbers = [int(step) for step in steps.split(",")]
         except ValueError:
             raise ValueError(f"VARUNA_TRACE_STEPS={steps!r}: give step numbers joined by commas, such as 3,4") from None
-        return cls(Path(folder), numbers, rank=rank, p=p)
+        return cls(Path(folder), numbers, rank=rank, p=p, tell=tell)
 
     def begin(self, step: int) -> None:
         """Starts recording if `step` is one of those wanted."""
-        self.recording = step in self._steps
+        self._begun += 1
+        self._tells = self._tell is not None and (self._begun == _FIRST_TOLD or step % _TOLD_EACH == 0)
+        self.recording = self._tells or step in self._steps
+        self._spans = []  # a step may have ended without `end`
         self._step = step
 
     def add(self, track: str, name: str, begin_ns: int, end_ns: int, **details: Any) -> None:
@@ -71,11 +106,15 @@ class Timeline:
             self._spans.append(_Span(track, name, begin_ns, end_ns, details))
 
     def end(self) -> None:
-        """Writes the step and stops recording. Raises OSError when the folder cannot be written."""
-        if not self.recording or self._folder is None:
+        """Tells of the step, writes it, and stops recording. Raises OSError when the folder cannot be written."""
+        if not self.recording:
             return
         self.recording = False
         spans, self._spans = self._spans, []
+        if self._tells and self._tell is not None:
+            self._tell(_told(self._step, spans))
+        if self._folder is None or self._step not in self._steps:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step{self._step}-rank{self._rank}.json"
         path.write_text(json.dumps({"traceEvents": self._events(spans), "displayTimeUnit": "ms"}))
@@ -107,6 +146,21 @@ class Timeline:
 
     def _meta(self, kind: str, track: int, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "pid": self._rank, "tid": track, "name": kind, "args": args}
+
+
+def _told(step: int, spans: list[_Span]) -> agent_pb2.StepTraced:
+    """The ops and sums of a step, in µs from the first of them on."""
+    to_wall_ns = time.time_ns() - time.perf_counter_ns()
+    begin_ns = min((span.begin_ns for span in spans if span.track in (OPS, ALL_REDUCE)), default=0)
+    told = agent_pb2.StepTraced(step=step, begin_us=(begin_ns + to_wall_ns) / 1e3)
+    for span in spans[:_MOST_TOLD]:
+        start_us, duration_us = (span.begin_ns - begin_ns) / 1e3, (span.end_ns - span.begin_ns) / 1e3
+        if span.track == OPS:
+            op, micro_batch = _OP_CODES[span.name[0]], span.details["micro_batch"]
+            told.ops.add(op=op, micro_batch=micro_batch, start_us=start_us, duration_us=duration_us)
+        elif span.track == ALL_REDUCE:
+            told.all_reduce.add(name=span.name, start_us=start_us, duration_us=duration_us)
+    return told
 
 
 def merge(folder: Path, step: int) -> dict[str, Any]:

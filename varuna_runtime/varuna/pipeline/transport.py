@@ -21,8 +21,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from varuna._gloo import NEVER, GlooGroup, Work, first_line
+from varuna._gloo import NEVER, GlooGroup, Work
 from varuna.departure import Departure, PeerLost
+from varuna.error_text import first_line
 from varuna.pipeline.copies import CopyStream
 from varuna.pipeline.timeline import Timeline
 

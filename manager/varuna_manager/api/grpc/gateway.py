@@ -16,9 +16,12 @@ from varuna_manager.api.grpc.limits import HELLO_WITHIN_S, excess
 from varuna_manager.api.grpc.peers import Peers
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.domain.observed import Rules
+from varuna_manager.services.archives import ArchiveService
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.compute_times import ComputeTimes
+from varuna_manager.services.errors import NotFoundError
 from varuna_manager.services.fleet import FleetService
+from varuna_manager.services.metrics.instruments import Instruments
 from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_manager.services.vm_registry import Health, VmRegistry
@@ -42,7 +45,11 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         bell: Bell,
         rules: Rules,
         peers: Peers,
+        archives: ArchiveService,
+        instruments: Instruments,
     ) -> None:
+        self._archives = archives
+        self._heartbeats = instruments.heartbeats
         self._peers = peers
         self._fleet = fleet
         self._reports = reports
@@ -81,6 +88,21 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             self._end(session)
+
+    async def FetchArchive(  # noqa: N802 - the protocol's name
+        self, request: pb.ArchiveRequest, context: grpc.aio.ServicerContext[pb.ArchiveRequest, pb.ArchiveChunk]
+    ) -> AsyncIterator[pb.ArchiveChunk]:
+        """A packed workdir, for an agent."""
+        refusal = await self._peers.refusal(context, request.vm_id)
+        if refusal is not None:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
+        try:
+            async for chunk in self._archives.chunks(request.sha256):
+                yield pb.ArchiveChunk(data=chunk)
+        except NotFoundError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except StoreAwayError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def _refusal(
         self, first: pb.AgentMessage, context: grpc.aio.ServicerContext[pb.AgentMessage, pb.ManagerMessage]
@@ -154,9 +176,17 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         if self._sessions.get(session.vm_id) is not session:
             return  # a newer stream of this VM is open
         workers = tuple(_healths(heartbeat.workers))
+        self._heartbeats.inc()
         self._times.note(workers)
-        port, preparing = heartbeat.rendezvous_port, heartbeat.preparing_jobs
-        if self._registry.heartbeat(session.vm_id, rendezvous_port=port, workers=workers, preparing=preparing):
+        is_news = self._registry.heartbeat(
+            session.vm_id,
+            rendezvous_port=heartbeat.rendezvous_port,
+            workers=workers,
+            preparing=heartbeat.preparing_jobs,
+            prepared=heartbeat.prepared_jobs,
+            warm=heartbeat.warm_jobs,
+        )
+        if is_news:
             self._bell.ring()
         session.acknowledge(heartbeat=heartbeat.sequence)
 

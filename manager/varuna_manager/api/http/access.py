@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from varuna_manager.api.http.problems import problem, problem_of
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.domain.access import OPEN, Principal, Role
+from varuna_manager.services.archives import MOST_BYTES
 from varuna_manager.services.audit import AuditLog
 from varuna_manager.services.buckets import Buckets
 from varuna_manager.services.enrolments import EnrolmentService
@@ -29,7 +30,17 @@ from varuna_proto.hosts import is_loopback
 MAX_HEADER_BYTES = 32 * 1024
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JOIN = "/api/v1/join"
-_PUBLIC = frozenset({("GET", "/api/v1/healthz"), ("GET", "/api/v1/readyz"), ("GET", "/api/v1/ca"), ("POST", _JOIN)})
+_ARCHIVES = "/api/v1/archives/"
+_PUBLIC = frozenset(
+    {
+        ("GET", "/api/v1/healthz"),
+        ("GET", "/api/v1/readyz"),
+        ("GET", "/api/v1/ca"),
+        ("GET", "/api/v1/agent/wheel"),
+        ("GET", "/api/v1/agent/constraints"),
+        ("POST", _JOIN),
+    }
+)
 """Joining takes a token of its own."""
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
@@ -47,7 +58,7 @@ def required_role(method: str, path: str) -> Role | None:
         return Role.ADMIN
     if method in _SAFE:
         return Role.VIEWER
-    return Role.USER if path == "/api/v1/jobs" or path.startswith("/api/v1/jobs/") else Role.ADMIN
+    return Role.USER if path == "/api/v1/jobs" or path.startswith(("/api/v1/jobs/", _ARCHIVES)) else Role.ADMIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +66,16 @@ class Limits:
     """What one caller may ask of the manager."""
 
     max_body_bytes: int = 1024 * 1024
+    max_archive_bytes: int = MOST_BYTES
+    """Of a packed workdir."""
     changes: Buckets = field(default_factory=lambda: Buckets(per_s=20.0, burst=100))
     """Calls that change something, by token."""
     failures: Buckets = field(default_factory=lambda: Buckets(per_s=0.2, burst=10))
     """Calls with no good token, by address."""
+
+    def most_bytes(self, path: str) -> int:
+        """Of a call's body."""
+        return self.max_archive_bytes if path.startswith(_ARCHIVES) else self.max_body_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +119,7 @@ class AccessMiddleware:
         scope.setdefault("state", {})["principal"] = principal or OPEN
         answered = _Answered(send, scope["path"])
         try:
-            await self._app(scope, _Counted(receive, self._limits.max_body_bytes), answered)
+            await self._app(scope, _Counted(receive, self._limits.most_bytes(call.path)), answered)
         finally:
             await self._end(call, entry, answered.status or 500, scope["state"].get("joined"))
 
@@ -111,8 +128,9 @@ class AccessMiddleware:
         if call.header_bytes > MAX_HEADER_BYTES:
             raise HTTPException(431, f"address and headers are larger than {MAX_HEADER_BYTES} bytes: send less")
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._limits.max_body_bytes:
-            raise HTTPException(413, f"the body is larger than {self._limits.max_body_bytes} bytes: send less")
+        most = self._limits.most_bytes(call.path)
+        if length.isdecimal() and int(length) > most:
+            raise HTTPException(413, f"the body is larger than {most} bytes: send less")
         if self._tokens is None:
             _refuse_foreign_pages(call, headers)
             return OPEN

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from varuna_manager.api.http import parameters as by
 from varuna_manager.api.http.access import AccessServices
 from varuna_manager.domain.access import Principal, Role
-from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import ConflictError, UnauthenticatedError
+from varuna_proto import rest_fleet as rest
 
 _DAY_S = 86_400.0
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$"
 _MOST_REQUEST = 8192
+_CA: dict[int | str, dict[str, Any]] = {
+    200: {"description": "PEM", "content": {"application/x-pem-file": {"schema": {"type": "string"}}}}
+}
 _Service = TypeVar("_Service")
 
 
@@ -51,40 +55,55 @@ class JoinBody(BaseModel):
 def access_routes(services: AccessServices) -> APIRouter:
     router = APIRouter()
 
+    @router.get("/whoami")
+    async def whoami(request: Request) -> rest.Whoami:
+        """Whom the manager takes the caller for."""
+        principal = _principal(request)
+        return {"name": principal.name, "role": principal.role.value, "open": services.tokens is None}
+
     @router.post("/tokens", status_code=201)
-    async def create_token(body: TokenBody, request: Request) -> Document:
+    async def create_token(body: TokenBody, request: Request) -> rest.NewToken:
         """The answer holds the token itself, for the only time."""
         tokens = _secured(services.tokens)
-        by = _principal(request).name
+        author = _principal(request).name
         if body.role is not None:
-            return await tokens.create_access(body.name, body.role, body.ttl_s, by=by)
+            return by.as_told(await tokens.create_access(body.name, body.role, body.ttl_s, by=author))
         ttl_s = body.ttl_s or 3600.0
-        return await tokens.create_join(body.name, ttl_s, single_use=body.single_use, vm_id=body.vm_id, by=by)
+        made = await tokens.create_join(body.name, ttl_s, single_use=body.single_use, vm_id=body.vm_id, by=author)
+        return by.as_told(made)
 
     @router.get("/tokens")
-    async def all_tokens() -> list[Document]:
-        return await _secured(services.tokens).all()
+    async def list_tokens() -> list[rest.Token]:
+        """Every token, without what opens anything."""
+        return by.as_told(await _secured(services.tokens).all())
 
     @router.delete("/tokens/{token}")
-    async def revoke_token(token: str) -> Document:
-        return await _secured(services.tokens).revoke(token)
+    async def revoke_token(token: str) -> rest.Token:
+        """From now on it opens nothing. By its id or its name."""
+        return by.as_told(await _secured(services.tokens).revoke(token))
 
     @router.get("/audit")
-    async def audit(
-        after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
-    ) -> list[Document]:
+    async def list_audit(
+        request: Request,
+        response: Response,
+        after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> list[rest.AuditEntry]:
         """The calls that changed something, and those that were refused, oldest first."""
-        return await services.audit.after(after, limit)
+        found = await services.audit.after(after, limit)
+        if len(found) == limit:
+            by.link_to(request, response, after=found[-1]["id"])
+        return by.as_told(found)
 
-    @router.get("/ca", response_class=Response)
-    async def ca() -> Response:
+    @router.get("/ca", response_class=Response, responses=_CA)
+    async def get_ca() -> Response:
         """The certificate of the manager's authority. A join token holds its SHA-256: compare before you trust it."""
         return Response(_secured(services.enrolments).ca_pem, media_type="application/x-pem-file")
 
     @router.post("/join")
     async def join(
         body: JoinBody, request: Request, authorization: Annotated[str, Header(max_length=600)] = ""
-    ) -> Document:
+    ) -> rest.Certificate:
         """A certificate for an agent that has a join token (`Authorization: Bearer vj1...`)."""
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
@@ -94,9 +113,9 @@ def access_routes(services: AccessServices) -> APIRouter:
         return {"vm_id": body.vm_id, "certificate": certificate}
 
     @router.post("/vms/{vm}/revoke")
-    async def revoke_vm(vm: str) -> Document:
+    async def revoke_vm(vm: str) -> rest.Revoked:
         """End the VM's stream and take no certificate of it any more."""
-        return await _secured(services.enrolments).revoke(vm)
+        return by.as_told(await _secured(services.enrolments).revoke(vm))
 
     return router
 

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from varuna_manager.services.errors import (
+    ChangedError,
     ConflictError,
     ForbiddenError,
     InvalidError,
@@ -21,49 +22,75 @@ from varuna_manager.services.errors import (
     UnavailableError,
 )
 
-_TITLES = {
-    400: "Bad request",
-    401: "Not authenticated",
-    403: "Forbidden",
-    404: "Not found",
-    409: "Conflict",
-    413: "Too large",
-    422: "Invalid request",
-    431: "Headers too large",
-    429: "Too many requests",
-    500: "Internal error",
-    503: "Not available now",
+_TYPE = "urn:varuna:problem:"
+_KINDS = {
+    400: ("bad-request", "Bad request"),
+    401: ("not-authenticated", "Not authenticated"),
+    403: ("forbidden", "Forbidden"),
+    404: ("not-found", "Not found"),
+    405: ("method-not-allowed", "Method not allowed"),
+    409: ("conflict", "Conflict"),
+    412: ("changed", "Changed meanwhile"),
+    413: ("too-large", "Too large"),
+    415: ("unsupported-media-type", "Unsupported media type"),
+    422: ("invalid", "Invalid request"),
+    429: ("too-many-requests", "Too many requests"),
+    431: ("headers-too-large", "Headers too large"),
+    500: ("internal", "Internal error"),
+    503: ("unavailable", "Not available now"),
 }
+"""By status: what ends `type`, and `title`."""
 _STATUS: dict[type[ServiceError], int] = {
     UnauthenticatedError: 401,
     ForbiddenError: 403,
     NotFoundError: 404,
     ConflictError: 409,
+    ChangedError: 412,
     InvalidError: 422,
     UnavailableError: 503,
 }
 
-
 _MEDIA_TYPE = "application/problem+json"
-_SCHEMA = {
+_FIELDS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"field": {"type": "string"}, "text": {"type": "string"}},
+        "required": ["field", "text"],
+    },
+    "description": "422: which fields, and what is wrong with each",
+}
+SCHEMA = {
     "type": "object",
     "title": "Problem",
     "properties": {
-        "type": {"type": "string"},
+        "type": {"type": "string", "enum": [_TYPE + slug for slug, _ in _KINDS.values()]},
         "title": {"type": "string"},
         "status": {"type": "integer"},
-        "detail": {"type": "string", "description": "what is wrong and what helps, for a person"},
+        "detail": {"type": "string", "description": "what is wrong and what helps, in one line for a person"},
+        "errors": _FIELDS,
+        "leader": {"type": ["string", "null"], "description": "503: the manager that leads, if it is another one"},
     },
     "required": ["type", "title", "status", "detail"],
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": title, "content": {_MEDIA_TYPE: {"schema": _SCHEMA}}} for status, title in _TITLES.items()
+    status: {
+        "description": title,
+        "content": {_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+    for status, (_, title) in _KINDS.items()
 }
 """For the API's description: any call may be answered so."""
 
 
+def kinds() -> list[tuple[int, str, str]]:
+    """(status, what `type` is, title) of every kind of problem."""
+    return [(status, _TYPE + slug, title) for status, (slug, title) in _KINDS.items()]
+
+
 def problem(status: int, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> JSONResponse:
-    document = {"type": "about:blank", "title": _TITLES.get(status, "Error"), "status": status, "detail": detail}
+    slug, title = _KINDS.get(status, (str(status), "Error"))
+    document = {"type": _TYPE + slug, "title": title, "status": status, "detail": detail}
     return JSONResponse({**document, **extra}, status, dict(headers or {}), _MEDIA_TYPE)
 
 
@@ -82,7 +109,13 @@ def install(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
+        path = request.url.path
+        detail = f"{request.method} {path}: {error.detail}"
+        if error.status_code == 404:
+            detail = f"there is nothing at {path}: /docs lists what there is"
+        elif error.status_code == 405:
+            detail = f"{path} takes no {request.method}: /docs lists what it takes"
+        return problem(error.status_code, detail, error.headers)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)

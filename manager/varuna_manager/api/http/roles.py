@@ -16,7 +16,8 @@ from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.services.leadership import Standing
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_READY = frozenset({"/readyz", "/api/v1/readyz"})
+_LEADERS_OWN = frozenset({"/readyz", "/api/v1/readyz", "/api/v1/events/stream"})
+"""What only the leader knows at once."""
 _RETRY_AFTER_S = 1
 
 
@@ -38,7 +39,7 @@ class Standby:
     standing: Standing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["method"] not in _READING or scope["path"] in _READY):
+        if scope["type"] == "http" and (scope["method"] not in _READING or scope["path"] in _LEADERS_OWN):
             leader = self.standing.leader
             answer = _not_now(self.standing.text(), leader.http_url if leader is not None else None)
             await answer(scope, receive, send)

@@ -1,0 +1,63 @@
+"""The event log as its readers look at it: by job, VM, kind and time, forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import EventRow
+from varuna_manager.services import documents
+from varuna_manager.services.documents import Document
+from varuna_manager.services.jobs import find
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventFilter:
+    """None, and no kinds: any. `after` and `before`: ids, both left out."""
+
+    job: str | None = None
+    """Name or id."""
+    vm_id: str | None = None
+    kinds: Sequence[str] = ()
+    since: float | None = None
+    until: float | None = None
+    after: int = 0
+    before: int | None = None
+
+
+class EventList:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def page(self, wanted: EventFilter, *, descending: bool, limit: int) -> tuple[list[Document], bool]:
+        """Those events by id, and whether there are more. Raises NotFoundError for an unknown job."""
+        async with self._database.read() as session:
+            query = select(EventRow).where(EventRow.id > wanted.after)
+            if wanted.job is not None:
+                query = query.where(EventRow.job_id == (await find(session, wanted.job)).id)
+            if wanted.before is not None:
+                query = query.where(EventRow.id < wanted.before)
+            if wanted.vm_id is not None:
+                query = query.where(EventRow.vm_id == wanted.vm_id)
+            if wanted.kinds:
+                query = query.where(EventRow.kind.in_(wanted.kinds))
+            if wanted.since is not None:
+                query = query.where(EventRow.at >= wanted.since)
+            if wanted.until is not None:
+                query = query.where(EventRow.at < wanted.until)
+            query = query.order_by(EventRow.id.desc() if descending else EventRow.id).limit(limit + 1)
+            rows = (await session.scalars(query)).all()
+        return [documents.event_document(row) for row in rows[:limit]], len(rows) > limit
+
+    async def kinds(self) -> list[str]:
+        """Those that have occurred."""
+        async with self._database.read() as session:
+            return list(await session.scalars(select(EventRow.kind).distinct().order_by(EventRow.kind)))
+
+    async def newest(self) -> int:
+        """The id of the newest event; 0: there is none."""
+        async with self._database.read() as session:
+            return await session.scalar(select(EventRow.id).order_by(EventRow.id.desc()).limit(1)) or 0

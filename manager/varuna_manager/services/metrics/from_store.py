@@ -1,0 +1,226 @@
+"""What a leader reads from the store when somebody asks: as true right after a restart, and from the next leader.
+
+Jobs that are over are counted by state only. Of those that are not, at most JOBS_SHOWN have figures of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import CheckpointRow, FleetRow, GenerationRow, JobRow, MetricRow, VmRow
+from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationKind, GenerationState, JobState, VmState
+from varuna_manager.services.metrics.family import COUNTER, Family
+
+JOBS_SHOWN = 100
+
+
+_JOB = ("job_name",)
+"""Not `job`: that is what Prometheus calls the configuration by which it reads us."""
+FAMILIES = (
+    Family(
+        "varuna_store_up", "Whether the store answered (1) when this was asked; if not (0), what it tells is missing."
+    ),
+    Family("varuna_agents_connected", "Agents that are connected to this manager: to the leader, all of them."),
+    Family("varuna_vms", "VMs by their state; those that are gone are not counted.", ("state",)),
+    Family(
+        "varuna_vms_wanted",
+        "VMs that the fleet is to have, where that is a fixed number (--vms); with --max-vms it follows "
+        "the jobs, and there is none.",
+    ),
+    Family("varuna_vms_quarantined", "VMs in quarantine for being slow or for hangs."),
+    Family("varuna_gpus", "GPUs of the VMs that are ready."),
+    Family("varuna_price_per_hour", "Of all VMs that are not gone, in the provider's currency, where it knows prices."),
+    Family("varuna_jobs", "Jobs by their state, all that ever were.", ("state",)),
+    Family(
+        "varuna_jobs_not_shown", f"Jobs that are not over and have no figures here: more than {JOBS_SHOWN} are there."
+    ),
+    Family("varuna_job_step", "Newest step that a job has completed.", _JOB),
+    Family("varuna_job_loss", "Loss of that step.", _JOB),
+    Family("varuna_job_step_age_seconds", "Since a job's newest step, or since it began when there is none.", _JOB),
+    Family("varuna_job_useful_steps", "Steps of a job that are done, each counted once.", _JOB, COUNTER),
+    Family("varuna_job_examples", "Training examples of a job's useful steps.", _JOB, COUNTER),
+    Family("varuna_job_useful_seconds", "Time of a job's useful steps.", _JOB, COUNTER),
+    Family("varuna_job_stalled_seconds", "Time of a job without progress, at its start and its morphs.", _JOB, COUNTER),
+    Family("varuna_job_redone_steps", "Steps of a job that were done again after morphs.", _JOB, COUNTER),
+    Family("varuna_job_generations", "Generations of a job: 1 more is a morph.", _JOB, COUNTER),
+    Family("varuna_job_elapsed_seconds", "Since a job's first start.", _JOB),
+    Family("varuna_job_goodput_ratio", "Time of a job's useful steps, of the time since its first start.", _JOB),
+    Family("varuna_job_gpus", "GPUs that a job trains on; 0 while no generation of it runs.", _JOB),
+    Family("varuna_job_stages", "Pipeline stages (P) of a job's newest generation.", _JOB),
+    Family("varuna_job_replicas", "Replicas (D) of a job's newest generation.", _JOB),
+    Family("varuna_job_predicted_examples_per_second", "What the planner expects of the newest generation.", _JOB),
+    Family("varuna_job_checkpoint_age_seconds", "Since a job's newest checkpoint was committed.", _JOB),
+    Family("varuna_job_checkpoint_step", "Step of a job's newest checkpoint.", _JOB),
+    Family("varuna_job_checkpoint_bytes", "Size of a job's newest checkpoint.", _JOB),
+)
+_NAMES = {family.name: family for family in FAMILIES}
+
+
+class Findings:
+    """Samples of FAMILIES, in the form that prometheus_client writes."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, name: str, value: float | None, *labels: str) -> None:
+        """A sample; None: there is none."""
+        if value is not None:
+            if name not in self._metrics:
+                family = _NAMES[name]
+                kind = CounterMetricFamily if family.kind == COUNTER else GaugeMetricFamily
+                self._metrics[name] = kind(name, family.help, labels=family.labels)
+            metric: Any = self._metrics[name]
+            metric.add_metric(labels, float(value))  # PostgreSQL adds integers up to decimals
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.values()
+
+
+@dataclass(kw_only=True)
+class _Done:
+    """A job's steps up to `step`, each counted once."""
+
+    step: int = 0
+    count: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+
+
+class StoreFigures:
+    """`find` them. It remembers what it has added up, so that each step of a job is read once."""
+
+    def __init__(self, database: Database, provider: str, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._provider = provider
+        self._now = now
+        self._done: dict[str, _Done] = {}
+
+    async def ask(self) -> None:
+        """Raises StoreAwayError when the store does not answer."""
+        async with self._database.read() as session:
+            await session.execute(select(1))
+
+    async def find(self, findings: Findings) -> None:
+        """Raises StoreAwayError."""
+        async with self._database.read() as session:
+            await self._fleet(session, findings)
+            by_state = dict((await session.execute(select(JobRow.state, func.count()).group_by(JobRow.state))).all())
+            for state in JobState:
+                findings.add("varuna_jobs", by_state.get(state.value, 0), state.value)
+            live = sum(count for state, count in by_state.items() if state not in TERMINAL_JOB_STATES)
+            findings.add("varuna_jobs_not_shown", max(live - JOBS_SHOWN, 0))
+            await self._jobs(session, findings)
+
+    async def _fleet(self, session: AsyncSession, findings: Findings) -> None:
+        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour))
+        rows = (await session.execute(query.where(VmRow.state != VmState.GONE.value).group_by(VmRow.state))).all()
+        by_state = {state: (count, gpus, price) for state, count, gpus, price in rows}
+        for state in VmState:
+            if state is not VmState.GONE:
+                findings.add("varuna_vms", by_state.get(state.value, (0, 0, 0))[0], state.value)
+        findings.add("varuna_gpus", by_state.get(VmState.READY.value, (0, 0, 0))[1])
+        prices = [price for _, _, price in by_state.values() if price is not None]
+        findings.add("varuna_price_per_hour", sum(prices) if prices else None)
+        in_quarantine = (VmRow.state != VmState.GONE.value, VmRow.quarantined_until > self._now())
+        findings.add("varuna_vms_quarantined", await session.scalar(select(func.count()).where(*in_quarantine)))
+        fleet = await session.get(FleetRow, self._provider)
+        if fleet is not None and fleet.max_vms is None:
+            findings.add("varuna_vms_wanted", fleet.target)
+
+    # ------------------------------------------------------------ jobs that are not over
+
+    async def _jobs(self, session: AsyncSession, findings: Findings) -> None:
+        over = [state.value for state in TERMINAL_JOB_STATES]
+        query = select(JobRow.id, JobRow.name, JobRow.created_at, JobRow.started_at).where(JobRow.state.not_in(over))
+        jobs = (await session.execute(query.order_by(JobRow.created_at, JobRow.id).limit(JOBS_SHOWN))).all()
+        names = {job.id: job.name for job in jobs}
+        self._done = {job_id: done for job_id, done in self._done.items() if job_id in names}
+        for job in jobs:
+            await self._progress(session, findings, job.id, job.name, job.started_at)
+        last_steps = await _generations(session, findings, names)
+        for job in jobs:
+            since = last_steps.get(job.id) or job.started_at or job.created_at
+            findings.add("varuna_job_step_age_seconds", max(self._now() - since, 0.0), job.name)
+        await self._checkpoints(session, findings, names)
+
+    async def _progress(
+        self, session: AsyncSession, findings: Findings, job_id: str, name: str, started_at: float | None
+    ) -> None:
+        done = self._done.setdefault(job_id, _Done())
+        row = MetricRow
+        query = select(func.count(), func.sum(row.examples), func.sum(row.step_s), func.max(row.step))
+        new = (await session.execute(query.where(row.job_id == job_id, row.step > done.step))).one()
+        if new[0]:
+            done.count, done.examples = done.count + new[0], done.examples + int(new[1])
+            done.seconds, done.step = done.seconds + float(new[2]), new[3]
+        findings.add("varuna_job_useful_steps", done.count, name)
+        findings.add("varuna_job_examples", done.examples, name)
+        findings.add("varuna_job_useful_seconds", done.seconds, name)
+        if started_at is not None:
+            elapsed_s = max(self._now() - started_at, 0.0)
+            findings.add("varuna_job_elapsed_seconds", elapsed_s, name)
+            findings.add("varuna_job_goodput_ratio", min(done.seconds / elapsed_s, 1.0) if elapsed_s else 0.0, name)
+
+    async def _checkpoints(self, session: AsyncSession, findings: Findings, names: dict[str, str]) -> None:
+        row = CheckpointRow
+        newest = select(row.job_id, func.max(row.at).label("at")).where(row.job_id.in_(names)).group_by(row.job_id)
+        last = newest.subquery()
+        query = select(row.job_id, row.at, func.max(row.step), func.max(row.total_bytes))
+        query = query.join(last, (row.job_id == last.c.job_id) & (row.at == last.c.at)).group_by(row.job_id, row.at)
+        for job_id, at, step, total_bytes in await session.execute(query):
+            findings.add("varuna_job_checkpoint_age_seconds", max(self._now() - at, 0.0), names[job_id])
+            findings.add("varuna_job_checkpoint_step", step, names[job_id])
+            findings.add("varuna_job_checkpoint_bytes", total_bytes, names[job_id])
+
+
+async def _generations(session: AsyncSession, findings: Findings, names: dict[str, str]) -> dict[str, float | None]:
+    """By job, when it last completed a step."""
+    row = GenerationRow
+    query = select(
+        row.job_id,
+        func.max(row.number),
+        func.sum(row.seconds_without_progress),
+        func.sum(row.steps_redone),
+        func.max(row.last_step),
+        func.max(row.last_step_at),
+    )
+    last_steps: dict[str, float | None] = {}
+    found = await session.execute(query.where(row.job_id.in_(names)).group_by(row.job_id))
+    for job_id, number, stalled_s, redone, step, step_at in found:
+        findings.add("varuna_job_generations", number, names[job_id])
+        findings.add("varuna_job_stalled_seconds", float(stalled_s or 0.0), names[job_id])
+        findings.add("varuna_job_redone_steps", int(redone or 0), names[job_id])
+        findings.add("varuna_job_step", step, names[job_id])
+        last_steps[job_id] = step_at
+    for generation in await _newest(session, list(names)):
+        _shape(findings, generation, names[generation.job_id])
+    return last_steps
+
+
+async def _newest(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[Any]:
+    row = GenerationRow
+    newest = select(row.job_id, func.max(row.number).label("number")).where(row.job_id.in_(job_ids))
+    last = newest.group_by(row.job_id).subquery()
+    query = select(row.job_id, row.kind, row.state, row.plan, row.last_loss)
+    query = query.join(last, (row.job_id == last.c.job_id) & (row.number == last.c.number))
+    return (await session.execute(query)).all()
+
+
+def _shape(findings: Findings, generation: Any, job: str) -> None:
+    plan = generation.plan
+    gpus = 0 if generation.state == GenerationState.ENDED else plan["p"] * plan["d"]
+    findings.add("varuna_job_gpus", gpus, job)
+    findings.add("varuna_job_stages", plan["p"], job)
+    findings.add("varuna_job_replicas", plan["d"], job)
+    if generation.kind == GenerationKind.TRAINING:
+        findings.add("varuna_job_predicted_examples_per_second", plan.get("examples_per_s"), job)
+        findings.add("varuna_job_loss", generation.last_loss, job)

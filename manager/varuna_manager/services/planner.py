@@ -1,0 +1,89 @@
+"""The one way to the planner, from whatever asks it for a job's shape.
+
+The planner brings numba with it, so it is imported in the threads that ask it only: the event loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from varuna_manager.domain.spec import JobSpec
+
+if TYPE_CHECKING:
+    from varuna_planner.auto_config import Choice, Pins
+    from varuna_planner.profile import Profile
+
+_PROFILES = 128
+"""Remembered: a job's is looked at twice a second, and asked about for each number of GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeQuestion:
+    """What a job's shape depends on, beside the number of its GPUs."""
+
+    profile_json: str
+    spec: JobSpec
+    device_memory_bytes: int | None
+    """Of the smallest device; None: not known."""
+    gpus_per_vm: int
+
+    def shape_key(self) -> Hashable:
+        """Equal for questions with the same answers."""
+        wanted = self.spec.plan
+        pins = (wanted.p, wanted.d, wanted.micro_batch)
+        profile = profile_digest(self.profile_json)
+        return profile, self.spec.global_batch, pins, self.device_memory_bytes, self.gpus_per_vm
+
+    def choose(self, gpus: int, pins: Pins | None = None) -> Choice:
+        """The best plan for so many GPUs, with the job's own pins if no others are given. In a thread.
+
+        Raises ValueError: no fleet would do.
+        """
+        from varuna_planner.auto_config import Pins, choose_plan
+
+        wanted = self.spec.plan
+        return choose_plan(
+            parsed_profile(self.profile_json),
+            gpus=gpus,
+            global_batch=self.spec.global_batch,
+            device_memory_bytes=self.device_memory_bytes,
+            gpus_per_vm=self.gpus_per_vm,
+            pins=pins or Pins(p=wanted.p, d=wanted.d, micro_batch=wanted.micro_batch),
+        )
+
+
+@lru_cache(maxsize=_PROFILES)
+def profile_digest(profile_json: str) -> str:
+    return hashlib.sha256(profile_json.encode()).hexdigest()
+
+
+@lru_cache(maxsize=_PROFILES)
+def parsed_profile(profile_json: str) -> Profile:
+    """In a thread. Raises ValueError: it is no profile."""
+    from varuna_planner.profile import Profile
+
+    return Profile.from_json(profile_json)
+
+
+def load_planner(cache_dir: Path | None) -> None:
+    """Import the planner. In a thread.
+
+    Args:
+        cache_dir: for compiled code, where neither the package's folder nor the user's cache can be written.
+    """
+    try:
+        importlib.import_module("varuna_planner.auto_config")
+    except RuntimeError as error:
+        # numba looks for a folder for its cache when it is imported (the package's own, the user's), and gives up.
+        if cache_dir is None or "locator" not in str(error):
+            raise
+        import numba
+
+        numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
+        importlib.import_module("varuna_planner.auto_config")

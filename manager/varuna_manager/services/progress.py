@@ -1,0 +1,181 @@
+"""How a generation comes along: its start, what the time before its first step went to, its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+from sqlalchemy import select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
+
+from varuna_manager.db.engine import after_commit
+from varuna_manager.db.models import Base, GenerationRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.domain import accounting, downtime
+from varuna_manager.domain.downtime import Moments, Part
+from varuna_manager.domain.states import GenerationKind, GenerationState, WorkerState
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.live import ProgressBoard
+from varuna_manager.services.step_metrics import roll_up
+from varuna_proto.v1 import agent_pb2 as pb
+
+_METRICS = Base.metadata.tables[MetricRow.__tablename__]
+
+
+class Progress:
+    def __init__(self, events: EventLog, board: ProgressBoard | None = None) -> None:
+        """`board`: told of every newest step."""
+        self._events = events
+        self._board = board
+        self._log = structlog.get_logger("varuna.reports")
+
+    async def started(self, session: AsyncSession, fact: pb.WorkerStarted, now: float) -> None:
+        """A rank has built its part of the model and loaded its state."""
+        generation = await generation_row(session, fact.job_id, fact.generation)
+        if generation is None:
+            return
+        progress: dict[str, Any] = {}
+        if generation.kind == GenerationKind.TRAINING:
+            progress["resumed_step"] = fact.resumed_step
+        if generation.started_at is None:
+            told = [Part(name=phase.name, seconds=phase.seconds, rank=fact.rank) for phase in fact.phases]
+            progress["downtime"] = [part.to_document() for part in downtime.slower_start(_start(generation), told)]
+        await _set_progress(session, generation, **progress)
+        states = await session.scalars(
+            select(WorkerRow.state).where(WorkerRow.job_id == fact.job_id, WorkerRow.generation == fact.generation)
+        )
+        if generation.state == GenerationState.LAUNCHING and set(states) == {WorkerState.RUNNING.value}:
+            generation.move(GenerationState.RUNNING, now=now, reason="every rank has started")
+
+    async def steps(
+        self, session: AsyncSession, job_id: str, number: int, steps: Mapping[int, pb.StepResult], now: float
+    ) -> bool:
+        """`steps`: by their number. Whether they are worth a look at the fleet: only a generation's first are, for the
+        others decide nothing, and come all the time."""
+        generation = await generation_row(session, job_id, number)
+        if generation is None or not steps:
+            self._log.warning("steps of an unknown generation", job=job_id, generation=number)
+            return False
+        await _write_metrics(session, generation, steps.values(), now)
+        last = steps[max(steps)]
+        if generation.last_step is not None and last.step <= generation.last_step:
+            return False
+        is_first = generation.last_step is None
+        if is_first:
+            await self._first_step(session, generation, min(steps), now)
+        await _set_progress(
+            session, generation, last_step=last.step, last_loss=_number_or_none(last.loss), last_step_at=now
+        )
+        first = min(steps) if generation.last_step is None else generation.last_step + 1
+        await roll_up(session, job_id, first, last.step)
+        if self._board is not None:
+            after_commit(session, partial(self._board.note, job_id, number, last, _number_or_none(last.loss)))
+        return is_first
+
+    async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
+        row = GenerationRow
+        query = select(row.last_step_at, row.last_step, row.stop_requested_at, row.ended_at)
+        query = query.where(row.job_id == generation.job_id, row.number < generation.number)
+        before = (await session.execute(query.order_by(row.number))).all()
+        job = await session.get_one(JobRow, generation.job_id)
+        resumed_step = generation.resumed_step if generation.resumed_step is not None else step - 1
+        progressed = [at for at, *_ in before if at is not None]
+        last_progress_at = max(progressed, default=job.started_at or job.created_at)
+        waited_s = accounting.seconds_without_progress(last_progress_at=last_progress_at, first_step_at=now)
+        redone = accounting.steps_redone(
+            last_step_before=max((last for _, last, *_ in before if last is not None), default=None),
+            resumed_step=resumed_step,
+        )
+        moments = Moments(
+            last_progress_at=last_progress_at,
+            told_to_stop_at=before[-1].stop_requested_at if before else None,
+            ended_at=before[-1].ended_at if before else None,
+            created_at=generation.created_at,
+            ready_at=_ready_at(generation),
+            first_step_at=now,
+        )
+        parts = downtime.downtime(moments, _start(generation))
+        documents = [part.to_document() for part in parts]
+        await _set_progress(
+            session,
+            generation,
+            started_at=now,
+            resumed_step=resumed_step,
+            seconds_without_progress=waited_s,
+            steps_redone=redone,
+            downtime=documents,
+        )
+        if generation.state == GenerationState.LAUNCHING:
+            generation.move(GenerationState.RUNNING, now=now, reason="its first step is done")
+        went = downtime.longest(parts)
+        self._events.add(
+            session,
+            "first_step",
+            f"generation {generation.number} completed its first step ({step}) after {waited_s:.1f} s "
+            f"without progress{f' ({went})' if went else ''}, {redone} steps to redo",
+            job_id=generation.job_id,
+            generation=generation.number,
+            data={"step": step, "seconds_without_progress": waited_s, "steps_redone": redone, "downtime": documents},
+        )
+
+
+def _start(generation: GenerationRow) -> list[Part]:
+    """Of its slowest rank so far."""
+    return [Part.from_document(part) for part in generation.downtime or ()]
+
+
+def _ready_at(generation: GenerationRow) -> float | None:
+    moved = [entry["at"] for entry in generation.history if entry["state"] == GenerationState.RUNNING.value]
+    return moved[0] if moved else None
+
+
+async def generation_row(session: AsyncSession, job_id: str, number: int) -> GenerationRow | None:
+    query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
+    query = query.options(defer(GenerationRow.plan), defer(GenerationRow.candidates))  # large, and of no use here
+    row: GenerationRow | None = await session.scalar(query.execution_options(populate_existing=True))
+    return row
+
+
+async def _set_progress(session: AsyncSession, generation: GenerationRow, **values: Any) -> None:
+    """Write progress without touching the row's version: steps must not make a decision stale."""
+    if values:
+        await session.execute(
+            update(GenerationRow)
+            .where(GenerationRow.id == generation.id)
+            .values(**values)
+            .execution_options(synchronize_session=False)
+        )
+
+
+async def _write_metrics(
+    session: AsyncSession, generation: GenerationRow, steps: Iterable[pb.StepResult], now: float
+) -> None:
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    rows = [
+        {
+            "job_id": generation.job_id,
+            "step": step.step,
+            "loss": _number_or_none(step.loss),
+            "step_s": step.step_us / 1e6,
+            "examples": step.examples,
+            "generation": generation.number,
+            "at": now,
+        }
+        for step in steps
+    ]
+    statement = insert(_METRICS)  # the rows apart from it: it is compiled once, however many they are
+    new = statement.excluded
+    statement = statement.on_conflict_do_update(
+        index_elements=["job_id", "step"],
+        set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at")},
+        where=new.generation >= MetricRow.generation,
+    )
+    await session.execute(statement, rows)
+
+
+def _number_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,142 @@
+"""The REST API over HTTP, with its real services and a store that the test fills; no loops decide anything."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from scripted_manager import until
+from varuna_manager.api.http.access import AccessServices, Limits
+from varuna_manager.api.http.app import Services, make_app
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import GenerationRow, VmRow, WorkerRow
+from varuna_manager.domain.observed import Plan
+from varuna_manager.providers.local import LocalMachine, LocalProvider
+from varuna_manager.services.agent_wheel import AgentWheel
+from varuna_manager.services.archives import ArchiveService
+from varuna_manager.services.audit import AuditLog
+from varuna_manager.services.bell import Bell
+from varuna_manager.services.drains import DrainService
+from varuna_manager.services.events import EventLog
+from varuna_manager.services.fleet import FleetService
+from varuna_manager.services.jobs import JobService
+from varuna_manager.services.live import LiveFeed, ProgressBoard
+from varuna_manager.services.logs import LogService
+from varuna_manager.services.metrics.exposition import MetricsService
+from varuna_manager.services.metrics.from_store import StoreFigures
+from varuna_manager.services.metrics.instruments import Instruments
+from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.reports import ReportService
+from varuna_manager.services.sessions import AgentSessions
+from varuna_manager.services.stacks import StackService
+from varuna_manager.services.views import Views
+from varuna_manager.services.vm_registry import VmRegistry
+
+SPEC = {"name": "gpt", "workdir": "/w", "run": "true", "global_batch": 8}
+
+
+@dataclass
+class RestWorld:
+    database: Database
+    provider: LocalProvider
+    events: EventLog
+    reports: ReportService
+    live: LiveFeed
+    services: Services
+    server: uvicorn.Server
+    url: str
+
+    async def add(self, *rows: Any) -> None:
+        async with self.database.write() as session:
+            session.add_all(rows)
+
+    async def tell(self, kind: str, message: str = "", **about: Any) -> None:
+        async with self.database.write() as session:
+            self.events.add(session, kind, message, **about)
+
+
+@asynccontextmanager
+async def rest_world(folder: Path) -> AsyncIterator[RestWorld]:
+    database = Database(f"sqlite:///{folder / 'manager.db'}")
+    await database.migrate()
+    events, bell, registry, sessions = EventLog(database), Bell(), VmRegistry(), AgentSessions()
+    views, board, instruments = Views.over(database, registry), ProgressBoard(), Instruments()
+    live = LiveFeed(events, views.events, board)
+    reports = ReportService(database, events, PlanningService(), bell, board=board)
+    provider = LocalProvider(folder, "127.0.0.1:1", LocalMachine(), None)
+    fleet = FleetService(database, events, registry, provider, reports, bell, emulated=provider)
+    services = Services(
+        jobs=JobService(database, events, bell, checkpoint_root="file:///checkpoints"),
+        fleet=fleet,
+        live=live,
+        views=views,
+        logs=LogService(database, sessions, provider),
+        drains=DrainService(database, fleet, bell),
+        stacks=StackService(database, sessions, bell),
+        archives=ArchiveService(database),
+        access=AccessServices(audit=AuditLog(database), tokens=None, enrolments=None, limits=Limits()),
+        agent_wheel=AgentWheel(None),
+        metrics=MetricsService(instruments, StoreFigures(database, "local"), lambda: 0),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(make_app(services), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started, "the server")
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            yield RestWorld(database, provider, events, reports, live, services, server, url)
+        finally:
+            events.close()
+            live.close()
+            server.should_exit = True
+            await serving
+            await database.close()
+
+
+def generation(job_id: str, number: int, created_at: float, **changes: Any) -> GenerationRow:
+    """A training generation of two stages on two VMs."""
+    values: dict[str, Any] = {
+        "job_id": job_id,
+        "number": number,
+        "kind": "training",
+        "state": "ended",
+        "history": [],
+        "plan": Plan(
+            p=2,
+            d=1,
+            micro_batch=2,
+            global_batch=8,
+            stage_starts=(0, 4),
+            recompute=(False, False),
+            memory_bytes=(1, 1),
+            predicted_minibatch_s=0.5,
+            examples_per_s=16.0,
+        ).to_document(),
+        "candidates": [
+            {"p": 2, "d": 1, "micro_batch": 2, "predicted_minibatch_s": 0.5, "fits": True, "reason": "the fastest"},
+            {"p": 1, "d": 2, "micro_batch": 2, "predicted_minibatch_s": None, "fits": False, "reason": "too large"},
+        ],
+        "rendezvous_host": "h",
+        "rendezvous_port": 1,
+        "reason": "test",
+        "created_at": created_at,
+    }
+    return GenerationRow(**{**values, **changes})
+
+
+def worker(job_id: str, number: int, rank: int, vm_id: str, state: str = "exited") -> WorkerRow:
+    return WorkerRow(job_id=job_id, generation=number, rank=rank, vm_id=vm_id, local_rank=0, state=state, history=[])
+
+
+def vm(vm_id: str, created_at: float = 1000.0, state: str = "ready", **changes: Any) -> VmRow:
+    history = [{"at": created_at, "state": state, "reason": "test"}]
+    values: dict[str, Any] = {"gpus": 1, "ref": {}, "host": "127.0.0.1", "history": history, **changes}
+    return VmRow(id=vm_id, provider="local", state=state, created_at=created_at, **values)
