@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, cast
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -53,22 +53,25 @@ class GrpcStream(asyncio.Protocol):
         self._ended = ""
 
     def send(self, message: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(frame(_DATA, 0, 1, struct.pack(">BL", 0, len(message)) + message))
+        self._write(frame(_DATA, 0, 1, struct.pack(">BL", 0, len(message)) + message))
+
+    def _write(self, data: bytes) -> None:
+        """What comes too late is dropped: the listener is told of the end."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
 
     # ------------------------------------------------------------ asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport) or hasattr(transport, "write")
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = cast(asyncio.WriteTransport, transport)
         settings = struct.pack(">HL", _INITIAL_WINDOW_SIZE, _WINDOW)
         opening = (frame(_SETTINGS, 0, 0, settings), frame(_WINDOW_UPDATE, 0, 0, struct.pack(">L", _WINDOW - 65_535)))
-        self._transport.write(_PREFACE + b"".join(opening) + frame(_HEADERS, _END_HEADERS, 1, self._headers))
+        self._write(_PREFACE + b"".join(opening) + frame(_HEADERS, _END_HEADERS, 1, self._headers))
         self._listener.opened()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        while len(self._buffer) >= _HEADER.size:
+        while len(self._buffer) >= _HEADER.size and not self._ended:
             high, low, kind, flags, _ = _HEADER.unpack_from(self._buffer)
             size = _HEADER.size + (high << 16 | low)
             if len(self._buffer) < size:
@@ -83,18 +86,18 @@ class GrpcStream(asyncio.Protocol):
     # ------------------------------------------------------------ frames
 
     def _take(self, kind: int, flags: int, payload: bytes) -> None:
-        assert self._transport is not None
         if kind == _DATA:
             self._message += payload
             for message in self._messages():
                 self._listener.received(message)
         elif kind == _SETTINGS and not flags & _ACK:
-            self._transport.write(frame(_SETTINGS, _ACK, 0))
+            self._write(frame(_SETTINGS, _ACK, 0))
         elif kind == _PING and not flags & _ACK:
-            self._transport.write(frame(_PING, _ACK, 0, payload))
+            self._write(frame(_PING, _ACK, 0, payload))
         ends = kind in (_DATA, _HEADERS) and flags & _END_STREAM
         if ends or kind in (_RST_STREAM, _GOAWAY):
-            self._ended = "the manager ended the stream"
+            self._ended = f"the manager ended the stream (frame {kind}: {payload[8:].decode(errors='replace')})"
+            assert self._transport is not None
             self._transport.close()
 
     def _messages(self) -> Iterable[bytes]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna_client.errors import UserError
-from varuna_client.options import DEFAULT_URL, AsJson, ManagerUrl, connect, emit
+from varuna_client.options import AsJson, ManagerUrl, connect, emit
 
 token_app = typer.Typer(help="Tokens of the manager's API, and tokens with which agents join.", no_args_is_help=True)
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -24,7 +24,7 @@ def create(
     ttl: Annotated[str, typer.Option(help="How long it is good: 90s, 30m, 1h, 7d; of --join: 1h if not given.")] = "",
     single_use: Annotated[bool, typer.Option(help="With --join: one agent joins with it, and no other.")] = True,
     vm: Annotated[str | None, typer.Option(help="With --join: only this VM, also when it has joined before.")] = None,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a token. It is printed once; the manager keeps only its hash."""
@@ -38,7 +38,7 @@ def create(
 
 
 @token_app.command("list")
-def all_tokens(manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def all_tokens(manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     """List the tokens, without what opens anything."""
     with connect(manager_url) as client:
         tokens = client.tokens()
@@ -53,7 +53,7 @@ def all_tokens(manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = False) -
 @token_app.command("revoke")
 def revoke_token(
     token: Annotated[str, typer.Argument(metavar="TOKEN", help="Its id or name.")],
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """From now on the token opens nothing."""
@@ -64,7 +64,7 @@ def revoke_token(
 
 def revoke(
     vm: Annotated[str, typer.Argument(metavar="VM", help="Its id.")],
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """End a VM's stream and take no certificate of it any more."""
@@ -75,7 +75,7 @@ def revoke(
 
 def audit(
     after: Annotated[int, typer.Option(help="Only what follows this entry.")] = 0,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List the calls that changed something, and those that were refused."""

@@ -17,7 +17,7 @@ from varuna_client.control import Watch, cancel, drain, retry, stacks, tell
 from varuna_client.errors import UserError, VarunaError
 from varuna_client.follow import follow_events, follow_log, telling_rank
 from varuna_client.jobfile import JobFileError, hand_in, job_schema, load_job
-from varuna_client.options import DEFAULT_URL, AsJson, JobName, ManagerUrl, connect, emit, emit_line
+from varuna_client.options import AsJson, JobName, ManagerUrl, connect, emit, emit_line
 from varuna_client.planning.estimates import calibrate, estimate
 from varuna_client.planning.plans import plan
 from varuna_client.planning.profile_run import run as run_profile
@@ -87,7 +87,7 @@ def export(context: typer.Context) -> None:
 def submit(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job to run.")],
     watch: Watch = False,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Hand in a job."""
@@ -120,7 +120,7 @@ def validate(
 
 
 @app.command("ps")
-def list_jobs(manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def list_jobs(manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     """List the jobs."""
     with connect(manager_url) as client:
         jobs = client.jobs()
@@ -128,7 +128,7 @@ def list_jobs(manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = False) ->
 
 
 @app.command()
-def show(job: JobName, manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def show(job: JobName, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     """Show a job: state, plan, generations with their reasons, loss, the traceback if it failed."""
     with connect(manager_url) as client:
         found = client.job(job)
@@ -148,7 +148,7 @@ def logs(
         int | None, typer.Option(min=0, help="Which worker; if not given, the one whose script failed, else 0.")
     ] = None,
     generation: Annotated[int | None, typer.Option(min=1, help="Which generation; the newest if not given.")] = None,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what a worker wrote."""
@@ -167,7 +167,7 @@ def logs(
 def events(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Only this job's.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as they come.")] = False,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List what happened and what was decided, with the reasons."""
@@ -180,7 +180,7 @@ def events(
 @app.command()
 def vms(
     gone: Annotated[bool, typer.Option("--all", help="Also those that are gone.")] = False,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List the fleet's VMs."""

@@ -12,7 +12,7 @@ from varuna_client.api import Client
 from varuna_client.documents import Job
 from varuna_client.errors import JobEndedError
 from varuna_client.follow import follow_job
-from varuna_client.options import DEFAULT_URL, AsJson, JobName, ManagerUrl, connect, emit, emit_line
+from varuna_client.options import AsJson, JobName, ManagerUrl, connect, emit, emit_line
 
 Watch = Annotated[
     bool,
@@ -23,7 +23,7 @@ Watch = Annotated[
 def cancel(
     job: JobName,
     save: Annotated[bool, typer.Option("--save", help="Finish the step and write a last checkpoint first.")] = False,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Stop a job. What it has saved stays: `varuna retry` goes on from there."""
@@ -32,7 +32,7 @@ def cancel(
     emit(cancelled, Text(f"job {cancelled['name']} is {cancelled['state']}"), as_json)
 
 
-def retry(job: JobName, watch: Watch = False, manager_url: ManagerUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def retry(job: JobName, watch: Watch = False, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     """Go on with a job that failed or was cancelled, from its newest checkpoint."""
     with connect(manager_url) as client:
         queued = client.retry(client.job(job)["id"])
@@ -45,7 +45,7 @@ def drain(
     deadline: Annotated[
         float | None, typer.Option(min=0, help="Seconds within which it is to be empty, saved or not.")
     ] = None,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Take a VM out of use: its workers finish the step and save, then it is given back."""
@@ -57,7 +57,7 @@ def drain(
 def stacks(
     job: JobName,
     generation: Annotated[int | None, typer.Option(min=1, help="Which generation; all that hung if not given.")] = None,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the ranks of a job stood when it hung."""

@@ -25,7 +25,7 @@ __all__ = ["ManagerSettings", "StartError", "main", "run", "serve"]
 def serve(settings: ManagerSettings) -> int:
     """Run the manager until it is told to end. The exit status; a start that fails says why in one line on stderr."""
     _configure_logging(settings.log_level, settings.log_format)
-    _collect_seldom()
+    collect_seldom()
     try:
         asyncio.run(run(settings))
     except StartError as error:
@@ -34,7 +34,7 @@ def serve(settings: ManagerSettings) -> int:
     return 0
 
 
-def _collect_seldom() -> None:
+def collect_seldom() -> None:
     """A full collection stops the thread that answers heartbeats for 0.2 s. By the default thresholds the objects of
     every look at a fleet set one off. What is imported stays, and need not be looked through."""
     gc.collect()

@@ -90,7 +90,7 @@ class Job(TypedDict):
     plan: Plan | None
     """Of the newest training generation."""
     version: int
-    """Changes with its state and its spec; `If-Match` takes it."""
+    """Changes with its state, its spec and the last decision's reason; `If-Match` takes it."""
     gpus: int
     """That it has now."""
     step_s: float | None

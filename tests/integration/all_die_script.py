@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import training_script
 from varuna import Varuna
@@ -31,7 +31,7 @@ def main() -> None:
     begun = 0
     create, step = CheckpointStore.create, Varuna.step
 
-    def hold_the_second(store: CheckpointStore, path: str, data: bytes) -> bool | NoReturn:
+    def hold_the_second(store: CheckpointStore, path: str, data: bytes) -> bool:
         if path.endswith(MANIFEST) and next(commits) == 2:
             part = told.with_suffix(".part")
             part.write_text(str(begun + STEPS_MORE))

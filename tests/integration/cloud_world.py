@@ -38,8 +38,8 @@ SETTINGS = AzureSettings(
     subnet_id="/subnets/vms",
     ssh_public_key="ssh-ed25519 AAAA",
 )
-BOOT_S = 90.0
-_LOOKS_IN_A_ROW = 50
+BOOT_S = 60.0
+_LOOKS_IN_A_ROW = 20
 _REAL_DEADLINE_S = 60.0
 _POLL_S = 0.25
 """Between the SDK's questions after an operation, in real time."""
@@ -107,7 +107,7 @@ class CloudWorld:
         await self.provider.close(end_vms=False)
         await self._database.close()
 
-    async def run(self, seconds: float, step_s: float = 5.0) -> None:
+    async def run(self, seconds: float, step_s: float = 15.0) -> None:
         """Let so much time pass. A manager that dies is started again."""
         end = self.now + seconds
         while self.now < end:
@@ -118,10 +118,10 @@ class CloudWorld:
                 await self.stop()
                 self._joined.clear()
                 await self.start()
-            await self._agents()
             await asyncio.sleep(_BESIDE_S)  # what is asked of Azure beside goes on
             self.now += step_s
             self.arm.settle()
+            await self._agents()
 
     async def run_until_settled(self, vms: int, deadline_s: float = 3600.0) -> None:
         """Until the store has so many ready VMs, Azure the same ones, and nothing else."""
@@ -129,7 +129,7 @@ class CloudWorld:
         while not (self.arm.vms.keys() == {*await self.ready()} and len(self.arm.vms) == vms):
             states = {vm.name: vm.state for vm in self.arm.vms.values()}
             assert self.now < end, f"{await self.states()} in the store, {states} at Azure\n{await self.log()}"
-            await self.run(5.0)
+            await self.run(15.0)
 
     async def _look(self) -> None:
         async with asyncio.timeout(_REAL_DEADLINE_S):

@@ -62,10 +62,19 @@ class RestWorld:
             self.events.add(session, kind, message, **about)
 
 
+async def migrated(path: Path) -> None:
+    """Make a store there, with nothing in it."""
+    database = Database(f"sqlite:///{path}")
+    await database.migrate()
+    async with database.engine.connect() as connection:
+        await connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    await database.close()
+
+
 @asynccontextmanager
 async def rest_world(folder: Path) -> AsyncIterator[RestWorld]:
+    """Over the store in `folder/manager.db`."""
     database = Database(f"sqlite:///{folder / 'manager.db'}")
-    await database.migrate()
     events, bell, registry, sessions = EventLog(database), Bell(), VmRegistry(), AgentSessions()
     views, board, instruments = Views.over(database, registry), ProgressBoard(), Instruments()
     live = LiveFeed(events, views.events, board)

@@ -310,17 +310,11 @@ async def test_an_allocation_that_fails_late_is_cleared_away_and_its_place_left_
     await hasty.close(end_vms=False)
 
 
-async def test_a_size_that_costs_more_is_offered_before_it_is_taken(
-    arm: FakeArm, clock: Clock, provider: AzureProvider
-) -> None:
+async def test_a_limit_of_cost_is_reckoned_with_the_dearest_size(arm: FakeArm, clock: Clock) -> None:
     arm.market = {A100.lower(): ("0.5", "0-5"), V100.lower(): ("0.9", "0-5")}
-    arm.capacity = {(A100, "1"): 1, (A100, "2"): 1}
-    assert (await provider.offer()).price_per_hour == 0.5
-    created = await provider.create(4, "r")
-    assert len(created.vms) == 2
-    assert created.refusal is not None
-    assert (await provider.offer()).price_per_hour == 0.9
-    assert len((await provider.create(3, "r")).vms) == 3
+    thrifty = provider_on(arm, clock, needs_prices=True)
+    assert (await thrifty.offer()).price_per_hour == 0.9
+    await thrifty.close(end_vms=False)
 
 
 async def test_without_prices_a_fleet_with_a_limit_of_cost_gets_no_vm(arm: FakeArm, clock: Clock) -> None:

@@ -26,14 +26,14 @@ async def test_a_fleet_grows_to_32_vms_and_goes_again(tmp_path: Path) -> None:
 
 
 async def test_six_vms_that_are_evicted_at_once_are_replaced(tmp_path: Path) -> None:
-    async with cloud_world(tmp_path, Limits(max_vms=16)) as world:
-        await world.fleet.set_target(16)
-        await world.run_until_settled(16)
-        evicted = sorted(world.arm.vms)[3:9]
+    async with cloud_world(tmp_path, Limits(max_vms=10)) as world:
+        await world.fleet.set_target(10)
+        await world.run_until_settled(10)
+        evicted = sorted(world.arm.vms)[2:8]
         world.arm.evict(*evicted)
-        await world.run(5.0)
+        await world.run(15.0)
         assert not {*evicted} & {*await world.states()}
-        await world.run_until_settled(16)
+        await world.run_until_settled(10)
         assert not {*evicted} & world.arm.vms.keys()
 
 
@@ -53,9 +53,10 @@ async def test_vms_that_azure_takes_its_time_to_evict_are_paid_for_until_then(tm
 
 async def test_an_hour_without_capacity_is_waited_out_politely(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=12)) as world:
+        world.arm.refuses_at_once = True
         world.arm.capacity = dict.fromkeys(EVERYWHERE, 0)
         await world.fleet.set_target(12)
-        await world.run(3600.0, step_s=15.0)
+        await world.run(3600.0, step_s=60.0)
         assert await world.ready() == []
         # Twelve when nobody knew yet, then one VM each half minute for each of the three.
         assert len(world.arm.vm_writes()) <= 12 * 3 + 3 * 130
@@ -84,7 +85,7 @@ async def test_a_fleet_that_is_wanted_smaller_while_the_manager_is_dead_does_not
     async with cloud_world(tmp_path, Limits(max_vms=6)) as world:
         world.provider.dies = "after"
         await world.fleet.set_target(6)
-        await world.run(5.0)
+        await world.run(15.0)
         assert world.deaths == 1
         await world.fleet.set_target(2)
         await world.run_until_settled(2)
@@ -120,10 +121,11 @@ async def test_a_dearer_size_is_taken_only_as_far_as_the_cost_allows(tmp_path: P
     async with cloud_world(tmp_path, Limits(max_cost_per_hour=4.0)) as world:
         world.arm.market = {A100.lower(): ("0.5", "0-5"), V100.lower(): ("0.9", "5-10")}
         world.arm.prices = {A100: 0.5, V100: 0.9}
+        world.arm.refuses_at_once = True
         world.arm.capacity = {(A100, "1"): 1, (A100, "2"): 2}
         await world.fleet.set_target(10)
-        await world.run_until_settled(3 + 2)  # 3 * 0.5 + 2 * 0.9 = 3.3: one more would be 4.2
-        await world.run(600.0, step_s=15.0)
+        await world.run_until_settled(3 + 2)  # 3 * 0.5 + 2 * 0.9 = 3.3: one more might be 4.2
+        await world.run(300.0, step_s=30.0)
         assert len(await world.ready()) == 5
         assert world.arm.most_cost == pytest.approx(3.3)
 

@@ -1,4 +1,4 @@
-"""What is remembered from look to look is what a look without memory would read; and what is the same is not read again."""
+"""What is remembered from look to look is what a look without memory would read; the same is not read again."""
 
 from __future__ import annotations
 

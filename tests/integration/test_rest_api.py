@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,24 @@ import httpx
 import pytest
 from sqlalchemy import insert
 
-from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
+from rest_world import SPEC, RestWorld, generation, migrated, rest_world, vm, worker
 from scripted_manager import profile_json
 from varuna_client import AsyncClient, NotFoundError, RefusedError
 from varuna_manager.db.models import CheckpointRow, JobRow, MetricRow
 from varuna_proto.v1 import agent_pb2 as pb
 
 
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated store: its copies take no time."""
+    path = tmp_path_factory.mktemp("store") / "manager.db"
+    asyncio.run(migrated(path))
+    return path
+
+
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
+async def world(empty_store: Path, tmp_path: Path) -> AsyncIterator[RestWorld]:
+    shutil.copy(empty_store, tmp_path / "manager.db")
     async with rest_world(tmp_path) as made:
         yield made
 
@@ -44,34 +55,33 @@ async def ask(world: RestWorld, method: str, path: str, **arguments: Any) -> htt
 # ---------------------------------------------------------------- problems
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "slug", "words"),
-    [
-        ("GET", "/api/v1/nothing", 404, "not-found", "nothing at /api/v1/nothing"),
-        ("DELETE", "/api/v1/jobs", 405, "method-not-allowed", "takes no DELETE"),
-        ("GET", "/api/v1/jobs/nobody", 404, "not-found", "job 'nobody' does not exist"),
-        ("GET", "/api/v1/vms/nobody", 404, "not-found", "VM 'nobody' does not exist"),
-        ("GET", "/api/v1/jobs?limit=0", 422, "invalid", "query.limit is '0'"),
-        ("GET", "/api/v1/jobs?cursor=bad!", 422, "invalid", "cursor 'bad!' is none of this list's"),
-        ("GET", "/api/v1/jobs?state=odd", 422, "invalid", "state"),
-        ("GET", "/api/v1/jobs?name=a%00b", 422, "invalid", "NUL"),
-        ("POST", "/api/v1/jobs", 422, "invalid", "the body is missing"),
-        ("POST", "/api/v1/tokens", 422, "invalid", "the body is missing"),
-        ("GET", "/api/v1/tokens", 409, "conflict", "start it with --secure"),
-        ("GET", "/api/v1/fleet/history?since=2999-01-01", 422, "invalid", "since is not before until"),
-    ],
-)
-async def test_every_error_is_a_problem_with_a_type_that_stays(
-    world: RestWorld, method: str, path: str, status: int, slug: str, words: str
-) -> None:
-    answer = await ask(world, method, path)
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
-    problem = answer.json()
-    assert problem["type"] == f"urn:varuna:problem:{slug}"
-    assert problem["status"] == status
-    assert problem["title"]
-    assert words in problem["detail"]
-    assert "\n" not in problem["detail"]
+PROBLEMS = [
+    ("GET", "/api/v1/nothing", 404, "not-found", "nothing at /api/v1/nothing"),
+    ("DELETE", "/api/v1/jobs", 405, "method-not-allowed", "takes no DELETE"),
+    ("GET", "/api/v1/jobs/nobody", 404, "not-found", "job 'nobody' does not exist"),
+    ("GET", "/api/v1/vms/nobody", 404, "not-found", "VM 'nobody' does not exist"),
+    ("GET", "/api/v1/jobs?limit=0", 422, "invalid", "query.limit is '0'"),
+    ("GET", "/api/v1/jobs?cursor=bad!", 422, "invalid", "cursor 'bad!' is none of this list's"),
+    ("GET", "/api/v1/jobs?state=odd", 422, "invalid", "state"),
+    ("GET", "/api/v1/jobs?name=a%00b", 422, "invalid", "NUL"),
+    ("POST", "/api/v1/jobs", 422, "invalid", "the body is missing"),
+    ("POST", "/api/v1/tokens", 422, "invalid", "the body is missing"),
+    ("GET", "/api/v1/tokens", 409, "conflict", "start it with --secure"),
+    ("GET", "/api/v1/fleet/history?since=2999-01-01", 422, "invalid", "since is not before until"),
+]
+"""A call, the status and the kind of its answer, and words of it."""
+
+
+async def test_every_error_is_a_problem_with_a_type_that_stays(world: RestWorld) -> None:
+    for method, path, status, slug, words in PROBLEMS:
+        answer = await ask(world, method, path)
+        assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json"), path
+        problem = answer.json()
+        assert problem["type"] == f"urn:varuna:problem:{slug}"
+        assert problem["status"] == status
+        assert problem["title"]
+        assert words in problem["detail"]
+        assert "\n" not in problem["detail"]
 
 
 async def test_a_wrong_job_is_told_field_by_field(world: RestWorld) -> None:

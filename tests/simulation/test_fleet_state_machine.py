@@ -21,7 +21,7 @@ from fleet_world import fleet_world
 from simulated_manager import ManagerEnd
 from simulated_vm import SimulatedVm
 from varuna_manager.services.documents import Document
-from varuna_manager.services.errors import ConflictError
+from varuna_manager.services.errors import ConflictError, NotFoundError
 
 PICK = strategies.integers(0, 1000)
 
@@ -93,7 +93,7 @@ class Fleet(RuleBasedStateMachine):
             async def drain(manager: ManagerEnd) -> Document | str:
                 try:
                     return await manager.drains.drain(vm.vm_id, deadline_s)
-                except ConflictError as error:
+                except (ConflictError, NotFoundError) as error:  # a manager that died may not have put it down
                     return str(error)
 
             self.runner.run(self.world.ask(drain))

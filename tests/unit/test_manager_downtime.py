@@ -40,7 +40,8 @@ def test_a_jobs_first_generation_has_nothing_to_stop() -> None:
 def test_a_step_that_was_heard_of_late_takes_no_time_away() -> None:
     """A step that ends while the generation is being stopped is told of afterwards."""
     late = Moments(last_progress_at=12.25, told_to_stop_at=12.0, ended_at=12.5, created_at=12.5, first_step_at=13.0)
-    assert [(part.name, part.seconds) for part in downtime(late, [])][0] == ("stop", 0.25)
+    first, *_ = downtime(late, [])
+    assert (first.name, first.seconds) == ("stop", 0.25)
 
 
 def test_the_rank_that_begins_last_is_the_one_that_all_wait_for() -> None:

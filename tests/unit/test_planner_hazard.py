@@ -32,7 +32,7 @@ def test_hours_without_a_loss_lower_it() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="-1 removals"):
         removals_per_vm_hour(-1, 0)
-    with pytest.raises(ValueError, match="-0.1 removals per VM-hour are expected"):
+    with pytest.raises(ValueError, match=r"-0\.1 removals per VM-hour are expected"):
         removals_per_vm_hour(0, 0, -0.1)
 
 

@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from varuna_agent.manager_link import _unsafe_job
 from varuna_client.access import _seconds
-from varuna_client.credentials import find_access
 from varuna_client.errors import UserError
 from varuna_manager.api.grpc.limits import MAX_MESSAGE_BYTES, excess
 from varuna_manager.api.http.access import AccessMiddleware, AccessServices, Limits, required_role
@@ -254,47 +253,6 @@ async def test_long_headers_and_queries_are_refused(database: Database) -> None:
 
 
 # ---------------------------------------------------------------- the client's side
-
-
-def test_the_token_comes_from_file_environment_or_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tmp_path / "config.yaml"
-    monkeypatch.setenv("VARUNA_CONFIG", str(config))
-    for name in ("VARUNA_TOKEN", "VARUNA_TOKEN_FILE", "VARUNA_CA"):
-        monkeypatch.delenv(name, raising=False)
-    assert find_access().token is None
-    config.write_text("manager_url: https://m:8750\ntoken: vt1.from.config\nca: /ca.pem\n")
-    assert (find_access().token, find_access().manager_url, find_access().ca) == (
-        "vt1.from.config",
-        "https://m:8750",
-        "/ca.pem",
-    )
-    monkeypatch.setenv("VARUNA_TOKEN", "vt1.from.environment")
-    monkeypatch.setenv("VARUNA_CA", "/other.pem")
-    assert (find_access().token, find_access().ca) == ("vt1.from.environment", "/other.pem")
-    (tmp_path / "token").write_text("vt1.from.file\n")
-    monkeypatch.setenv("VARUNA_TOKEN_FILE", str(tmp_path / "token"))
-    assert find_access().token == "vt1.from.file"
-    assert "vt1" not in repr(find_access())
-
-
-@pytest.mark.parametrize("token", ["secret", "vj1.a.b.c", "vt1.a b", "vt1.é"])
-def test_a_malformed_token_is_not_repeated(token: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VARUNA_CONFIG", str(tmp_path / "none"))
-    monkeypatch.setenv("VARUNA_TOKEN", token)
-    monkeypatch.delenv("VARUNA_TOKEN_FILE", raising=False)
-    with pytest.raises(UserError, match="the token is malformed") as raised:
-        find_access()
-    assert token not in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["- a", "token: [1]", "tokens: x", "token: {"])
-def test_a_wrong_configuration_is_named(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    monkeypatch.setenv("VARUNA_CONFIG", str(tmp_path / "config.yaml"))
-    with pytest.raises(UserError, match=r"config\.yaml"):
-        find_access()
 
 
 def test_how_long_a_token_is_good() -> None:

@@ -15,7 +15,7 @@ from varuna_client.documents import Job, JobSpec
 from varuna_client.errors import UserError
 from varuna_client.follow import follow_job
 from varuna_client.jobfile import hand_in, load_job
-from varuna_client.options import DEFAULT_URL, AsJson, ManagerUrl, connect, emit, make_console
+from varuna_client.options import AsJson, ManagerUrl, connect, emit, make_console
 from varuna_client.planning.files import write_text
 from varuna_client.planning.profiles import profile_document, profile_page
 
@@ -25,7 +25,7 @@ _LONGEST_NAME = 63
 def run(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job whose model is measured.")],
     out: Annotated[Path | None, typer.Option(metavar="P.json", help="Where the profile goes.")] = None,
-    manager_url: ManagerUrl = DEFAULT_URL,
+    manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a job's model on the manager's GPUs, without training it; --json prints the profile itself."""

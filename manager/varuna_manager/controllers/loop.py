@@ -17,9 +17,9 @@ from varuna_manager.services.bell import Bell, wait
 _AFTER_ERROR_S = 1.0
 _SHORT_S = 0.05
 """A look that takes no more of the processor may be followed by another at once."""
-_SHARE = 0.25
-"""Of the processor that a loop may spend in looks that it was rung for: looks at ten thousand VMs take long, and a
-fleet that says Hello rings ten thousand times. Agents' heartbeats are answered by the same thread."""
+_SHARE = 0.1
+"""Of the processor that a loop may spend in longer looks: those at ten thousand VMs take long, and a fleet that says
+Hello rings ten thousand times. Agents' heartbeats are answered by the same thread."""
 _SHARE_AFTER_CHANGE = 0.5
 """The same, when a look has changed something and so is to be followed by another at once."""
 
@@ -66,8 +66,9 @@ async def run_controller(
                 delay_s = 0.0
             took_s = time.thread_time() - began
             if delay_s > 0:
-                await asyncio.sleep(min(_pause_s(took_s, _SHARE), delay_s))
-                await wait(rung, delay_s)
+                pause_s = _pause_s(took_s, _SHARE)
+                await asyncio.sleep(pause_s)
+                await wait(rung, max(delay_s - pause_s, 0.0))
             else:
                 await asyncio.sleep(_pause_s(took_s, _SHARE_AFTER_CHANGE))
     finally:

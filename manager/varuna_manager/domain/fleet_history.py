@@ -66,7 +66,7 @@ def _is_lost(state: VmState, *, had_notice: bool) -> bool:
 
 
 def _weight(age_s: float) -> float:
-    return 0.5 ** (max(age_s, 0.0) / HALF_LIFE_S)
+    return math.exp2(-max(age_s, 0.0) / HALF_LIFE_S)
 
 
 def _faded_hours(since: float, until: float, now: float) -> float:

@@ -107,8 +107,6 @@ class AzureProvider:
         self._writes: deque[float] = deque()
         self._quotes: Mapping[str, Quote] = {}
         self._quoted_at: float | None = None
-        self._offered_price: float | None = None
-        """Of the last offer: what the fleet was reckoned with."""
         self._listed: Sequence[ProviderVm] = ()
         self._list_again_at = -float("inf")
         self._delete_again_at = -float("inf")
@@ -139,12 +137,17 @@ class AzureProvider:
         return ()
 
     async def offer(self) -> Offer:
+        """The first size that may be had now. Where the fleet has a limit of cost, at the price of the dearest one: any
+        may be what a request gets."""
         await self._refresh_quotes()
         place = next(iter(self._priced_places()), None)
         size = self._settings.sizes[0] if place is None else place.size
-        self._offered_price = self._price(size)
+        price = self._price(size)
+        if self._needs_prices:
+            prices = [price for size in self._settings.sizes if (price := self._price(size)) is not None]
+            price = max(prices, default=None)
         hazard = self._quotes.get(size.name, Quote()).hazard_per_hour
-        return Offer(gpus=size.gpus, price_per_hour=self._offered_price, hazard_per_hour=hazard)
+        return Offer(gpus=size.gpus, price_per_hour=price, hazard_per_hour=hazard)
 
     async def _vms(self) -> Sequence[VirtualMachine]:
         """Those of this fleet, in whatever state."""
@@ -193,14 +196,13 @@ class AzureProvider:
     # ------------------------------------------------------------ more
 
     async def create(self, count: int, request: str) -> Created:
-        """At the first sizes and zones that grant VMs and cost no more than the last offer: dearer ones are offered
-        next, so that limits of cost are reckoned with their price."""
+        """At the first sizes and zones that grant VMs."""
         try:
             await self._ensure_scale_set()
             await self._look()
             missing = self._missing(count, request)
             refusal: Refusal | None = None
-            for place in self._affordable_places():
+            for place in self._priced_places():
                 if not missing:
                     break
                 missing, refusal = await self._create_at(place, missing, request, refusal)
@@ -240,13 +242,7 @@ class AzureProvider:
         places = self._places.open()
         return [place for place in places if not self._needs_prices or self._price(place.size) is not None]
 
-    def _affordable_places(self) -> Sequence[Place]:
-        most, places = self._offered_price, self._priced_places()
-        return [place for place in places if most is None or (self._price(place.size) or 0.0) <= most]
-
     def _none_open(self) -> Refusal:
-        if self._priced_places():
-            return Refusal(kind=RefusalKind.CAPACITY, reason="only sizes that cost more than the last offer are left")
         if self._places.open():
             text = "Azure does not tell what its sizes cost, and the fleet has a limit of cost"
             way_out = "give each size its price_per_hour in the settings"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pydantic import ValidationError
-from sqlalchemy import case, func, or_, select, tuple_
+from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
@@ -258,7 +258,7 @@ async def progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, J
     """How far each of the jobs is: a few queries, however many jobs and generations there are."""
     row = GenerationRow
     has_stepped, trains = row.last_step.is_not(None), row.kind == GenerationKind.TRAINING.value
-    newest = await session.execute(
+    newest = (
         select(
             row.job_id,
             func.max(row.number).label("newest"),
@@ -268,23 +268,23 @@ async def progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, J
         )
         .where(row.job_id.in_(job_ids))
         .group_by(row.job_id)
+        .subquery()
     )
-    of = {each.job_id: each for each in newest}
-    wanted = {(job_id, number) for job_id, each in of.items() for number in (each.stepped, each.trained) if number}
+    of = {each.job_id: each for each in await session.execute(select(newest))}
+    # By joins: neither store finds pairs of values by an index.
     columns = (row.job_id, row.number, row.plan, row.last_step, row.last_loss, row.last_step_at)
-    rows = await session.execute(select(*columns).where(tuple_(row.job_id, row.number).in_(list(wanted))))
+    is_wanted = or_(row.number == newest.c.stepped, row.number == newest.c.trained)
+    rows = await session.execute(select(*columns).join(newest, and_(row.job_id == newest.c.job_id, is_wanted)))
     generations = {(each.job_id, each.number): each for each in rows}
+    is_last = and_(MetricRow.job_id == newest.c.job_id, MetricRow.step == newest.c.step)
+    measured = await session.execute(
+        select(MetricRow.job_id, MetricRow.step_s, MetricRow.examples).join(newest, is_last)
+    )
+    metrics = {each.job_id: each for each in measured}
     alive = select(WorkerRow.job_id, func.count().label("gpus")).where(
         WorkerRow.job_id.in_(job_ids), WorkerRow.state.in_(ALIVE)
     )
-    gpus = {job_id: count for job_id, count in await session.execute(alive.group_by(WorkerRow.job_id))}  # noqa: C416
-    steps = {(job_id, each.step) for job_id, each in of.items() if each.step is not None}
-    measured = await session.execute(
-        select(MetricRow.job_id, MetricRow.step_s, MetricRow.examples).where(
-            tuple_(MetricRow.job_id, MetricRow.step).in_(list(steps))
-        )
-    )
-    metrics = {each.job_id: each for each in measured}
+    gpus = {each.job_id: each.gpus for each in await session.execute(alive.group_by(WorkerRow.job_id))}
     found = dict.fromkeys(job_ids, JobProgress())
     for job_id, each in of.items():
         stepped, trained = generations.get((job_id, each.stepped)), generations.get((job_id, each.trained))

@@ -10,9 +10,10 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from varuna_manager.db.engine import StoreAwayError
 from varuna_manager.db.models import EventRow
 from varuna_manager.services import documents
 from varuna_manager.services.bell import wait
@@ -24,6 +25,7 @@ from varuna_proto.v1 import agent_pb2 as pb
 _QUEUE = 1000
 _PAGE = 500
 _PROGRESS_EACH_S = 1.0
+_AWAY_S = 1.0
 KEEP_ALIVE_S = 15.0
 
 
@@ -82,10 +84,10 @@ class _Follower:
         return self.job_id is None or job_id == self.job_id
 
     def push(self, told: Told, bound: int) -> None:
-        if len(self.queue) < bound:
+        # Nothing is put behind a gap: whoever has one reads the log from before it.
+        self.has_missed = self.has_missed or len(self.queue) >= bound
+        if not self.has_missed:
             self.queue.append(told)
-        else:
-            self.has_missed = True
         self.news.set()
 
 
@@ -105,7 +107,7 @@ class LiveFeed:
 
     async def follow(
         self, after: int, job_id: str | None = None, *, keep_alive_s: float = KEEP_ALIVE_S
-    ) -> AsyncIterator[Told | None]:
+    ) -> AsyncGenerator[Told | None, None]:
         """Every event after number `after`, past and to come, and progress; None each `keep_alive_s` of silence.
 
         With `job_id`: what is about that job. Ends when the manager stops leading.
@@ -173,15 +175,24 @@ class LiveFeed:
 
     async def _pump(self) -> None:
         """Pass on what is written to the log from now on; what came before, each follower reads itself."""
-        newest = await self._past.newest()
-        self._pumps.set()
-        async for row in self._events.follow(newest):
-            if row is not None:
-                told = _told(row)
-                for follower in self._followers:
-                    if follower.wants(row.job_id):
-                        follower.push(told, self._queue)
-        self.close()  # the log is: the manager is going away
+        after: int | None = None
+        while not self._is_over:
+            try:
+                if after is None:
+                    after = await self._past.newest()
+                self._pumps.set()
+                async for row in self._events.follow(after):
+                    if row is not None:
+                        after = row.id
+                        self._push(_told(row))
+                self.close()  # the log is: the manager is going away
+            except StoreAwayError:
+                await asyncio.sleep(_AWAY_S)
+
+    def _push(self, told: Told) -> None:
+        for follower in self._followers:
+            if follower.wants(told.job_id):
+                follower.push(told, self._queue)
 
     async def _pump_progress(self) -> None:
         while True:

@@ -26,7 +26,7 @@ class AgentSession:
         self.seen = frozenset(seen)
         self.told: set[CommandKey] = set()
         self.compared: tuple[tuple[Presence, ...], Set[tuple[str, int]], bool] | None = None
-        """What the store expected there, what its agent said runs there, and whether it drains, when it was last told."""
+        """What the store expected there, what its agent said runs there, and whether it drains, when last told."""
         self.told_to_prepare: dict[str, float] = {}
         """For the workers of which job, and when."""
         self.log_requests: dict[str, asyncio.Queue[pb.LogChunk]] = {}

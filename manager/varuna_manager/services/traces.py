@@ -31,7 +31,9 @@ async def keep(session: AsyncSession, fact: pb.StepTraced, now: float) -> None:
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     ops = [[_OPS.get(op.op, "?"), op.micro_batch, op.start_us, op.duration_us] for op in fact.ops[:MOST_SPANS]]
     sums = [[one.name, one.start_us, one.duration_us] for one in fact.all_reduce[:MOST_SPANS]]
-    if not all(map(math.isfinite, (fact.begin_us, *(us for span in (*ops, *sums) for us in span[-2:])))):
+    times = [op.start_us + op.duration_us for op in fact.ops]
+    times += [one.start_us + one.duration_us for one in fact.all_reduce]
+    if not all(math.isfinite(us) for us in (fact.begin_us, *times)):
         raise ValueError(f"rank {fact.rank} traced step {fact.step} at times that are no numbers")
     row = {
         "job_id": fact.job_id,

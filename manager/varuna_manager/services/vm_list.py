@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Row, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import defer
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import EventRow, VmRow, WorkerRow
@@ -46,6 +45,18 @@ _COLUMNS = [
     VmRow.drain_deadline,
     VmRow.hangs,
     VmRow.price_per_hour,
+]
+_WORKER_COLUMNS = [
+    WorkerRow.job_id,
+    WorkerRow.generation,
+    WorkerRow.rank,
+    WorkerRow.vm_id,
+    WorkerRow.local_rank,
+    WorkerRow.state,
+    WorkerRow.pid,
+    WorkerRow.cause,
+    WorkerRow.exit_code,
+    WorkerRow.error_text,
 ]
 _BY_ID = 500
 """So many VMs' workers are asked for one by one; of more, all there are."""
@@ -209,18 +220,18 @@ class VmList:
             query = query.where(or_(*texts))
         return query
 
-    def _document(self, row: Any, workers: Sequence[WorkerRow]) -> Document:
+    def _document(self, row: Any, workers: Sequence[Any]) -> Document:
         heard = self._registry.workers(row.id) if workers else ()
         return documents.vm_document(row, workers, self._registry.last_heard_s(row.id), heard)
 
 
-async def _workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str, list[WorkerRow]]:
+async def _workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str, list[Any]]:
     """The workers that have not stopped, by VM."""
-    query = select(WorkerRow).where(WorkerRow.state.in_(ALIVE)).options(defer(WorkerRow.history))
+    query: Select[*tuple[Any, ...]] = select(*_WORKER_COLUMNS).where(WorkerRow.state.in_(ALIVE))
     if len(vm_ids) <= _BY_ID:
         query = query.where(WorkerRow.vm_id.in_(vm_ids))
-    by_vm: dict[str, list[WorkerRow]] = {}
-    for worker in await session.scalars(query.order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank)):
+    by_vm: dict[str, list[Any]] = {}
+    for worker in await session.execute(query.order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank)):
         by_vm.setdefault(worker.vm_id, []).append(worker)
     return by_vm
 

@@ -5,7 +5,7 @@ takes longer than as one of several: by what each run of a stage takes, which is
 (`time_stage_overhead`).
 
 On a CPU the clock is the thread's own. Ranks that share cores wait for them at random, for many times what a section
-takes, so that elapsed times of single sections say little; what sharing costs over the whole calibration
+takes, so that elapsed times of single sections say little; what sharing usually costs over longer times
 (`Clock.sharing`) is put on top of every section alike.
 
 Letter: m examples in a micro-batch.
@@ -168,6 +168,10 @@ class SectionMeter:
             self.backward(self.forward(inputs, received)[0])
         return kept.bytes
 
+    def input_bytes(self, micro_batch: int) -> int:
+        """Of what `received` gives."""
+        return sum(boundary.bytes_for(micro_batch) for boundary in self._stage.receives)
+
     def measurement(
         self, micro_batch: int, forward_us: float, backward_us: float, activation_bytes: int
     ) -> Measurement:
@@ -178,7 +182,7 @@ class SectionMeter:
             backward_us=backward_us,
             recompute_us=forward_us,
             output_bytes=sum(boundary.bytes_for(micro_batch) for boundary in self._stage.sends),
-            input_bytes=sum(boundary.bytes_for(micro_batch) for boundary in self._stage.receives),
+            input_bytes=self.input_bytes(micro_batch),
             activation_bytes=activation_bytes,
         )
 
@@ -192,71 +196,64 @@ def measure_in_turn(
     So each finds the caches as the others have left them. Run again and again by itself, a small section would find its
     own parameters, gradients and activations there. `inputs` are m examples.
     """
-    passes = _Passes(meters, inputs, micro_batch)
-    with passes.running():
-        activation_bytes = passes.activation_bytes()
-        found = []
-        for chain in _chains(activation_bytes):
-            times = passes.repeated(chain, slice_s * len(chain))
-            found += [meters[i].measurement(micro_batch, *times[i], activation_bytes[i]) for i in chain]
-        return found
+    on_device = meters[0].moved(inputs)
+    found = []
+    with _gradients_forgotten(meters):
+        activation_bytes = [meter.activation_bytes(on_device, meter.received(micro_batch)) for meter in meters]
+        held_bytes = [
+            meter.input_bytes(micro_batch) + kept for meter, kept in zip(meters, activation_bytes, strict=True)
+        ]
+        for chain in _chains(held_bytes):
+            passes = _Passes([meters[i] for i in chain], on_device, micro_batch)
+            rounds = [passes.once() for _ in _repetitions(slice_s * len(chain))]
+            for i, times in zip(chain, zip(*rounds, strict=True), strict=True):
+                forward_us, backward_us = (statistics.median(us) for us in zip(*times, strict=True))
+                found.append(meters[i].measurement(micro_batch, forward_us, backward_us, activation_bytes[i]))
+    return found
 
 
-def _chains(activation_bytes: Sequence[int]) -> list[range]:
-    """Neighbours that run in turn: as few as keep more than any cache holds, for the device's memory has other uses."""
-    chains, start, kept = [], 0, 0
-    for index, each in enumerate(activation_bytes):
-        kept += each
-        if kept >= _NO_CACHE_BYTES or index == len(activation_bytes) - 1:
+def _chains(held_bytes: Sequence[int]) -> list[range]:
+    """Neighbours that run in turn: as few as hold more than any cache, for the device's memory has other uses."""
+    chains, start, held = [], 0, 0
+    for index, each in enumerate(held_bytes):
+        held += each
+        if held >= _NO_CACHE_BYTES or index == len(held_bytes) - 1:
             chains.append(range(start, index + 1))
-            start, kept = index + 1, 0
+            start, held = index + 1, 0
     return chains
 
 
-class _Passes:
-    """Micro-batches of one size, run through sections one by one."""
+@contextmanager
+def _gradients_forgotten(meters: Sequence[SectionMeter]) -> Iterator[None]:
+    """For around all that is measured between two changes of the parameters."""
+    try:
+        with meters[0].precision.whole_pass():
+            yield
+    finally:
+        for meter in meters:
+            meter.forget_gradients()
 
-    def __init__(self, meters: Sequence[SectionMeter], inputs: Mapping[str, Any], micro_batch: int) -> None:
+
+class _Passes:
+    """Micro-batches of one size, each through all of some sections."""
+
+    def __init__(self, meters: Sequence[SectionMeter], inputs: dict[str, Any], micro_batch: int) -> None:
         self._meters = meters
-        self._inputs = meters[0].moved(inputs)
+        self._inputs = inputs
         self._received = [meter.received(micro_batch) for meter in meters]
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """For around everything that runs; leaves no gradients."""
-        try:
-            with self._meters[0].precision.whole_pass():
-                yield
-        finally:
-            for meter in self._meters:
-                meter.forget_gradients()
-
-    def activation_bytes(self) -> list[int]:
-        return [
-            meter.activation_bytes(self._inputs, received)
-            for meter, received in zip(self._meters, self._received, strict=True)
-        ]
-
-    def once(self, sections: range) -> list[tuple[float, float]]:
-        """(forward, backward) of each, in microseconds."""
+    def once(self) -> list[tuple[float, float]]:
+        """(forward, backward) of each section, in microseconds."""
         with self._meters[0].clock.watching():
-            return self._once(sections)
-
-    def _once(self, sections: range) -> list[tuple[float, float]]:
-        forwards = [self._meters[i].forward(self._inputs, self._received[i]) for i in sections]
-        backwards_us = [0.0] * len(sections)
-        for number in reversed(range(len(sections))):
-            outputs, _ = forwards[number]
-            backwards_us[number] = self._meters[sections[number]].backward(outputs)
-        return [(forward_us, us) for (_, forward_us), us in zip(forwards, backwards_us, strict=True)]
-
-    def repeated(self, sections: range, slice_s: float) -> dict[int, tuple[float, float]]:
-        """The medians of `once`, by section."""
-        rounds = [self.once(sections) for _ in _repetitions(slice_s)]
-        return {
-            i: (statistics.median(us[0] for us in of_one), statistics.median(us[1] for us in of_one))
-            for i, of_one in zip(sections, zip(*rounds, strict=True), strict=True)
-        }
+            forwards = [
+                meter.forward(self._inputs, received)
+                for meter, received in zip(self._meters, self._received, strict=True)
+            ]
+            backwards_us = [
+                meter.backward(outputs)
+                for meter, (outputs, _) in zip(reversed(self._meters), reversed(forwards), strict=True)
+            ]
+        return [(us, back_us) for (_, us), back_us in zip(forwards, reversed(backwards_us), strict=True)]
 
 
 def _repetitions(slice_s: float) -> Iterator[int]:
@@ -279,15 +276,14 @@ def time_stage_overhead(
     `whole` is a stage of all the sections that are `parts`, at least two: run one by one, they take it once each. The
     median over rounds, which take about `slice_s` together. Raises torch.OutOfMemoryError.
     """
-    passes = _Passes([whole, *parts], inputs, micro_batch)
+    on_device = whole.moved(inputs)
     rounds: list[tuple[float, float]] = []
-    with passes.running():
+    with _gradients_forgotten([whole, *parts]):
+        at_once, in_turn = (_Passes(meters, on_device, micro_batch) for meters in ([whole], parts))
         for _ in _repetitions(slice_s):
-            [of_whole] = passes.once(range(1))
-            each = passes.once(range(1, len(parts) + 1))
-            forward_us, backward_us = (
-                sum(us) - us_whole for us, us_whole in zip(zip(*each, strict=True), of_whole, strict=True)
-            )
+            [of_whole] = at_once.once()
+            of_parts = zip(*in_turn.once(), strict=True)
+            forward_us, backward_us = (sum(us) - us_whole for us, us_whole in zip(of_parts, of_whole, strict=True))
             rounds.append((forward_us, backward_us))
     forward_us, backward_us = (statistics.median(times) / (len(parts) - 1) for times in zip(*rounds, strict=True))
     return max(0.0, forward_us), max(0.0, backward_us)

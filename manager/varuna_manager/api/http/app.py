@@ -1,14 +1,11 @@
-"""The HTTP application: REST under /api/v1, health, and the status page at /."""
+"""The HTTP application: REST under /api/v1, health, and the dashboard at /."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.staticfiles import StaticFiles
 
 from varuna_manager.api.http import description, problems
 from varuna_manager.api.http.access import AccessMiddleware, AccessServices
@@ -20,6 +17,7 @@ from varuna_manager.api.http.fleet_routes import fleet_routes
 from varuna_manager.api.http.history_routes import history_routes
 from varuna_manager.api.http.job_routes import job_routes, log_routes
 from varuna_manager.api.http.metrics_routes import measure, metrics_route
+from varuna_manager.api.http.page_files import PageFiles, library_routes
 from varuna_manager.services.agent_wheel import AgentWheel
 from varuna_manager.services.archives import ArchiveService
 from varuna_manager.services.drains import DrainService
@@ -71,10 +69,10 @@ def make_app(services: Services) -> FastAPI:
     for prefix in ("", "/api/v1"):
         app.include_router(_health(services), prefix=prefix, tags=["health"], include_in_schema=not prefix)
     app.include_router(metrics_route(services.metrics))
-    dashboard = Path(str(resources.files("varuna_manager") / "dashboard"))
+    app.include_router(library_routes())
     app.add_middleware(AccessMiddleware, services=services.access)
     measure(app, services.metrics)
-    app.mount("/", StaticFiles(directory=dashboard, html=True), name="dashboard")
+    app.mount("/", PageFiles(), name="dashboard")
     description.complete(app)
     return app
 

@@ -90,7 +90,7 @@ def job_routes(jobs: JobService) -> APIRouter:
 
     @router.get("/jobs/{job}")
     async def get_job(job: by.JobName, response: Response) -> rest.Job:
-        """One job. Its ETag changes with its state and its spec, not with its steps."""
+        """One job. Its ETag changes with its state, its spec and the last decision's reason, not with its steps."""
         return _tagged(await jobs.one(job), response)
 
     @router.patch("/jobs/{job}")

@@ -40,12 +40,12 @@ changes with its state, its spec and the reason of the last decision; `PATCH` ta
 when the job has changed.
 
 **The stream.** `GET /events/stream` speaks server-sent events: each stored event with its number as `id`, so that
-`Last-Event-ID` goes on where a stream broke; `progress` of each job at most once a second; a comment each 15 s. Browsers'
-`EventSource` sends no token: use `fetch`. A reader that takes nothing for 30 s is cut off. A manager that does not lead
-answers 503, and its problem names the `leader`.
+`Last-Event-ID` goes on where a stream broke; `progress` of each job at most once a second; a comment each 15 s.
+`EventSource` of browsers sends no token: use `fetch`. A reader that takes nothing for 30 s is cut off. A manager that
+does not lead answers 503, and its problem names the `leader`.
 
-**Logs.** `GET /jobs/{job}/logs` answers bytes; `Log-Next-Offset` says where to go on. With `wait_s` the answer waits for
-more, so that following a log costs no more than its bytes.
+**Logs.** `GET /jobs/{job}/logs` answers bytes; `Log-Next-Offset` says where to go on. With `wait_s` the answer waits
+for more, so that following a log costs no more than its bytes.
 
 **Many steps.** `/metrics/buckets` sums up any number of steps in as many buckets as a chart has points: a million steps
 take as long as ten thousand.
@@ -72,7 +72,7 @@ def description() -> dict[str, Any]:
 def page(api: Mapping[str, Any]) -> str:
     """The API's description as Markdown."""
     schemas = api["components"]["schemas"]
-    text = _HEAD + api["info"]["description"] + _RULES
+    text: str = _HEAD + api["info"]["description"] + _RULES
     text += "".join(f"| {status} | `{slug}` | {title} |\n" for status, slug, title in problems.kinds())
     for tag in api["tags"]:
         text += f"\n## {tag['name'].capitalize()}\n\n{tag['description']}\n"

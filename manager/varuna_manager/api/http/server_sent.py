@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import structlog
@@ -25,9 +25,10 @@ class ServerSentEvents(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, told: AsyncIterator[Told | None], *, slow_s: float = SLOW_S) -> None:
+    def __init__(self, told: AsyncGenerator[Told | None, None], *, slow_s: float = SLOW_S) -> None:
         """`slow_s`: who takes nothing for so long is cut off."""
-        super().__init__(_text(told), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._lines = _text(told)
+        super().__init__(self._lines, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._slow_s = slow_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +40,8 @@ class ServerSentEvents(StreamingResponse):
                 raise _TooSlowError from None
 
         try:
-            await super().__call__(scope, receive, patiently)
+            async with aclosing(self._lines):
+                await super().__call__(scope, receive, patiently)
         except* _TooSlowError:
             # The rest would only wait in memory; it may come back with Last-Event-ID.
             structlog.get_logger("varuna.http").info(
@@ -47,10 +49,10 @@ class ServerSentEvents(StreamingResponse):
             )
 
 
-async def _text(told: AsyncIterator[Told | None]) -> AsyncIterator[str]:
+async def _text(told: AsyncGenerator[Told | None, None]) -> AsyncGenerator[str, None]:
     yield f"retry: {_RETRY_MS}\n\n"
-    async with aclosing(told) as following:  # type: ignore[type-var]
-        async for each in following:
+    async with aclosing(told):
+        async for each in told:
             if each is None:
                 yield ": keep-alive\n\n"
             else:

@@ -61,15 +61,16 @@ KNOWN = (
     ),
     Family(
         "varuna_morph_phase_seconds",
-        "Phases of morphs: `notice` (from the last step until the old generation is told to stop), `stop` (until it has "
-        "ended), `plan` (until the next one is decided: for VMs, for the planner), `start` (launch, loading, its first "
-        "step).",
+        "Phases of morphs: `notice` (from the last step until the old generation is told to stop), `stop` (until it "
+        "has ended), `plan` (until the next one is decided: for VMs, for the planner), `start` (launch, loading, its "
+        "first step).",
         ("phase",),
         HISTOGRAM,
     ),
     Family(
         "varuna_morph_stall_seconds",
-        "Time without a completed step at a morph: from the last step before it to the first one after it.",
+        "Time without a completed step at a morph, from the last step before it to the first one after it; at a job's "
+        "start, from then on.",
         kind=HISTOGRAM,
     ),
     Family("varuna_redone_steps", "Steps done again after morphs, since no checkpoint held them.", kind=COUNTER),

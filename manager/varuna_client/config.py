@@ -1,0 +1,100 @@
+"""Whom the client calls, whom it says it is, and whom it trusts: by flags, environment, file, in that order."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from varuna_client.api import DEFAULT_URL
+from varuna_client.errors import UserError
+
+FLAGS = {"manager_url": "--manager-url", "token_file": "--token-file", "ca": "--ca"}
+"""There is none for the token itself: everybody on a machine can list the arguments of its processes."""
+VARIABLES = {
+    "manager_url": "VARUNA_MANAGER_URL",
+    "token_file": "VARUNA_TOKEN_FILE",
+    "token": "VARUNA_TOKEN",
+    "ca": "VARUNA_CA",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """`origin`: the flag, the variable or the file that says so, or `default`."""
+
+    value: str | None
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """`token` None: the manager is an open one. `ca` None: trusted is whom this machine trusts."""
+
+    manager_url: Setting
+    token: Setting = field(repr=False)
+    ca: Setting
+
+
+def config_path() -> Path:
+    """VARUNA_CONFIG, or config.toml in the user's configuration folder."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.environ.get("VARUNA_CONFIG") or f"{home}/varuna/config.toml").expanduser()
+
+
+def find_config(flags: Mapping[str, str | None] | None = None) -> Config:
+    """What holds. `flags`: by the names of FLAGS, those that were given. Raises UserError."""
+    path = config_path()
+    found: dict[str, Setting] = {}
+    for origins, values in (
+        (dict.fromkeys(VARIABLES, str(path)), _read_file(path)),
+        (VARIABLES, {name: os.environ.get(variable) for name, variable in VARIABLES.items()}),
+        (FLAGS, flags or {}),
+    ):
+        given = {name: Setting(value=text, origin=origins[name]) for name, text in values.items() if text}
+        if "token" in given or "token_file" in given:  # either hides both of what comes after it
+            found = {name: setting for name, setting in found.items() if not name.startswith("token")}
+        found |= given
+    token = _read_token(found["token_file"]) if "token_file" in found else found.get("token")
+    if token is not None:
+        _check_token(token)
+    nothing = Setting(value=None, origin="default")
+    return Config(
+        manager_url=found.get("manager_url", Setting(value=DEFAULT_URL, origin="default")),
+        token=token or nothing,
+        ca=found.get("ca", nothing),
+    )
+
+
+def _check_token(token: Setting) -> None:
+    """Raises UserError, which does not repeat it."""
+    text = token.value or ""
+    if not text.startswith("vt1.") or not text.isascii() or len(text.split()) != 1:
+        raise UserError(f"the token is malformed ({token.origin}): a manager's begins with 'vt1.'; copy it whole")
+
+
+def _read_token(file: Setting) -> Setting:
+    path = Path(file.value or "").expanduser()
+    try:
+        return Setting(value=path.read_text().strip(), origin=f"{file.origin}: {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text"
+        raise UserError(f"{file.origin}: the token's file {path} cannot be read ({why}): give another") from error
+
+
+def _read_file(path: Path) -> dict[str, str | None]:
+    try:
+        document = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): mend or remove it") from error
+    keys = ", ".join(VARIABLES)
+    for name, value in document.items():
+        if name not in VARIABLES:
+            raise UserError(f"{path}: {name!r} is none of {keys}: take it out")
+        if not isinstance(value, str):
+            raise UserError(f"{path}: {name} must be text, such as manager_url = 'https://manager:8750'")
+    return document

@@ -1,0 +1,115 @@
+// Elements, tables and states. What comes from the manager goes in as text, never as markup.
+
+/** An element: `props` are attributes, `on` its listeners, `class` its classes; children are text, nodes or lists. */
+export function h(tag, props = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name === "on") for (const [event, listener] of Object.entries(value)) made.addEventListener(event, listener);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (child instanceof Node ? child : String(child))));
+  return made;
+}
+
+// A symbol and a tone beside each state's word: none is told by colour alone.
+const STATES = {
+  queued: ["…", "info"], running: ["▶", "good"], cancelling: ["◐", "warn"], succeeded: ["✔", "good"],
+  failed: ["✘", "bad"], cancelled: ["■", "quiet"],
+  launching: ["…", "info"], stopping: ["◐", "warn"], ended: ["○", "quiet"],
+  requested: ["…", "info"], ready: ["●", "good"], suspect: ["?", "warn"], draining: ["◐", "warn"],
+  lost: ["✘", "bad"], gone: ["○", "quiet"],
+  assigned: ["…", "info"], exited: ["○", "quiet"],
+  slow: ["▼", "warn"], quarantined: ["⊘", "warn"], "notice given": ["!", "bad"], fits: ["✔", "good"], chosen: ["★", "good"],
+  "too large": ["✘", "bad"], "predicted slower": ["▼", "quiet"],
+};
+
+export const tone = (name) => (STATES[name] ?? ["·", "quiet"])[1];
+export const symbol = (name) => (STATES[name] ?? ["·", "quiet"])[0];
+
+export function state(name, word = name) {
+  return h("span", { class: `state ${tone(name)}` }, h("span", { "aria-hidden": "true" }, symbol(name)), word);
+}
+
+export const link = (href, text) => h("a", { href }, text);
+export const jobLink = (id, name) => link(`#/jobs/${encodeURIComponent(id)}`, name);
+export const vmLink = (id) => (id ? link(`#/vms/${encodeURIComponent(id)}`, id) : "–");
+
+/** A headed part of a page. Returns the section; put what follows its heading into it. */
+export function card(title, extra = [], ...children) {
+  const id = `t-${title.toLowerCase().replace(/[^a-z]+/g, "-")}`;
+  return h("section", { class: "card", "aria-labelledby": id }, h("header", {}, h("h2", { id }, title), extra), ...children);
+}
+
+/** Figures as a list of [name, value, note]. */
+export function figures(...entries) {
+  return h("dl", { class: "figures" }, entries.map(([name, value, note]) => h("div", {},
+    h("dt", {}, name), h("dd", {}, value), note ? h("dd", { class: "note" }, note) : null)));
+}
+
+const FOCUSABLE = "a[href], button, input, select, textarea, summary, [tabindex]";
+
+/** Put nodes into a container; those that have not changed stay, and what has the focus keeps it. */
+export function put(container, ...nodes) {
+  const wanted = nodes.flat(Infinity).filter((node) => node !== null && node !== undefined && node !== false);
+  wanted.forEach((node, index) => {
+    const fresh = node instanceof Node ? node : document.createTextNode(String(node));
+    const old = container.childNodes[index];
+    if (!old) container.append(fresh);
+    else if (!old.isEqualNode(fresh)) replace(old, fresh);
+  });
+  while (container.childNodes.length > wanted.length) container.lastChild.remove();
+}
+
+function replace(old, fresh) {
+  const focused = old.contains(document.activeElement) ? [...focusables(old)].indexOf(document.activeElement) : -1;
+  const [left, top] = old instanceof Element ? [old.scrollLeft, old.scrollTop] : [0, 0];
+  old.replaceWith(fresh);
+  if (focused >= 0) [...focusables(fresh)][focused]?.focus({ preventScroll: true });
+  if (left || top) [fresh.scrollLeft, fresh.scrollTop] = [left, top];
+}
+
+function* focusables(root) {
+  if (root.matches?.(FOCUSABLE)) yield root;
+  if (root.querySelectorAll) yield* root.querySelectorAll(FOCUSABLE);
+}
+
+/**
+ * A table with `fill(rows)`. A column is {title, kind?: "num"|"wide"|"nowrap", head?: true for the row's name};
+ * a row is its cells, or {cells, chosen}.
+ */
+export function table(label, columns, { tall = false, empty = "None." } = {}) {
+  const body = h("tbody");
+  const none = h("p", { class: "empty", hidden: true }, empty);
+  const heads = columns.map((column) => h("th", { scope: "col", class: column.kind === "num" ? "num" : null },
+    column.title || h("span", { class: "sr" }, column.label ?? "Actions")));
+  const made = h("table", {}, h("caption", { class: "sr" }, label), h("thead", {}, h("tr", {}, heads)), body);
+  // What can scroll must be reachable by keyboard.
+  const region = h("div", { class: `scroll${tall ? " tall" : ""}`, tabindex: "0", role: "region", "aria-label": label }, made);
+  const fill = (rows) => {
+    none.hidden = rows.length > 0;
+    region.hidden = rows.length === 0;
+    put(body, rows.map((row) => tableRow(columns, Array.isArray(row) ? { cells: row } : row)));
+  };
+  return { element: h("div", {}, region, none), fill, body };
+}
+
+function tableRow(columns, { cells, chosen }) {
+  return h("tr", { class: chosen ? "chosen" : null }, cells.map((cell, index) => {
+    const { kind, head } = columns[index];
+    return h(head ? "th" : "td", { scope: head ? "row" : null, class: kind ?? null }, cell ?? "–");
+  }));
+}
+
+/** Of several calls in a row, one is made, at most every `ms`. */
+export function atMostEvery(ms, call) {
+  let timer = null;
+  let last = 0;
+  const wrapped = () => {
+    if (timer !== null) return;
+    timer = setTimeout(() => { timer = null; last = Date.now(); call(); }, Math.max(20, last + ms - Date.now()));
+  };
+  wrapped.stop = () => { clearTimeout(timer); timer = 0; };
+  return wrapped;
+}

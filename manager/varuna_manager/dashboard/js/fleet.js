@@ -1,0 +1,146 @@
+// The page of the fleet: how many VMs there are in which state, how they came and went, which are quarantined, and all of them.
+import { get, getPage } from "./api.js";
+import { drainButton, resize } from "./actions.js";
+import { chart, colour, thinned } from "./charts.js";
+import { atMostEvery, card, figures, h, jobLink, put, state, table, vmLink } from "./dom.js";
+import { age, bytes, clock, count, money } from "./format.js";
+
+const PAGE = 100;
+const SLOW_MS = 10_000;
+const HISTORIES = [["1 h", 3600], ["6 h", 6 * 3600], ["24 h", 86400], ["7 d", 7 * 86400]];
+const STATES = ["requested", "ready", "suspect", "draining", "lost", "gone"];
+
+export function fleetPage({ root, signal, may, title }) {
+  title("Fleet");
+  const numbers = h("div");
+  const trouble = h("div", { role: "status" });
+  const past = history(signal);
+  const quarantines = quarantined();
+  const vms = vmTable(signal, may, () => refresh());
+  root.append(h("div", { class: "head" }, h("h1", {}, "Fleet"), h("span", { class: "grow" }),
+    may("admin") ? h("button", { type: "button", on: { click: () => resize(refresh) } }, "Number of VMs…") : null),
+  trouble, numbers, past.element, vms.element, quarantines.element);
+
+  async function refresh() {
+    try {
+      const [summary, fleet, slow] = await Promise.all([get("vms/summary", signal), get("fleet", signal), get("vms?quarantined=true&gone=false&limit=100", signal)]);
+      put(numbers, figures(
+        ["VMs", count(summary.total), `${count(fleet.target)} wanted of ${fleet.provider}`], ["Ready", count(summary.by_state.ready ?? 0), `${count(summary.gpus)} GPUs`],
+        ["GPUs at work", count(summary.gpus_busy), `${count(summary.workers)} workers`], ["Notices", count(summary.noticed), "will be taken"],
+        ["Quarantined", count(summary.quarantined), `${count(summary.slow)} slow`],
+        ["Cost per hour", money(summary.cost_per_hour), summary.cost_per_hour === null ? "no price known" : "now"]));
+      quarantines.draw(slow);
+      vms.drawCounts(summary);
+      put(trouble);
+      await Promise.all([past.refresh(), vms.refresh()]);
+    } catch (error) {
+      if (!signal.aborted) put(trouble, h("p", { class: "wrong" }, error.message));
+    }
+  }
+  const soon = atMostEvery(1500, refresh);
+  const slow = setInterval(() => { if (!document.hidden) soon(); }, SLOW_MS);
+  signal.addEventListener("abort", () => { soon.stop(); clearInterval(slow); });
+  refresh();
+  return { refresh, onEvent: (event) => { if (event.vm_id || event.kind.startsWith("fleet")) soon(); } };
+}
+
+/** VMs over time, with marks where some were lost, were given notice, or were quarantined. */
+function history(signal) {
+  const drawn = chart("VMs over time", [{ title: "Until", kind: "nowrap" }, { title: "There", kind: "num" }, { title: "Became ready", kind: "num" }, { title: "Lost or gone", kind: "num" },
+    { title: "Notices", kind: "num" }, { title: "Quarantined", kind: "num" }], { height: 240, signal });
+  const span = h("select", { "aria-label": "How far back", on: { change: () => refresh() } },
+    HISTORIES.map(([text, seconds]) => h("option", { value: seconds }, `last ${text}`)));
+  async function refresh() {
+    const since = new Date(Date.now() - 1000 * span.value).toISOString();
+    drawn.draw(historyContent(await get(`fleet/history?since=${encodeURIComponent(since)}&points=180`, signal)));
+  }
+  const legend = h("span", { class: "note" }, "✕ lost or gone  ▼ notice  ◆ quarantined");
+  return { element: card("VMs over time", [legend, h("span", { class: "grow" }), span], drawn.element), refresh };
+}
+
+function historyContent(found) {
+  const x = found.at_unix_s.map((at) => new Date(1000 * at));
+  const total = (column) => count(found[column].reduce((sum, value) => sum + value, 0));
+  const marks = (column, word, symbol, color) => {
+    const hit = found[column].map((value, index) => [value, index]).filter(([value]) => value > 0);
+    return { x: hit.map(([, index]) => x[index]), y: hit.map(([, index]) => found.present[index]), text: hit.map(([value]) => `${value} ${word}`), name: word, type: "scatter", mode: "markers",
+      marker: { symbol, size: hit.map(([value]) => Math.min(16, 7 + value)), color: colour(color), line: { width: 1, color: colour("card") } }, hovertemplate: "%{text}<extra></extra>" };
+  };
+  return {
+    words: found.present.length ? `${count(found.present.at(-1))} VMs now; in this time ${total("ready")} became ready, ${total("lost")} were lost or given back, ${total("notices")} were given notice, ${total("quarantines")} quarantined.` : "No history yet.",
+    rows: () => thinned(x.length, 90).reverse().map((index) => [clock(x[index]), count(found.present[index]), found.ready[index], found.lost[index], found.notices[index], found.quarantines[index]]),
+    traces: () => [
+      { x, y: found.present, name: "VMs", type: "scatter", mode: "lines", line: { color: colour("op-f"), width: 1.8, shape: "hv" }, fill: "tozeroy", fillcolor: `${colour("op-f")}1c`, hovertemplate: "%{y} VMs<extra></extra>" },
+      marks("lost", "lost or gone", "x", "mark"), marks("notices", "given notice", "triangle-down", "op-r"), marks("quarantines", "quarantined", "diamond", "op-a")],
+    layout: () => ({ xaxis: { type: "date" }, yaxis: { rangemode: "tozero", title: { text: "VMs" }, tickformat: ",d" } }),
+  };
+}
+
+function quarantined() {
+  const list = table("Quarantined VMs", [{ title: "VM", head: true, kind: "nowrap" }, { title: "Slower by", kind: "num" }, { title: "Until", kind: "nowrap" }, { title: "Times", kind: "num" }, { title: "Why", kind: "wide" }],
+    { empty: "No VM is quarantined." });
+  return {
+    element: card("Quarantines", [], list.element),
+    draw: (vms) => list.fill(vms.map((vm) => [vmLink(vm.id), vm.slow_ratio ? `${vm.slow_ratio.toFixed(2)}×` : "–", clock(vm.quarantined_until), vm.quarantines, vm.slow_reason ?? vm.reason])),
+  };
+}
+
+/** What to know of a VM beside its state. */
+export function troubles(vm) {
+  return [
+    vm.notice_deadline ? state("notice given") : null, vm.quarantined_until ? state("quarantined") : null,
+    vm.slow_ratio && !vm.quarantined_until ? state("slow", `slow, ${vm.slow_ratio.toFixed(2)}×`) : null];
+}
+
+function vmTable(signal, may, changed) {
+  const list = table("VMs", [{ title: "VM", head: true, kind: "nowrap" }, { title: "State", kind: "nowrap" }, { title: "GPUs", kind: "num" }, { title: "Memory each", kind: "num" }, { title: "Host", kind: "nowrap" },
+    { title: "Job", kind: "nowrap" }, { title: "Heard", kind: "nowrap" }, { title: "Reason", kind: "wide" }, { title: "" }], { empty: "No such VMs." });
+  const chips = h("div", { class: "chips", role: "group", "aria-label": "VMs by state" });
+  const search = h("input", { type: "search", placeholder: "Id or host contains…", "aria-label": "Id or host contains", on: { input: () => soon() } });
+  const where = h("span", { class: "note", role: "status" });
+  const back = h("button", { type: "button", on: { click: () => { pages.pop(); load(); } } }, "Previous");
+  const on = h("button", { type: "button", on: { click: () => { pages.push(next); load(); } } }, "Next");
+  let wanted = null; // the state
+  let pages = [null]; // their addresses; null: the first
+  let next = null;
+  let summary = null;
+
+  function drawCounts(found) {
+    summary = found;
+    const counts = { ...found.by_state, gone: found.gone };
+    put(chips, STATES.filter((one) => counts[one]).map((one) => h("button", { type: "button", "aria-pressed": String(wanted === one), on: { click: () => {
+      wanted = wanted === one ? null : one;
+      drawCounts(summary);
+      first();
+    } } }, state(one), h("span", { class: "count" }, count(counts[one])))));
+  }
+  function first() { pages = [null]; load(); }
+  async function load() {
+    const query = new URLSearchParams({ limit: PAGE, gone: String(wanted === "gone"), ...(wanted ? { state: wanted } : {}), ...(search.value ? { q: search.value } : {}) });
+    try {
+      const page = await getPage(pages.at(-1) ?? `vms?${query}`, signal);
+      next = page.next;
+      list.fill(page.items.map((vm) => [
+        vmLink(vm.id), [state(vm.state), " ", troubles(vm)], vm.gpus, bytes(vm.device_memory_bytes), vm.host,
+        [...new Set(vm.workers.map((worker) => worker.job_id))].map((id) => jobLink(id, id)), heard(vm), vm.reason, drainButton(vm, may, changed)]));
+      const begin = (pages.length - 1) * PAGE;
+      put(where, page.items.length ? `${count(begin + 1)}–${count(begin + page.items.length)}` : "");
+      back.disabled = pages.length === 1;
+      on.disabled = next === null;
+    } catch (error) {
+      if (!signal.aborted) put(where, error.message);
+    }
+  }
+  const soon = atMostEvery(300, first);
+  signal.addEventListener("abort", soon.stop);
+  return {
+    element: card("VMs", [chips, h("span", { class: "grow" }), h("div", { class: "controls" }, search, where, back, on)], list.element),
+    drawCounts, refresh: load,
+  };
+}
+
+/** Coarse while all is well. */
+export function heard(vm) {
+  if (vm.last_heard_s === null || vm.last_heard_s === undefined) return "–";
+  return vm.last_heard_s < 5 ? "just now" : age(new Date(Date.now() - 1000 * vm.last_heard_s));
+}

@@ -1,0 +1,59 @@
+// Numbers, times and sizes as people read them. A null is a dash.
+const DASH = "–";
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const missing = (value) => value === null || value === undefined || Number.isNaN(value);
+
+export const count = (value) => (missing(value) ? DASH : whole.format(value));
+
+/** Three or so significant digits. */
+export function number(value, digits = 3) {
+  if (missing(value)) return DASH;
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e9)) return value.toExponential(2);
+  if (Math.abs(value) >= 1000) return whole.format(value);
+  return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, 1) });
+}
+
+export const loss = (value) => (missing(value) ? DASH : number(value, 5));
+export const percent = (share, digits = 0) => (missing(share) ? DASH : `${(100 * share).toFixed(digits)} %`);
+export const signedPercent = (share) => (missing(share) ? DASH : `${share > 0 ? "+" : ""}${(100 * share).toFixed(1)} %`);
+export const shape = (p, d) => (p && d ? `${p}×${d}` : DASH);
+export const money = (value) => (missing(value) ? DASH : value.toFixed(value < 1 ? 3 : 2));
+
+export function seconds(value) {
+  if (missing(value)) return DASH;
+  if (value < 0.001) return `${(1e6 * value).toFixed(0)} µs`;
+  if (value < 1) return `${(1000 * value).toPrecision(3)} ms`;
+  if (value < 60) return `${value.toPrecision(3)} s`;
+  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  return `${Math.floor(value / 86400)} d ${Math.round((value % 86400) / 3600)} h`;
+}
+
+export function bytes(value) {
+  if (missing(value)) return DASH;
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let power = 0;
+  while (value >= 1024 && power < units.length - 1) { value /= 1024; power += 1; }
+  return `${power === 0 ? value : value.toPrecision(3)} ${units[power]}`;
+}
+
+export function clock(at) {
+  if (missing(at)) return DASH;
+  const time = new Date(at);
+  const today = time.toDateString() === new Date().toDateString();
+  const text = time.toLocaleTimeString("en-GB");
+  return today ? text : `${time.toLocaleDateString("en-CA")} ${text}`;
+}
+
+export const secondsSince = (at) => (missing(at) ? null : Math.max(0, (Date.now() - new Date(at).getTime()) / 1000));
+
+/** "12 s ago"; coarse, so that tables do not change each second. */
+export function age(at) {
+  const passed = secondsSince(at);
+  if (passed === null) return DASH;
+  if (passed < 5) return "just now";
+  if (passed < 60) return `${Math.floor(passed / 5) * 5} s ago`;
+  if (passed < 3600) return `${Math.floor(passed / 60)} min ago`;
+  if (passed < 86400) return `${Math.floor(passed / 3600)} h ago`;
+  return `${Math.floor(passed / 86400)} d ago`;
+}

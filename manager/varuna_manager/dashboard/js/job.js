@@ -1,0 +1,141 @@
+// The page of one job: what it is doing, how fast, on what, and what it cost.
+import { get, getOrNull } from "./api.js";
+import { jobActions } from "./actions.js";
+import { atMostEvery, figures, h, link, put, state } from "./dom.js";
+import { eventList } from "./events.js";
+import { age, clock, count, loss, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
+import { rateAndLoss } from "./job_charts.js";
+import { grid } from "./job_grid.js";
+import { pipeline } from "./job_pipeline.js";
+import { checkpoints, cost, generationsTable, plans, timeLost } from "./job_tables.js";
+import { logs } from "./logs.js";
+import { Series } from "./series.js";
+
+const OVER = ["succeeded", "failed", "cancelled"];
+const SLOW_MS = 15_000; // what changes slowly, and no event tells of
+const HEALTH_MS = 4_000;
+
+export function jobPage({ root, signal, may, argument, title }) {
+  const about = { job: null, generations: [], current: null, series: new Series(argument), plans: [], may, signal };
+  const head = h("div", { class: "head" });
+  const summary = h("div");
+  const trouble = h("div");
+  const parts = {
+    charts: rateAndLoss(signal), grid: grid(), pipeline: pipeline(signal), plans: plans(), time: timeLost(),
+    cost: cost(), checkpoints: checkpoints(argument, signal), generations: generationsTable(argument, signal),
+  };
+  let events = null;
+  let log = null;
+  title("Job");
+  root.append(head, trouble, summary);
+
+  function drawHead() {
+    const { job } = about;
+    title(job.name);
+    put(head, h("h1", {}, job.name), state(job.state), h("span", { class: "crumb" }, link("#/jobs", "all jobs"), ` / ${job.id}`),
+      h("span", { class: "grow" }), ...jobActions(job, may, () => refresh()));
+    put(trouble, job.error ? h("pre", { class: "error", tabindex: "0", "aria-label": "Error of the job" }, job.error) : null,
+      job.reason ? h("p", { class: "reason" }, job.reason) : null);
+    const plan = job.plan;
+    const predicted = plan?.predicted_minibatch_s;
+    const over = OVER.includes(job.state);
+    put(summary, figures(
+      ["Shape P×D", plan ? shape(plan.p, plan.d) : "–", plan ? `micro-batch ${plan.micro_batch} of ${plan.global_batch}` : "not planned yet"],
+      ["Step", count(job.step), job.last_step_at ? `last ${age(job.last_step_at)}` : null],
+      ["Loss", loss(job.loss)],
+      ["Examples/s", number(job.examples_per_s), over ? "of the last step" : null],
+      ["Examples/s per GPU", job.examples_per_s && plan ? number(job.examples_per_s / (plan.p * plan.d)) : "–", plan ? `${plan.p * plan.d} GPUs` : null],
+      ["Step time", seconds(job.step_s), predicted ? `predicted ${seconds(predicted)}${job.step_s ? ` (${signedPercent(job.step_s / predicted - 1)})` : ""}` : null],
+      ["Generation", count(job.generation), about.current ? `${about.current.kind}, ${about.current.state}` : null],
+      [over ? "Ran" : "Running for", seconds(job.started_at ? (over ? secondsSince(job.started_at) - secondsSince(job.finished_at) : secondsSince(job.started_at)) : null),
+        `submitted ${clock(job.created_at)}`],
+    ));
+  }
+
+  async function refreshJob() {
+    about.job = await get(`jobs/${encodeURIComponent(argument)}`, signal);
+    about.generations = (await get(`jobs/${about.job.id}/generations?brief=true&order=desc&limit=1000`, signal)).reverse();
+    about.current = about.generations.at(-1) ?? null;
+    drawHead();
+  }
+
+  async function refreshCharts() {
+    await about.series.update(about.generations, signal);
+    parts.charts.draw(about);
+  }
+
+  async function refreshHealth() {
+    const newest = about.generations.filter((one) => one.kind === "training").at(-1) ?? about.current;
+    const whole = newest ? await get(`jobs/${about.job.id}/generations/${newest.number}`, signal) : null;
+    const vms = whole && whole.state !== "ended" ? await get(`vms?job=${about.job.id}&gone=false&limit=5000`, signal) : [];
+    parts.grid.draw(whole, vms, about.job);
+  }
+
+  async function refreshSlow() {
+    const base = `jobs/${about.job.id}`;
+    const tasks = [
+      getOrNull(`${base}/pipeline`, signal).then((found) => parts.pipeline.draw(found)),
+      Promise.all([get(`${base}/plans?limit=30`, signal), getOrNull(`${base}/plans/newest`, signal)]).then(([list, newest]) => parts.plans.draw(list, newest)),
+      get(`${base}/time`, signal).then((found) => parts.time.draw(found)),
+      get(`${base}/cost`, signal).then((found) => parts.cost.draw(found)),
+      parts.checkpoints.refresh(),
+    ];
+    parts.generations.draw(about.generations);
+    await Promise.all(tasks);
+  }
+
+  const quietly = (work) => async () => {
+    if (document.hidden && about.job) return;
+    try {
+      await work();
+    } catch (error) {
+      if (!signal.aborted && !(error instanceof TypeError) && error.status !== 401) put(trouble, h("p", { class: "wrong", role: "alert" }, error.message));
+      if (error instanceof TypeError && !/fetch|network/i.test(error.message)) throw error; // a mistake of the page itself
+    }
+  };
+  const refresh = quietly(async () => {
+    await refreshJob();
+    if (!log) open();
+    await Promise.all([refreshCharts(), refreshHealth(), refreshSlow()]);
+  });
+  const onChange = atMostEvery(1000, refresh);
+  const onSteps = atMostEvery(2000, quietly(refreshCharts));
+  const onHead = atMostEvery(500, drawHead);
+  const slow = setInterval(() => { if (!OVER.includes(about.job?.state)) onChange(); }, SLOW_MS);
+  const health = setInterval(() => { if (about.job?.state === "running") quietly(refreshHealth)(); }, HEALTH_MS);
+  const whenSeen = () => { if (!document.hidden) onChange(); };
+  document.addEventListener("visibilitychange", whenSeen);
+  signal.addEventListener("abort", () => {
+    [onChange, onSteps, onHead].forEach((each) => each.stop());
+    clearInterval(slow);
+    clearInterval(health);
+    document.removeEventListener("visibilitychange", whenSeen);
+  });
+
+  /** The parts below the head, once it is known that there is such a job. */
+  function open() {
+    events = eventList({ about: { job: about.job.id }, signal, ofJob: true });
+    log = logs(about.job, signal);
+    root.append(parts.charts.element,
+      h("div", { class: "columns" }, parts.grid.element, parts.time.element),
+      parts.pipeline.element, parts.plans.element, parts.generations.element,
+      h("div", { class: "columns" }, parts.checkpoints.element, parts.cost.element),
+      events.element, log.element);
+  }
+
+  refresh();
+  return {
+    refresh: () => { refresh(); events?.reload(); },
+    onEvent(event) {
+      if (event.job_id !== about.job?.id) return;
+      events?.add(event);
+      onChange();
+    },
+    onProgress(progress) {
+      if (progress.job_id !== about.job?.id) return;
+      Object.assign(about.job, { step: progress.step, loss: progress.loss, step_s: progress.step_s, examples_per_s: progress.examples_per_s, last_step_at: progress.at });
+      onHead();
+      onSteps();
+    },
+  };
+}

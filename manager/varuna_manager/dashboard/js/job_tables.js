@@ -1,0 +1,110 @@
+// The tables of a job's page: plans, lost time, checkpoints, cost, generations.
+import { getPage } from "./api.js";
+import { card, h, put, state, table, vmLink } from "./dom.js";
+import { age, bytes, clock, count, loss, money, number, percent, seconds, shape, signedPercent } from "./format.js";
+
+const CAUSES = {
+  training: "training", bubbles: "pipeline bubbles", redone_steps: "steps done again", morphs: "morphs",
+  waiting_for_vms: "waiting for VMs", calibration: "calibration",
+};
+
+/** Predicted against actual step time of each plan; and what else the planner considered for the newest. */
+export function plans() {
+  const note = h("p", { class: "reason" });
+  const actual = table("Predicted and actual step time by generation", [{ title: "Gen.", kind: "num" }, { title: "P×D", kind: "nowrap" }, { title: "m", kind: "num" },
+    { title: "Predicted", kind: "num" }, { title: "Actual", kind: "num" }, { title: "Off by", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Steps", kind: "num" }], { tall: true, empty: "No plan yet." });
+  const candidates = table("What the planner considered for the newest plan", [{ title: "P×D", kind: "nowrap" }, { title: "m", kind: "num" }, { title: "Step time", kind: "num" },
+    { title: "Verdict", kind: "nowrap" }, { title: "Why", kind: "wide" }], { tall: true, empty: "Nothing else was considered: the shape is pinned, or only one is possible." });
+  return {
+    element: h("div", { class: "columns" }, card("Predicted against actual", [], actual.element), card("Plan candidates", [], note, candidates.element)),
+    draw(list, newest) {
+      actual.fill(list.map((one) => [one.generation, shape(one.plan.p, one.plan.d), one.plan.micro_batch, seconds(one.predicted_step_s), seconds(one.actual_step_s),
+        signedPercent(one.error), number(one.actual_examples_per_s), count(one.steps)]));
+      put(note, newest ? `Generation ${newest.generation}: ${newest.reason}` : "");
+      const won = (one) => one.p === newest.plan.p && one.d === newest.plan.d && one.micro_batch === newest.plan.micro_batch;
+      candidates.fill((newest?.candidates ?? []).map((one) => ({
+        chosen: won(one),
+        cells: [shape(one.p, one.d), one.micro_batch, seconds(one.predicted_minibatch_s), state(won(one) ? "chosen" : one.fits ? "predicted slower" : "too large", won(one) ? "chosen" : one.fits ? "fits, lost" : "too large"), one.reason],
+      })));
+    },
+  };
+}
+
+export function timeLost() {
+  const note = h("span", { class: "note" });
+  const bar = h("div", { class: "bar", "aria-hidden": "true" });
+  const causes = table("Time by cause", [{ title: "Spent on", head: true, kind: "nowrap" }, { title: "Time", kind: "num" }, { title: "Share", kind: "num" }, { title: "", label: "Details", kind: "wide" }]);
+  return {
+    element: card("Where the time went", note, bar, causes.element),
+    draw(time) {
+      put(note, `${percent(time.goodput, 1)} of ${seconds(time.total_s)} made progress`);
+      put(bar, time.causes.filter((one) => one.share > 0).map((one) => {
+        const part = h("div", { class: `bar-fill c-${one.cause}` });
+        part.style.width = `${100 * one.share}%`;
+        return part;
+      }));
+      causes.fill(time.causes.map((one) => [[h("span", { class: `swatch c-${one.cause}`, "aria-hidden": "true" }), CAUSES[one.cause] ?? one.cause],
+        seconds(one.seconds), percent(one.share, 1), one.text]));
+    },
+  };
+}
+
+export function cost() {
+  const head = h("p", { class: "note" });
+  const vms = table("Cost by VM, the dearest first", [{ title: "VM" }, { title: "Hours", kind: "num" }, { title: "GPU-hours", kind: "num" }, { title: "Price per hour", kind: "num" }, { title: "Cost", kind: "num" }], { tall: true, empty: "No VM has run for it." });
+  return {
+    element: card("Cost", [], head, vms.element),
+    draw(found) {
+      const unpriced = found.vms_without_price ? `; ${found.vms_without_price} VMs have no known price` : "";
+      put(head, `${number(found.gpu_hours)} GPU-hours, ${number(found.vm_hours)} VM-hours`,
+        found.cost === null ? "; the provider tells no price." : `; ${money(found.cost)} in all, ${money(found.cost_per_hour)} per hour now${unpriced}.`);
+      vms.fill(found.by_vm.slice(0, 100).map((one) => [vmLink(one.vm_id), number(one.hours), number(one.gpu_hours), money(one.price_per_hour), money(one.cost)]));
+    },
+  };
+}
+
+export function checkpoints(job, signal) {
+  const note = h("span", { class: "note" });
+  const list = table("Checkpoints, newest first", [{ title: "Step", kind: "num" }, { title: "Gen.", kind: "num" }, { title: "Age", kind: "nowrap" }, { title: "Size", kind: "num" }, { title: "Where", kind: "wide" }],
+    { tall: true, empty: "No checkpoint yet." });
+  const more = h("button", { type: "button", hidden: true, on: { click: () => load(next) } }, "Older");
+  let shown = [];
+  let next = null;
+  async function load(from) {
+    const page = await getPage(from ?? `jobs/${encodeURIComponent(job)}/checkpoints?order=desc&limit=25`, signal);
+    // Asked again for the newest, what was asked for below them stays.
+    const seen = new Set(page.items.map((one) => `${one.generation}/${one.step}`));
+    const rest = from ? [] : shown.filter((one) => !seen.has(`${one.generation}/${one.step}`));
+    if (from || !rest.length) next = page.next;
+    shown = from ? [...shown, ...page.items] : [...page.items, ...rest];
+    draw();
+  }
+  function draw() {
+    put(note, shown.length ? `newest ${age(shown[0].at)}, at step ${count(shown[0].step)}` : "");
+    list.fill(shown.map((one) => [count(one.step), one.generation, age(one.at), bytes(one.total_bytes), h("code", {}, one.url)]));
+    more.hidden = next === null;
+  }
+  return { element: card("Checkpoints", note, list.element, more), refresh: () => load(null) };
+}
+
+export function generationsTable() {
+  const list = table("Generations, newest first", [{ title: "Gen.", kind: "num" }, { title: "Kind", kind: "nowrap" }, { title: "State", kind: "nowrap" }, { title: "P×D", kind: "nowrap" }, { title: "Began", kind: "nowrap" },
+    { title: "Steps", kind: "num" }, { title: "Last loss", kind: "num" }, { title: "Without progress", kind: "num" }, { title: "Done again", kind: "num" }, { title: "Why it began", kind: "wide" }, { title: "Why it ended", kind: "wide" }], { tall: true });
+  const note = h("span", { class: "note" });
+  return {
+    element: card("Generations", note, list.element),
+    draw(generations) {
+      const training = generations.filter((one) => one.kind === "training").length;
+      put(note, `${Math.max(0, training - 1)} morphs`);
+      list.fill(generations.slice(-200).reverse().map((one) => [one.number, one.kind, state(one.state), shape(one.p, one.d), clock(one.created_at),
+        one.resumed_step === null || one.last_step === null ? "–" : `${count(one.resumed_step + 1)}–${count(one.last_step)}`, loss(one.last_loss),
+        downtime(one), one.steps_redone, one.reason, one.end_reason ?? (one.stop_cause ? `stopping: ${one.stop_cause.replaceAll("_", " ")}` : "–")]));
+    },
+  };
+}
+
+/** Seconds without progress before its first step, and what they went to. */
+function downtime(one) {
+  const parts = (one.downtime ?? []).map((part) => `${part.name.replaceAll("_", " ")} ${seconds(part.seconds)}`).join(", ");
+  return h("span", { title: parts || null }, seconds(one.seconds_without_progress));
+}

@@ -1,0 +1,119 @@
+// Starts the dashboard: who is there, which page is shown, and whether what it shows is current.
+import { follow, get, news, sleep, token } from "./api.js";
+import { h, link, put } from "./dom.js";
+import { eventsPage } from "./events.js";
+import { fleetPage } from "./fleet.js";
+import { jobPage } from "./job.js";
+import { jobsPage } from "./jobs.js";
+import { loginForm } from "./login.js";
+import { vmPage } from "./vm.js";
+
+const ROUTES = [
+  [/^#\/jobs\/([^/]+)$/, jobPage, "#/jobs"],
+  [/^#\/jobs$/, jobsPage, "#/jobs"],
+  [/^#\/fleet$/, fleetPage, "#/fleet"],
+  [/^#\/vms\/([^/]+)$/, vmPage, "#/fleet"],
+  [/^#\/events$/, eventsPage, "#/events"],
+];
+const RANK = { viewer: 0, user: 1, admin: 2 };
+const byId = (id) => document.getElementById(id);
+
+let shown = null; // {page, controller}
+let streaming = null;
+let me = null;
+
+const may = (role) => me !== null && RANK[me.role] >= RANK[role];
+
+function showPage() {
+  if (me === null) return;
+  shown?.controller.abort();
+  const hash = location.hash || "#/jobs";
+  const found = ROUTES.map(([pattern, page, tab]) => [pattern.exec(hash), page, tab]).find(([match]) => match);
+  if (!found) { location.replace("#/jobs"); return; }
+  const [match, page, tab] = found;
+  for (const each of document.querySelectorAll("nav a")) {
+    if (each.getAttribute("href") === tab) each.setAttribute("aria-current", "page");
+    else each.removeAttribute("aria-current");
+  }
+  const controller = new AbortController();
+  const root = h("div", { class: "page" }); // what a page of before still draws goes nowhere
+  byId("main").replaceChildren(root);
+  const first = shown === null;
+  const context = {
+    root, signal: controller.signal, may, argument: match[1] ? decodeURIComponent(match[1]) : null,
+    title: (text) => { document.title = `${text} · Varuna`; },
+  };
+  shown = { controller, page: page(context) };
+  if (!first) { byId("main").focus({ preventScroll: true }); scrollTo(0, 0); }
+}
+
+function status(symbol, text) {
+  put(byId("connection"), h("span", { "aria-hidden": "true" }, `${symbol} `), text);
+}
+
+function banner(...content) {
+  put(byId("banner"), ...content);
+}
+
+news.addEventListener("reached", () => {
+  const wasAway = byId("banner").childNodes.length > 0;
+  status("●", "live");
+  banner();
+  if (wasAway) shown?.page.refresh?.();
+});
+news.addEventListener("unreachable", () => {
+  if (me === null) return;
+  status("✘", "no connection");
+  banner("The manager cannot be reached: what is shown is the last that was known. Training goes on without it. Trying again…");
+});
+news.addEventListener("standby", ({ detail }) => {
+  status("◐", "stands by");
+  banner(`${detail.text} `, detail.leader ? link(`${detail.leader}/${location.hash}`, `Go to the leader, ${detail.leader}`) : "");
+});
+news.addEventListener("signed-out", ({ detail }) => signOut(token.get() ? detail : ""));
+
+function signOut(reason = "") {
+  token.clear();
+  me = null;
+  streaming?.abort();
+  shown?.controller.abort();
+  shown = null;
+  banner();
+  put(byId("who"));
+  byId("sign-out").hidden = true;
+  status("○", "signed out");
+  document.title = "Sign in · Varuna";
+  const form = loginForm(reason, (text) => { token.set(text); start(); });
+  byId("main").replaceChildren(form);
+  form.querySelector("input").focus();
+}
+
+async function start() {
+  status("…", "connecting");
+  for (let tries = 0; me === null; tries += 1) {
+    try {
+      me = await get("whoami");
+    } catch (error) {
+      if (error.status === 401) return; // the form is shown
+      banner(`The manager does not answer: ${error.message}. Trying again…`);
+      await sleep(Math.min(8000, 500 * 2 ** tries));
+    }
+  }
+  banner();
+  put(byId("who"), me.open ? "" : `${me.name} (${me.role})`);
+  byId("sign-out").hidden = me.open;
+  const controller = new AbortController();
+  streaming = controller;
+  const newest = get("events?order=desc&limit=1").catch(() => []);
+  showPage();
+  follow((await newest)[0]?.id ?? 0, (kind, data) => {
+    if (kind === "progress") shown?.page.onProgress?.(data);
+    else shown?.page.onEvent?.(data);
+  }, controller.signal);
+}
+
+addEventListener("hashchange", showPage);
+// A hash of its own would leave the page that is shown.
+byId("skip").addEventListener("click", (event) => { event.preventDefault(); byId("main").focus(); });
+byId("sign-out").addEventListener("click", () => signOut());
+start();
