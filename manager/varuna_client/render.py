@@ -1,16 +1,15 @@
-"""The manager's documents as text for people: rich tables and lines. Pure: documents in, renderables out."""
+"""The manager's documents as text for people: tables and lines. Pure: documents in, renderables out."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from varuna_client.documents import Event, Generation, Job, Metric, Timestamp, Vm
+from varuna_client.documents import Event, Job, JobSpec, Timestamp, Vm
 
 STATE_STYLES = {
     "running": "green",
@@ -46,10 +45,14 @@ STATE_SIGNS = {
 }
 """A sign beside each state's word, so that none is told by colour alone."""
 SPARKS = "▁▂▃▄▅▆▇█"
+_BAD = re.compile(r"_(failed|lost|rejected)$|^hang|worker_exited")
+_GOOD = re.compile(r"_(succeeded|ready|released|well|measured)$|^first_step$")
+_ODD = re.compile(r"notice|suspect|slow|quarantined|draining|cancel|preempted|stopping|drift")
+_STEPS = re.compile(r"(--(?:max|num|train|total)?[-_]?steps)[= ]([0-9]{1,12})\b")
 
 
 def state(name: str) -> Text:
-    return Text(f"{STATE_SIGNS.get(name, '·')} {name}", style=STATE_STYLES.get(name, ""))
+    return Text(f"{STATE_SIGNS.get(name, '·')} {name}", style=STATE_STYLES.get(name, ""), no_wrap=True)
 
 
 def shape(p: int | None, d: int | None) -> str:
@@ -59,6 +62,13 @@ def shape(p: int | None, d: int | None) -> str:
 
 def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def rate(value: float | None) -> str:
+    """Of about three digits: `19.3`, `0.142`, `4,120`."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def size(count: int) -> str:
@@ -80,6 +90,22 @@ def clock(at: Timestamp | None) -> str:
     return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
 
 
+def duration(seconds: float | None) -> str:
+    """`0.4 s`, `58 s`, `3 m 20 s`, `2 h 05 m`, `3 d 4 h`."""
+    if seconds is None:
+        return "-"
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
 def sparkline(series: Sequence[float | None], width: int = 40) -> str:
     """The course of a series in one line of text, its newest value last; what is no number is left out."""
     values = [value for value in series if value is not None]
@@ -92,43 +118,78 @@ def sparkline(series: Sequence[float | None], width: int = 40) -> str:
     return "".join(SPARKS[int((value - low) / span * (len(SPARKS) - 1))] for value in picked)
 
 
-def jobs_table(jobs: Iterable[Job]) -> Table:
-    table = Table("JOB", "STATE", "P×D", "M", "GENERATION", "STEP", "LOSS", "ID", box=None, pad_edge=False)
+def total_steps(spec: JobSpec) -> tuple[int, str] | None:
+    """How many steps the job trains and how that is known; None: only its script knows."""
+    if spec.get("steps"):
+        return int(spec["steps"]), "steps in the job file"
+    found = _STEPS.findall(str(spec.get("run") or ""))
+    if not found or int(found[-1][1]) == 0:
+        return None
+    option, count = found[-1]
+    return int(count), f"{option} in run"
+
+
+def table(*heads: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
+    """Without a frame. Cells are never broken, but those of the columns to `fold`."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for head in heads:
+        made.add_column(
+            head,
+            justify="right" if head in right else "left",
+            no_wrap=head not in fold,
+            overflow="fold" if head in fold else "ellipsis",
+            ratio=1 if head in fold else None,
+            min_width=12 if head in fold else None,
+        )
+    return made
+
+
+def jobs_table(jobs: Iterable[Job], now: datetime) -> Table:
+    numbers = ("GPUS", "STEP", "LOSS", "EX/S")
+    made = table("JOB", "STATE", "P×D", *numbers, "SUBMITTED", "ID", right=numbers, fold=("JOB",))
     for job in jobs:
-        plan = job.get("plan")
-        table.add_row(
+        plan, total = job.get("plan"), total_steps(job["spec"])
+        made.add_row(
             job["name"],
             state(job["state"]),
             shape(plan and plan["p"], plan and plan["d"]),
-            str(plan["micro_batch"] if plan else "-"),
-            str(job["generation"] or "-"),
-            str(job["step"]),
+            str(job.get("gpus") or "-"),
+            f"{job['step']}/{total[0]}" if total else str(job["step"]),
             number(job["loss"]),
+            rate(job.get("examples_per_s")) if job["state"] == "running" else "-",
+            ago(job["created_at"], now),
             job["id"],
         )
-    return table
+    return made
+
+
+def ago(at: Timestamp | None, now: datetime) -> str:
+    if not at:
+        return "-"
+    return f"{duration((now - datetime.fromisoformat(at)).total_seconds())} ago"
 
 
 def vms_table(vms: Iterable[Vm]) -> Table:
-    table = Table("VM", "STATE", "GPUS", "MEMORY/GPU", "HOST", "HEARD", "PROVIDER", "WHY", box=None, pad_edge=False)
+    right = ("GPUS", "MEM/GPU", "$/H")
+    vms = list(vms)
+    has_prices = any(vm.get("price_per_hour") is not None for vm in vms)
+    heads = [head for head in ("VM", "STATE", *right, "JOBS", "HEARD", "HOST", "WHY") if head != "$/H" or has_prices]
+    made = table(*heads, right=right, fold=("WHY",))
     for vm in vms:
         heard = vm.get("last_heard_s")
-        table.add_row(
-            vm["id"],
-            state(vm["state"]),
-            str(vm["gpus"]),
-            size(vm.get("device_memory_bytes") or 0),
-            vm.get("host") or "-",
-            "-" if heard is None else f"{heard:.1f} s ago",
-            vm["provider"],
-            _why(vm),
-        )
-    return table
+        jobs = sorted({worker["job_id"] for worker in vm.get("workers") or ()})
+        cells = [vm["id"], state(vm["state"]), str(vm["gpus"]), size(vm.get("device_memory_bytes") or 0)]
+        cells += [rate(vm.get("price_per_hour"))] if has_prices else []
+        cells += [", ".join(jobs) or "-", "-" if heard is None else f"{duration(heard)} ago", vm.get("host") or "-"]
+        made.add_row(*cells, _why(vm))
+    return made
 
 
 def _why(vm: Vm) -> str:
     """Why the VM is in its state, and what is held against it."""
-    until = vm.get("quarantined_until")
+    until, notice = vm.get("quarantined_until"), vm.get("notice_deadline")
+    if notice:
+        return f"its provider takes it at {clock(notice)}"
     if until:
         return f"quarantined as slow until {clock(until)}"
     if vm.get("slow_ratio"):
@@ -136,59 +197,22 @@ def _why(vm: Vm) -> str:
     return vm.get("reason") or ""
 
 
-def generations_table(generations: Iterable[Generation]) -> Table:
-    table = Table("GEN", "KIND", "STATE", "P×D", "M", "STEPS", "NO PROGRESS", "REDONE", "WHY", box=None, pad_edge=False)
-    for generation in generations:
-        resumed, last = generation.get("resumed_step"), generation.get("last_step")
-        stalled, redone = generation.get("seconds_without_progress"), generation.get("steps_redone")
-        table.add_row(
-            str(generation["number"]),
-            generation["kind"],
-            state(generation["state"]),
-            shape(generation["p"], generation["d"]),
-            str(generation["micro_batch"]),
-            "-" if resumed is None or last is None else f"{resumed + 1}-{last}",
-            "-" if stalled is None else f"{stalled:.1f} s",
-            "-" if redone is None else str(redone),
-            generation["reason"],
-        )
-    return table
-
-
-def job_page(
-    job: Job, generations: Sequence[Generation], metrics: Sequence[Metric], events: Sequence[Event]
-) -> RenderableType:
-    """All that `varuna show` says: the state, the error if there is one, the course of training, how it came about."""
-    spec = job["spec"]
-    head = Table.grid(padding=(0, 2))
-    head.add_row("job", Text(f"{job['name']}  ({job['id']})", style="bold"))
-    head.add_row("state", state(job["state"]))
-    head.add_row("run", f"{spec.get('run')}  in {spec.get('workdir')}")
-    head.add_row("global batch", f"{spec.get('global_batch')} examples")
-    head.add_row("step", f"{job['step']}   loss {number(job['loss'])}")
-    if metrics:
-        head.add_row("loss", sparkline([metric["loss"] for metric in metrics]))
-        head.add_row("step time", f"{metrics[-1]['step_s']:.3f} s{_predicted(generations)}")
-    parts: list[RenderableType] = [head]
-    if job["error"]:
-        parts += ["", Text("error", style="bold red"), Padding(Text(job["error"].rstrip()), (0, 0, 0, 2))]
-    if generations:
-        parts += ["", generations_table(generations)]
-    if events:
-        parts += ["", *(event_line(event) for event in events[-12:])]
-    return Group(*parts)
-
-
 def event_line(event: Event) -> Text:
     """One event as one line: when, what kind, and the reason in words."""
-    generation = event.get("generation")
+    return Text.assemble(*_event_head(event), " ", event["message"])
+
+
+def event_row(event: Event) -> Table:
+    """As event_line, but that in a narrow terminal the reason is folded in its own column."""
+    row = Table.grid(padding=(0, 1, 0, 0))
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1, overflow="fold")
+    row.add_row(Text.assemble(*_event_head(event)), Text(event["message"]))
+    return row
+
+
+def _event_head(event: Event) -> list[str | tuple[str, str]]:
+    generation, kind = event.get("generation"), event["kind"]
     where = f"g{generation}" if generation else ""
-    return Text.assemble(
-        (clock(event["at"]), "dim"), "  ", (f"{event['kind']:<24}", "cyan"), f" {where:<4} ", event["message"]
-    )
-
-
-def _predicted(generations: Sequence[Generation]) -> str:
-    plan = generations[-1].get("plan") if generations else None
-    predicted = plan.get("predicted_minibatch_s") if plan else None
-    return f"  (predicted {predicted:.3f} s)" if predicted else ""
+    style = next((style for rule, style in ((_BAD, "red"), (_GOOD, "green"), (_ODD, "yellow")) if rule.search(kind)), "")
+    return [(clock(event["at"]), "dim"), " ", (f"{kind:<19}", style or "cyan"), f" {where:<3}"]
