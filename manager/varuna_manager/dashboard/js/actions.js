@@ -55,7 +55,7 @@ function retry(job) {
 
 export function drainButton(vm, may, changed) {
   if (!may("admin") || ["draining", "lost", "gone"].includes(vm.state)) return null;
-  return button("Drain…", "danger", () => drain(vm).then(changed));
+  return button("Drain…", null, () => drain(vm).then(changed));
 }
 
 function drain(vm) {

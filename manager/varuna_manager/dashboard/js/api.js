@@ -14,6 +14,9 @@ export class Problem extends Error {
   }
 }
 
+/** The manager did not answer, or the page that asked is over. */
+export class Unreachable extends Error {}
+
 /** What tells the page of the connection: `signed-out`, `reached`, `unreachable`, `standby`. */
 export const news = new EventTarget();
 const tell = (type, detail) => news.dispatchEvent(new CustomEvent(type, { detail }));
@@ -36,7 +39,7 @@ async function call(path, options) {
     response = await fetch(API + path, { cache: "no-store", ...options, headers: headers(options.headers) });
   } catch (error) {
     if (error.name !== "AbortError") tell("unreachable");
-    throw error;
+    throw new Unreachable("the manager cannot be reached", { cause: error });
   }
   if (response.ok) return response;
   const problem = new Problem(response.status, await response.json().catch(() => null));

@@ -19,7 +19,7 @@ export function fleetPage({ root, signal, may, title }) {
   const vms = vmTable(signal, may, () => refresh());
   root.append(h("div", { class: "head" }, h("h1", {}, "Fleet"), h("span", { class: "grow" }),
     may("admin") ? h("button", { type: "button", on: { click: () => resize(refresh) } }, "Number of VMs…") : null),
-  trouble, numbers, past.element, vms.element, quarantines.element);
+  trouble, numbers, past.element, quarantines.element, vms.element);
 
   async function refresh() {
     try {
@@ -47,38 +47,38 @@ export function fleetPage({ root, signal, may, title }) {
 /** VMs over time, with marks where some were lost, were given notice, or were quarantined. */
 function history(signal) {
   const drawn = chart("VMs over time", [{ title: "Until", kind: "nowrap" }, { title: "There", kind: "num" }, { title: "Became ready", kind: "num" }, { title: "Lost or gone", kind: "num" },
-    { title: "Notices", kind: "num" }, { title: "Quarantined", kind: "num" }], { height: 240, signal });
+    { title: "Notices", kind: "num" }, { title: "Quarantined", kind: "num" }], { height: 300, signal });
   const span = h("select", { "aria-label": "How far back", on: { change: () => refresh() } },
     HISTORIES.map(([text, seconds]) => h("option", { value: seconds }, `last ${text}`)));
   async function refresh() {
     const since = new Date(Date.now() - 1000 * span.value).toISOString();
     drawn.draw(historyContent(await get(`fleet/history?since=${encodeURIComponent(since)}&points=180`, signal)));
   }
-  const legend = h("span", { class: "note" }, "✕ lost or gone  ▼ notice  ◆ quarantined");
+  const legend = h("span", { class: "note" }, [["c-lost", "lost or gone"], ["c-notice", "given notice (striped)"], ["c-quarantine", "quarantined (crossed)"]]
+    .map(([tone, word]) => [h("span", { class: `swatch ${tone}`, "aria-hidden": "true" }), `${word}   `]));
   return { element: card("VMs over time", [legend, h("span", { class: "grow" }), span], drawn.element), refresh };
 }
 
 function historyContent(found) {
   const x = found.at_unix_s.map((at) => new Date(1000 * at));
   const total = (column) => count(found[column].reduce((sum, value) => sum + value, 0));
-  const marks = (column, word, symbol, color) => {
-    const hit = found[column].map((value, index) => [value, index]).filter(([value]) => value > 0);
-    return { x: hit.map(([, index]) => x[index]), y: hit.map(([, index]) => found.present[index]), text: hit.map(([value]) => `${value} ${word}`), name: word, type: "scatter", mode: "markers",
-      marker: { symbol, size: hit.map(([value]) => Math.min(16, 7 + value)), color: colour(color), line: { width: 1, color: colour("card") } }, hovertemplate: "%{text}<extra></extra>" };
-  };
+  const bars = (column, word, color, shape) => ({
+    x, y: found[column].map((value) => value || null), name: word, type: "bar", yaxis: "y2", width: 800 * found.bucket_s,
+    marker: { color: colour(color), pattern: { shape, fgcolor: colour("card"), fgopacity: 0.6, size: 5, solidity: 0.35 } }, hovertemplate: `%{y} ${word}<extra></extra>` });
   return {
     words: found.present.length ? `${count(found.present.at(-1))} VMs now; in this time ${total("ready")} became ready, ${total("lost")} were lost or given back, ${total("notices")} were given notice, ${total("quarantines")} quarantined.` : "No history yet.",
     rows: () => thinned(x.length, 90).reverse().map((index) => [clock(x[index]), count(found.present[index]), found.ready[index], found.lost[index], found.notices[index], found.quarantines[index]]),
     traces: () => [
       { x, y: found.present, name: "VMs", type: "scatter", mode: "lines", line: { color: colour("op-f"), width: 1.8, shape: "hv" }, fill: "tozeroy", fillcolor: `${colour("op-f")}1c`, hovertemplate: "%{y} VMs<extra></extra>" },
-      marks("lost", "lost or gone", "x", "mark"), marks("notices", "given notice", "triangle-down", "op-r"), marks("quarantines", "quarantined", "diamond", "op-a")],
-    layout: () => ({ xaxis: { type: "date" }, yaxis: { rangemode: "tozero", title: { text: "VMs" }, tickformat: ",d" } }),
+      bars("lost", "lost or gone", "mark", ""), bars("notices", "given notice", "op-r", "/"), bars("quarantines", "quarantined", "op-a", "x")],
+    layout: () => ({ barmode: "stack", xaxis: { type: "date", anchor: "y2" }, yaxis: { domain: [0.42, 1], rangemode: "tozero", title: { text: "VMs" }, tickformat: ",d" },
+      yaxis2: { domain: [0, 0.32], rangemode: "tozero", title: { text: "marks" }, nticks: 3, tickformat: ",d" } }),
   };
 }
 
 function quarantined() {
   const list = table("Quarantined VMs", [{ title: "VM", head: true, kind: "nowrap" }, { title: "Slower by", kind: "num" }, { title: "Until", kind: "nowrap" }, { title: "Times", kind: "num" }, { title: "Why", kind: "wide" }],
-    { empty: "No VM is quarantined." });
+    { tall: "low", empty: "No VM is quarantined." });
   return {
     element: card("Quarantines", [], list.element),
     draw: (vms) => list.fill(vms.map((vm) => [vmLink(vm.id), vm.slow_ratio ? `${vm.slow_ratio.toFixed(2)}×` : "–", clock(vm.quarantined_until), vm.quarantines, vm.slow_reason ?? vm.reason])),
@@ -94,7 +94,7 @@ export function troubles(vm) {
 
 function vmTable(signal, may, changed) {
   const list = table("VMs", [{ title: "VM", head: true, kind: "nowrap" }, { title: "State", kind: "nowrap" }, { title: "GPUs", kind: "num" }, { title: "Memory each", kind: "num" }, { title: "Host", kind: "nowrap" },
-    { title: "Job", kind: "nowrap" }, { title: "Heard", kind: "nowrap" }, { title: "Reason", kind: "wide" }, { title: "" }], { empty: "No such VMs." });
+    { title: "Job", kind: "nowrap" }, { title: "Heard", kind: "nowrap" }, { title: "Reason", kind: "wide" }, { title: "" }], { tall: "high", empty: "No such VMs." });
   const chips = h("div", { class: "chips", role: "group", "aria-label": "VMs by state" });
   const search = h("input", { type: "search", placeholder: "Id or host contains…", "aria-label": "Id or host contains", on: { input: () => soon() } });
   const where = h("span", { class: "note", role: "status" });

@@ -1,5 +1,5 @@
 // The page of one job: what it is doing, how fast, on what, and what it cost.
-import { get, getOrNull } from "./api.js";
+import { Problem, Unreachable, get, getOrNull } from "./api.js";
 import { jobActions } from "./actions.js";
 import { atMostEvery, figures, h, link, put, state } from "./dom.js";
 import { eventList } from "./events.js";
@@ -22,7 +22,7 @@ export function jobPage({ root, signal, may, argument, title }) {
   const trouble = h("div");
   const parts = {
     charts: rateAndLoss(signal), grid: grid(), pipeline: pipeline(signal), plans: plans(), time: timeLost(),
-    cost: cost(), checkpoints: checkpoints(argument, signal), generations: generationsTable(argument, signal),
+    cost: cost(), checkpoints: checkpoints(argument, signal), generations: generationsTable(),
   };
   let events = null;
   let log = null;
@@ -89,8 +89,8 @@ export function jobPage({ root, signal, may, argument, title }) {
     try {
       await work();
     } catch (error) {
-      if (!signal.aborted && !(error instanceof TypeError) && error.status !== 401) put(trouble, h("p", { class: "wrong", role: "alert" }, error.message));
-      if (error instanceof TypeError && !/fetch|network/i.test(error.message)) throw error; // a mistake of the page itself
+      if (!(error instanceof Problem || error instanceof Unreachable)) throw error; // a mistake of this page
+      if (!signal.aborted && error instanceof Problem && error.status !== 401) put(trouble, h("p", { class: "wrong", role: "alert" }, error.message));
     }
   };
   const refresh = quietly(async () => {
@@ -117,9 +117,8 @@ export function jobPage({ root, signal, may, argument, title }) {
     events = eventList({ about: { job: about.job.id }, signal, ofJob: true });
     log = logs(about.job, signal);
     root.append(parts.charts.element,
-      h("div", { class: "columns" }, parts.grid.element, parts.time.element),
-      parts.pipeline.element, parts.plans.element, parts.generations.element,
-      h("div", { class: "columns" }, parts.checkpoints.element, parts.cost.element),
+      parts.grid.element, parts.pipeline.element, parts.plans.element,
+      h("div", { class: "columns" }, parts.time.element, parts.checkpoints.element), parts.generations.element, parts.cost.element,
       events.element, log.element);
   }
 

@@ -8,7 +8,7 @@ const LABEL_PX = 46;
 export function rateAndLoss(signal) {
   const rate = chart("Examples per second over time", [{ title: "Time", kind: "nowrap" }, { title: "Steps", kind: "num" }, { title: "P×D" },
     { title: "Examples/s", kind: "num" }, { title: "per GPU", kind: "num" }], { height: 330, signal });
-  const losses = chart("Loss by step", [{ title: "Step", kind: "num" }, { title: "Generation", kind: "num" }, { title: "Loss", kind: "num" }], { height: 260, signal });
+  const losses = chart("Loss by step", [{ title: "Step", kind: "num" }, { title: "Generation", kind: "num" }, { title: "Loss", kind: "num" }], { height: 330, signal });
   return {
     element: h("div", { class: "columns" },
       card("Throughput", h("span", { class: "note" }, "examples/s, and per GPU; dashed: a morph to the shape P×D"), rate.element),
@@ -36,6 +36,9 @@ function broken(points, of) {
 function rateContent(points, training, of, isDownSampled) {
   const gpus = (point) => { const one = of.get(point.generation); return one ? one.p * one.d : null; };
   const starts = training.filter((one) => one.started_at).map((one) => ({ at: Date.parse(one.started_at), text: shape(one.p, one.d) }));
+  // The first bucket of a generation may have steps of the one before, on another number of GPUs.
+  const mixed = new Set(isDownSampled ? points.filter((point, index) => index && points[index - 1].generation !== point.generation) : []);
+  const perGpu = (point) => (gpus(point) && !mixed.has(point) ? point.rate[1] / gpus(point) : null);
   const newest = points.at(-1);
   const morphs = Math.max(0, starts.length - 1);
   return {
@@ -44,7 +47,7 @@ function rateContent(points, training, of, isDownSampled) {
       : "No steps yet.",
     rows: () => thinned(points.length).map((index) => points[index]).map((point) => [
       clock(point.at), steps(point), of.has(point.generation) ? shape(of.get(point.generation).p, of.get(point.generation).d) : "–",
-      number(point.rate[1]), gpus(point) ? number(point.rate[1] / gpus(point)) : "–"]),
+      number(point.rate[1]), number(perGpu(point))]),
     traces: () => {
       const x = broken(points, (point) => new Date(point.at));
       const what = broken(points, (point) => `step ${steps(point)}`);
@@ -53,7 +56,7 @@ function rateContent(points, training, of, isDownSampled) {
         line: { color, width: 1.8 }, hovertemplate: "%{y:.4~g} · %{text}", ...extra });
       const band = isDownSampled ? spreadBand(points, (point) => point.rate, (point) => new Date(point.at), colour("op-f")) : [];
       return [...band, line("examples/s", broken(points, (point) => point.rate[1]), colour("op-f")),
-        line("per GPU", broken(points, (point) => (gpus(point) ? point.rate[1] / gpus(point) : null)), colour("op-b"), { yaxis: "y2" })];
+        line("per GPU", broken(points, perGpu), colour("op-b"), { yaxis: "y2" })];
     },
     layout: (width) => {
       const begin = Math.min(starts[0]?.at ?? Infinity, points[0]?.at ?? Infinity);
