@@ -1,23 +1,55 @@
-"""The commands that steer jobs and VMs: cancel, retry, drain, stacks; and watching a job to its end."""
+"""The commands that steer jobs and VMs: submit, watch, cancel, retry, drain, stacks."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
-from varuna_client import render
 from varuna_client.api import Client
-from varuna_client.documents import Job
+from varuna_client.documents import END_STATES, Job
 from varuna_client.errors import JobEndedError
-from varuna_client.follow import follow_job
-from varuna_client.options import AsJson, JobName, ManagerUrl, connect, emit, emit_line
+from varuna_client.follow import follow_job, newest_event_id
+from varuna_client.jobfile import hand_in, load_job
+from varuna_client.options import AsJson, JobName, ManagerUrl, VmName, connect, emit, emit_line, note, tell
+from varuna_client.preview import preview, preview_text
+from varuna_client.watching import LineWatch, LiveWatch, Watched, summary
 
 Watch = Annotated[
     bool,
     typer.Option("--watch", help="Follow the job; exit 0 only when it succeeds, else with its script's exit code."),
 ]
+
+
+def submit(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job to run.")],
+    watch: Watch = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and submit nothing.")] = False,
+    manager_url: ManagerUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hand in a job, and say what will run: the plan for the GPUs there are now, its rate and cost."""
+    with connect(manager_url) as client:
+        file = load_job(job_file)
+        if dry_run:
+            found = preview(client, file.spec)
+            emit(found.document(), preview_text(found, file.spec), as_json)
+            return
+        if not as_json:
+            tell(preview_text(preview(client, file.spec), file.spec))
+        job = hand_in(client, file)
+        _told_or_watched(client, job, 0, watch=watch, as_json=as_json)
+
+
+def watch_job(job: JobName, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
+    """Follow a job to its end, as submit --watch does; exit as it does."""
+    with connect(manager_url) as client:
+        found = client.job(job)
+        watch_to_end(client, found, newest_event_id(client, found["id"]), as_json=as_json)
 
 
 def cancel(
@@ -35,13 +67,13 @@ def cancel(
 def retry(job: JobName, watch: Watch = False, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     """Go on with a job that failed or was cancelled, from its newest checkpoint."""
     with connect(manager_url) as client:
-        queued = client.retry(client.job(job)["id"])
-        text = Text(f"job {queued['name']} ({queued['id']}) is {queued['state']}: varuna show {queued['name']}")
-        tell(client, queued, text, watch=watch, as_json=as_json)
+        job_id = client.job(job)["id"]
+        before = newest_event_id(client, job_id)
+        _told_or_watched(client, client.retry(job_id), before, watch=watch, as_json=as_json)
 
 
 def drain(
-    vm: Annotated[str, typer.Argument(metavar="VM", help="The VM's id: varuna vms.")],
+    vm: VmName,
     deadline: Annotated[
         float | None, typer.Option(min=0, help="Seconds within which it is to be empty, saved or not.")
     ] = None,
@@ -70,25 +102,49 @@ def stacks(
     emit(found, Text("\n".join(lines) if lines else f"no generation of job {job} was found hanging"), as_json)
 
 
-def tell(client: Client, job: Job, text: Text, *, watch: bool, as_json: bool) -> None:
-    """That the job was handed in; with `watch` also all that follows, to its end.
+def _told_or_watched(client: Client, job: Job, after: int, *, watch: bool, as_json: bool) -> None:
+    """That the job was handed in; with `watch` also all that follows event number `after`, to its end.
 
     Raises JobEndedError when a watched job does not succeed.
     """
+    name = job["name"]
+    text = Text(f"job {name} ({job['id']}) is {job['state']}")
     if not watch:
-        emit(job, text, as_json)
+        emit(job, text.append(f": varuna watch {name}, varuna show {name}"), as_json)
         return
     emit_line(job, text, as_json)
-    for latest, metrics, events in follow_job(client, job["id"]):
-        job = latest
-        for event in events:
-            emit_line(event, render.event_line(event), as_json)
-        for metric in metrics:
-            line = f"step {metric['step']}  loss {render.number(metric['loss'])}  {metric['step_s']:.3f} s"
-            emit_line(metric, Text(f"{render.clock(metric['at'])}  {line}  g{metric['generation']}"), as_json)
-    emit_line(job, Text(f"job {job['name']} {job['state']} at step {job['step']}"), as_json)
+    watch_to_end(client, job, after, as_json=as_json)
+
+
+def watch_to_end(client: Client, job: Job, after: int, *, as_json: bool) -> None:
+    """What happens to the job after event number `after`. Raises JobEndedError when it does not succeed."""
+    name, job_id = job["name"], job["id"]
+    try:
+        job = client.job(job_id)
+        if job["state"] not in END_STATES:
+            _watch(client, job, after, as_json=as_json)
+    except KeyboardInterrupt:
+        note(f"\njob {name} goes on without you. Back to it: varuna watch {name}; to stop it: varuna cancel {name}")
+        raise
+    job = client.job(job_id)
+    kinds = [generation["kind"] for generation in client.generations(job_id, brief=True)]
+    emit_line(job, summary(job, client.time(job_id)["goodput"] if job["step"] else None, kinds), as_json)
     if job["state"] != "succeeded":
         error = (job["error"] or "").strip().splitlines()
         why = f": {error[-1]}" if error else ""
-        message = f"job {job['name']} {job['state']}{why} (varuna show {job['name']})"
-        raise JobEndedError(message, job.get("exit_code"))
+        raise JobEndedError(f"job {name} {job['state']}{why} (varuna show {name})", job.get("exit_code"))
+
+
+def _watch(client: Client, job: Job, after: int, *, as_json: bool) -> None:
+    watched = Watched(job)
+    console = Console(highlight=False)
+    view = LiveWatch(watched, console) if console.is_terminal and not as_json else LineWatch(watched, as_json=as_json)
+    with view:
+        for told in follow_job(client, job["id"], after=after):
+            if told[0] == "progress":
+                watched.note_progress(told[1], time.monotonic())
+                view.progress(told[1])
+            else:
+                watched.last_event = told[1]
+                watched.job = client.job(job["id"])
+                view.event(told[1])

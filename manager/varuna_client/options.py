@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from varuna_client.api import DEFAULT_URL, Client
+from varuna_client.api import DEFAULT_URL, AsyncClient, Client
 from varuna_client.config import find_config
 from varuna_client.errors import VarunaError
 
@@ -27,7 +27,10 @@ __all__ = [
     "JobName",
     "ManagerUrl",
     "VmName",
+    "complete_job",
+    "complete_vm",
     "connect",
+    "connect_later",
     "emit",
     "emit_line",
     "make_console",
@@ -73,6 +76,13 @@ def connect(url: str | None, *, timeout_s: float = 15.0, retries: int = 2) -> Cl
     return Client(
         config.manager_url.value, token=config.token.value, ca=config.ca.value, timeout_s=timeout_s, retries=retries
     )
+
+
+def connect_later(url: str | None) -> AsyncClient:
+    """As `connect`, with calls to be awaited."""
+    config = find_config({"manager_url": url})
+    assert config.manager_url.value is not None, "it has a default"
+    return AsyncClient(config.manager_url.value, token=config.token.value, ca=config.ca.value)
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -163,6 +163,10 @@ def jobs_table(jobs: Iterable[Job], now: datetime) -> Table:
     return made
 
 
+def seconds_between(start: Timestamp, end: Timestamp) -> float:
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
+
+
 def ago(at: Timestamp | None, now: datetime) -> str:
     if not at:
         return "-"

@@ -13,7 +13,7 @@ from rich.text import Text
 from varuna_client import render
 from varuna_client.documents import Job, JobSpec
 from varuna_client.errors import UserError
-from varuna_client.follow import follow_job
+from varuna_client.follow import follow_job, is_event
 from varuna_client.jobfile import hand_in, load_job
 from varuna_client.options import AsJson, ManagerUrl, connect, emit, make_console
 from varuna_client.planning.files import write_text
@@ -35,10 +35,10 @@ def run(
     with connect(manager_url) as client:
         file = load_job(job_file)
         job = hand_in(client, replace(file, spec=profiling_job(file.spec)))
-        for latest, _metrics, events in follow_job(client, job["id"]):
-            job = latest
-            for event in events:
-                told.print(render.event_line(event), soft_wrap=True)
+        for news in follow_job(client, job["id"]):
+            if is_event(news):
+                told.print(render.event_line(news[1]), soft_wrap=True)
+        job = client.job(job["id"])
         if job["state"] != "succeeded":
             raise UserError(_why_not(job))
         text = client.profile(job["id"])

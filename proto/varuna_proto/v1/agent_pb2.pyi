@@ -1077,6 +1077,7 @@ class Launch(_message.Message):
     STOPS_PER_HOUR_FIELD_NUMBER: _builtins.int
     ARCHIVE_FIELD_NUMBER: _builtins.int
     SETUP_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -1097,6 +1098,8 @@ class Launch(_message.Message):
     """SHA-256 of the packed workdir, to be fetched; empty: workdir is there already"""
     setup: _builtins.str
     """run by /bin/sh -c in the workdir, once for this content on this VM; or empty"""
+    traceparent: _builtins.str
+    """W3C trace context of the morph that begins it; empty: nobody traces"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
@@ -1123,10 +1126,11 @@ class Launch(_message.Message):
         stops_per_hour: _builtins.float = ...,
         archive: _builtins.str = ...,
         setup: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "setup", b"setup", "stops_per_hour", b"stops_per_hour", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "setup", b"setup", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1214,11 +1218,14 @@ class Stop(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     mode: Global___StopMode.ValueType
     grace_s: _builtins.float
     """then the workers are killed"""
+    traceparent: _builtins.str
+    """W3C trace context of the morph that ends it; empty: nobody traces, or it is none"""
     def __init__(
         self,
         *,
@@ -1226,10 +1233,11 @@ class Stop(_message.Message):
         generation: _builtins.int = ...,
         mode: Global___StopMode.ValueType = ...,
         grace_s: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "job_id", b"job_id", "mode", b"mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "job_id", b"job_id", "mode", b"mode", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

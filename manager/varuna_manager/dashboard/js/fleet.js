@@ -64,7 +64,7 @@ function historyContent(found) {
   const total = (column) => count(found[column].reduce((sum, value) => sum + value, 0));
   const bars = (column, word, color, shape) => ({
     x, y: found[column].map((value) => value || null), name: word, type: "bar", yaxis: "y2", width: 800 * found.bucket_s,
-    marker: { color: colour(color), pattern: { shape, fgcolor: colour("card"), fgopacity: 0.6, size: 5, solidity: 0.35 } }, hovertemplate: `%{y} ${word}<extra></extra>` });
+    marker: { color: colour(color), pattern: { shape, fillmode: "overlay", fgcolor: colour("card"), fgopacity: 0.6, size: 5, solidity: 0.35 } }, hovertemplate: `%{y} ${word}<extra></extra>` });
   return {
     words: found.present.length ? `${count(found.present.at(-1))} VMs now; in this time ${total("ready")} became ready, ${total("lost")} were lost or given back, ${total("notices")} were given notice, ${total("quarantines")} quarantined.` : "No history yet.",
     rows: () => thinned(x.length, 90).reverse().map((index) => [clock(x[index]), count(found.present[index]), found.ready[index], found.lost[index], found.notices[index], found.quarantines[index]]),

@@ -51,13 +51,13 @@ function content(trace) {
       return {
         type: "bar", orientation: "h", name: word, y: spans.map((span) => `stage ${span[0]}`), base: spans.map((span) => span[3] / 1000), x: spans.map((span) => span[4] / 1000),
         text: spans.map((span) => span[2]), textposition: all <= MOST_LABELLED ? "inside" : "none", insidetextanchor: "middle", textangle: 0, constraintext: "inside",
-        insidetextfont: { color: "#ffffff", size: 11 }, width: op === "A" ? 0.3 : 0.8, offset: op === "A" ? -0.15 : -0.4,
-        marker: { color: colour(tone), line: { color: colour("card"), width: all <= MOST_LABELLED ? 1 : 0 }, pattern: all <= 3000 ? { shape: pattern, fgcolor: colour("card"), fgopacity: 0.45, size: 6, solidity: 0.25 } : undefined },
+        insidetextfont: { color: colour("on-accent"), size: 11 }, width: op === "A" ? 0.3 : 0.8, offset: op === "A" ? -0.15 : -0.4,
+        marker: { color: colour(tone), line: { color: colour("card"), width: all <= MOST_LABELLED ? 1 : 0 }, pattern: all <= 3000 ? { shape: pattern, fillmode: "overlay", fgcolor: colour("card"), fgopacity: 0.45, size: 6, solidity: 0.25 } : undefined },
         hovertemplate: `%{text} ${word} on %{y}<br>from %{base:.2f} ms, for %{x:.3f} ms<extra></extra>`,
       };
     }),
     layout: () => ({
-      height: 90 + Math.min(900, Math.max(34, 220 / stages.length) * stages.length), barmode: "overlay", hovermode: "closest", bargap: 0.15,
+      height: 90 + Math.min(900, Math.max(34, 220 / stages.length) * stages.length), barmode: "overlay", hovermode: "closest", bargap: 0.15, margin: { l: 10, r: 12, t: 6, b: 10 }, uniformtext: { minsize: 9, mode: "hide" },
       xaxis: { title: { text: "ms from the first op" }, rangemode: "tozero" },
       yaxis: { autorange: "reversed", type: "category", categoryorder: "array", categoryarray: stages.map((stage) => `stage ${stage.stage}`), showgrid: false },
     }),

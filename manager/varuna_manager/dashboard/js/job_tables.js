@@ -51,7 +51,7 @@ export function timeLost() {
 
 export function cost() {
   const head = h("p", { class: "note" });
-  const vms = table("Cost by VM, the dearest first", [{ title: "VM" }, { title: "Hours", kind: "num" }, { title: "GPU-hours", kind: "num" }, { title: "Price per hour", kind: "num" }, { title: "Cost", kind: "num" }], { tall: true, empty: "No VM has run for it." });
+  const vms = table("Cost by VM, the dearest first", [{ title: "VM", kind: "nowrap" }, { title: "Hours", kind: "num" }, { title: "GPU-hours", kind: "num" }, { title: "Price per hour", kind: "num" }, { title: "Cost", kind: "num" }], { tall: true, empty: "No VM has run for it." });
   return {
     element: card("Cost", [], head, vms.element),
     draw(found) {

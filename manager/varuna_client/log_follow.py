@@ -1,0 +1,159 @@
+"""Following workers' logs: each is one long poll from where the last answer ended, so a follower costs its bytes.
+
+Which logs there are, and when they are complete, the manager's stream of events tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from varuna_client.api import AsyncClient
+from varuna_client.calls import LogChunk
+from varuna_client.documents import END_STATES, Generation
+from varuna_client.errors import NotFoundError, RefusedError, UnreachableError
+from varuna_client.follow import END_KINDS, telling_rank
+
+_POLL_S = 20.0
+_PAUSE_S = 0.5
+"""While a log cannot be read: its worker has not begun, or its VM is out of reach."""
+ALL = "all"
+Ranks = int | str | None
+"""One rank, ALL of them, or None: rank 0, and at the end of a job that failed the one whose script failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tail:
+    """One log that is followed, until `over` is set and all of it is told."""
+
+    generation: int
+    rank: int
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LogFollower:
+    """Of a job's `ranks`, through every generation from the present one on; or of the given `generation` alone."""
+
+    def __init__(self, client: AsyncClient, job_id: str, ranks: Ranks, generation: int | None) -> None:
+        self._client = client
+        self._job_id = job_id
+        self._ranks = ranks
+        self._only = generation
+        self._chunks: asyncio.Queue[LogChunk | None] = asyncio.Queue(64)
+        self._tails: dict[_Tail, asyncio.Task[None]] = {}
+
+    async def chunks(self) -> AsyncIterator[LogChunk]:
+        """Parts of the logs, those of each rank in their order. Raises what the client raises."""
+        leading = asyncio.create_task(self._lead())
+        try:
+            while (chunk := await self._chunks.get()) is not None:
+                yield chunk
+            await leading
+        finally:
+            for task in (leading, *self._tails.values()):
+                task.cancel()
+            await asyncio.gather(leading, *self._tails.values(), return_exceptions=True)
+
+    async def _lead(self) -> None:
+        try:
+            await self._follow_generations()
+            await self._end_tails()
+            if self._ranks is None:
+                await self._tell_failure()
+        finally:
+            self._chunks.put_nowait(None) if not self._chunks.full() else await self._chunks.put(None)
+
+    async def _follow_generations(self) -> None:
+        """Start a tail for each log that there is, until there will be no more."""
+        newest = await self._client.newest_events(self._job_id, limit=1)
+        job = await self._client.job(self._job_id)
+        at = self._only or job["generation"]
+        if at is not None:
+            await self._start(at)
+        if job["state"] in END_STATES or (self._only is not None and await self._is_over(self._only)):
+            return
+        async for kind, told in self._client.stream(self._job_id, after=max((e["id"] for e in newest), default=0)):
+            if kind != "event":
+                continue
+            number = told["generation"]
+            if told["kind"] == "generation_started" and self._only is None and number is not None:
+                await self._end_tails()
+                await self._start(number)
+            elif told["kind"] == "generation_ended" and self._only is not None and number == self._only:
+                return
+            elif told["kind"] in END_KINDS and (await self._client.job(self._job_id))["state"] in END_STATES:
+                return
+
+    async def _is_over(self, number: int) -> bool:
+        return (await self._client.generation(self._job_id, number))["state"] == "ended"
+
+    async def _start(self, number: int) -> None:
+        for rank in await self._ranks_of(number):
+            tail = _Tail(generation=number, rank=rank)
+            self._tails[tail] = asyncio.create_task(self._follow(tail))
+
+    async def _ranks_of(self, number: int) -> list[int]:
+        if self._ranks != ALL:
+            return [self._ranks if isinstance(self._ranks, int) else 0]
+        generation: Generation = await self._client.generation(self._job_id, number)
+        return [place["rank"] for place in generation["placement"]]
+
+    async def _end_tails(self) -> None:
+        """What they have not told yet is told first."""
+        for tail in self._tails:
+            tail.over.set()
+        await asyncio.gather(*self._tails.values())
+        self._tails.clear()
+
+    async def _tell_failure(self) -> None:
+        """Of a job that failed, the log of the rank that made it fail."""
+        job = await self._client.job(self._job_id)
+        if job["state"] != "failed" or job["generation"] is None:
+            return
+        number = self._only or job["generation"]
+        rank = telling_rank([await self._client.generation(self._job_id, number)], number)
+        if rank:
+            tail = _Tail(generation=number, rank=rank)
+            tail.over.set()
+            await self._follow(tail)
+
+    async def _follow(self, tail: _Tail) -> None:
+        offset = 0
+        while True:
+            was_over = tail.over.is_set()
+            chunk = await self._next(tail, offset, 0.0 if was_over else _POLL_S)
+            if chunk is not None and chunk.data:
+                offset = chunk.next_offset
+                await self._chunks.put(chunk)
+            elif was_over:
+                return
+            elif chunk is None:
+                await _until(tail.over, _PAUSE_S)
+
+    async def _next(self, tail: _Tail, offset: int, wait_s: float) -> LogChunk | None:
+        """None: it cannot be read now, or was over meanwhile."""
+        asked = asyncio.ensure_future(
+            self._client.log_chunk(
+                self._job_id, generation=tail.generation, rank=tail.rank, offset=offset, wait_s=wait_s
+            )
+        )
+        over = asyncio.create_task(tail.over.wait())
+        try:
+            await asyncio.wait({asked, over} if wait_s else {asked}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else None
+        except NotFoundError:
+            tail.over.set()  # this generation has no such rank
+            return None
+        except (RefusedError, UnreachableError):
+            return None
+        finally:
+            asked.cancel()
+            over.cancel()
+
+
+async def _until(over: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(over.wait(), seconds)
+    except TimeoutError:
+        pass
