@@ -16,7 +16,7 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 .venv/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "varuna needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,manager,azure,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,manager,azure,otel,tensorboard,dev]'
 	@# Compiled here, once, the planner takes no processor time from the first job's calibration.
 	$(BIN)/python -c 'from varuna_planner.auto_config import warm_up; warm_up()'
 	@touch $@
@@ -75,6 +75,8 @@ proto-check: proto ## Fail when the checked-in stubs are not what the .proto fil
 docs: venv ## Write the pages that are made from the code
 	$(BIN)/python -m varuna_manager.services.metrics.exposition > docs/metrics.md
 	$(BIN)/python -m varuna_manager.api.http.reference > docs/rest.md
+	$(BIN)/python -m varuna_client.reference > docs/cli.md
+	$(BIN)/varuna validate --schema > docs/job.schema.json
 
 wheel: venv ## Build the wheel that new VMs install from the manager (dist/, with the versions of what it needs)
 	rm -f dist/varuna_spot-*.whl

@@ -26,6 +26,9 @@ _SECRETS = frozenset(
         "PGPASSWORD",
         "PGPASSFILE",
         "PGSERVICEFILE",
+        # Keys for a receiver of traces; workers send theirs without.
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
         # What a person's session or the service manager has given to the agent.
         "SSH_AUTH_SOCK",
         "GPG_AGENT_INFO",

@@ -21,11 +21,13 @@ import structlog
 from varuna_agent.errors import JoinError
 from varuna_agent.isolation import JobUser, hide_this_process, keep_private
 from varuna_agent.metadata_notices import metadata_source
+from varuna_agent.morph_spans import MorphSpans
 from varuna_agent.notices import FileNoticeSource, NoticeSource
 from varuna_agent.own_address import AUTO, own_address
 from varuna_agent.runner import AgentRunner
 from varuna_agent.settings import NOTICE_SOURCES, AgentSettings
 from varuna_agent.state import Identity
+from varuna_proto import spans
 
 if TYPE_CHECKING:
     from varuna_agent.identity import AgentIdentity
@@ -148,14 +150,25 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         device_memory_bytes=settings.device_memory_bytes,
         device=settings.device,
     )
+    exporter = spans.exporter(os.environ, "varuna-agent", **{"varuna.vm": settings.vm_id})
     runner = AgentRunner(
-        settings, identity, _notice_source(settings), os.environ, user=user, manager_identity=manager_identity
+        settings,
+        identity,
+        _notice_source(settings),
+        os.environ,
+        user=user,
+        manager_identity=manager_identity,
+        spans=None if exporter is None else MorphSpans(exporter, settings.vm_id),
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, runner.terminate, f"the agent got {number.name}")
     _log.info("agent starts", manager=settings.manager, gpus=settings.gpus, incarnation=identity.incarnation)
-    code = await runner.run()
+    try:
+        code = await runner.run()
+    finally:
+        if exporter is not None:
+            await asyncio.to_thread(exporter.close)
     _log.info("agent ends", code=code)
     return code
 

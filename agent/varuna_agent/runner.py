@@ -16,6 +16,7 @@ from varuna_agent import logs
 from varuna_agent.copies import discard_other_jobs, make_folder_for
 from varuna_agent.isolation import JobUser, worker_environ
 from varuna_agent.manager_link import Backoff, ManagerLink
+from varuna_agent.morph_spans import MorphSpans
 from varuna_agent.notices import NoticeCancelled, NoticeSource, unix_now_s
 from varuna_agent.processes import (
     ProcessEnd,
@@ -54,6 +55,7 @@ class AgentRunner:
         base_environ: what workers inherit, apart from Varuna's own settings and secrets.
         user: as whom workers run; None: as this process.
         manager_identity: this VM's certificate; None: the manager is an open one.
+        spans: told of what traces tell; None: nobody traces.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class AgentRunner:
         chance: random.Random | None = None,
         user: JobUser | None = None,
         manager_identity: AgentIdentity | None = None,
+        spans: MorphSpans | None = None,
     ) -> None:
         self._settings = settings
+        self._spans = spans
         self._notice_source = notice_source
         self._noticed: set[str] = set()
         self._base_environ = base_environ
@@ -122,6 +126,16 @@ class AgentRunner:
             self._fail(error)  # a defect: it must not pass silently in some callback
         finally:
             self._is_handling = False
+
+    def trace_told(self, message: agent_pb2.ManagerMessage) -> None:
+        if self._spans is not None:
+            self._spans.told(message)
+
+    def trace_ready(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
+        if self._spans is not None and message.HasField("ready"):
+            for worker in self._state.workers:
+                if worker.key == key:
+                    self._spans.ready(worker, message.ready)
 
     def expects(self, key: WorkerKey) -> bool:
         """Whether a worker that says it is `key` may connect."""
@@ -221,6 +235,8 @@ class AgentRunner:
         if isinstance(end, ProcessNotStartedError):
             self.handle(st.ProcessNotStarted(key, str(end)))
             return
+        if self._spans is not None:
+            self._spans.ended(key)
         await self._link.drained(key, _DRAIN_SOCKET_S)  # its last words come before its end
         failpoint("agent.worker.ended")
         _log.info("worker ended", **key.fields(), exit_code=end.exit_code)
@@ -321,6 +337,7 @@ class _FromManager:
 
     def received(self, message: agent_pb2.ManagerMessage) -> None:
         failpoint(f"agent.{message.WhichOneof('body')}.received")
+        self._runner.trace_told(message)
         self._runner.handle(st.ManagerSaid(message))
 
     def closed(self, reason: str) -> None:
@@ -341,6 +358,7 @@ class _FromWorkers:
         return is_ours
 
     def said(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
+        self._runner.trace_ready(key, message)
         self._runner.handle(st.WorkerSaid(key, message))
 
     def disconnected(self, key: WorkerKey) -> None:

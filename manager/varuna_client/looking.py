@@ -234,11 +234,11 @@ def events(
         if not follow:
             return
         for told in client.stream(job_id, after=max(newest, past[-1]["id"] if past else 0)):
-            if is_event(told) and kind_and_vm(told[1], kind, vm):
+            if is_event(told) and is_wanted(told[1], kind, vm):
                 _tell_event(told[1], as_json)
 
 
-def kind_and_vm(event: Event, kinds: list[str] | None, vm: str | None) -> bool:
+def is_wanted(event: Event, kinds: list[str] | None, vm: str | None) -> bool:
     return (not kinds or event["kind"] in kinds) and vm in (None, event["vm_id"])
 
 

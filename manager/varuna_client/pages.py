@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -75,7 +74,7 @@ def job_page(parts: JobParts, now: datetime) -> RenderableType:
     job = parts.job
     sections: list[RenderableType] = [_head(parts, now)]
     if job["error"]:
-        sections += [_title("error", "red"), Padding(Text(job["error"].rstrip()), (0, 0, 0, 2))]
+        sections += [_title("error", "bold red"), Padding(Text(job["error"].rstrip()), (0, 0, 0, 2))]
     if parts.generations:
         sections += [_title("generations"), generations_table(parts.generations)]
     if parts.plan is not None and parts.plan["candidates"]:
@@ -89,7 +88,7 @@ def job_page(parts: JobParts, now: datetime) -> RenderableType:
 
 
 def _title(text: str, style: str = "bold") -> RenderableType:
-    return Group("", Rule(Text(text, style=style), align="left", style="dim", characters="─"))
+    return Group("", Text(text.upper(), style=style))
 
 
 def _head(parts: JobParts, now: datetime) -> Table:

@@ -139,14 +139,14 @@ def table(*heads: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> T
             no_wrap=head not in fold,
             overflow="fold" if head in fold else "ellipsis",
             ratio=1 if head in fold else None,
-            min_width=12 if head in fold else None,
+            min_width=8 if head in fold else None,
         )
     return made
 
 
 def jobs_table(jobs: Iterable[Job], now: datetime) -> Table:
     numbers = ("GPUS", "STEP", "LOSS", "EX/S")
-    made = table("JOB", "STATE", "P×D", *numbers, "SUBMITTED", "ID", right=numbers, fold=("JOB",))
+    made = table("JOB", "STATE", "P×D", *numbers, "AGE", "ID", right=(*numbers, "AGE"), fold=("JOB",))
     for job in jobs:
         plan, total = job.get("plan"), total_steps(job["spec"])
         made.add_row(
@@ -157,7 +157,7 @@ def jobs_table(jobs: Iterable[Job], now: datetime) -> Table:
             f"{job['step']}/{total[0]}" if total else str(job["step"]),
             number(job["loss"]),
             rate(job.get("examples_per_s")) if job["state"] == "running" else "-",
-            ago(job["created_at"], now),
+            ago(job["created_at"], now).removesuffix(" ago"),
             job["id"],
         )
     return made
@@ -168,9 +168,14 @@ def seconds_between(start: Timestamp, end: Timestamp) -> float:
 
 
 def ago(at: Timestamp | None, now: datetime) -> str:
+    """Coarsely: `40 s ago`, `9 m ago`, `3 h ago`, `2 d ago`."""
     if not at:
         return "-"
-    return f"{duration((now - datetime.fromisoformat(at)).total_seconds())} ago"
+    seconds = max((now - datetime.fromisoformat(at)).total_seconds(), 0.0)
+    for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= unit_s:
+            return f"{seconds // unit_s:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
 
 
 def vms_table(vms: Iterable[Vm]) -> Table:

@@ -47,6 +47,7 @@ from varuna_manager.services.logs import LogService
 from varuna_manager.services.metrics.exposition import MetricsService
 from varuna_manager.services.metrics.from_store import StoreFigures
 from varuna_manager.services.metrics.instruments import Instruments
+from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.rates import RateService
 from varuna_manager.services.reports import ReportService
@@ -67,6 +68,7 @@ class Base:
     place: Place
     planning: PlanningService
     instruments: Instruments
+    spans: MorphSpans
     security: Security | None
     """None: an open manager."""
 
@@ -115,7 +117,7 @@ class Parts:
         self.provider: Provider = MeasuredProvider(chosen.provider, instruments.note_provider)
         views, board = Views.over(database, registry), ProgressBoard()
         self._live = LiveFeed(self._events, views.events, board)
-        reports = ReportService(database, self._events, base.planning, self.bell, board=board)
+        reports = ReportService(database, self._events, base.planning, self.bell, board=board, spans=base.spans)
         self.fleet = FleetService(
             database, self._events, registry, self.provider, reports, self.bell, emulated=chosen.emulated
         )
@@ -148,6 +150,7 @@ class Parts:
                 base.data_dir,
                 settings.profile_cache(base.data_dir),
                 period_s,
+                spans=base.spans,
             ),
             self._fleet_controller,
             ComputeController(database, times, base.planning, self._events, self.bell, rules),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import os
 import signal
 import socket
 import ssl
@@ -40,8 +41,10 @@ from varuna_manager.locks import hold_data_dir, hold_sqlite
 from varuna_manager.security import open_security
 from varuna_manager.services.leadership import Candidate, Leadership, Standing, Term, connection_name
 from varuna_manager.services.metrics.instruments import Instruments
+from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.settings import ManagerSettings
+from varuna_proto import spans
 
 _SHUTDOWN_S = 3
 _MAX_CONNECTIONS = 1000
@@ -72,12 +75,14 @@ async def run(settings: ManagerSettings) -> None:
         place = take_place(settings.host, settings.http_port, settings.grpc_port, data_dir)
         instruments = Instruments(importlib.metadata.version("varuna-spot"))
         planning = PlanningService(cache_dir=data_dir / "numba", note=instruments.note_plan)
+        exporter = spans.exporter(os.environ, "varuna-manager")
         base = Base(
             settings=settings,
             data_dir=data_dir,
             place=place,
             planning=planning,
             instruments=instruments,
+            spans=MorphSpans(exporter),
             security=security,
         )
         beside = [asyncio.create_task(planning.warm_up()), asyncio.create_task(instruments.watch_loop())]
@@ -93,6 +98,8 @@ async def run(settings: ManagerSettings) -> None:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             place.close()
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)
 
 
 async def _lead_alone(base: Base, url: str, told: asyncio.Event) -> None:

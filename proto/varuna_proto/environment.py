@@ -63,6 +63,8 @@ class WorkerEnvironment:
     """Unix socket of the agent; empty when no agent runs this worker."""
     rendezvous_fd: int = -1
     """For rank 0: an inherited socket, already bound to rendezvous_port; -1: bind it yourself."""
+    traceparent: str = ""
+    """W3C trace context of this rank's start, for spans under it; empty: nobody traces."""
 
     @property
     def stage_to_rank_map(self) -> str:
@@ -95,6 +97,7 @@ class WorkerEnvironment:
             "VARUNA_DEVICE": self.device,
             "VARUNA_AGENT_SOCKET": self.agent_socket,
             "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
+            **({"TRACEPARENT": self.traceparent} if self.traceparent else {}),
         }
 
     @classmethod
@@ -131,6 +134,7 @@ class WorkerEnvironment:
             device=environ.get("VARUNA_DEVICE", "cpu"),
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
             rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),
+            traceparent=environ.get("TRACEPARENT", ""),
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from manager_world import DEADLINE_S, RunningManager, wait_until
 from test_launcher_run import SEEDS_SCRIPT
 from varuna_client import Client
+from varuna_client.documents import Pipeline
 
 INTEGRATION = Path(__file__).resolve().parents[1] / "integration"
 
@@ -29,12 +30,27 @@ def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager
     assert (tmp_path / "store" / "varuna_ckpt_3" / "manifest.json").exists()
 
     with Client(running_manager.url) as client:
+        check_pipeline(client.pipeline(name))
         again = client.job(submit(tmp_path, "--resume"))  # the same once more
         client.cancel(again["name"])
         first = client.job(name)
     assert again["id"] != first["id"]
     assert {**again["spec"], "name": name} == first["spec"]
     assert first["spec"]["checkpoint"]["url"] == str(tmp_path / "job")
+
+
+def check_pipeline(traced: Pipeline) -> None:
+    """What both stages did in the third step: every micro-batch forwards before backwards."""
+    assert (traced["step"], traced["p"], traced["d"]) == (3, 2, 1)
+    assert [(stage["stage"], stage["rank"]) for stage in traced["stages"]] == [(0, 0), (1, 1)]
+    for stage in traced["stages"]:
+        kinds = {kind: [op[1] for op in stage["ops"] if op[0] == kind] for kind in "FB"}
+        assert kinds["F"] == kinds["B"] == list(range(len(kinds["F"]))) != []
+        starts = [op[2] for op in stage["ops"]]
+        assert starts == sorted(starts)
+        assert 0 <= starts[0] < traced["span_us"]
+    forwards, later = (stage["ops"][0] for stage in traced["stages"])
+    assert forwards[2] + forwards[3] <= later[2], "the second stage waits for what the first one sends"
 
 
 def submit(folder: Path, *arguments: str) -> str:

@@ -41,13 +41,16 @@ def varuna_commands(*names: str) -> list[list[str]]:
 
 RUN_BY_OTHERS = {"manager", "demo"}
 """`varuna manager` is the fixture, and `varuna demo --short` is test_demo.py."""
-ASKING = ("ps", "show", "events", "logs", "vms")
+ASKING = ("ps", "show", "events", "logs", "vms", "config")
+FOLLOWING = ("watch", "-f")
+"""Words of commands that go on until the job is over."""
 PLANNING = ("estimate",)
+CHECKING = ("validate",)
 """Commands that need no manager."""
 
 
 def test_the_pages_have_no_command_that_is_not_tried_here() -> None:
-    known = {"--help", "submit", "cancel", *ASKING, *PLANNING, *RUN_BY_OTHERS}
+    known = {"--help", "submit", "watch", "drain", "cancel", *ASKING, *PLANNING, *CHECKING, *RUN_BY_OTHERS}
     for command in commands():
         program, *arguments = shlex.split(command)
         if program == ".venv/bin/varuna":
@@ -92,22 +95,38 @@ def test_the_planning_commands_give_a_plan(arguments: list[str]) -> None:
     assert "cost" in done.stdout
 
 
+@pytest.mark.parametrize("arguments", varuna_commands(*CHECKING), ids=" ".join)
+def test_the_job_files_are_fine(arguments: list[str]) -> None:
+    done = run_varuna(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager) -> None:
     assert "submit" in running_manager.varuna("--help").stdout
-    (submit,) = varuna_commands("submit")
-    done = running_manager.varuna(*submit)
-    assert done.returncode == 0, done.stderr
+    *asking, submit = sorted(varuna_commands("submit"), key=lambda arguments: "--dry-run" not in arguments)
+    assert all("--dry-run" in arguments for arguments in asking)
+    for arguments in (*asking, submit):
+        done = running_manager.varuna(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert "profile" in done.stdout, "what would run"
     with Client(running_manager.url) as client:
         wait_until(lambda: client.job("gpt")["step"] > 0, "the first step", 180)
 
     following = []
-    for arguments in varuna_commands(*ASKING):
-        if "-f" in arguments:
+    for arguments in varuna_commands(*ASKING, "watch"):
+        if any(word in FOLLOWING for word in arguments):
             following.append(start(running_manager, arguments))
             continue
         done = running_manager.varuna(*arguments)
         assert done.returncode == 0, (arguments, done.stderr)
         assert done.stdout.strip(), arguments
+
+    # A VM is drained: the job morphs, and goes on.
+    (drain,) = varuna_commands("drain")
+    with Client(running_manager.url) as client:
+        before = client.job("gpt")["generation"]
+        assert running_manager.varuna(*drain).returncode == 0
+        wait_until(lambda: _trains_after(client, before), "the first step in another shape", 180)
 
     (cancel,) = varuna_commands("cancel")
     assert running_manager.varuna(*cancel).returncode == 0
@@ -115,8 +134,14 @@ def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager)
         wait_until(lambda: client.job("gpt")["state"] == "cancelled", "the job's end")
     for process in following:
         output, _ = process.communicate(timeout=30)
-        assert process.returncode == 0
-        assert "step 1 loss" in output
+        is_log = "logs" in process.args  # type: ignore[operator]
+        assert process.returncode == (0 if is_log else 1), "a job that was cancelled did not succeed"
+        assert ("step 1 loss" if is_log else "gpt: step ") in output
+
+
+def _trains_after(client: Client, generation: int | None) -> bool:
+    newest = client.generations("gpt", brief=True)[-1]
+    return newest["number"] > (generation or 0) and newest["started_at"] is not None
 
 
 def start(manager: RunningManager, arguments: list[str]) -> subprocess.Popen[str]:
@@ -154,5 +179,5 @@ def test_job_files_in_the_pages_say_what_a_job_file_may_say() -> None:
     assert jobs
     for document in jobs:
         assert set(document) <= set(KEYS)
-    started = (ROOT / "docs" / "getting-started.md").read_text()
-    assert all(f"| `{key}` |" in started for key in KEYS), "getting-started.md explains every key"
+    explained = (ROOT / "docs" / "jobs.md").read_text()
+    assert all(f"| `{key}` |" in explained for key in KEYS), "jobs.md explains every key"

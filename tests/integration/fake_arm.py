@@ -11,14 +11,18 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+import httpx
 import uvicorn
 from azure.core.pipeline.policies import SansIOHTTPPolicy
+from azure.core.pipeline.transport import AsyncHttpTransport
+from azure.core.rest import AsyncHttpResponse, HttpRequest
+from azure.core.rest._http_response_impl_async import AsyncHttpResponseImpl
 from azure.mgmt.compute.aio import ComputeManagementClient
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -38,8 +42,44 @@ class _NoCredential:
         return
 
 
-def client_of(url: str, settings: AzureSettings, polling_s: float = 0.0) -> ComputeManagementClient:
-    """Azure's own client, for a fake server. `polling_s`: between two questions after an operation."""
+class _InProcess(AsyncHttpTransport[HttpRequest, AsyncHttpResponse]):
+    """Hands requests to the application as they are, without a network."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._asgi = httpx.ASGITransport(app=app)
+
+    async def send(self, request: HttpRequest, **options: Any) -> AsyncHttpResponse:
+        sent = httpx.Request(request.method, request.url, headers=request.headers, content=request.content)
+        answer = await self._asgi.handle_async_request(sent)
+
+        async def body(**options: Any) -> AsyncIterator[bytes]:
+            yield await answer.aread()
+
+        response = AsyncHttpResponseImpl(
+            request=request,
+            internal_response=self,
+            status_code=answer.status_code,
+            headers=answer.headers,
+            reason=answer.reason_phrase,
+            content_type=answer.headers.get("content-type"),
+            block_size=4096,
+            stream_download_generator=body,
+        )
+        await response.read()
+        return response
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def __aexit__(self, *error: Any) -> None: ...
+
+
+def client_of(
+    url: str, settings: AzureSettings, polling_s: float = 0.0, app: FastAPI | None = None
+) -> ComputeManagementClient:
+    """Azure's own client, for a fake server. `polling_s`: between two questions after an operation. `app`: the server,
+    in this process; None: it is asked over HTTP."""
     return ComputeManagementClient(
         _NoCredential(),  # type: ignore[arg-type]
         settings.subscription_id,
@@ -47,6 +87,7 @@ def client_of(url: str, settings: AzureSettings, polling_s: float = 0.0) -> Comp
         authentication_policy=SansIOHTTPPolicy(),
         polling_interval=polling_s,
         retry_policy=PatientRetryPolicy(retry_total=4, retry_backoff_factor=0.01),
+        **({} if app is None else {"transport": _InProcess(app)}),
     )
 
 
@@ -134,8 +175,11 @@ class FakeArm:
     def vm_writes(self) -> list[str]:
         return [path for method, path in self.requests if method == "PUT" and "/virtualMachines/" in path]
 
-    def client(self, settings: AzureSettings, polling_s: float = 0.0) -> ComputeManagementClient:
-        return client_of(self.url, settings, polling_s)
+    def client(self, settings: AzureSettings) -> ComputeManagementClient:
+        return client_of(self.url, settings)
+
+    def client_without_network(self, settings: AzureSettings, polling_s: float) -> ComputeManagementClient:
+        return client_of(self.url, settings, polling_s, app=_app(self))
 
     # ------------------------------------------------------------ what a request does
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
+from sqlalchemy import delete
 
 from scripted_manager import until
 from varuna_manager.api.http.access import AccessServices, Limits
 from varuna_manager.api.http.app import Services, make_app
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow, VmRow, WorkerRow
+from varuna_manager.db.models import Base, GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.observed import Plan
 from varuna_manager.providers.local import LocalMachine, LocalProvider
 from varuna_manager.services.agent_wheel import AgentWheel
@@ -38,6 +40,7 @@ from varuna_manager.services.sessions import AgentSessions
 from varuna_manager.services.stacks import StackService
 from varuna_manager.services.views import Views
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_proto.v1 import agent_pb2 as pb
 
 SPEC = {"name": "gpt", "workdir": "/w", "run": "true", "global_batch": 8}
 
@@ -52,10 +55,26 @@ class RestWorld:
     services: Services
     server: uvicorn.Server
     url: str
+    http: httpx.AsyncClient
+
+    async def ask(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        return await self.http.request(method, path, **arguments)
 
     async def add(self, *rows: Any) -> None:
         async with self.database.write() as session:
             session.add_all(rows)
+
+    async def change(self, job_id: str, **values: Any) -> None:
+        async with self.database.write() as session:
+            row = await session.get_one(JobRow, job_id)
+            for name, value in values.items():
+                setattr(row, name, value)
+
+    async def empty(self) -> None:
+        """Leave nothing in the store but its schema."""
+        async with self.database.write() as session:
+            for table in reversed(Base.metadata.sorted_tables):
+                await session.execute(delete(table))
 
     async def tell(self, kind: str, message: str = "", **about: Any) -> None:
         async with self.database.write() as session:
@@ -72,9 +91,9 @@ async def migrated(path: Path) -> None:
 
 
 @asynccontextmanager
-async def rest_world(folder: Path) -> AsyncIterator[RestWorld]:
-    """Over the store in `folder/manager.db`."""
-    database = Database(f"sqlite:///{folder / 'manager.db'}")
+async def rest_world(folder: Path, url: str | None = None) -> AsyncIterator[RestWorld]:
+    """Over the store at `url`; None: the one in `folder/manager.db`."""
+    database = Database(url or f"sqlite:///{folder / 'manager.db'}")
     events, bell, registry, sessions = EventLog(database), Bell(), VmRegistry(), AgentSessions()
     views, board, instruments = Views.over(database, registry), ProgressBoard(), Instruments()
     live = LiveFeed(events, views.events, board)
@@ -99,10 +118,12 @@ async def rest_world(folder: Path) -> AsyncIterator[RestWorld]:
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started, "the server")
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        http = httpx.AsyncClient(base_url=address, trust_env=False, timeout=60.0)
         try:
-            yield RestWorld(database, provider, events, reports, live, services, server, url)
+            yield RestWorld(database, provider, events, reports, live, services, server, address, http)
         finally:
+            await http.aclose()
             events.close()
             live.close()
             server.should_exit = True
@@ -149,3 +170,11 @@ def vm(vm_id: str, created_at: float = 1000.0, state: str = "ready", **changes: 
     history = [{"at": created_at, "state": state, "reason": "test"}]
     values: dict[str, Any] = {"gpus": 1, "ref": {}, "host": "127.0.0.1", "history": history, **changes}
     return VmRow(id=vm_id, provider="local", state=state, created_at=created_at, **values)
+
+
+def report(job_id: str, number: int, steps: range, loss: float) -> pb.Report:
+    results = [
+        pb.StepResult(step=step, loss=loss + step % 10, step_us=500_000 if step % 2 else 1_500_000, examples=8)
+        for step in steps
+    ]
+    return pb.Report(number=1, steps_completed=pb.StepsCompleted(job_id=job_id, generation=number, steps=results))

@@ -11,10 +11,12 @@ import pytest
 
 from cloud_world import A100, V100, cloud_world
 from varuna_manager.domain.fleet_decision import Limits
+from virtual_loop import in_virtual_time
 
 EVERYWHERE = ((A100, "1"), (A100, "2"), (V100, None))
 
 
+@in_virtual_time
 async def test_a_fleet_grows_to_32_vms_and_goes_again(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=32)) as world:
         world.arm.create_s = 40.0
@@ -25,6 +27,7 @@ async def test_a_fleet_grows_to_32_vms_and_goes_again(tmp_path: Path) -> None:
         await world.run_until_settled(0)
 
 
+@in_virtual_time
 async def test_six_vms_that_are_evicted_at_once_are_replaced(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=10)) as world:
         await world.fleet.set_target(10)
@@ -37,6 +40,7 @@ async def test_six_vms_that_are_evicted_at_once_are_replaced(tmp_path: Path) -> 
         assert not {*evicted} & world.arm.vms.keys()
 
 
+@in_virtual_time
 async def test_vms_that_azure_takes_its_time_to_evict_are_paid_for_until_then(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=8)) as world:
         await world.fleet.set_target(8)
@@ -51,6 +55,7 @@ async def test_vms_that_azure_takes_its_time_to_evict_are_paid_for_until_then(tm
         await world.run_until_settled(8)
 
 
+@in_virtual_time
 async def test_an_hour_without_capacity_is_waited_out_politely(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=12)) as world:
         world.arm.refuses_at_once = True
@@ -70,6 +75,7 @@ async def test_an_hour_without_capacity_is_waited_out_politely(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])
+@in_virtual_time
 async def test_a_manager_that_dies_around_a_request_leaks_no_vm_and_makes_none_twice(tmp_path: Path, dies: str) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=6)) as world:
         world.provider.dies = dies
@@ -81,6 +87,7 @@ async def test_a_manager_that_dies_around_a_request_leaks_no_vm_and_makes_none_t
         await world.run_until_settled(0)
 
 
+@in_virtual_time
 async def test_a_fleet_that_is_wanted_smaller_while_the_manager_is_dead_does_not_grow(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=6)) as world:
         world.provider.dies = "after"
@@ -92,6 +99,7 @@ async def test_a_fleet_that_is_wanted_smaller_while_the_manager_is_dead_does_not
         assert len({*world.arm.vm_writes()}) == 6
 
 
+@in_virtual_time
 async def test_azure_is_not_asked_before_it_wants(tmp_path: Path) -> None:
     async with cloud_world(tmp_path) as world:
         world.arm.throttle = [300.0, 300.0]
@@ -102,6 +110,7 @@ async def test_azure_is_not_asked_before_it_wants(tmp_path: Path) -> None:
         await world.run_until_settled(2)
 
 
+@in_virtual_time
 async def test_slow_deletes_hold_back_what_takes_their_places(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_vms=8)) as world:
         await world.fleet.set_target(8)
@@ -117,6 +126,7 @@ async def test_slow_deletes_hold_back_what_takes_their_places(tmp_path: Path) ->
         assert len({*world.arm.vms} & first) == 2
 
 
+@in_virtual_time
 async def test_a_dearer_size_is_taken_only_as_far_as_the_cost_allows(tmp_path: Path) -> None:
     async with cloud_world(tmp_path, Limits(max_cost_per_hour=4.0)) as world:
         world.arm.market = {A100.lower(): ("0.5", "0-5"), V100.lower(): ("0.9", "5-10")}
@@ -130,6 +140,7 @@ async def test_a_dearer_size_is_taken_only_as_far_as_the_cost_allows(tmp_path: P
         assert world.arm.most_cost == pytest.approx(3.3)
 
 
+@in_virtual_time
 async def test_a_vm_that_the_store_gave_up_is_reaped(tmp_path: Path) -> None:
     async with cloud_world(tmp_path) as world:
         await world.fleet.set_target(2)

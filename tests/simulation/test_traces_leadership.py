@@ -137,7 +137,7 @@ class Election(RuleBasedStateMachine):
             manager.term._until = until
         holder, epoch, _ = self.run(self.world.told())
         assert (holder, epoch) == before[:2], "a renewal makes nobody lead"
-        assert manager.term._refused.is_set() or epoch == manager.term.epoch
+        assert not manager.term.is_held() or epoch == manager.term.epoch, "it learns that another leads, or its clock says so"
 
     @rule(who=WHO)
     def writes(self, who: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,23 @@ def test_show_tells_sections_at_a_size(profile: Path) -> None:
     assert "other vm" in text
 
 
+def test_show_tells_all_that_a_measured_profile_has(profile: Path, tmp_path: Path) -> None:
+    document = json.loads(profile.read_text())
+    document["stage_overhead_us"] = 123.0
+    document["all_reduce"] = [{"ranks": 4, "bytes": 2**20, "us": 4567.0, "rings": 2}]
+    document["sections"][3]["optimizer_us"] = 8900.0
+    measured = tmp_path / "measured.json"
+    measured.write_text(json.dumps(document))
+    text = invoke("profile", "show", str(measured))
+    assert "123 µs on top of each forward" in text
+    assert re.search(r"1\.0 MiB +4 +2 +4\.567 ms", text)
+    assert "8.900 ms" in text
+    assert "tied weights" in text
+    shown = invoke_json("profile", "show", str(measured))
+    assert shown["stage_overhead_us"] == 123.0
+    assert shown["sections"][3]["optimizer_us"] == 8900.0
+
+
 def test_validate_tells_what_is_odd_and_refuses_what_is_wrong(profile: Path, tmp_path: Path) -> None:
     assert invoke_json("profile", "validate", str(profile)) == {"valid": True, "sections": 14, "warnings": []}
     document = json.loads(profile.read_text())
@@ -90,6 +108,10 @@ def test_estimate_gives_plan_rate_memory_time_and_cost() -> None:
     text = invoke("estimate", *MODEL, *ON, "--gpus", "8", "--global-batch", "256", "--price", "0.9")
     assert f"{best['p']}×{best['d']}" in text
     assert "per million examples" in text
+    many = invoke("estimate", *MODEL, *ON, "--gpus", "8", "--global-batch", "256", "--examples", "1000000000")
+    assert re.search(r"1,000,000,000 examples +[\d,.]+ hours \([\d,.]+ days\)", many)
+    with pytest.raises(UserError, match="--price inf: give a number"):
+        invoke("estimate", *MODEL, *ON, "--gpus", "8", "--global-batch", "256", "--price", "inf")
 
 
 def test_a_users_hardware_file_is_used(tmp_path: Path, profile: Path) -> None:

@@ -127,6 +127,10 @@ def test_people_get_tables(profile: Path) -> None:
         assert head in text
     assert "the fastest" in text
     assert "slower than" in text
+    assert "at least" not in text  # what people are shown is simulated
+    assert "memory is not limited: --device-memory-gb" in text
+    limited = invoke("--profile", profile, "--gpus", 6, "--global-batch", 48, "--device-memory-gb", 1)
+    assert "memory is not limited" not in limited
 
 
 @pytest.mark.parametrize(
@@ -134,6 +138,8 @@ def test_people_get_tables(profile: Path) -> None:
     [
         (["--policy", "fifo"], "fifo"),
         (["--device-memory-gb", "0.001"], "the model does not fit"),
+        (["--device-memory-gb", "inf"], "--device-memory-gb inf: give a number of GiB, or leave it out"),
+        (["--hazard", "inf"], "removals_per_vm_hour is inf: it must be finite"),
         (["--hazard", "1", "--trace", "x.csv"], "--hazard and --trace both"),
         (["--trace", "nothing.csv"], "cannot read trace nothing.csv: No such file"),
     ],

@@ -94,6 +94,8 @@ def test_the_chart_is_written_and_the_same_each_time(profile: Path, tmp_path: Pa
         (["--gantt", "chart.png"], "--gantt chart.png: the chart is drawn as .svg or .html"),
         (["--gantt", "/nowhere/chart.svg"], "cannot write chart /nowhere/chart.svg: No such file or directory"),
         (["--stages", "0,x"], "--stages 0,x: give section numbers joined by commas"),
+        (["--micro-batch", "9"], "micro-batch 9: the global batch has only 5 examples"),
+        (["--device-memory-gb", "inf"], "--device-memory-gb inf: give a number of GiB, or leave it out for no limit"),
         (["--recompute", "yes"], "--recompute yes: give all, none, or a 1 or 0 for each stage"),
         (["--profile", "/nowhere/p.json"], "cannot read profile /nowhere/p.json: No such file or directory"),
     ],
@@ -135,6 +137,19 @@ def test_text_fits_its_width_and_shows_what_fills_most_of_a_column() -> None:
     assert lines[2].split() == ["|0", "µs", "|20", "µs", "|40", "µs"]
     for width in (20, 40, 200):
         assert all(len(line) <= width for line in as_text(CHART, width).plain.splitlines()[:-1])
+
+
+def test_actions_shorter_than_a_column_take_turns() -> None:
+    """F R B of 1, 1 and 2: as many columns of each as its time is worth, not only the longest."""
+    times = ("F", 0, 1), ("R", 1, 2), ("B", 2, 4)
+    row = tuple(Bar(op, n, 4 * n + begin, 4 * n + end) for n in range(75) for op, begin, end in times)
+    idle_behind = Chart(title="", subtitle="", stages=(row, row[:150]), lower_bound_us=300)
+    full, half = (line.removeprefix("stage ")[2:] for line in as_text(idle_behind, 68).plain.splitlines()[:2])
+    assert len(full) == len(half) == 60
+    for op, columns in (("F", 15), ("R", 15), ("B", 30)):
+        assert abs(full.count(op) - columns) <= 1
+        assert abs(half.count(op) - columns / 2) <= 1
+    assert half.endswith("·" * 29)
 
 
 def test_svg_is_sound_self_contained_and_shows_every_action() -> None:

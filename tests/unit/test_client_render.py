@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from datetime import UTC, datetime
 from enum import StrEnum
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from varuna_client import render
-from varuna_client.documents import END_STATES, Event, Generation, Job, Metric, Vm
+from varuna_client.documents import END_STATES, Event, Generation, Job, JobTime, PlanRecord, Vm
+from varuna_client.options import plain
+from varuna_client.pages import JobParts, job_page
 from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationState, JobState, VmState
 
 JOB = Job(
@@ -48,12 +51,42 @@ GENERATION = Generation(
     last_step=7,
     seconds_without_progress=None,
     steps_redone=None,
+    phases=[{"name": "first_step", "start": "", "end": None, "seconds": 3.2}],
 )
+PLAN = PlanRecord(
+    generation=2,
+    at="2026-01-01T00:00:01+00:00",
+    reason="best of 7 candidates",
+    plan=GENERATION["plan"],
+    candidates=[
+        {"p": 2, "d": 2, "micro_batch": 1, "predicted_minibatch_s": 0.25, "fits": True, "reason": "the fastest"},
+        {"p": 1, "d": 4, "micro_batch": 1, "predicted_minibatch_s": None, "fits": False, "reason": "needs 9 GiB"},
+    ],
+    predicted_step_s=0.25,
+    actual_step_s=0.3,
+    actual_examples_per_s=33.0,
+    steps=7,
+    error=0.2,
+)
+TIME = JobTime(
+    start="2026-01-01T00:00:00+00:00",
+    end="2026-01-01T00:00:10+00:00",
+    total_s=10.0,
+    useful_s=7.5,
+    goodput=0.75,
+    causes=[
+        {"cause": "training", "seconds": 7.5, "share": 0.75, "text": "steps that counted"},
+        {"cause": "redone_steps", "seconds": 0.0, "share": 0.0, "text": "nothing"},
+        {"cause": "morphs", "seconds": 2.5, "share": 0.25, "text": "workers started"},
+    ],
+    generations=[],
+)
+NOW = datetime(2026, 1, 1, 0, 5, tzinfo=UTC)
 
 
-def text_of(renderable: RenderableType) -> str:
+def text_of(renderable: RenderableType, width: int = 200) -> str:
     out = io.StringIO()
-    Console(file=out, width=200).print(renderable)
+    Console(file=out, width=width).print(renderable)
     return out.getvalue()
 
 
@@ -79,13 +112,49 @@ def test_a_failed_jobs_page_shows_the_traceback_word_for_word() -> None:
         message="the script raised",
         data={},
     )
-    metric = Metric(step=7, loss=2.5, step_s=0.3, generation=2, at="2026-01-01T00:00:03+00:00")
-    text = text_of(render.job_page(JOB, [GENERATION], [metric], [event]))
+    parts = JobParts(job=JOB, generations=[GENERATION], plan=PLAN, time=TIME, events=[event])
+    text = text_of(job_page(parts, NOW))
     assert "RuntimeError: no such [file]" in text
     assert "2×2" in text
     assert "best of 7 candidates" in text
+    assert "first step 3.2 s" in text
     assert "the script raised" in text
-    assert "predicted 0.250 s" in text
+    assert "needs 9 GiB" in text
+    assert "redone" not in text.partition("WHERE THE TIME WENT")[2], "no line for what cost nothing"
+    assert "goodput 75%" in text
+    assert all(len(line) <= 80 for line in text_of(job_page(parts, NOW), 80).splitlines())
+
+
+def test_a_page_of_a_job_of_which_nothing_is_known_yet() -> None:
+    fresh = Job(**{**JOB, "plan": None, "loss": None, "generation": None, "error": None, "step": 0})  # type: ignore[typeddict-item]
+    text = text_of(job_page(JobParts(job=fresh), NOW))
+    assert "submitted 4 m ago" in text
+    assert "GENERATIONS" not in text
+
+
+def test_plain_output_is_neither_folded_nor_padded() -> None:
+    long = Job(**{**JOB, "name": "n" * 63})  # type: ignore[typeddict-item]
+    lines = plain(render.jobs_table([long, JOB], NOW)).splitlines()
+    assert len(lines) == 3
+    assert "n" * 63 in lines[1]
+    assert all(line == line.rstrip() for line in lines)
+    words = "why " * 500
+    event = Event(id=1, at=JOB["created_at"], job_id=None, generation=None, vm_id=None, kind="x", message=words, data={})
+    assert len(plain(render.event_row(event)).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        ({"run": "python train.py"}, None),
+        ({"run": "python train.py --steps 120"}, (120, "--steps in run")),
+        ({"run": "python train.py --max_steps=7 --steps-per-epoch 5"}, (7, "--max_steps in run")),
+        ({"run": "python train.py --steps $STEPS"}, None),
+        ({"run": "python train.py --steps 120", "steps": 9}, (9, "steps in the job file")),
+    ],
+)
+def test_how_many_steps_there_are_and_how_that_is_known(spec: dict[str, object], steps: object) -> None:
+    assert render.total_steps(spec) == steps
 
 
 def test_tables_take_what_is_not_known_yet() -> None:
@@ -105,7 +174,7 @@ def test_tables_take_what_is_not_known_yet() -> None:
         slow_reason=None,
         quarantined_until=None,
     )
-    assert "gpt" in text_of(render.jobs_table([fresh]))
+    assert "gpt" in text_of(render.jobs_table([fresh], NOW))
     assert "requested" in text_of(render.vms_table([vm]))
     slow = Vm(**{**vm, "slow_ratio": 1.5, "slow_reason": "rank 1 lags"})  # type: ignore[typeddict-item]
     assert "slow: rank 1 lags" in text_of(render.vms_table([slow]))
@@ -128,5 +197,9 @@ def test_sizes_and_times_for_people() -> None:
         "28.0 MiB",
         "80.0 GiB",
     ]
+    seconds = (0.04, 9.96, 59.4, 61, 3599, 7260, 200_000)
+    told = ["0.0 s", "10 s", "59 s", "1 m 01 s", "59 m 59 s", "2 h 01 m", "2 d 7 h"]
+    assert [render.duration(each) for each in seconds] == told
+    assert [render.rate(each) for each in (None, 0.1234, 19.27, 4123.4)] == ["-", "0.123", "19.3", "4,123"]
     assert render.clock(None) == "-"
     assert render.clock("2023-11-14T22:13:20+00:00") == render.clock("2023-11-14T23:13:20+01:00")

@@ -13,6 +13,7 @@ from varuna_planner import _kernels, _makespan
 from varuna_planner import balance as cutting
 from varuna_planner.auto_config import Choice, Pins, choose_plan
 from varuna_planner.batching import count_micro_batches
+from varuna_planner.candidates import Candidates
 from varuna_planner.memory import USABLE_FRACTION
 from varuna_planner.profile import AllReduceMeasurement, Link, Links, Measurement, Profile, Section, SharedParameter
 from varuna_planner.schedule import Policy
@@ -300,6 +301,29 @@ def test_the_table_says_what_a_loser_loses_by() -> None:
     reasons = [candidate.reason for candidate in choice.candidates[1:]]
     assert any(re.search(r"% slower than .*: (its|filling) .* s, there .* s$", reason) for reason in reasons)
     assert len(choice.candidates) == len({(c.p, c.d, c.micro_batch) for c in choice.candidates})
+
+
+@pytest.mark.parametrize("policy", [Policy.WORK_CONSERVING, Policy.VARUNA])
+def test_a_closer_look_gives_times_in_the_place_of_bounds(policy: Policy) -> None:
+    profile = make_profile([1, 2, 1, 3, 1, 1], state_bytes=400_000)
+    memory = 2_400_000
+    choice = choose(profile, 12, 48, memory, policy=policy)
+    assert isinstance(choice.candidates, Candidates)
+    bounds = {(c.p, c.d, c.micro_batch): c.predicted_minibatch_s for c in choice.candidates}
+    assert any("at least" in candidate.reason for candidate in choice.candidates[:8])
+    choice.candidates.look_closer(8)
+    assert choice.candidates[0].reason == "the fastest"
+    times = []
+    for one in choice.candidates[:8]:
+        alone = choose(profile, 12, 48, memory, policy=policy, pins=Pins(p=one.p, d=one.d, micro_batch=one.micro_batch))
+        assert alone.best is not None
+        assert "at least" not in one.reason
+        assert one.predicted_minibatch_s == pytest.approx(alone.best.predicted_minibatch_s)
+        bound = bounds[one.p, one.d, one.micro_batch]
+        assert bound is not None
+        assert alone.best.predicted_minibatch_s >= bound * (1 - 1e-9)
+        times.append(one.predicted_minibatch_s)
+    assert times == sorted(times, key=lambda time: time or 0)
 
 
 def test_receives_wait_in_host_memory_where_devices_have_their_own() -> None:

@@ -40,6 +40,11 @@ class CutPoint(nn.Module):
         return observer.cut_point_passed(self, activation)
 
 
+def is_observed() -> bool:
+    """Whether somebody wants to know of cut-points that this thread passes."""
+    return _observer.get() is not None
+
+
 class observing:  # noqa: N801  # reads as a statement; a class, since a generator's frames would add to each forward
     """Tell `observer` of every cut-point that this thread passes inside the block."""
 

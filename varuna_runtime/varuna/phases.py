@@ -12,6 +12,8 @@ class Phases:
     """Follows one another from the making of this object on."""
 
     def __init__(self) -> None:
+        self.begun_at = time.time()
+        """Seconds since the epoch."""
         self._since_s = time.monotonic()
         self._took_s: dict[str, float] = {}
 

@@ -49,6 +49,7 @@ class Profiler(nn.Module):
         pstages_to_profile: sections to measure, the others being taken from the profile in `out_folder`; None: all.
         from_cache: return the profile in `out_folder` when it has all that is asked for.
         add_to_existing: keep the micro-batch sizes of the profile in `out_folder` beside those measured now.
+        cut_points: as for `Varuna`.
 
     Raises:
         ValueError: an argument does not fit the model, or contradicts the launcher.
@@ -67,6 +68,7 @@ class Profiler(nn.Module):
         add_to_existing: bool = False,
         *,
         dtype: torch.dtype | None = None,
+        cut_points: int | None = None,
     ) -> None:
         super().__init__()
         if gpus_per_node is not None and gpus_per_node < 1:
@@ -84,7 +86,7 @@ class Profiler(nn.Module):
         self._optimizer: Optimizer | None = None
         self._calls = 0
         with global_generators_kept(self._device), self._precision.dry_run():
-            self._model_map = trace(model, self._get_batch(2))
+            self._model_map = trace(model, self._get_batch(2), cut_points=cut_points)
         count = len(self._model_map.sections)
         self._sections = list(range(count)) if pstages_to_profile is None else sorted(set(pstages_to_profile))
         if any(not 0 <= section < count for section in self._sections):

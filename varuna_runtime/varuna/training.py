@@ -6,6 +6,7 @@ Letters: P stages, D replicas, B examples in the global batch.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from varuna.partition import trace
 from varuna.partition.batch import batch_size_of
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.precision import LossScaler, Precision
+from varuna.scalars import Scalars
 from varuna.stepping import step_optimizer, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
@@ -65,6 +67,7 @@ class Varuna(nn.Module):
         from_cache: False measures the model anew when the job first starts, even where the manager has its profile.
         dtype: what the forward's matrix products run in; `torch.bfloat16` is mixed precision without a loss scale.
         offload_optimizer: keep the optimizer and its state in host memory: `parameters()` are then copies there.
+        cut_points: how many to find in a model without CutPoints; None: as its repeated blocks have it; 0: none.
 
     The global random generators are afterwards as they were before, on every rank.
 
@@ -88,18 +91,22 @@ class Varuna(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         offload_optimizer: bool = False,
+        cut_points: int | None = None,
     ) -> None:
         super().__init__()
         get_batch = example_maker(get_batch_fn)
         environment = worker_environment(
             stage_to_rank_map=stage_to_rank_map, batch_size=batch_size, chunk_size=chunk_size
         )
+        self._scalars = Scalars(environment, os.environ)
         self._worker = Worker.join(environment)
         self._device = make_current(choose_device(environment, device, local_rank))
         self._precision = Precision.of(fp16, dtype, self._device)
         self._precision.check_parameters(model.named_parameters())
         with global_generators_kept(self._device), self._precision.dry_run():
-            model_map = trace(model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or ())
+            model_map = trace(
+                model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or (), cut_points=cut_points
+            )
         self._worker.phases.done("trace")
         self._optimizer: Optimizer | None = None
         self._scaler: LossScaler | None = None
@@ -245,9 +252,9 @@ class Varuna(nn.Module):
         self._step += 1
         self._broken = False
         self._checkpointing.automatic.agree(totals.wishes)
-        self._worker.report_step(
-            self._step, loss, totals.examples, passed, time.perf_counter_ns() - began_ns, self._device
-        )
+        step_ns = time.perf_counter_ns() - began_ns
+        self._worker.report_step(self._step, loss, totals.examples, passed, step_ns, self._device)
+        self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizer)
         return loss, overflow, norm
 
     def _update(self, optimizer: Optimizer, factor: float, *, skip: bool) -> None:

@@ -19,6 +19,7 @@ from varuna.launch import Rendezvous
 from varuna.phases import Phases
 from varuna.pipeline.engine import PassResult
 from varuna.presence import Presence
+from varuna.start_spans import StartSpans
 from varuna.topology import Topology
 from varuna_proto.environment import WorkerEnvironment
 from varuna_proto.v1 import worker_pb2
@@ -37,6 +38,7 @@ class Worker:
     rendezvous: Rendezvous
     phases: Phases
     """Of its start, since it has connected to the agent."""
+    spans: StartSpans
 
     @classmethod
     def join(cls, environment: WorkerEnvironment) -> Worker:
@@ -59,7 +61,7 @@ class Worker:
             atexit.register(presence.say_goodbye)  # before `_at_exit`: what is registered last is called first
         phases.done("meet")
         topology = Topology(environment.p, environment.d, environment.rank)
-        return cls(environment, topology, departure, link, rendezvous, phases)
+        return cls(environment, topology, departure, link, rendezvous, phases, StartSpans(environment, phases))
 
     def report_step(
         self, step: int, loss: float, examples: int, passed: PassResult, step_ns: int, device: torch.device
@@ -77,6 +79,7 @@ class Worker:
                 memory_bytes=_memory_bytes(device),
             )
         )
+        self.spans.step_done(step, step_ns / 1e9)
 
 
 def _at_exit(departure: Departure) -> None:

@@ -211,12 +211,14 @@ class _Search:
         self.best_index = -1
 
     def choose(self) -> Choice:
-        best, level, time_us = self._find()
+        rough_us = self.shapes.time_us
+        self.shapes, best, level, time_us = self._find(np.argsort(rough_us))
         shapes = self.shapes
         if best >= 0:  # that no other is faster is known of all, also where the bound that told it was not kept
             others = shapes.state != _tables.SIMULATED
             shapes.time_us[others] = np.maximum(shapes.time_us[others], time_us)
-        candidates = Candidates(shapes.p, shapes.time_us, shapes.state == _tables.SIMULATED, self._row)
+        simulated = shapes.state == _tables.SIMULATED
+        candidates = Candidates(shapes.p, shapes.time_us, simulated, rough_us, self._row, self._look_closer)
         if best < 0:
             return Choice(best=None, candidates=candidates, reason=self._why_none())
         self.best_index, drawn = best, self._draw(best, level)
@@ -249,18 +251,30 @@ class _Search:
         found = _enumerate.enumerate_shapes(problem, counts, self.gpus, lowest, pins.d or 0, shapes)
         return problem, _tables.Shapes._make(column[:found] for column in shapes)
 
-    def _find(self) -> tuple[int, int, float]:
-        """(the best shape or -1, its level, its time). Fills in what is found of all shapes."""
-        enumerated = self.shapes
-        by_bound = np.argsort(enumerated.time_us)
+    def _find(self, among: npt.NDArray[np.int64]) -> tuple[_tables.Shapes, int, int, float]:
+        """(all shapes with what is found of them, the best of those `among` or -1, its level, its time).
+
+        Args:
+            among: numbers of shapes, by bound.
+        """
         told: dict[int, float] = {}
         while True:
-            self.shapes = enumerated._replace(state=enumerated.state.copy(), time_us=enumerated.time_us.copy())
+            found = self.shapes._replace(state=self.shapes.state.copy(), time_us=self.shapes.time_us.copy())
             shapes, times = np.array([*told], dtype=np.int64), np.array([*told.values()], dtype=np.float64)
-            best, level, _, time_us = _search.search(self.problem, self.shapes, by_bound, shapes, times)
+            best, level, _, time_us = _search.search(self.problem, found, among, shapes, times)
             if time_us >= 0:
-                return best, level, time_us
+                return found, best, level, time_us
             told[best * _tables.LEVELS + level] = self._simulated_us(best, level)
+
+    def _look_closer(self, index: int) -> float:
+        """The time of shape number `index` by itself, which the search knows no more of than a bound."""
+        shapes = self.shapes
+        assert self.best is not None, "where none is the best none has a bound"
+        _, found, _, time_us = self._find(np.array([index]))
+        fits = found == index
+        shapes.state[index] = _tables.SIMULATED if fits else _tables.UNFIT
+        shapes.time_us[index] = max(time_us, self.best.predicted_minibatch_s * 1e6) if fits else inf
+        return float(shapes.time_us[index])
 
     def _simulated_us(self, index: int, level: int) -> float:
         """By the simulator, for policies and times that the search does not run itself."""

@@ -39,13 +39,22 @@ class Candidates(Sequence[Candidate]):
         p: npt.NDArray[np.int64],
         time_us: npt.NDArray[np.float64],
         simulated: npt.NDArray[np.bool_],
+        rough_us: npt.NDArray[np.float64],
         row: Callable[[int], Candidate],
+        simulate: Callable[[int], float],
     ):
-        """`row` words shape number i; those that were not simulated stand behind those that were."""
-        self._p = p
-        self._time_us = time_us
-        self._simulated = simulated
-        self._row = row
+        """Those that were not simulated stand behind those that were.
+
+        Args:
+            p: of each shape.
+            time_us: of each, or a lower bound, or infinite when it does not fit.
+            simulated: which of them it is.
+            rough_us: another bound, for the order of those with the same.
+            row: words shape number i.
+            simulate: its time.
+        """
+        self._p, self._time_us, self._simulated, self._rough_us = p, time_us, simulated, rough_us
+        self._row, self._simulate = row, simulate
         self._order: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
@@ -62,6 +71,14 @@ class Candidates(Sequence[Candidate]):
             return tuple(self._row(int(index)) for index in self._ordered()[place])
         return self._row(int(self._ordered()[place]))
 
+    def look_closer(self, most: int) -> None:
+        """Simulates those of the first `most` that have no more than a bound."""
+        for index in self._ordered()[:most]:
+            if not self._simulated[index] and np.isfinite(self._time_us[index]):
+                self._time_us[index] = self._simulate(int(index))
+                self._simulated[index] = True
+        self._order = None
+
     def best_of_each_p(self, most: int) -> tuple[Candidate, ...]:
         """Best first, but of the shapes with the same number of stages no more than `most`."""
         order = self._ordered()
@@ -72,5 +89,5 @@ class Candidates(Sequence[Candidate]):
 
     def _ordered(self) -> npt.NDArray[np.int64]:
         if self._order is None:
-            self._order = np.lexsort((self._time_us, ~self._simulated, np.isinf(self._time_us)))
+            self._order = np.lexsort((self._rough_us, self._time_us, ~self._simulated, np.isinf(self._time_us)))
         return self._order

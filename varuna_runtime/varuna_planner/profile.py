@@ -152,7 +152,8 @@ class Profile(_Frozen):
     def _consistent(self) -> Profile:
         indices = [section.index for section in self.sections]
         if indices != list(range(len(indices))):
-            raise ValueError(f"sections must be numbered 0 to {len(indices) - 1} in order, got {indices}")
+            place = next(place for place, index in enumerate(indices) if index != place)
+            raise ValueError(f"sections must be numbered from 0 in order: number {place} is called {indices[place]}")
         if not self.micro_batches:
             raise ValueError("no micro-batch size was measured for every section: calibrate all at the same sizes")
         for shared in self.shared_parameters:

@@ -182,13 +182,22 @@ def _check(question: WhatIf) -> None:
             f"d={question.d}: a global batch of {question.global_batch} has {count} micro-batches of "
             f"{question.micro_batch}, so there are 1 to {count} replicas"
         )
-    if not question.network_scale > 0:
+    if question.micro_batch > question.global_batch:
+        raise ValueError(
+            f"micro-batch {question.micro_batch}: the global batch has only {question.global_batch} examples"
+        )
+    if not 0 < question.network_scale < np.inf:
         raise ValueError(f"network scale {question.network_scale:g}: it must be above 0; 2 is twice as slow")
     if question.run_ahead is not None and question.run_ahead < 0:
         raise ValueError(f"run-ahead {question.run_ahead}: it is 0 or more")
-    for name, value in (("jitter", question.jitter_us), ("compute noise", question.compute_noise)):
+    if question.seed < 0:
+        raise ValueError(f"seed {question.seed}: it is 0 or more")
+    for name, value, unit in (
+        ("jitter", question.jitter_us / 1e6, " s"),
+        ("compute noise", question.compute_noise, ""),
+    ):
         if not 0 <= value < np.inf:
-            raise ValueError(f"{name} {value:g}: it is 0 or more")
+            raise ValueError(f"{name} {value:g}{unit}: it is 0 or more")
     if question.recompute is not None and len(question.recompute) != question.p:
         raise ValueError(f"the recompute mask has {len(question.recompute)} stages, the plan {question.p}")
     if question.stage_starts is not None:

@@ -5,7 +5,7 @@ from varuna_agent.state.agent import AgentState, Timings
 from varuna_agent.state.messages import stack_dump
 from varuna_agent.state.stimuli import Event, Instruction, WorkerKey
 from varuna_agent.state.workdir import Workdir
-from varuna_agent.state.worker import IllegalTransitionError
+from varuna_agent.state.worker import IllegalTransitionError, Worker
 
 __all__ = [
     "AgentState",
@@ -15,6 +15,7 @@ __all__ = [
     "Instruction",
     "Timings",
     "Workdir",
+    "Worker",
     "WorkerKey",
     "stack_dump",
 ]

@@ -10,6 +10,7 @@ from varuna_agent.state.stimuli import StartWorker, WorkerKey
 from varuna_agent.state.workdir import Workdir
 from varuna_agent.state.worker import Phase, Worker
 from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.trace_context import child
 from varuna_proto.v1 import agent_pb2
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -92,6 +93,7 @@ def new_worker(
         checkpoint_interval_s=launch.checkpoint_interval_s,
         stops_per_hour=launch.stops_per_hour,
         device=f"cuda:{assignment.local_rank}" if device == "cuda" else device,
+        traceparent=child(launch.traceparent, f"rank {assignment.rank}"),
     )
     start = StartWorker(
         key=key,

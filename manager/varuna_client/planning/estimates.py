@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +64,8 @@ def estimate(
     from varuna_planner.auto_config import choose_plan  # numba: the other commands start faster without it
     from varuna_planner.synthesis import synthesise
 
+    if price is not None and not isfinite(price):
+        raise UserError(f"--price {price:g}: give a number")
     shape = model_shape(model, layers, hidden, seq, vocab, heads, kv_heads, precision, fused_attention)
     table = read_hardware(hardware)
     try:
@@ -150,7 +153,7 @@ def estimate_page(document: dict[str, Any]) -> RenderableType:
             style="bold",
         ),
     )
-    head.add_row("mini-batch", f"{document['predicted_minibatch_s']:.4g} s for {document['global_batch']} examples")
+    head.add_row("mini-batch", f"{document['predicted_minibatch_s']:.4g} s for {document['global_batch']:,} examples")
     head.add_row(
         "rate",
         f"{document['examples_per_s']:.4g} examples/s, {document['examples_per_s_per_gpu']:.3g} per GPU "
@@ -160,13 +163,17 @@ def estimate_page(document: dict[str, Any]) -> RenderableType:
     if "cost_per_hour" in document:
         head.add_row(
             "cost",
-            f"{document['cost_per_hour']:.2f} an hour, "
-            f"{document['cost_per_million_examples']:.4g} per million examples",
+            f"{document['cost_per_hour']:,.2f} an hour, "
+            f"{document['cost_per_million_examples']:,.2f} per million examples",
         )
     if "examples" in document:
-        cost = f", {document['cost']:.2f}" if "cost" in document else ""
-        head.add_row(f"{document['examples']} examples", f"{document['hours']:.4g} hours{cost}")
+        cost = f", {document['cost']:,.2f}" if "cost" in document else ""
+        head.add_row(f"{document['examples']:,} examples", f"{_time(document['hours'])}{cost}")
     return Group(head, "", _stages_table(best["stages"]))
+
+
+def _time(hours: float) -> str:
+    return f"{hours:,.4g} hours" + (f" ({hours / 24:,.1f} days)" if hours >= 48 else "")
 
 
 def _stages_table(stages: list[dict[str, Any]]) -> Table:

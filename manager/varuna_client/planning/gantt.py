@@ -85,7 +85,10 @@ def ticks(length_us: float, most: int) -> tuple[list[float], float, str]:
 
 
 def as_text(chart: Chart, width: int) -> Text:
-    """The chart in `width` columns: a column shows what a stage does for most of its time."""
+    """The chart in `width` columns: a column shows what a stage does for most of its time.
+
+    Where actions are shorter than a column they take turns, so that each op has as many columns as its time is worth.
+    """
     label = len(f"stage {len(chart.stages) - 1}") + 1
     columns = max(10, width - label)
     text = Text(no_wrap=True)
@@ -122,18 +125,30 @@ def _cells(row: Sequence[Bar], length_us: float, columns: int) -> Iterator[tuple
 
 
 def _shown(row: Sequence[Bar], length_us: float, columns: int) -> list[Bar | None]:
-    """For each column the bar that fills most of it; None where that is idleness."""
-    share: list[float] = [0.0] * columns
+    """For each column the bar it shows; None for idleness."""
+    inside: list[list[tuple[float, Bar | None]]] = [[] for _ in range(columns)]  # parts of the column, and whose
     free = [1.0] * columns
-    shown: list[Bar | None] = [None] * columns
     for bar in row:
         begin, end = (at / length_us * columns if length_us else 0.0 for at in (bar.begin_us, bar.end_us))
         for column in range(int(begin), min(columns, math.ceil(end))):
             part = min(end, column + 1) - max(begin, column)
             free[column] -= part
-            if part > share[column] + 1e-9:
-                share[column], shown[column] = part, bar
-    return [None if free[column] > share[column] + 1e-9 else shown[column] for column in range(columns)]
+            inside[column].append((part, bar))
+    owed: dict[str, float] = {}  # columns that an op has not been given yet
+    shown = []
+    for parts, idle in zip(inside, free, strict=True):
+        largest: dict[str, tuple[float, Bar | None]] = {}
+        for part, bar in [*parts, (idle, None)]:
+            op = bar.op if bar else "idle"
+            owed[op] = owed.get(op, 0.0) + part
+            if part > 1e-9 and part > largest.get(op, (0.0, None))[0]:
+                largest[op] = (part, bar)
+        op = max(largest, key=lambda op: round(owed[op], 6))
+        shown.append(largest[op][1])
+        owed[op] -= 1.0
+        if len(largest) == 1:
+            owed.clear()
+    return shown
 
 
 def _ruler(length_us: float, columns: int) -> str:
@@ -216,7 +231,7 @@ def _row(stage: int, row: Sequence[Bar], y: float, pitch: float, scale: float, l
                 continue
             x, width = LEFT + bar.begin_us * scale, (bar.end_us - bar.begin_us) * scale
             # Neighbours stay apart where there is room for a gap.
-            inner = width - 1.0 if width > 4.0 else width
+            inner = width - min(1.0, width / 8) if width > 4.0 else width
             path.append(f"M{_n(x)} {_n(y)}h{_n(inner)}v{_n(height)}h-{_n(inner)}z")
             name = "" if bar.micro_batch is None else f"{op}{bar.micro_batch}" if width > 26 else f"{bar.micro_batch}"
             fits = min(size * 0.92, (inner - 2.0) / (0.62 * max(1, len(name))))
@@ -240,7 +255,8 @@ def _bound(chart: Chart, scale: float, bottom: float) -> Iterable[str]:
 def _legend(chart: Chart, y: float) -> Iterable[str]:
     x = float(LEFT)
     for fill, name in [*((OPS[op].fill, OPS[op].name) for op in chart.ops), (IDLE, "idle")]:
-        yield f'<rect x="{_n(x)}" y="{_n(y - 11)}" width="14" height="14" rx="3" fill="{fill}"/>'
+        edge = ' stroke="#c3c8d0"' if fill == IDLE else ""
+        yield f'<rect x="{_n(x)}" y="{_n(y - 11)}" width="14" height="14" rx="3" fill="{fill}"{edge}/>'
         yield f'<text x="{_n(x + 21)}" y="{_n(y)}">{name}</text>'
         x += 21 + 6.2 * len(name) + 30
 

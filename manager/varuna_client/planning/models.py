@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,19 @@ GpusPerVm = Annotated[int, typer.Option("--gpus-per-vm", min=1, help="GPUs of ea
 HardwareFile = Annotated[
     Path | None, typer.Option("--hardware", metavar="HW.json", help="GPUs and networks of yours, or calibrated ones.")
 ]
+DeviceMemoryGb = Annotated[
+    float | None, typer.Option("--device-memory-gb", min=0, help="Memory of each GPU, GiB; not given: no limit.")
+]
+NO_LIMIT = "memory is not limited: --device-memory-gb says how much a GPU has"
+
+
+def device_memory_bytes(device_memory_gb: float | None) -> int | None:
+    """Raises UserError when there is no such number of bytes."""
+    if device_memory_gb is None:
+        return None
+    if not isfinite(device_memory_gb):
+        raise UserError(f"--device-memory-gb {device_memory_gb:g}: give a number of GiB, or leave it out for no limit")
+    return int(device_memory_gb * 2**30)
 
 
 def model_shape(

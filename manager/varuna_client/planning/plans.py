@@ -14,7 +14,7 @@ from rich.text import Text
 from varuna_client.errors import UserError
 from varuna_client.options import AsJson, emit
 from varuna_client.planning.files import read_profile, read_text
-from varuna_client.planning.models import GpusPerVm
+from varuna_client.planning.models import NO_LIMIT, DeviceMemoryGb, GpusPerVm, device_memory_bytes
 from varuna_client.render import number, shape, size
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs there are.")],
     global_batch: Annotated[int, typer.Option(min=1, help="Examples in a mini-batch.")],
     gpus_per_vm: GpusPerVm = 1,
-    device_memory_gb: Annotated[
-        float | None, typer.Option(min=0, help="Memory of each GPU, GiB; not given: no limit.")
-    ] = None,
+    device_memory_gb: DeviceMemoryGb = None,
     policy: Annotated[str, typer.Option(help="Schedule: gpipe, 1f1b, varuna, work-conserving.")] = "work-conserving",
     hazard: Annotated[
         float | None, typer.Option(min=0, help="Removals per VM and hour: rank by what is expected, not by peak.")
@@ -68,7 +66,7 @@ def plan(
         question: dict[str, Any] = {
             "gpus": gpus,
             "global_batch": global_batch,
-            "device_memory_bytes": None if device_memory_gb is None else int(device_memory_gb * 2**30),
+            "device_memory_bytes": device_memory_bytes(device_memory_gb),
             "gpus_per_vm": gpus_per_vm,
             "policy": parse_policy(policy),
         }
@@ -99,18 +97,18 @@ def plan(
         elapsed_ms=elapsed_ms,
         of_each_p=None if all_candidates else OF_EACH_P,
     )
-    emit(document, plan_page(document), as_json)
+    emit(document, plan_page(document, limited=device_memory_gb is not None), as_json)
 
 
 def _hazard(rate: float | None, trace: Path | None) -> Hazard | None:
     from varuna_planner.liveput import Hazard
     from varuna_planner.spot_trace import measure_hazard, parse_trace
 
-    if trace is None:
-        return None if rate is None else Hazard(removals_per_vm_hour=rate)
-    if rate is not None:
+    if rate is not None and trace is not None:
         raise UserError("--hazard and --trace both tell the hazard: give one of them")
     try:
+        if trace is None:
+            return None if rate is None else Hazard(removals_per_vm_hour=rate)
         return measure_hazard(parse_trace(read_text(trace, "trace"), name=str(trace)))
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -134,6 +132,8 @@ def plan_document(
     best = ranking.best.plan if ranking is not None and ranking.best is not None else choice.best
     assert best is not None, "a choice without a plan is an error before"
     candidates = choice.candidates
+    if candidates:
+        candidates.look_closer(SHOWN)
     few = candidates[:] if of_each_p is None or not candidates else candidates.best_of_each_p(of_each_p)
     document: dict[str, Any] = {
         "best": _best(best, sections),
@@ -192,13 +192,16 @@ def _liveput(ranking: LiveputChoice) -> dict[str, Any]:
 # ---------------------------------------------------------------- text for people
 
 
-def plan_page(document: dict[str, Any]) -> RenderableType:
+def plan_page(document: dict[str, Any], *, limited: bool) -> RenderableType:
+    """`limited`: whether it is known what memory a GPU has."""
     best = document["best"]
     head = (
         f"{shape(best['p'], best['d'])}, micro-batch {best['micro_batch']}, {best['policy']}: "
         f"{best['predicted_minibatch_s']:.4g} s per mini-batch, {best['examples_per_s']:.4g} examples/s"
     )
     parts: list[RenderableType] = [Text(head, style="bold")]
+    if not limited:
+        parts.append(Text(NO_LIMIT, style="dim"))
     liveput = document.get("liveput")
     if liveput:
         every = "1 mini-batch" if liveput["checkpoint_every"] == 1 else f"{liveput['checkpoint_every']} mini-batches"
@@ -234,7 +237,7 @@ def _candidates_table(candidates: list[dict[str, Any]]) -> Table:
         table.add_row(
             shape(one["p"], one["d"]),
             str(one["micro_batch"]),
-            "-" if predicted is None else f"{predicted:.4g} s",
+            "-" if predicted is None else f"{'≥ ' if one['reason'].startswith('at least') else ''}{predicted:.4g} s",
             "yes" if one["fits"] else "no",
             one["reason"],
         )

@@ -147,6 +147,7 @@ def profile_document(profile: Profile, micro_batch: int) -> dict[str, Any]:
         "forward_us": sum(row["forward_us"] for row in rows),
         "backward_us": sum(row["backward_us"] for row in rows),
         "sections": rows,
+        "stage_overhead_us": profile.stage_overhead_us,
         "shared_parameters": [shared.model_dump() for shared in profile.shared_parameters],
         "links": {name: _link(link) for name, link in profile.links},
         "all_reduce": [measured.model_dump() for measured in profile.all_reduce],
@@ -155,7 +156,12 @@ def profile_document(profile: Profile, micro_batch: int) -> dict[str, Any]:
 
 def _section(section: Section, measured: Measurement) -> dict[str, Any]:
     state = section.parameter_bytes + section.gradient_bytes + section.optimizer_bytes
-    return {"index": section.index, "name": section.name, "state_bytes": state, **measured.model_dump()}
+    return {
+        "index": section.index,
+        "name": section.name,
+        "state_bytes": state,
+        "optimizer_us": section.optimizer_us,
+    } | (measured.model_dump())
 
 
 def _link(link: Link) -> dict[str, float]:
@@ -173,18 +179,37 @@ def profile_page(document: dict[str, Any]) -> RenderableType:
             f"{link['latency_us']:.4g} µs + {link['jitter_us']:.3g} µs of jitter, "
             f"{link['bandwidth_bytes_per_s'] / 1e9:.3g} GB/s",
         )
-    heads = ("SECTIONS", "NAME", "FORWARD", "BACKWARD", "RECOMPUTE", "OUTPUT", "KEPT", "STATE")
-    table = Table(*heads, box=None, pad_edge=False, title=f"at micro-batch {document['micro_batch']}")
+    if document["stage_overhead_us"] > 0:
+        head.add_row("engine", f"{document['stage_overhead_us']:.4g} µs on top of each forward, recompute and backward")
+    for shared in document["shared_parameters"]:
+        sections = ", ".join(map(str, shared["sections"]))
+        head.add_row("tied weights", f"{shared['name']} in sections {sections}: {size(shared['bytes'])}")
+    heads = ("SECTIONS", "NAME", "FORWARD", "BACKWARD", "RECOMPUTE", "OPTIMIZER", "OUTPUT", "KEPT", "STATE")
+    table = Table(*heads, box=None, pad_edge=False)
     for rows in _alike(document["sections"]):
         first, last = rows[0], rows[-1]
         several = len(rows) > 1
         table.add_row(
             f"{first['index']}-{last['index']}" if several else str(first["index"]),
             f"{first['name']} … {last['name']}" if several else first["name"],
-            *(f"{first[name] / 1e3:.3f} ms" for name in ("forward_us", "backward_us", "recompute_us")),
+            *(f"{first[name] / 1e3:.3f} ms" for name in ("forward_us", "backward_us", "recompute_us", "optimizer_us")),
             *(size(first[name]) for name in ("output_bytes", "activation_bytes", "state_bytes")),
         )
-    return Group(head, "", table)
+    parts = [head, "", Text(f"a micro-batch of {_examples(document['micro_batch'])}", style="bold"), table]
+    if document["all_reduce"]:
+        parts += ["", _all_reduce_table(document["all_reduce"])]
+    return Group(*parts)
+
+
+def _examples(count: int) -> str:
+    return "1 example" if count == 1 else f"{count} examples"
+
+
+def _all_reduce_table(measured: list[dict[str, Any]]) -> Table:
+    table = Table("ALL-REDUCE", "WORKERS", "RINGS", "TIME", box=None, pad_edge=False)
+    for one in sorted(measured, key=lambda one: (one["ranks"], one["rings"], one["bytes"])):
+        table.add_row(size(one["bytes"]), str(one["ranks"]), str(one["rings"]), f"{one['us'] / 1e3:.3f} ms")
+    return table
 
 
 def _alike(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ from varuna_client.errors import UserError
 from varuna_client.options import AsJson, emit, make_console
 from varuna_client.planning.files import read_profile, write_text
 from varuna_client.planning.gantt import Bar, Chart, as_html, as_svg, as_text
+from varuna_client.planning.models import NO_LIMIT, DeviceMemoryGb, device_memory_bytes
 from varuna_client.render import shape
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def simulate(
         typer.Option(metavar="MASK", help="Stages that recompute: 1,1,0, or all, or none; not given: as planned."),
     ] = None,
     gpus_per_vm: Annotated[int, typer.Option(min=1, help="GPUs of each VM.")] = 1,
-    device_memory_gb: Annotated[
-        float | None, typer.Option(min=0, help="Memory of each GPU, GiB; not given: no limit.")
-    ] = None,
+    device_memory_gb: DeviceMemoryGb = None,
     gantt: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw a chart there: .svg or .html.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +73,7 @@ def simulate(
             run_ahead=run_ahead,
             recompute=None if recompute is None else _mask(recompute, p),
             gpus_per_vm=gpus_per_vm,
-            device_memory_bytes=None if device_memory_gb is None else int(device_memory_gb * 2**30),
+            device_memory_bytes=device_memory_bytes(device_memory_gb),
         )
         outcome = simulate_plan(question)
     except ValueError as error:
@@ -147,7 +146,8 @@ def _page(question: WhatIf, outcome: Outcome, chart: Chart, width: int) -> Rende
         str(outcome.stash_max),
         f"{question.global_batch / outcome.minibatch_us * 1e6:.4g}" if outcome.minibatch_us > 0 else "-",
     )
-    return Group(table, "", as_text(chart, width))
+    notes = [Text(NO_LIMIT, style="dim")] if question.device_memory_bytes is None else []
+    return Group(table, *notes, "", as_text(chart, width))
 
 
 def duration(us: float) -> str:

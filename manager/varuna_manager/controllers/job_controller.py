@@ -45,8 +45,9 @@ from varuna_manager.domain.observed import (
     StartGeneration,
     VmView,
 )
-from varuna_manager.domain.states import GenerationKind, VmState
+from varuna_manager.domain.states import GenerationKind, JobState, VmState
 from varuna_manager.services.events import EventLog
+from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.planning import PlanningService, Question
 from varuna_manager.services.rates import RateService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
@@ -78,8 +79,10 @@ class JobController:
         profile_cache_url: str,
         period_s: float,
         now: Callable[[], float] = time.time,
+        spans: MorphSpans | None = None,
     ) -> None:
         self._database = database
+        self._spans = spans or MorphSpans()
         self._loader = loader
         self._registry = registry
         self._sessions = sessions
@@ -292,12 +295,21 @@ class JobController:
         if isinstance(key, LaunchKey):
             stored = jobs[key.job_id].row.checkpoint_url  # null in rows of an earlier version
             url = stored or f"file://{self._data_dir}/checkpoints/{key.job_id}"
-            session.send(messages.launch_message(jobs[key.job_id], session.vm_id, url, self._profile_cache_url))
+            session.send(
+                messages.launch_message(jobs[key.job_id], session.vm_id, url, self._profile_cache_url, self._spans)
+            )
         elif isinstance(key, StopKey):
             deadlines = [at for vm_id, at in leaving.items() if _takes_part(key, snapshot.presence.get(vm_id, ()))]
-            minibatch_s = _minibatch_s(jobs.get(key.job_id), key.generation)
+            job = jobs.get(key.job_id)
+            minibatch_s = _minibatch_s(job, key.generation)
+            goes_on = job is not None and job.row.job_state is not JobState.CANCELLING
             message = messages.stop_message(
-                key, self._rules, now=self._now(), minibatch_s=minibatch_s, deadlines=deadlines
+                key,
+                self._rules,
+                now=self._now(),
+                minibatch_s=minibatch_s,
+                deadlines=deadlines,
+                traceparent=self._spans.context(key.job_id, key.generation + 1) if goes_on else "",
             )
             session.send(message)
         else:

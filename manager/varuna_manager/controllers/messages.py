@@ -8,6 +8,7 @@ from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
 from varuna_manager.domain.observed import Plan, Rules
 from varuna_manager.domain.states import GenerationKind, StopMode
+from varuna_manager.services.morph_spans import MorphSpans
 from varuna_proto.v1 import agent_pb2 as pb
 
 _KINDS = {
@@ -18,12 +19,13 @@ _MODES = {StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW, StopMode.SAVE_FIRST: pb.ST
 
 
 def launch_message(
-    job: LoadedJob, vm_id: str, default_checkpoint_url: str, profile_cache_url: str
+    job: LoadedJob, vm_id: str, default_checkpoint_url: str, profile_cache_url: str, spans: MorphSpans
 ) -> pb.ManagerMessage:
     """The part of the job's newest generation that runs on the VM."""
     generation = job.generation
     assert generation is not None, f"job {job.row.id} has nothing to launch"
     plan = Plan.from_document(generation.plan)
+    is_calibration = generation.generation_kind is GenerationKind.CALIBRATION  # it has no first step
     assignments = [
         pb.WorkerAssignment(rank=worker.rank, local_rank=worker.local_rank)
         for worker in job.workers
@@ -56,20 +58,27 @@ def launch_message(
         profile_cache_url=profile_cache_url,
         checkpoint_interval_s=job.spec.checkpoint.interval_s or 0.0,
         stops_per_hour=job.view.fleet.stops_per_hour(len({worker.vm_id for worker in job.workers})),
+        traceparent="" if is_calibration else spans.context(job.row.id, generation.number),
     )
     return pb.ManagerMessage(launch=launch)
 
 
 def stop_message(
-    key: StopKey, rules: Rules, *, now: float, minibatch_s: float, deadlines: Collection[float]
+    key: StopKey, rules: Rules, *, now: float, minibatch_s: float, deadlines: Collection[float], traceparent: str
 ) -> pb.ManagerMessage:
     """`minibatch_s`: predicted; `deadlines`: of the generation's VMs that leave, before the first of which a save must
-    be over."""
+    be over; `traceparent`: of the morph for which it stops, or empty."""
     grace_s = rules.stop_grace_s
     if key.mode is StopMode.SAVE_FIRST:
         left = [deadline - now - 1.0 for deadline in deadlines]
         grace_s = max(min([rules.save_grace_s + 2 * minibatch_s, *left]), 1.0)
-    stop = pb.Stop(job_id=key.job_id, generation=key.generation, mode=_MODES[key.mode], grace_s=grace_s)
+    stop = pb.Stop(
+        job_id=key.job_id,
+        generation=key.generation,
+        mode=_MODES[key.mode],
+        grace_s=grace_s,
+        traceparent=traceparent,
+    )
     return pb.ManagerMessage(stop=stop)
 
 

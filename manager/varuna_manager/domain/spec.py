@@ -63,6 +63,9 @@ class JobSpec(_Strict):
     )
     run: str = Field(min_length=1, description="shell command, the same on every device")
     global_batch: int = Field(ge=1, description="examples in a mini-batch, over all replicas")
+    steps: int | None = Field(
+        default=None, ge=1, description="how many the script trains: for progress and the time left, nothing else"
+    )
     resources: Resources = Resources()
     checkpoint: CheckpointSpec = CheckpointSpec()
     env: dict[str, str] = Field(default_factory=dict)

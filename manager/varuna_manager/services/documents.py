@@ -141,12 +141,21 @@ def worker_document(worker: WorkerRow, health: Health | None = None) -> Document
         "cause": worker.cause,
         "exit_code": worker.exit_code,
         "error": worker.error_text,
-        "step": None if health is None else health.step,
-        "forward_us": None if health is None else health.forward_us,
-        "backward_us": None if health is None else health.backward_us,
-        "wait_us": None if health is None else health.wait_us,
-        "memory_bytes": None if health is None else health.memory_bytes,
+        **(_UNHEARD if health is None else _heard(health)),
     }
+
+
+def _heard(health: Health) -> Document:
+    return {
+        "step": health.step,
+        "forward_us": health.forward_us,
+        "backward_us": health.backward_us,
+        "wait_us": health.wait_us,
+        "memory_bytes": health.memory_bytes,
+    }
+
+
+_UNHEARD = dict.fromkeys(_heard(Health(job_id="", generation=0, rank=0, step=0)))
 
 
 def vm_document(

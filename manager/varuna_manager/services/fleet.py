@@ -31,7 +31,6 @@ from varuna_manager.providers.base import (
     ProviderVm,
     UnknownVmError,
 )
-from varuna_manager.services import documents
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import ConflictError, NotFoundError, UnavailableError
@@ -72,33 +71,20 @@ class FleetService:
 
     # ------------------------------------------------------------ for users
 
-    async def vms(self, *, with_gone: bool) -> list[Document]:
-        async with self._database.read() as session:
-            query = select(VmRow).order_by(VmRow.created_at)
-            if not with_gone:
-                query = query.where(VmRow.state != VmState.GONE.value)
-            rows = (await session.scalars(query)).all()
-            workers = await live_workers(session)
-        by_vm: dict[str, list[WorkerRow]] = {}
-        for worker in workers:
-            by_vm.setdefault(worker.vm_id, []).append(worker)
-        return [documents.vm_document(row, by_vm.get(row.id, []), self._registry.last_heard_s(row.id)) for row in rows]
-
     async def fleet(self) -> Document:
+        there = VmRow.state != VmState.GONE.value
+        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus)).where(there).group_by(VmRow.state)
         async with self._database.read() as session:
             wants = await session.get(FleetRow, self._provider.name)
-            rows = (await session.scalars(select(VmRow).where(VmRow.state != VmState.GONE.value))).all()
-        by_state = {state.value: 0 for state in VmState if state is not VmState.GONE}
-        for row in rows:
-            by_state[row.state] += 1
+            counts = {state: (vms, int(gpus)) for state, vms, gpus in await session.execute(query)}
         return {
             "provider": self._provider.name,
             "target": wants.target if wants is not None else 0,
             "min_vms": wants.min_vms if wants is not None else None,
             "max_vms": wants.max_vms if wants is not None else None,
             "capacity": None if self._emulated is None else self._emulated.capacity,
-            "vms": by_state,
-            "gpus": sum(row.gpus for row in rows if row.state == VmState.READY),
+            "vms": {state.value: counts.get(state.value, (0, 0))[0] for state in VmState if state is not VmState.GONE},
+            "gpus": counts.get(VmState.READY.value, (0, 0))[1],
         }
 
     async def set_target(self, target: int) -> Document:
@@ -264,11 +250,9 @@ def _is_news(row: Row[*tuple[Any, ...]], hello: pb.Hello) -> bool:
     return row.state == VmState.GONE or known != (hello.incarnation, hello.gpus, hello.host, memory)
 
 
-async def live_workers(session: AsyncSession, vm_id: str | None = None) -> Sequence[WorkerRow]:
-    """The workers that have not stopped: all, or those of one VM."""
-    query = select(WorkerRow).where(WorkerRow.state.in_(_ALIVE))
-    if vm_id is not None:
-        query = query.where(WorkerRow.vm_id == vm_id)
+async def live_workers(session: AsyncSession, vm_id: str) -> Sequence[WorkerRow]:
+    """The workers on the VM that have not stopped."""
+    query = select(WorkerRow).where(WorkerRow.state.in_(_ALIVE), WorkerRow.vm_id == vm_id)
     return (await session.scalars(query.order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank))).all()
 
 

@@ -20,6 +20,7 @@ from varuna_manager.domain.downtime import Moments, Part
 from varuna_manager.domain.states import GenerationKind, GenerationState, WorkerState
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.live import ProgressBoard
+from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.step_metrics import roll_up
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -27,9 +28,10 @@ _METRICS = Base.metadata.tables[MetricRow.__tablename__]
 
 
 class Progress:
-    def __init__(self, events: EventLog, board: ProgressBoard | None = None) -> None:
-        """`board`: told of every newest step."""
+    def __init__(self, events: EventLog, board: ProgressBoard | None = None, spans: MorphSpans | None = None) -> None:
+        """`board`: told of every newest step; `spans`: of every first one."""
         self._events = events
+        self._spans = spans or MorphSpans()
         self._board = board
         self._log = structlog.get_logger("varuna.reports")
 
@@ -111,6 +113,8 @@ class Progress:
         )
         if generation.state == GenerationState.LAUNCHING:
             generation.move(GenerationState.RUNNING, now=now, reason="its first step is done")
+        tell = partial(self._spans.first_step, generation.job_id, generation.number, parts)
+        after_commit(session, partial(tell, first_step_at=now, step=step, steps_redone=redone))
         went = downtime.longest(parts)
         self._events.add(
             session,

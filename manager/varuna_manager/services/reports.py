@@ -34,6 +34,7 @@ from varuna_manager.services import traces
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.live import ProgressBoard
+from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.progress import Progress
 from varuna_manager.services.together import Together
@@ -70,14 +71,15 @@ class ReportService:
         bell: Bell,
         now: Callable[[], float] = time.time,
         board: ProgressBoard | None = None,
+        spans: MorphSpans | None = None,
     ) -> None:
-        """`board`: told of the newest step of every job."""
+        """`board`: told of the newest step of every job; `spans`: of every generation's first."""
         self._database = database
         self._events = events
         self._planning = planning
         self._bell = bell
         self._now = now
-        self._progress = Progress(events, board)
+        self._progress = Progress(events, board, spans)
         self._batches = Together(self._store)
         self._log = structlog.get_logger("varuna.reports")
 

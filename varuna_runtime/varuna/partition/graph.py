@@ -105,6 +105,7 @@ class Graph:
     cuts: list[CutPass] = field(default_factory=list)
     buffers_used: dict[str, set[int]] = field(default_factory=dict)  # name -> sections
     buffers_changed: set[str] = field(default_factory=set)
+    costs: dict[tuple[int, int], float] = field(default_factory=dict)  # (innermost call, section) -> work (costs.py)
     looked_at: set[tuple[int, int, int]] = field(default_factory=set)  # value, section, call: the path depends on it
     loss: int = -1
 

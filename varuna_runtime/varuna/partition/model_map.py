@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.partition.boundaries import CutPlan, plan_cut
+from varuna.partition.cut_places import CutPlace
 from varuna.partition.errors import PartitionError
 from varuna.partition.graph import Graph
 from varuna.partition.shapes import Boundary, Size, TensorSpec
@@ -42,6 +43,8 @@ class ModelMap:
     graph: Graph = field(repr=False)
     leaf_specs: tuple[tuple[TensorSpec | Size | None, ...], ...] = field(repr=False)  # by call and output leaf
     cut_specs: tuple[TensorSpec, ...] = field(repr=False)  # of cut-point c: [c - 1]
+    cut_places: tuple[CutPlace, ...] = ()  # of cut-point c: [c - 1]; empty: the model has its own cut-points, or none
+    refused: tuple[str, ...] = ()  # why blocks' ends are no cut-points
 
     @cached_property
     def _plans(self) -> dict[int, CutPlan]:
@@ -67,6 +70,13 @@ class ModelMap:
         spec = self.cut_specs[place.cut - 1] if place.call < 0 else self.leaf_specs[place.call][place.leaf]
         assert isinstance(spec, TensorSpec)
         return boundary_of(place.name, spec)
+
+    def costs(self) -> list[float]:
+        """How much work each section is, in floating-point operations of a forward of the dry run's batch."""
+        costs = [0.0] * len(self.sections)
+        for (_, section), cost in self.graph.costs.items():
+            costs[section] += cost
+        return costs
 
     def sections_of(self, parameter: str) -> tuple[int, ...]:
         """The sections that use a parameter (by any of its names)."""

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varuna.cut_point import CutPoint
+from varuna.partition.costs import cost_of
+from varuna.partition.cut_places import PlacedCutPoint
 from varuna.partition.errors import PartitionError
 from varuna.partition.graph import Call, CutPass, Graph, Kind, ObjectLeaf, TensorLeaf, Value
 from varuna.partition.structure import take_apart
@@ -187,7 +189,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         before = self._value(activation)
         value = self._value(passed)
         value.kind, value.cut, value.section, value.same_as = Kind.CUT, cut, cut, before.same_as
-        self.graph.cuts.append(CutPass(f"cut-point {cut} ({value.place})", value.index))
+        where = f"after {cut_point.place.path}" if isinstance(cut_point, PlacedCutPoint) else value.place
+        self.graph.cuts.append(CutPass(f"cut-point {cut} ({where})", value.index))
         self._section = cut
         return passed
 
@@ -219,6 +222,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         if func is not _aten.index.Tensor and any(tag in func.tags for tag in _LOOKS_AT_VALUES):
             return self._look_at_values(func, leaves, spec, inputs)
         output = self._run_fake(func, leaves, spec)
+        where = self._stack[-1], self._section
+        self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost_of(
+            func, *tree_unflatten(leaves, spec), output
+        )
         random = torch.Tag.nondeterministic_seeded in func.tags
         real = None if random else self._run_shadow(func, leaves, spec, output)
         written = _written(func, *tree_unflatten(leaves, spec))
@@ -234,6 +241,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._value_needed(func) from error
+        except NotImplementedError as error:
+            raise self._impossible(func, error) from error
+        except RuntimeError as error:
+            if any(True for leaf in leaves if isinstance(leaf, Tensor)):
+                raise self._impossible(func, error) from error
+            raise
 
     def _run_shadow(self, func: Any, leaves: list[Any], spec: Any, output: Any) -> Any:
         """The operation on real values, when there are all of them; None otherwise."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from varuna.cut_point import CutPoint, observing
 from varuna.partition.batch import batch_size_of, loss_of
+from varuna.partition.cut_places import place_cut_points
 from varuna.partition.errors import PartitionError
 from varuna.partition.ghost import Ghost, Zeros, make_ghost, put_in
 from varuna.partition.model_map import ModelMap
@@ -91,6 +92,7 @@ class Stage:
         self._cut_keeps: dict[int, int] = {}  # cut-point -> sent slot
         self._relays: tuple[tuple[int, int], ...] = ()  # (received slot, sent slot)
         self._wire(model_map)
+        place_cut_points(module, model_map.cut_places)
 
     def forward(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> list[Tensor] | Tensor:
         """Run the stage on one micro-batch.

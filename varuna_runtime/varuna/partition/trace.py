@@ -1,9 +1,13 @@
-"""The dry run: the user's own forward on fake tensors, twice, with two batch sizes."""
+"""The dry run: the user's own forward on fake tensors, twice, with two batch sizes.
+
+A model without cut-points is run once more before that, to find where they may be placed (automatic.py).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from varuna.cut_point import observing
+from varuna.partition.automatic import choose, find_candidates, without_light_sections
 from varuna.partition.batch import loss_of, resized
+from varuna.partition.cut_places import CutPlace, place_cut_points
 from varuna.partition.errors import PartitionError
 from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
 from varuna.partition.model_map import ModelMap, Section, first_names, neighbours, storage_bytes
@@ -24,7 +30,11 @@ _BATCHES = (2, 4)  # enough to see what moves with the batch; more only makes re
 
 
 def trace(
-    model: nn.Module, example_inputs: Mapping[str, Any], *, shared_weights: Iterable[tuple[str, str]] = ()
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    *,
+    shared_weights: Iterable[tuple[str, str]] = (),
+    cut_points: int | None = None,
 ) -> ModelMap:
     """Learn the sections of `model` by running `model(**example_inputs)` on fake tensors.
 
@@ -35,12 +45,104 @@ def trace(
         model: returns its scalar mean loss: a tensor, the first of a tuple, or `loss` of a mapping or object.
         example_inputs: any number of examples (at least one); the batch is the first dimension.
         shared_weights: pairs of parameter names to be kept equal. Parameters that share memory are found without it.
+        cut_points: how many to find in a model that has none of its own; None: as its structure has it.
 
     Raises:
         PartitionError: the model cannot be cut as it stands; the message says where and what to change.
+        ValueError: `cut_points` is negative, or given for a model that has its own.
     """
-    parameters, kept = first_names(model.named_parameters(remove_duplicate=False), shared_weights)
-    one, two = (_dry_run(model, example_inputs, size, parameters) for size in _BATCHES)
+    if cut_points is not None and cut_points < 0:
+        raise ValueError(f"cut_points={cut_points}: give the number of cut-points to find, or leave it out")
+    dry_runs = _DryRuns(
+        model, example_inputs, *first_names(model.named_parameters(remove_duplicate=False), shared_weights)
+    )
+    plain = dry_runs.run(_BATCHES[0], ())
+    if plain.cuts:
+        if cut_points is not None:
+            raise ValueError(
+                f"cut_points={cut_points}, but the model passes {len(plain.cuts)} CutPoints of its own; leave it out, "
+                "or take them out of the model"
+            )
+        return dry_runs.model_map((), plain)
+    return _cut_automatically(dry_runs, plain, cut_points)
+
+
+def _cut_automatically(dry_runs: _DryRuns, plain: Graph, wanted: int | None) -> ModelMap:
+    """Cut at ends of blocks: all of the outermost ones, or as many as are wanted."""
+    candidates = find_candidates(dry_runs.model, plain, wanted) if wanted != 0 else ()
+    refused: list[str] = []
+    chosen = False
+    while candidates:
+        model_map = dry_runs.model_map(candidates)
+        unusable = _unusable(model_map)
+        refused += unusable.values()
+        keep = [cut for cut in range(1, len(candidates) + 1) if cut not in unusable]
+        if not unusable and not chosen and (wanted is None or wanted <= len(keep)):
+            keep = _most_alike(model_map, wanted)
+            chosen = True
+        if len(keep) == len(candidates):
+            break
+        candidates = tuple(candidates[cut - 1] for cut in keep)
+    if wanted is not None and len(candidates) < wanted:
+        raise _too_few(len(candidates), wanted, refused)
+    return replace(model_map if candidates else dry_runs.model_map((), plain), refused=tuple(refused))
+
+
+def _unusable(model_map: ModelMap) -> dict[int, str]:
+    """The cut-points that a stage could not end at, and why."""
+    reasons = {}
+    for cut, place in enumerate(model_map.cut_places, start=1):
+        try:
+            model_map.boundary(cut)
+        except PartitionError as error:
+            reasons[cut] = f"after {place.path}: {error}"
+    return reasons
+
+
+def _most_alike(model_map: ModelMap, wanted: int | None) -> list[int]:
+    """The cut-points to keep, so that the sections are about as much work each."""
+    costs = model_map.costs()
+    if wanted is None:
+        return without_light_sections(costs)
+    sizes = [sum(b.bytes_for(model_map.graph.batch) for b in model_map.boundary(cut)) for cut in range(1, len(costs))]
+    return choose(costs, sizes, wanted)
+
+
+def _too_few(found: int, wanted: int, refused: Sequence[str]) -> PartitionError:
+    why = f" Not possible are: {'; '.join(refused)}" if refused else ""
+    return PartitionError(
+        f"cut_points={wanted}, but the model can be cut behind {found} of its repeated blocks only (members of an "
+        f"nn.ModuleList or nn.Sequential, called once each); ask for fewer, or place CutPoints yourself.{why}"
+    )
+
+
+@dataclass(frozen=True)
+class _DryRuns:
+    """Dry runs of one model."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    first_names: dict[str, str]
+    kept: dict[str, Tensor]  # by first name
+
+    def run(self, batch: int, places: Sequence[CutPlace]) -> Graph:
+        return _dry_run(self.model, self.inputs, batch, self.first_names, places)
+
+    def model_map(self, places: tuple[CutPlace, ...], one: Graph | None = None) -> ModelMap:
+        """With cut-points at `places`. `one`: the first of the two dry runs, if there is one already."""
+        one = one or self.run(_BATCHES[0], places)
+        two = self.run(_BATCHES[1], places)
+        return _model_map(self.model, one, two, self.first_names, self.kept, places)
+
+
+def _model_map(
+    model: nn.Module,
+    one: Graph,
+    two: Graph,
+    parameters: dict[str, str],
+    kept: Mapping[str, Tensor],
+    places: tuple[CutPlace, ...],
+) -> ModelMap:
     _check_same_path(one, two)
     sections, shared = _sections(model, one, kept)
     return ModelMap(
@@ -51,13 +153,17 @@ def trace(
         graph=one,
         leaf_specs=tuple(_leaf_specs(one, two, *calls) for calls in zip(one.calls, two.calls, strict=True)),
         cut_specs=tuple(_spec(one, two, a.value, b.value) for a, b in zip(one.cuts, two.cuts, strict=True)),
+        cut_places=places,
     )
 
 
-def _dry_run(model: nn.Module, inputs: Mapping[str, Any], batch: int, parameters: Mapping[str, str]) -> Graph:
+def _dry_run(
+    model: nn.Module, inputs: Mapping[str, Any], batch: int, parameters: Mapping[str, str], places: Sequence[CutPlace]
+) -> Graph:
     recorder = Recorder(batch)
     hollow = _hollow_copy(model, recorder, parameters)
     recorder.watch(hollow)
+    place_cut_points(hollow, places)
     given = {
         name: tree_map(
             lambda leaf, name=name: recorder.fake_input(name, leaf) if isinstance(leaf, Tensor) else leaf, value

@@ -86,7 +86,7 @@ export function table(label, columns, { tall = false, empty = "None." } = {}) {
     column.title || h("span", { class: "sr" }, column.label ?? "Actions")));
   const made = h("table", {}, h("caption", { class: "sr" }, label), h("thead", {}, h("tr", {}, heads)), body);
   // What can scroll must be reachable by keyboard.
-  const region = h("div", { class: `scroll${tall ? ` tall ${tall}` : ""}`, tabindex: "0", role: "region", "aria-label": label }, made);
+  const region = h("div", { class: `scroll${tall ? ` tall ${tall}` : ""}`, tabindex: "0", role: "group", "aria-label": label }, made);
   const fill = (rows) => {
     none.hidden = rows.length > 0;
     region.hidden = rows.length === 0;

@@ -54,14 +54,19 @@ export function eventList({ about = {}, signal, ofJob = false, head = "Events" }
   const soon = atMostEvery(400, draw);
   signal.addEventListener("abort", soon.stop);
 
-  get("events/kinds", signal).then((all) => {
-    put(kinds, h("option", { value: "" }, "all kinds"), all.map((one) => h("option", { value: one }, one.replaceAll("_", " "))));
-  }).catch(() => {});
+  const known = new Set();
+  function offer(more) {
+    more.forEach((one) => known.add(one));
+    put(kinds, h("option", { value: "" }, "all kinds"), [...known].sort().map((one) => h("option", { value: one }, one.replaceAll("_", " "))));
+    kinds.value = kind;
+  }
+  get("events/kinds", signal).then(offer).catch(() => {});
   load();
   const tools = h("div", { class: "controls" }, kinds, routine, h("label", { for: routine.id }, "routine ones too"), note);
   return {
     element: card(head, [h("span", { class: "grow" }), tools], list.element, h("div", { class: "controls" }, more)),
     add(event) {
+      if (!known.has(event.kind)) offer([event.kind]);
       if (!loaded) { fresh.push(event); return; }
       insert(event);
       soon();

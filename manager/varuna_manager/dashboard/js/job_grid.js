@@ -7,7 +7,7 @@ const MOST_WORDY = 96; // more ranks than these are shown by symbol and VM only
 export function grid() {
   const note = h("span", { class: "note" });
   const body = h("div");
-  const region = h("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Ranks by stage and replica" }, body);
+  const region = h("div", { class: "scroll tall", tabindex: "0", role: "group", "aria-label": "Ranks by stage and replica" }, body);
   return {
     element: card("Placement", note, region),
     draw(generation, vms, job) {

@@ -12,7 +12,7 @@ export function logs(job, signal) {
   const generation = h("input", { type: "number", min: "1", step: "1", placeholder: "newest", id: "log-generation", size: "6" });
   const follows = h("input", { type: "checkbox", id: "log-follow", checked: true });
   const search = h("input", { type: "search", placeholder: "Search this log…", "aria-label": "Search this log" });
-  const area = h("pre", { class: "log", tabindex: "0", role: "region", "aria-label": "Log" });
+  const area = h("pre", { class: "log", tabindex: "0", role: "group", "aria-label": "Log" });
   const note = h("p", { class: "note", role: "status" });
   const found = h("div");
   let reading = null; // the AbortController of the read under way
@@ -62,7 +62,7 @@ export function logs(job, signal) {
     try {
       const answer = await get(`jobs/${job.id}/logs/search?${about({ q: search.value, limit: 200 })}`, signal);
       put(found, h("p", { class: "note", role: "status" }, `${count(answer.matches.length)} lines with “${search.value}” in ${bytes(answer.searched_bytes)}${answer.complete ? "" : ", and perhaps more"}`),
-        h("pre", { class: "log", tabindex: "0", role: "region", "aria-label": "Lines found" }, answer.matches.map((match) => `${match.line_number}: ${match.text}\n`)));
+        h("pre", { class: "log", tabindex: "0", role: "group", "aria-label": "Lines found" }, answer.matches.map((match) => `${match.line_number}: ${match.text}\n`)));
     } catch (error) {
       if (!signal.aborted) put(found, h("p", { class: "wrong", role: "alert" }, error.message));
     }

@@ -1,0 +1,127 @@
+"""10,000 VMs and a job of a million steps; every page by keyboard, on a phone, in the dark, and to a screen reader."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Page, ViewportSize, expect
+
+from dashboard_world import JOB, SHAPES, fill_fleet, fill_job
+from rest_world import RestWorld, migrated, rest_world
+
+pytestmark = [
+    pytest.mark.xdist_group("dashboard"),
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(300),
+]
+VMS, STEPS = 10_000, 1_000_000
+NO_AGENTS = ("/logs",)  # nobody has the logs of this world's workers
+PAGES = ["jobs", "fleet", "events", f"jobs/{JOB}", "vms/vm-00007"]
+DESK, PHONE = ViewportSize(width=1360, height=900), ViewportSize(width=390, height=844)
+EVIL = "<img src=x onerror=alert(1)> of <b>vm</b>"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RestWorld]:
+    folder: Path = tmp_path_factory.mktemp("dashboard")
+    await migrated(folder / "manager.db")
+    async with rest_world(folder) as world:
+        await fill_fleet(world, VMS)
+        await fill_job(world, STEPS)
+        yield world
+
+
+async def settled(page: Page, where: str) -> None:
+    """Until all that the page draws is drawn."""
+    await expect(page.get_by_role("heading", level=1)).to_be_visible()
+    charts = 3 if where.startswith("jobs/") else 1 if where == "fleet" else 0
+    await expect(page.locator(".chart.plotted")).to_have_count(charts)
+
+
+async def test_a_fleet_of_ten_thousand_is_counted_paged_and_searched(world: RestWorld, open_page: Any) -> None:
+    async with open_page(f"{world.url}/#/fleet") as page:
+        await expect(page.locator("dt:text-is('VMs') + dd")).to_have_text("10,000")
+        rows = page.get_by_role("region", name="VMs", exact=True).locator("tbody tr")
+        await expect(rows).to_have_count(100)
+        await page.get_by_role("button", name="Next").click()
+        await expect(page.get_by_text("101–200")).to_be_visible()
+        await page.get_by_role("button", name="lost").click()
+        await expect(page.get_by_text("1–78")).to_be_visible()
+        await expect(rows).to_have_count(78)
+        await page.get_by_role("button", name="lost").click()
+        await page.get_by_label("Id or host contains").fill("vm-04999")
+        await expect(rows).to_have_count(1)
+        quarantines = page.get_by_role("table", name="Quarantined VMs")
+        await expect(quarantines.locator("tbody tr").first).to_contain_text("its 3 peers")
+        await page.get_by_text("As a table", exact=True).click()
+        await expect(page.get_by_role("table", name="VMs over time, as a table")).to_be_visible()
+
+
+async def test_a_job_of_a_million_steps_is_drawn_with_its_morphs(world: RestWorld, open_page: Any) -> None:
+    async with open_page(f"{world.url}/#/jobs/{JOB}", may_fail=NO_AGENTS) as page:
+        await settled(page, f"jobs/{JOB}")
+        throughput = page.get_by_role("region", name="Throughput", exact=True)
+        labels = await throughput.locator(".annotation-text").all_text_contents()
+        assert sorted(labels) == sorted(f"{p}×{d}" for p, d in SHAPES)
+        points = await page.evaluate("() => Math.max(...[...document.querySelectorAll('.chart')].flatMap(c => c.data.map(t => t.x?.length ?? 0)))")
+        assert 500 <= points <= 2000
+        await expect(page.get_by_role("region", name="Plan candidates")).to_contain_text("needs 33.9 GiB of 15.8 GiB")
+        await expect(page.get_by_role("region", name="Pipeline", exact=True)).to_contain_text("6×2, replica 0")
+        await expect(page.locator(".grid td.warn")).to_contain_text("quarantined")
+
+
+async def test_an_event_is_seen_as_it_happens_and_as_text(world: RestWorld, open_page: Any) -> None:
+    async with open_page(f"{world.url}/#/events") as page:
+        await expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        rows = page.get_by_role("region", name="All events").locator("tbody tr")
+        await expect(rows).not_to_have_count(0)
+        await world.tell("vm_lost", EVIL, vm_id="vm-00001")
+        await expect(rows.first).to_contain_text(EVIL)
+        assert await page.locator("main img").count() == 0
+        count = await rows.count()
+        await page.get_by_role("button", name="Older").click()
+        await expect(rows.nth(count + 10)).to_be_visible()
+
+
+@pytest.mark.parametrize("where", PAGES)
+async def test_pages_have_no_barriers(
+    world: RestWorld, open_page: Any, screenshot: Callable[[Page, str], Any], where: str
+) -> None:
+    """By axe-core, light and dark; on a phone nothing is wider than the screen."""
+    name = f"{where.partition('/')[0]}{'-one' if '/' in where else ''}"
+    async with open_page(f"{world.url}/#/{where}", may_fail=NO_AGENTS) as page:
+        for look in ("light", "dark", "phone"):
+            await page.emulate_media(color_scheme="dark" if look == "dark" else "light")
+            await page.set_viewport_size(PHONE if look == "phone" else DESK)
+            await settled(page, where)
+            await screenshot(page, f"{name}-{look}")
+            assert await page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), look
+            # What is inside a chart is one image to a screen reader.
+            only = {"runOnly": ["color-contrast"]} if look != "light" else {"resultTypes": ["violations"]}
+            found = await Axe().run(page, context={"exclude": [".chart"]}, options=only)
+            assert found.violations_count == 0, f"{look}: {found.generate_report()}"
+
+
+async def test_the_keyboard_is_enough(world: RestWorld, open_page: Any) -> None:
+    async with open_page(f"{world.url}/#/jobs") as page:
+        await expect(page.get_by_role("link", name="gpt-2b")).to_be_visible()
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("main")).to_be_focused()
+        for _ in range(12):
+            await page.keyboard.press("Tab")
+            if await page.get_by_role("button", name="Submit a job…").evaluate("it => it === document.activeElement"):
+                break
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("dialog")).to_be_visible()
+        await page.keyboard.press("Escape")
+        await expect(page.get_by_role("dialog")).to_have_count(0)
+        await page.get_by_role("link", name="gpt-2b").focus()
+        outline = await page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid"

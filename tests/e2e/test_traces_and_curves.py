@@ -1,0 +1,221 @@
+"""A real job morphs: its trace is told by manager, agents and workers, its curves are whole."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from manager_world import all_ready, run_varuna, wait_until
+from restartable_manager import RestartableManager
+from varuna_client.demo.processes import DemoProcesses
+from varuna_proto.trace_context import traceparent
+
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+
+SCRIPT = """
+    import os
+    import time
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from varuna import CutPoint, Varuna
+    from varuna.data import Batches
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.cut, self.second = nn.Linear(8, 8), CutPoint(), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.second(self.cut(self.first(x))).square().mean()
+
+    torch.manual_seed(0)
+    data = [{"x": torch.full((8,), float(i))} for i in range(16)]
+    model = Varuna(Small(), get_batch_fn=lambda size, device=None: {"x": torch.ones(size, 8)})
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
+    first = model.resume() + 1
+    if first == 1:
+        model.checkpoint()
+    Path(f"context-{os.environ['VARUNA_GENERATION']}-{os.environ['RANK']}").write_text(os.environ["TRACEPARENT"])
+    for step, batch in Batches(data, first_step=first, last_step=100_000):
+        model.step(batch)
+        if Path("end").exists() and step >= int(Path("end").read_text()):
+            break  # on every rank at the same step
+        time.sleep(0.02)
+"""
+
+
+class Span(NamedTuple):
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    begin_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+
+
+class Receiver(ThreadingHTTPServer):
+    """What a collector of OpenTelemetry does, as far as it is asked here: OTLP over HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.spans: list[Span] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/traces"
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        for group in ExportTraceServiceRequest.FromString(body).resource_spans:
+            service = _values(group.resource.attributes)["service.name"]
+            for scope in group.scope_spans:
+                for span in scope.spans:
+                    self.server.spans.append(
+                        Span(
+                            service,
+                            span.name,
+                            span.trace_id.hex(),
+                            span.span_id.hex(),
+                            span.parent_span_id.hex(),
+                            span.start_time_unix_nano,
+                            span.end_time_unix_nano,
+                            _values(span.attributes),
+                        )
+                    )
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Not to stderr."""
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as server, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(server.serve_forever, 0.05)
+        yield server
+        server.shutdown()
+        serving.result()
+
+
+@pytest.fixture
+def manager(tmp_path: Path, receiver: Receiver) -> Iterator[RestartableManager]:
+    folder = tmp_path / "manager"
+    folder.mkdir()
+    with DemoProcesses(folder) as processes:
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        manager = RestartableManager(processes, folder, "--vms", "2", environment=environment)
+        manager.start()
+        yield manager
+
+
+def test_a_morph_is_traced_and_the_curves_go_on(
+    manager: RestartableManager, receiver: Receiver, tmp_path: Path
+) -> None:
+    workdir = tmp_path / "small"
+    workdir.mkdir()
+    (workdir / "train.py").write_text(textwrap.dedent(SCRIPT))
+    job = {
+        "name": "small",
+        "run": "python train.py",
+        "global_batch": 4,
+        "copy_workdir": False,
+        "plan": {"p": 1},
+        "env": {"VARUNA_TENSORBOARD": str(tmp_path / "curves")},
+    }
+    (workdir / "job.yaml").write_text(json.dumps(job))
+    with manager.client() as client:
+        wait_until(lambda: all_ready(client, 2), "two VMs")
+        assert run_varuna("submit", str(workdir / "job.yaml"), url=manager.url).returncode == 0
+        wait_until(lambda: client.job("small")["step"] > 20, "the first steps", 120)
+        before = client.job("small")["generation"]
+        drained = next(vm["id"] for vm in client.vms() if vm["workers"])
+        assert run_varuna("drain", drained, url=manager.url).returncode == 0
+        wait_until(lambda: (client.job("small")["generation"] or 0) > before, "the morph", 120)
+        at = client.job("small")["step"] or 0
+        wait_until(lambda: (client.job("small")["step"] or 0) > at + 10, "steps after the morph", 120)
+        number = client.job("small")["generation"]
+        last = client.job("small")["step"] + 20
+        (workdir / "end").write_text(str(last))
+        wait_until(lambda: client.job("small")["state"] == "succeeded", "the job's end", 120)
+        job_id = client.job("small")["id"]
+
+    check_trace(receiver, job_id, number, workdir)
+    check_curves(tmp_path / "curves", last)
+
+
+def check_trace(receiver: Receiver, job_id: str, number: int, workdir: Path) -> None:
+    """Of the morph that began generation `number`."""
+    _, trace_id, root_id, _ = traceparent(job_id, number).split("-")
+
+    def spans() -> list[Span]:
+        return [span for span in receiver.spans if span.trace_id == trace_id]
+
+    def has(service: str, name: str) -> bool:
+        return any((span.service, span.name) == (service, name) for span in spans())
+
+    wait_until(lambda: has("varuna-manager", "morph") and has("varuna-worker", "first step"), "the trace")
+    def told() -> str:
+        return "\n".join(f"{s.trace_id[:6]} {s.service} {s.name} {s.attributes} {s.begin_ns} {s.end_ns}" for s in receiver.spans)
+
+    try:
+        wait_until(lambda: has("varuna-agent", "start rank") and has("varuna-agent", "stop rank"), "the agents' spans", 15)
+    except AssertionError:
+        print(trace_id[:6], number); print(told())
+        raise
+    found = spans()
+    (root,) = [span for span in found if span.name == "morph"]
+    assert (root.span_id, root.parent_id) == (root_id, "")
+    assert root.attributes["varuna.job"] == job_id
+    assert root.attributes["varuna.generation"] == number
+    ids = {span.span_id for span in found}
+    assert len(ids) == len(found), "no two spans have one id"
+    assert all(span.parent_id in ids for span in found if span is not root)
+    manager_parts = [span for span in found if span.service == "varuna-manager" and span is not root]
+    names = [span.name for span in manager_parts]  # a part that took no time is left out
+    assert names == [name for name in ("notice", "stop", "plan", "launch", "step") if name in names]
+    assert {"stop", "launch", "step"} <= set(names)
+    assert all(root.begin_ns <= span.begin_ns <= span.end_ns <= root.end_ns + 1000 for span in manager_parts)
+    for start in [span for span in found if span.name == "start rank"]:
+        assert start.parent_id == root_id
+        own = [span for span in found if span.parent_id == start.span_id]
+        assert {span.name for span in own} >= {"wait", "process", "meet", "trace", "script", "load", "first step"}
+        assert {span.service for span in own} == {"varuna-agent", "varuna-worker"}
+        # The worker itself could have added spans of its own there.
+        told = (workdir / f"context-{number}-{start.attributes['varuna.rank']}").read_text()
+        assert told.split("-")[1:3] == [trace_id, start.span_id]
+
+
+def check_curves(folder: Path, last: int) -> None:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert len(list(folder.iterdir())) == 2, "two generations wrote"
+    for name in ("loss", "step_s", "examples_per_s", "learning_rate"):
+        points = events.Scalars(f"train/{name}")
+        assert [point.step for point in points] == list(range(1, last + 1)), name
+        assert all(point.value > 0 for point in points)
+    assert {point.value for point in events.Scalars("train/learning_rate")} == {pytest.approx(1e-4)}

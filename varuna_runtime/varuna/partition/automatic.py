@@ -1,0 +1,175 @@
+"""Where to cut a model that has no CutPoints (paper, section 5.1): pure decisions over a dry run.
+
+Blocks are the members of repeated lists (`nn.ModuleList`, `nn.Sequential`), as models of layers are written. Their ends
+are the candidates; heavy blocks are taken apart into the blocks inside them. Of the candidates as many are chosen as
+were asked for, so that sections are equally much work, their sending included.
+
+Letters: K sections between all candidates, n cut-points to choose.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from varuna.partition.cut_places import CutPlace
+from varuna.partition.graph import Call, Graph, TensorLeaf
+
+__all__ = ["choose", "find_candidates", "without_light_sections"]
+
+_HEAVY = 2.0
+"""A block of more than so many times the median block's work is taken apart."""
+
+_LIGHT = 0.25
+"""A section of less than this part of the median section's work is joined to its neighbour."""
+
+_FLOPS_PER_BYTE_SENT = 1000.0
+"""What a byte over a cut weighs. Links are slower than this beside GPUs, but sending overlaps with computing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    members: tuple[str, ...]
+    """Modules that run one after the other; a cut may be behind the last."""
+
+
+def find_candidates(model: nn.Module, graph: Graph, wanted: int | None) -> tuple[CutPlace, ...]:
+    """Ends of blocks, in the order in which the forward comes by.
+
+    Args:
+        graph: of a dry run of `model` without cut-points.
+        wanted: how many there should be at least, if there are so many; None: those of the outermost blocks.
+    """
+    work = _Work(graph)
+    modules = dict(model.named_modules())
+    blocks = list(_outermost_blocks("", model))
+    while True:
+        typical = statistics.median(map(work.of, blocks)) if blocks else 0.0
+        too_few = wanted is not None and sum(work.place(block) is not None for block in blocks) < wanted
+        inside = {block: _inner_blocks(block, modules) for block in blocks}
+        split = {x for x in blocks if inside[x] and (too_few or work.of(x) > _HEAVY * typical)}
+        if not split:
+            break
+        blocks = [part for block in blocks for part in (inside[block] if block in split else [block])]
+    found = [place for block in blocks if (place := work.place(block)) is not None]
+    return tuple(sorted(found, key=lambda place: work.returned(place.path)))
+
+
+class _Work:
+    """The calls of the dry run by module, and what each cost."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._calls: dict[str, list[Call]] = {}
+        for call in graph.calls:
+            self._calls.setdefault(call.path, []).append(call)
+        own = np.zeros(len(graph.calls) + 1)
+        for (call_index, _), cost in graph.costs.items():
+            own[call_index + 1] += cost
+        self._until = np.cumsum(own)
+
+    def of(self, block: _Block) -> float:
+        calls = [call for path in block.members for call in self._calls.get(path, ()) if call.end >= 0]
+        return float(sum(self._until[call.end] - self._until[call.index] for call in calls))
+
+    def place(self, block: _Block) -> CutPlace | None:
+        """The end of the block; None where a cut-point cannot stand."""
+        path = block.members[-1]
+        calls = self._calls.get(path, ())
+        if len(calls) != 1 or calls[0].structure is None:
+            return None  # used several times, or it returns what cannot be taken apart
+        for position, leaf in enumerate(calls[0].leaves):
+            if isinstance(leaf, TensorLeaf) and leaf.made_inside:
+                value = self._graph.values[leaf.value]
+                if value.dependent and value.dtype.is_floating_point and value.shape:
+                    return CutPlace(path, position)
+        return None
+
+    def returned(self, path: str) -> tuple[int, int]:
+        """Sorts modules by when they returned: inner ones before those around them."""
+        (call,) = self._calls[path]
+        return call.end, -call.index
+
+
+def _outermost_blocks(path: str, module: nn.Module) -> Iterator[_Block]:
+    children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    if not _is_repeated(module):
+        for child_path, child in children:
+            yield from _outermost_blocks(child_path, child)
+        return
+    members: list[str] = []
+    for position, (child_path, _) in enumerate(children):
+        members.append(child_path)
+        if position + 1 == len(children) or _has_parameters(children[position + 1][1]):
+            yield _Block(tuple(members))
+            members = []
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """A list of few types of modules: each occurs twice on average."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    types = [type(child) for child in module.children() if _has_parameters(child)]
+    return len(types) >= 2 and 2 * len(set(types)) <= len(types)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _inner_blocks(block: _Block, modules: dict[str, nn.Module]) -> list[_Block]:
+    """The blocks inside of one, together all of it; empty when there are none."""
+    inner = [part for path in block.members for part in _outermost_blocks(path, modules[path])]
+    if len(inner) < 2:
+        return []
+    return [*inner[:-1], _Block((*inner[-1].members, *block.members[-1:]))]
+
+
+def without_light_sections(costs: Sequence[float]) -> list[int]:
+    """The cuts (1 … K-1) to keep, so that no section is next to no work."""
+    bounds = list(range(len(costs) + 1))
+    sums = list(costs)
+    while len(sums) > 1:
+        lightest = min(range(len(sums)), key=sums.__getitem__)
+        if sums[lightest] >= _LIGHT * statistics.median(sums):
+            break
+        before = sums[lightest - 1] if lightest > 0 else float("inf")
+        after = sums[lightest + 1] if lightest + 1 < len(sums) else float("inf")
+        joined = lightest - 1 if before <= after else lightest  # with the one behind it
+        sums[joined : joined + 2] = [sums[joined] + sums[joined + 1]]
+        del bounds[joined + 1]
+    return bounds[1:-1]
+
+
+def choose(costs: Sequence[float], crossing_bytes: Sequence[int], n: int) -> list[int]:
+    """Which `n` of the cuts 1 … K-1 to keep: those that make the sections most alike.
+
+    Minimises the sum of squares of what sections weigh: their own work and the sending of what they end with.
+
+    Args:
+        costs: of the sections, K of them.
+        crossing_bytes: of cut c at [c - 1].
+    """
+    K = len(costs)
+    assert 0 <= n < K
+    until = np.concatenate(([0.0], np.cumsum(costs)))
+    sent = np.concatenate(([0.0], np.asarray(crossing_bytes, dtype=float), [0.0])) * _FLOPS_PER_BYTE_SENT
+    weight = until[None, :] - until[:, None] + sent[None, :]  # [i, j]: of a section from cut i to cut j
+    square: npt.NDArray[np.float64] = np.where(np.tri(K + 1, dtype=bool), np.inf, weight**2)
+    best = square[0]
+    came_from: list[npt.NDArray[np.intp]] = []
+    for _ in range(n):
+        through = best[:, None] + square
+        came_from.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    cuts: list[int] = []
+    at = K
+    for source in reversed(came_from):
+        at = int(source[at])
+        cuts.append(at)
+    return cuts[::-1]
