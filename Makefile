@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto proto/varuna_proto/v1/identity.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak soak-matrix soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
+.PHONY: help venv chromium demo test soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,7 +24,12 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 demo: venv ## Train a GPT on four local spot VMs, lose one, gain one, drain one; check every loss
 	$(BIN)/varuna demo
 
-test: venv ## Run all tests
+chromium: ## Install the browser that the dashboard's tests need, where there is none
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "the dashboard's tests need Chromium: apt-get install chromium (as root), then run make again"; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; }
+
+test: venv chromium ## Run all tests
 	$(BIN)/pytest -n 2 --dist loadgroup $(PYTEST_FLAGS)
 
 soak: venv ## Train the example under random disturbances for some minutes; check every loss (not part of test)
@@ -32,6 +37,9 @@ soak: venv ## Train the example under random disturbances for some minutes; chec
 
 soak-matrix: venv ## Train all combinations of shape, policy, optimizer, ... and compare each with plain PyTorch (hours)
 	$(BIN)/python tests/soak/matrix.py $(SOAK)
+
+soak-zoo: venv ## Cut models as they come from pip into 2, 3 and 4 stages; compare each with the uncut model
+	$(BIN)/python tests/soak/zoo.py $(SOAK)
 
 soak-kills: venv ## Kill every rank at every op and phase; every survivor must leave within a second
 	$(BIN)/python tests/soak/kills.py $(SOAK)

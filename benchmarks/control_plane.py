@@ -1,7 +1,7 @@
-"""What the manager bears, how fast it decides, and how soon a job trains again after a VM was killed.
+"""What the manager bears, how fast it decides and answers, and how soon a job trains again after a VM was killed.
 
     python benchmarks/control_plane.py --json
-    python benchmarks/control_plane.py load | decide | recovery
+    python benchmarks/control_plane.py load | decide | recovery | rest
 
 The manager is the real process, with SQLite; agents are simulated (`load`) or real (`recovery`). Take a quiet machine:
 latencies are those of whatever else runs, too.
@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-PARTS = ("load", "decide", "recovery")
+PARTS = ("load", "decide", "recovery", "rest")
 
 
 def main() -> None:

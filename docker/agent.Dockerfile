@@ -14,7 +14,7 @@ COPY varuna_runtime varuna_runtime
 COPY agent agent
 COPY manager manager
 RUN python3 -m venv /opt/varuna \
-    && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt ${PIP_FLAGS} '.[runtime]'
+    && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt ${PIP_FLAGS} '.[runtime,otel]'
 
 # hadolint ignore=DL3006
 FROM ${BASE}

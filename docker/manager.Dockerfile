@@ -11,7 +11,7 @@ COPY varuna_runtime varuna_runtime
 COPY agent agent
 COPY manager manager
 RUN python -m venv /opt/varuna \
-    && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt '.[manager,azure]'
+    && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt '.[manager,azure,otel]'
 # Compiled here, once, the planner answers its first question at once.
 ENV NUMBA_CACHE_DIR=/opt/varuna/numba
 RUN /opt/varuna/bin/python -c 'from varuna_planner.auto_config import warm_up; warm_up()'

@@ -13,6 +13,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from varuna_proto import spans
 
 if TYPE_CHECKING:
     from varuna_agent.identity import AgentIdentity
+    from varuna_agent.metrics import AgentMetrics
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -114,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=NOTICE_SOURCES,
         help="who tells of preemptions: the cloud's metadata service, or notice.json in --vm-dir (default: file)",
     )
+    parser.add_argument(
+        "--metrics-port", type=int, default=0, help="have Prometheus read this agent's metrics at this port; 0: not"
+    )
+    parser.add_argument("--metrics-host", default="127.0.0.1", help="the address of --metrics-port (default: loopback)")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
     return parser
 
@@ -133,6 +139,8 @@ def _settings(options: argparse.Namespace) -> AgentSettings:
         keep_warm_s=options.keep_warm_s,
         run_as=options.run_as,
         notices=options.notices,
+        metrics_port=options.metrics_port,
+        metrics_host=options.metrics_host,
         join_token=_join_token(options.join_token_file),
         join_url=options.join_url,
         join_ca=options.join_ca,
@@ -150,6 +158,7 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         device_memory_bytes=settings.device_memory_bytes,
         device=settings.device,
     )
+    metrics = _metrics(identity.version) if settings.metrics_port else None
     exporter = spans.exporter(os.environ, "varuna-agent", **{"varuna.vm": settings.vm_id})
     runner = AgentRunner(
         settings,
@@ -159,18 +168,22 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         user=user,
         manager_identity=manager_identity,
         spans=None if exporter is None else MorphSpans(exporter, settings.vm_id),
+        metrics=metrics,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, runner.terminate, f"the agent got {number.name}")
     _log.info("agent starts", manager=settings.manager, gpus=settings.gpus, incarnation=identity.incarnation)
-    try:
+    with nullcontext() if metrics is None else metrics.served(settings.metrics_host, settings.metrics_port):
         code = await runner.run()
-    finally:
-        if exporter is not None:
-            await asyncio.to_thread(exporter.close)
     _log.info("agent ends", code=code)
     return code
+
+
+def _metrics(version: str) -> AgentMetrics:
+    from varuna_agent.metrics import AgentMetrics  # agents without start sooner
+
+    return AgentMetrics(version)
 
 
 def _notice_source(settings: AgentSettings) -> NoticeSource:

@@ -51,6 +51,10 @@ class MorphSpans:
         )
         self._exporter.add_sequence(own, began, worker.phases.items())
 
+    def close(self) -> None:
+        """Sends what is left."""
+        self._exporter.close()
+
     def _attributes(self, key: WorkerKey) -> dict[str, str | int]:
         return {
             "varuna.job": key.job_id,

@@ -37,6 +37,7 @@ from varuna_proto.v1 import agent_pb2, worker_pb2
 
 if TYPE_CHECKING:
     from varuna_agent.identity import AgentIdentity
+    from varuna_agent.metrics import AgentMetrics
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -56,6 +57,7 @@ class AgentRunner:
         user: as whom workers run; None: as this process.
         manager_identity: this VM's certificate; None: the manager is an open one.
         spans: told of what traces tell; None: nobody traces.
+        metrics: None: nobody asks for them.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class AgentRunner:
         user: JobUser | None = None,
         manager_identity: AgentIdentity | None = None,
         spans: MorphSpans | None = None,
+        metrics: AgentMetrics | None = None,
     ) -> None:
         self._settings = settings
+        self._metrics = metrics
         self._spans = spans
         self._notice_source = notice_source
         self._noticed: set[str] = set()
@@ -100,6 +104,8 @@ class AgentRunner:
             self._spawn(self._manager.run(), "manager link")
             self._spawn(self._watch_notices(), "notices")
             code = await self._finished
+            if self._spans is not None:  # before the stream ends: then the manager may give this VM back at once
+                await asyncio.to_thread(self._spans.close)
         finally:
             self._finished.cancel()
             await self._close()
@@ -122,10 +128,16 @@ class AgentRunner:
                 for instruction in self._state.handle(self._events.popleft(), _now()):
                     self._carry_out(instruction)
             self._set_timer()
+            self._measure()
         except Exception as error:
             self._fail(error)  # a defect: it must not pass silently in some callback
         finally:
             self._is_handling = False
+
+    def stream_opened(self) -> None:
+        if self._metrics is not None:
+            self._metrics.stream_opened()
+        self.handle(st.StreamOpened())
 
     def trace_told(self, message: agent_pb2.ManagerMessage) -> None:
         if self._spans is not None:
@@ -285,9 +297,20 @@ class AgentRunner:
                 self._noticed.discard(notice.notice_id)
                 continue
             self._noticed.add(notice.notice_id)
+            if self._metrics is not None:
+                self._metrics.notice_seen()
             seconds_left = notice.seconds_left(unix_now_s())
             _log.warning("this VM will be taken away", notice=notice.notice_id, seconds_left=round(seconds_left, 1))
             self.handle(st.NoticeSeen(notice.notice_id, seconds_left, notice.source))
+
+    def _measure(self) -> None:
+        if self._metrics is not None:
+            self._metrics.now(
+                self._state.workers,
+                warm_jobs=len(self._state.warm_jobs),
+                unacknowledged=len(self._state.unacknowledged),
+                connected=self._state.is_welcome,
+            )
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -333,7 +356,7 @@ class _FromManager:
         self._runner = runner
 
     def opened(self) -> None:
-        self._runner.handle(st.StreamOpened())
+        self._runner.stream_opened()
 
     def received(self, message: agent_pb2.ManagerMessage) -> None:
         failpoint(f"agent.{message.WhichOneof('body')}.received")

@@ -45,6 +45,9 @@ class AgentSettings:
     """Who signed the certificate of `join_url`; None: the manager's own authority, which the token names."""
     run_as: str = ""
     """The user as whom workers run; empty: as the agent does."""
+    metrics_port: int = 0
+    """Where Prometheus reads this agent's metrics, at `metrics_host`; 0: nowhere."""
+    metrics_host: str = "127.0.0.1"
     notices: str = "file"
     """Who tells of preemptions: one of NOTICE_SOURCES."""
     timings: Timings = field(default_factory=Timings)
@@ -66,6 +69,8 @@ class AgentSettings:
             raise ValueError(f"--gpus {self.gpus}: a VM needs at least one device to run a worker")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"--device {self.device!r}: expected cpu or cuda")
+        if not 0 <= self.metrics_port < 65536:
+            raise ValueError(f"--metrics-port {self.metrics_port}: expected a port, 1 to 65535, or 0 for none")
         if self.keep_warm_s < 0:
             raise ValueError(f"--keep-warm-s {self.keep_warm_s}: expected 0 (no warmed process) or more")
         if not 0 < self.reconnect_first_s <= self.reconnect_most_s:

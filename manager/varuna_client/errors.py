@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-
 EXIT_CODES = {
     "0": "done; of a job that was followed: it succeeded",
-    "1": "failed: no manager answers, it refused, there is no such job, a file is wrong; of a followed job: cancelled, or "
-    "failed without an exit code of its script",
+    "1": "failed: no manager answers, it refused, there is no such job, a file is wrong; of a followed job: cancelled, "
+    "or failed without an exit code of its script",
     "2": "the command line is wrong",
     "130": "interrupted by Ctrl-C",
     "another": "of a followed job that failed: its script's exit code (128 + n where signal n ended it)",

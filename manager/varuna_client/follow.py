@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 from varuna_client.api import Client
 from varuna_client.documents import END_STATES, Event, Generation
@@ -29,7 +29,7 @@ def newest_event_id(client: Client, job_id: str | None = None) -> int:
     return max((event["id"] for event in client.newest_events(job_id, limit=1)), default=0)
 
 
-def is_event(told: Told) -> TypeGuard[tuple[str, Event]]:
+def is_event(told: Told) -> TypeGuard[tuple[Literal["event"], Event]]:
     return told[0] == "event"
 
 

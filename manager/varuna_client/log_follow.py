@@ -6,6 +6,7 @@ Which logs there are, and when they are complete, the manager's stream of events
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from varuna_client.api import AsyncClient
 from varuna_client.calls import LogChunk
 from varuna_client.documents import END_STATES, Generation
 from varuna_client.errors import NotFoundError, RefusedError, UnreachableError
-from varuna_client.follow import END_KINDS, telling_rank
+from varuna_client.follow import END_KINDS, is_event, telling_rank
 
 _POLL_S = 20.0
 _PAUSE_S = 0.5
@@ -61,8 +62,10 @@ class LogFollower:
             await self._end_tails()
             if self._ranks is None:
                 await self._tell_failure()
-        finally:
-            self._chunks.put_nowait(None) if not self._chunks.full() else await self._chunks.put(None)
+        except Exception:
+            await self._chunks.put(None)
+            raise
+        await self._chunks.put(None)
 
     async def _follow_generations(self) -> None:
         """Start a tail for each log that there is, until there will be no more."""
@@ -73,16 +76,16 @@ class LogFollower:
             await self._start(at)
         if job["state"] in END_STATES or (self._only is not None and await self._is_over(self._only)):
             return
-        async for kind, told in self._client.stream(self._job_id, after=max((e["id"] for e in newest), default=0)):
-            if kind != "event":
+        async for told in self._client.stream(self._job_id, after=max((e["id"] for e in newest), default=0)):
+            if not is_event(told):
                 continue
-            number = told["generation"]
-            if told["kind"] == "generation_started" and self._only is None and number is not None:
+            kind, number = told[1]["kind"], told[1]["generation"]
+            if kind == "generation_started" and self._only is None and number is not None and number > (at or 0):
                 await self._end_tails()
                 await self._start(number)
-            elif told["kind"] == "generation_ended" and self._only is not None and number == self._only:
-                return
-            elif told["kind"] in END_KINDS and (await self._client.job(self._job_id))["state"] in END_STATES:
+                at = number
+            is_last = kind == "generation_ended" and self._only is not None and number == self._only
+            if is_last or (kind in END_KINDS and (await self._client.job(self._job_id))["state"] in END_STATES):
                 return
 
     async def _is_over(self, number: int) -> bool:
@@ -153,7 +156,5 @@ class LogFollower:
 
 
 async def _until(over: asyncio.Event, seconds: float) -> None:
-    try:
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(over.wait(), seconds)
-    except TimeoutError:
-        pass

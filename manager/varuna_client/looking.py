@@ -35,6 +35,9 @@ from varuna_client.pages import EVENTS_SHOWN, JobParts, job_page
 
 LOG_TAIL_BYTES = 64 * 1024
 _POINTS = 40
+"""Of the loss, in one line."""
+_STEPS = 1000
+"""That `show --json` has one by one, the newest."""
 _PERIOD = re.compile(r"(\d{1,9})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _RANK_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -70,12 +73,12 @@ def vms(
 def show(job: JobName, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     """Show a job: state, plan, generations with their reasons, where its time went, the traceback if it failed."""
     with connect(manager_url) as client:
-        parts = job_parts(client, job)
+        parts = job_parts(client, job, whole=as_json)
     emit(parts.document(), job_page(parts, datetime.now(UTC)), as_json)
 
 
-def job_parts(client: Client, name: str) -> JobParts:
-    """Raises NotFoundError."""
+def job_parts(client: Client, name: str, *, whole: bool) -> JobParts:
+    """`whole`: with all that is known of each generation, and all events. Raises NotFoundError."""
     job = client.job(name)
     job_id = job["id"]
     try:
@@ -84,13 +87,14 @@ def job_parts(client: Client, name: str) -> JobParts:
         plan = None
     return JobParts(
         job=job,
-        generations=client.generations(job_id, brief=True),
+        generations=client.generations(job_id, brief=not whole),
         plan=plan,
         time=client.time(job_id),
         cost=client.cost(job_id),
-        metrics=client.metric_buckets(job_id, points=_POINTS),
+        metrics=client.metrics(job_id, after_step=max(job["step"] - _STEPS, 0), limit=_STEPS),
+        course=client.metric_buckets(job_id, points=_POINTS),
         checkpoints=client.checkpoints(job_id),
-        events=client.newest_events(job_id, limit=EVENTS_SHOWN)[::-1],
+        events=client.events(job_id) if whole else client.newest_events(job_id, limit=EVENTS_SHOWN)[::-1],
     )
 
 

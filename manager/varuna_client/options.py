@@ -45,7 +45,8 @@ def complete_job(incomplete: str) -> list[tuple[str, str]]:
             jobs = client.jobs(limit=100)
     except VarunaError:
         return []
-    return [(job["name"], job["state"]) for job in jobs if job["name"].startswith(incomplete)]
+    newest = {job["name"]: job["state"] for job in reversed(jobs)}
+    return [(name, state) for name, state in newest.items() if name.startswith(incomplete)]
 
 
 def complete_vm(incomplete: str) -> list[tuple[str, str]]:

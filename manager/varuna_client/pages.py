@@ -20,6 +20,7 @@ from varuna_client.documents import (
     Job,
     JobCost,
     JobTime,
+    Metric,
     MetricBuckets,
     PlanRecord,
 )
@@ -52,7 +53,10 @@ class JobParts:
     plan: PlanRecord | None = None
     time: JobTime | None = None
     cost: JobCost | None = None
-    metrics: MetricBuckets | None = None
+    metrics: Sequence[Metric] = ()
+    """Of its newest steps."""
+    course: MetricBuckets | None = None
+    """Of all its steps."""
     checkpoints: Sequence[Checkpoint] = ()
     events: Sequence[Event] = field(default=())
 
@@ -64,7 +68,7 @@ class JobParts:
             "plan_record": self.plan,
             "time": self.time,
             "cost": self.cost,
-            "metrics": self.metrics,
+            "metrics": list(self.metrics),
             "checkpoints": list(self.checkpoints),
             "events": list(self.events),
         }
@@ -112,15 +116,13 @@ def _head(parts: JobParts, now: datetime) -> Table:
     total = total_steps(spec)
     steps = f"{job['step']} of {total[0]} ({total[1]})" if total else str(job["step"])
     head.add_row("step", f"{steps}, global batch {spec.get('global_batch')}")
-    series = parts.metrics["loss"]["mean"] if parts.metrics else ()
+    series = parts.course["loss"]["mean"] if parts.course else ()
     head.add_row("loss", f"{number(job['loss'])}  {sparkline(series)}")
     if job.get("step_s"):
         head.add_row("rate", f"{rate(job.get('examples_per_s'))} examples/s, {_against(job, parts.plan)}")
     if parts.checkpoints:
         newest = parts.checkpoints[-1]
-        head.add_row(
-            "checkpoint", f"step {newest['step']}, {size(newest['total_bytes'])}, {ago(newest['at'], now)}"
-        )
+        head.add_row("checkpoint", f"step {newest['step']}, {size(newest['total_bytes'])}, {ago(newest['at'], now)}")
     if parts.cost is not None:
         head.add_row("cost", _cost(parts.cost))
     return head
@@ -200,9 +202,7 @@ def time_section(time: JobTime) -> RenderableType:
     for one in time["causes"]:
         if one["seconds"] < 0.05:
             continue
-        bar = Text("█" * max(round(one["share"] * _BAR), 1), style="green" if one["cause"] == "training" else "yellow")
-        made.add_row(
-            one["cause"].replace("_", " "), duration(one["seconds"]), f"{one['share']:.0%}", bar, one["text"]
-        )
+        bar = Text("█" * round(one["share"] * _BAR) or "▏", style="green" if one["cause"] == "training" else "yellow")
+        made.add_row(one["cause"].replace("_", " "), duration(one["seconds"]), f"{one['share']:.0%}", bar, one["text"])
     total = f"{duration(time['useful_s'])} of {duration(time['total_s'])} were useful: goodput {time['goodput']:.0%}"
     return Group(made, Text(total, style="bold"))

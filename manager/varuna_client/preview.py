@@ -74,6 +74,9 @@ def preview(client: Client, spec: JobSpec) -> Preview:
         best = _choose(profile_json, spec, free, gpus).best
     except ValueError as error:
         return Preview(free=free, gpus=gpus, profile_of=job, why_not=str(error))
+    except (ImportError, RuntimeError) as error:  # numba finds no folder for its cache, say: that stops no job
+        why_not = f"the planner does not run here ({error}): the manager will plan"
+        return Preview(free=free, gpus=gpus, profile_of=job, why_not=why_not)
     if best is None:
         return Preview(free=free, gpus=gpus, profile_of=job, why_not=f"no plan fits {gpus} GPUs now: it waits for more")
     price = free.price_per_gpu_hour
@@ -82,9 +85,7 @@ def preview(client: Client, spec: JobSpec) -> Preview:
 
 
 def free_gpus(vms: list[Vm]) -> Free:
-    usable = [
-        vm for vm in vms if vm["state"] == "ready" and not vm["quarantined_until"] and not vm["notice_deadline"]
-    ]
+    usable = [vm for vm in vms if vm["state"] == "ready" and not vm["quarantined_until"] and not vm["notice_deadline"]]
     left = {vm["id"]: vm["gpus"] - len(vm["workers"]) for vm in usable}
     memories = [vm["device_memory_bytes"] for vm in usable if vm["device_memory_bytes"]]
     priced = [(vm["price_per_hour"], vm["gpus"]) for vm in usable if vm["price_per_hour"] is not None]

@@ -29,8 +29,8 @@ is one line that says what to do.
 
 {codes}
 
-`submit --watch`, `retry --watch` and `watch` end as their job does. `logs -f` does so when it fails. Interrupted by
-Ctrl-C, they leave the job running and say how to come back.
+`submit --watch`, `retry --watch` and `watch` end as their job does. `logs -f` does so when it fails. Ctrl-C ends the
+command, and leaves the job running.
 
 ## Settings
 

@@ -187,7 +187,8 @@ def vms_table(vms: Iterable[Vm]) -> Table:
     for vm in vms:
         heard = vm.get("last_heard_s")
         jobs = sorted({worker["job_id"] for worker in vm.get("workers") or ()})
-        cells = [vm["id"], state(vm["state"]), str(vm["gpus"]), size(vm.get("device_memory_bytes") or 0)]
+        memory = size(vm.get("device_memory_bytes") or 0)
+        cells: list[str | Text] = [vm["id"], state(vm["state"]), str(vm["gpus"]), memory]
         cells += [rate(vm.get("price_per_hour"))] if has_prices else []
         cells += [", ".join(jobs) or "-", "-" if heard is None else f"{duration(heard)} ago", vm.get("host") or "-"]
         made.add_row(*cells, _why(vm))
@@ -223,5 +224,7 @@ def event_row(event: Event) -> Table:
 def _event_head(event: Event) -> list[str | tuple[str, str]]:
     generation, kind = event.get("generation"), event["kind"]
     where = f"g{generation}" if generation else ""
-    style = next((style for rule, style in ((_BAD, "red"), (_GOOD, "green"), (_ODD, "yellow")) if rule.search(kind)), "")
+    style = next(
+        (style for rule, style in ((_BAD, "red"), (_GOOD, "green"), (_ODD, "yellow")) if rule.search(kind)), ""
+    )
     return [(clock(event["at"]), "dim"), " ", (f"{kind:<19}", style or "cyan"), f" {where:<3}"]

@@ -44,7 +44,7 @@ def completion(
     shell: Annotated[Shell, typer.Argument(help="Whose.")],
 ) -> None:
     """Print the completion for a shell: of commands, options, jobs and VMs. bash: source <(varuna completion bash)."""
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # no other name of typer's
 
     typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETION_VARIABLE, shell=shell.value))
 
@@ -52,6 +52,6 @@ def completion(
 def prepare_completion() -> None:
     """When the shell asks what may come next: let typer answer, though its own options for that are off."""
     if COMPLETION_VARIABLE in os.environ:
-        from typer.completion import completion_init
+        from typer.completion import completion_init  # type: ignore[attr-defined]  # as above
 
         completion_init()

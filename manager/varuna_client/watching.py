@@ -73,7 +73,8 @@ class Watched:
             what += [render.shape(plan["p"], plan["d"]), f"micro-batch {plan['micro_batch']}"]
         if job["generation"]:
             what.append(f"generation {job['generation']}")
-        what.append(f"{job.get('gpus') or 0} GPUs")
+        gpus = job.get("gpus") or 0
+        what.append(f"{gpus} GPU{'' if gpus == 1 else 's'}")
         head = Text.assemble((job["name"], "bold"), "  ", render.state(job["state"]), "  ", ("  ".join(what), "dim"))
         lines: list[RenderableType] = [_cut(head)]
         if self.total:

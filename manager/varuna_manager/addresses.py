@@ -101,7 +101,8 @@ def _grpc_socket(host: str, port: int, remembered: str | None) -> socket.socket:
 
 def _bound(host: str, port: int) -> socket.socket:
     """A bound socket; it shares its port with nobody who listens there. Raises OSError."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # With the protocol named, asyncio sets TCP_NODELAY; else short answers wait 40 ms for the client's delayed ACK.
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

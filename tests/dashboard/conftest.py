@@ -37,12 +37,10 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> OpenPage:
-    """A new page at an address, in a window of its own. `may_fail`: parts of addresses that may answer with errors."""
+    """A new page at an address, in a window of its own. `may_fail`: parts of answers' statuses and addresses."""
 
     @asynccontextmanager
-    async def opened(
-        url: str, *, may_fail: tuple[str, ...] = ()
-    ) -> AsyncIterator[Page]:
+    async def opened(url: str, *, may_fail: tuple[str, ...] = ()) -> AsyncIterator[Page]:
         context = await browser.new_context(viewport={"width": 1360, "height": 900}, reduced_motion="reduce")
         context.set_default_timeout(DEADLINE_MS)
         page = await context.new_page()
@@ -50,8 +48,9 @@ def open_page(browser: Browser) -> OpenPage:
 
         def note(message: Any) -> None:
             of = message.location.get("url", "")
-            if message.type == "error" and not any(part in of for part in may_fail):
-                wrong.append(f"console: {message.text} ({of})")
+            told = f"{message.text} ({of})"
+            if message.type == "error" and not any(part in told for part in may_fail):
+                wrong.append(f"console: {told}")
 
         def check_host(request: Any) -> None:
             if urlsplit(request.url).netloc not in ("", urlsplit(url).netloc):
@@ -73,6 +72,7 @@ def screenshot() -> Callable[[Page, str], Any]:
     """Keep a picture of the whole page for people to look at."""
 
     async def take(page: Page, name: str) -> None:
+        await page.evaluate("() => scrollTo(0, 0)")
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         await page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
 

@@ -23,10 +23,10 @@ HOUR = 3600.0
 SHAPES = ((4, 2), (4, 3), (4, 2), (3, 2), (6, 2))
 """P×D of its training generations, oldest first."""
 GLOBAL_BATCH = 96
-CANDIDATES = [
-    (6, 2, 4, 0.412, True, "the fastest of 23 shapes: 233 examples/s"),
-    (4, 3, 4, 0.431, True, "4.6 % slower: its all-reduce over 3 replicas takes 61 ms more"),
-    (3, 4, 2, 0.498, True, "20.9 % slower: at least 0.498 s, by the lower bound; not simulated"),
+CANDIDATES = [  # their step times are in those of 12 GPUs
+    (6, 2, 4, 0.97, True, "the fastest of 23 shapes"),
+    (4, 3, 4, 1.015, True, "4.6 % slower: its all-reduce is over 3 replicas"),
+    (3, 4, 2, 1.173, True, "at least 20.9 % slower, by the lower bound; not simulated"),
     (2, 6, 2, None, False, "stage 0 needs 17.2 GiB of 15.8 GiB"),
     (1, 12, 1, None, False, "stage 0 needs 33.9 GiB of 15.8 GiB"),
 ]
@@ -47,7 +47,9 @@ async def fill_fleet(world: RestWorld, vms: int) -> None:
                 "quarantined_until": now + 540,
                 "quarantines": 1,
             }
-            events.append(_event(now - 900 + i % 700, "vm_quarantined", "32 % slower than its peers", vm_id=f"vm-{i:05}"))
+            events.append(
+                _event(now - 900 + i % 700, "vm_quarantined", "32 % slower than its peers", vm_id=f"vm-{i:05}")
+            )
         if state == "draining":
             changes |= {"notice_deadline": now + 25, "reason": "preemption notice"}
             events.append(_event(now - 1500 + i % 1400, "preemption_notice", "30 s", vm_id=f"vm-{i:05}"))
@@ -58,7 +60,9 @@ async def fill_fleet(world: RestWorld, vms: int) -> None:
         events.append(_event(born, "vm_requested", "the fleet wants it", vm_id=f"vm-{i:05}"))
     keys = {key for row in rows for key in row}
     async with world.database.write() as session:
-        await session.execute(insert(VmRow), [{**dict.fromkeys(keys), "quarantines": 0, "hangs": 0, "version": 1, **row} for row in rows])
+        await session.execute(
+            insert(VmRow), [{**dict.fromkeys(keys), "quarantines": 0, "hangs": 0, "version": 1, **row} for row in rows]
+        )
         await session.execute(insert(EventRow), sorted(events, key=lambda event: event["at"]))
 
 
@@ -70,12 +74,22 @@ async def fill_job(world: RestWorld, steps: int) -> None:
     spec = {"name": "gpt-2b", "workdir": "/srv/gpt", "run": "python train.py", "global_batch": GLOBAL_BATCH}
     await world.add(
         JobRow(
-            id=JOB, name="gpt-2b", active_name="gpt-2b", state="running", history=[], spec=spec, created_at=begin - 90,
-            started_at=begin - 80, reason="6×2 on 12 GPUs: 233 examples/s, 18 % more than 4×2 on the 8 left",
+            id=JOB,
+            name="gpt-2b",
+            active_name="gpt-2b",
+            state="running",
+            history=[],
+            spec=spec,
+            created_at=begin - 90,
+            started_at=begin - 80,
+            reason="6×2 on 12 GPUs is predicted to be twice as fast as 3×2 on 6",
         )
     )
     await world.add(
-        generation(JOB, 1, begin - 80, kind="calibration", ended_at=begin - 20, end_cause="profiled", end_reason="the profile was measured")
+        generation(
+            JOB, 1, begin - 80, kind="calibration", ended_at=begin - 20, end_cause="profiled",
+            end_reason="the profile was measured",
+        )
     )  # fmt: skip
     share = steps // len(SHAPES)
     for i, (p, d) in enumerate(SHAPES):
@@ -85,13 +99,17 @@ async def fill_job(world: RestWorld, steps: int) -> None:
         await world.add(
             generation(
                 JOB, i + 2, at, state="ended" if ends else "running", plan=_plan(p, d, step_s).to_document(),
-                candidates=[_candidate(*one) for one in CANDIDATES], started_at=at + 9, resumed_step=first,
-                last_step=last, last_loss=2.4, last_step_at=at + (last - first) * step_s, seconds_without_progress=8.7,
+                candidates=[_candidate(step_s, *one) for one in CANDIDATES], started_at=at + 9, resumed_step=first,
+                last_step=last, last_loss=2.1 + 8.9 / (1 + 12 * last / steps),
+                last_step_at=at + (last - first) * step_s, seconds_without_progress=8.7,
                 steps_redone=3 * i, ended_at=at + (last - first) * step_s + 2 if ends else None,
                 end_cause="vm_lost" if ends else None, end_reason="vm-00113 was lost" if ends else None,
                 reason=f"{p}×{d} on {p * d} GPUs: the fastest of 23 shapes",
             ),
-            CheckpointRow(job_id=JOB, generation=i + 2, step=last, url=f"abfs://ckpt/gpt-2b/varuna_ckpt_{last}", total_bytes=24_800_000_000 + i, at=at + (last - first) * step_s),
+            CheckpointRow(
+                job_id=JOB, generation=i + 2, step=last, url=f"abfs://ckpt/gpt-2b/varuna_ckpt_{last}",
+                total_bytes=24_800_000_000 + i, at=at + (last - first) * step_s,
+            ),
         )  # fmt: skip
         await world.tell("job_morphed", f"{p}×{d}: the fastest of 23 shapes", job_id=JOB, generation=i + 2, data={})
     p, d = SHAPES[-1]
@@ -104,12 +122,14 @@ async def fill_job(world: RestWorld, steps: int) -> None:
 async def _fill_steps(world: RestWorld, steps: int, share: int, begin: float, step_s: float) -> None:
     """In SQL: a million rows in seconds. The step time is that of the generation's GPUs, with some noise."""
     speeds = " ".join(f"WHEN {i} THEN {12 / (p * d)}" for i, (p, d) in enumerate(SHAPES))
+    epoch = f"min((n - 1) / {share}, {len(SHAPES) - 1})"
     statement = f"""
         INSERT INTO {MetricRow.__tablename__} (job_id, step, loss, step_s, examples, generation, at)
         WITH RECURSIVE steps(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM steps WHERE n < {steps})
-        SELECT '{JOB}', n, 2.1 + 8.9 / (1.0 + 12.0 * n / {steps}) + 0.002 * ((n * 7919) % 101 - 50) / (1 + 4.0 * n / {steps}),
-            {step_s} * (CASE min((n - 1) / {share}, {len(SHAPES) - 1}) {speeds} END) * (1 + 0.0006 * ((n * 104729) % 97 - 48)),
-            {GLOBAL_BATCH}, 2 + min((n - 1) / {share}, {len(SHAPES) - 1}), {begin} + n * {step_s} + 40 * ((n - 1) / {share})
+        SELECT '{JOB}', n,
+            2.1 + 8.9 / (1.0 + 12.0 * n / {steps}) + 0.002 * ((n * 7919) % 101 - 50) / (1 + 4.0 * n / {steps}),
+            {step_s} * (CASE {epoch} {speeds} END) * (1 + 0.0006 * ((n * 104729) % 97 - 48)),
+            {GLOBAL_BATCH}, 2 + {epoch}, {begin} + n * {step_s} + 40 * {epoch}
         FROM steps"""
     async with world.database.write() as session:
         await session.execute(text(statement))
@@ -124,19 +144,50 @@ def _plan(p: int, d: int, step_s: float) -> Plan:
     )  # fmt: skip
 
 
-def _candidate(p: int, d: int, micro_batch: int, predicted: float | None, fits: bool, reason: str) -> dict[str, Any]:
-    return {"p": p, "d": d, "micro_batch": micro_batch, "predicted_minibatch_s": predicted, "fits": fits, "reason": reason}
+def _candidate(
+    step_s: float, p: int, d: int, micro_batch: int, predicted: float | None, fits: bool, reason: str
+) -> dict[str, Any]:
+    return {
+        "p": p,
+        "d": d,
+        "micro_batch": micro_batch,
+        "predicted_minibatch_s": predicted and predicted * step_s,
+        "fits": fits,
+        "reason": reason,
+    }
 
 
 def _traces(number: int, step: int, p: int, micro_batches: int) -> list[TraceRow]:
     tick_us = 7000.0
     rows = []
     for rank, spans in enumerate(timeline(generate(Policy.WORK_CONSERVING, p, micro_batches))):
-        ops = [[s.action.op.name, s.action.micro_batch, s.start * tick_us + 90.0 * rank, (s.end - s.start) * tick_us - 120] for s in spans]
+        ops = [
+            [s.action.op.name, s.action.micro_batch, s.start * tick_us + 90.0 * rank, (s.end - s.start) * tick_us - 120]
+            for s in spans
+        ]
         sums = [["gradients", ops[-1][2] + ops[-1][3], 2.2 * tick_us]]
-        rows.append(TraceRow(job_id=JOB, generation=number, rank=rank, step=step, at=time.time() - 20, begin_us=0.0, spans={"ops": ops, "all_reduce": sums}))
+        rows.append(
+            TraceRow(
+                job_id=JOB,
+                generation=number,
+                rank=rank,
+                step=step,
+                at=time.time() - 20,
+                begin_us=0.0,
+                spans={"ops": ops, "all_reduce": sums},
+            )
+        )
     return rows
 
 
 def _event(at: float, kind: str, message: str, **about: Any) -> dict[str, Any]:
-    return {"at": at, "kind": kind, "message": message, "job_id": None, "generation": None, "vm_id": None, "data": {}, **about}
+    return {
+        "at": at,
+        "kind": kind,
+        "message": message,
+        "job_id": None,
+        "generation": None,
+        "vm_id": None,
+        "data": {},
+        **about,
+    }

@@ -181,3 +181,9 @@ def test_job_files_in_the_pages_say_what_a_job_file_may_say() -> None:
         assert set(document) <= set(KEYS)
     explained = (ROOT / "docs" / "jobs.md").read_text()
     assert all(f"| `{key}` |" in explained for key in KEYS), "jobs.md explains every key"
+
+
+def test_the_index_has_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= set(re.findall(r"\]\(([a-z-]+\.md)\)", index))

@@ -145,7 +145,7 @@ def test_a_morph_is_traced_and_the_curves_go_on(
         "run": "python train.py",
         "global_batch": 4,
         "copy_workdir": False,
-        "plan": {"p": 1},
+        "resources": {"max_gpus": 1},  # so that it moves from the one VM to the other, and nothing comes after that
         "env": {"VARUNA_TENSORBOARD": str(tmp_path / "curves")},
     }
     (workdir / "job.yaml").write_text(json.dumps(job))
@@ -153,13 +153,12 @@ def test_a_morph_is_traced_and_the_curves_go_on(
         wait_until(lambda: all_ready(client, 2), "two VMs")
         assert run_varuna("submit", str(workdir / "job.yaml"), url=manager.url).returncode == 0
         wait_until(lambda: client.job("small")["step"] > 20, "the first steps", 120)
-        before = client.job("small")["generation"]
+        number = (client.job("small")["generation"] or 0) + 1
         drained = next(vm["id"] for vm in client.vms() if vm["workers"])
         assert run_varuna("drain", drained, url=manager.url).returncode == 0
-        wait_until(lambda: (client.job("small")["generation"] or 0) > before, "the morph", 120)
+        wait_until(lambda: client.job("small")["generation"] == number, "the morph", 120)
         at = client.job("small")["step"] or 0
         wait_until(lambda: (client.job("small")["step"] or 0) > at + 10, "steps after the morph", 120)
-        number = client.job("small")["generation"]
         last = client.job("small")["step"] + 20
         (workdir / "end").write_text(str(last))
         wait_until(lambda: client.job("small")["state"] == "succeeded", "the job's end", 120)
@@ -180,14 +179,7 @@ def check_trace(receiver: Receiver, job_id: str, number: int, workdir: Path) -> 
         return any((span.service, span.name) == (service, name) for span in spans())
 
     wait_until(lambda: has("varuna-manager", "morph") and has("varuna-worker", "first step"), "the trace")
-    def told() -> str:
-        return "\n".join(f"{s.trace_id[:6]} {s.service} {s.name} {s.attributes} {s.begin_ns} {s.end_ns}" for s in receiver.spans)
-
-    try:
-        wait_until(lambda: has("varuna-agent", "start rank") and has("varuna-agent", "stop rank"), "the agents' spans", 15)
-    except AssertionError:
-        print(trace_id[:6], number); print(told())
-        raise
+    wait_until(lambda: has("varuna-agent", "start rank") and has("varuna-agent", "stop rank"), "the agents' spans")
     found = spans()
     (root,) = [span for span in found if span.name == "morph"]
     assert (root.span_id, root.parent_id) == (root_id, "")
@@ -218,4 +210,4 @@ def check_curves(folder: Path, last: int) -> None:
         points = events.Scalars(f"train/{name}")
         assert [point.step for point in points] == list(range(1, last + 1)), name
         assert all(point.value > 0 for point in points)
-    assert {point.value for point in events.Scalars("train/learning_rate")} == {pytest.approx(1e-4)}
+    assert all(point.value == pytest.approx(1e-4) for point in events.Scalars("train/learning_rate"))

@@ -114,6 +114,7 @@ async def rest_world(folder: Path, url: str | None = None) -> AsyncIterator[Rest
         metrics=MetricsService(instruments, StoreFigures(database, "local"), lambda: 0),
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(make_app(services), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +16,7 @@ from textwrap import dedent
 from typing import Any, TypeVar
 
 import grpc.aio
+import httpx
 import psutil
 import pytest
 
@@ -711,3 +713,48 @@ async def test_one_agent_per_folder(tmp_path: Path, agents: list[asyncio.subproc
         assert (await ended(agents[0]))[0] == 0
     finally:
         await manager.stop()
+
+
+async def test_prometheus_reads_an_agents_metrics(tmp_path: Path, agents: list[asyncio.subprocess.Process]) -> None:
+    manager = Manager()
+    await manager.start()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{manager.port}"
+    agent = await start_agent(agents, address, tmp_path, "--metrics-port", str(port), "--reconnect-most-s", "0.2")
+
+    def read() -> dict[str, float]:
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+
+    async def shows(**wanted: float) -> None:
+        """`connected` is varuna_agent_connected."""
+        names = {f"varuna_agent_{name}": value for name, value in wanted.items()}
+        await _until(lambda: names.items() <= read().items())
+
+    try:
+        await manager.until(lambda: manager.heartbeats)
+        await shows(connected=1, streams_total=1, notices_total=0)
+        manager.say(launch=launch(tmp_path, "say(ready=w.WorkerReady())\nwait_for_leave()", ranks=2))
+        await manager.fact("worker_started", 2)
+        assert read()['varuna_agent_workers{phase="ready"}'] == 2
+        (tmp_path / "notice.json").write_text(json.dumps({"id": "n-1", "deadline_unix_s": time.time() + 30}))
+        await shows(notices_total=1)
+        manager.hang_up()
+        await shows(connected=1, streams_total=2)
+        agent.send_signal(signal.SIGTERM)
+        assert (await ended(agent))[0] == 0
+    finally:
+        await manager.stop()
+
+
+async def test_a_port_for_metrics_that_is_taken_is_told(
+    tmp_path: Path, agents: list[asyncio.subprocess.Process]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        agent = await start_agent(agents, "127.0.0.1:9", tmp_path, "--metrics-port", str(port))
+        code, errors = await ended(agent)
+    assert code == 1
+    assert f"--metrics-port {port}" in errors
+    assert "Traceback" not in errors

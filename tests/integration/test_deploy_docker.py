@@ -40,6 +40,7 @@ class World:
     def __init__(self, folder: Path, store_url: str, ends: ExitStack) -> None:
         self._folder = folder
         self._ends = ends
+        self._processes: dict[Path, subprocess.Popen[bytes]] = {}
         self._environment = {
             "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
             "HOME": str(folder),
@@ -78,7 +79,18 @@ class World:
                 command, env=self._environment, stdout=file, stderr=file, cwd=data, start_new_session=True
             )
         self._ends.callback(_end, process)
+        self._processes[log] = process
         return log
+
+    def until_it_says(self, log: Path, text: str, times: int = 1) -> None:
+        """Until so much is in the log of what `start` started."""
+
+        def is_said() -> bool:
+            said = log.read_text()
+            assert self._processes[log].poll() is None, said
+            return said.count(text) == times
+
+        wait_until(is_said, f"{text!r} in {log}")
 
     def check(self, dockerfile: str, data: Path) -> bool:
         """Whether the image's health check finds the container well."""
@@ -124,7 +136,7 @@ def test_the_composed_containers_find_each_other(world: World) -> None:
     log = world.start("manager", instruction("manager.Dockerfile", "ENTRYPOINT"), data=world.data)
 
     # The check is a process: not to be started over and over beside a manager that starts.
-    wait_until(lambda: "the manager serves" in log.read_text(), f"the manager; its log: {log}")
+    world.until_it_says(log, "the manager serves")
     wait_until(lambda: world.check("manager.Dockerfile", world.data), "a healthy manager")
     token = SERVICES["token"]
     as_admin = {
@@ -139,7 +151,7 @@ def test_the_composed_containers_find_each_other(world: World) -> None:
         entrypoint = instruction("agent.Dockerfile", "ENTRYPOINT")
         world.start(name, entrypoint, "--join-url", world.address("url"), "--host", "127.0.0.1", data=data)
 
-    wait_until(lambda: log.read_text().count('"kind": "vm_ready"') == 2, f"both agents; the manager's log: {log}")
+    world.until_it_says(log, '"kind": "vm_ready"', times=2)
     vms = json.loads(world.run(["varuna", "vms", "--json"], **as_admin))
     assert {vm["id"]: vm["state"] for vm in vms} == dict.fromkeys(agents, "ready")
     for name in agents:

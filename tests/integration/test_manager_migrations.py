@@ -29,6 +29,7 @@ from sqlalchemy.types import Boolean, Float, Integer
 from varuna_manager.db import schema
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import Base
+from varuna_manager.services.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.xdist_group("postgres")
 
@@ -103,6 +104,27 @@ async def test_what_an_earlier_version_stored_is_kept(url: str, revision: str) -
         for mapper in Base.registry.mappers:  # and the code of this version can read all of it
             rows = (await session.scalars(select(mapper.class_))).all()
             assert len(rows) == len(after[mapper.class_.__tablename__])
+    await database.close()
+
+
+async def test_steps_that_an_earlier_version_stored_are_summed_up_for_charts(url: str) -> None:
+    database = Database(url)
+    before = await as_of(database, "0009")
+    async with database.engine.begin() as connection:
+        metrics = (await connection.run_sync(lambda sync: Table("metrics", MetaData(), autoload_with=sync))).insert()
+        one = before["metrics"][0]
+        steps = [{**one, "step": step, "loss": float(step) if step % 2 else None} for step in range(8, 301)]
+        await connection.execute(metrics, steps)
+        await connection.execute(text("UPDATE generations SET last_step = 300"))
+    await database.migrate()
+    async with database.engine.begin() as connection:
+        await connection.execute(text("DELETE FROM metrics WHERE step < 300"))  # what is told of them comes from blocks
+    chart = await StepMetrics(database).buckets(one["job_id"], 3, 1, None)
+    assert (chart["first_step"], chart["count"]) == ([7, 101, 201], [94, 100, 100])
+    assert (chart["loss"]["min"], chart["loss"]["max"]) == ([1.5, 101.0, 201.0], [99.0, 199.0, 299.0])
+    assert chart["loss"]["mean"][1:] == [150.0, 250.0]
+    assert chart["step_s"]["mean"] == [one["step_s"]] * 3
+    assert chart["examples_per_s"]["max"] == [one["examples"] / one["step_s"]] * 3
     await database.close()
 
 

@@ -339,6 +339,8 @@ async def test_vms_are_filtered_counted_and_told_with_their_past(world: RestWorl
     assert (summary["total"], summary["gone"], summary["by_state"]["ready"], summary["gpus"]) == (3, 1, 2, 2)
     assert (summary["workers"], summary["quarantined"], summary["slow"], summary["noticed"]) == (1, 1, 1, 1)
     assert summary["cost_per_hour"] == 1.5
+    fleet = await client.fleet()
+    assert (fleet["vms"]["ready"], fleet["vms"]["draining"], fleet["vms"]["lost"], fleet["gpus"]) == (2, 1, 0, 2)
     detail = await client.vm("vm-3")
     assert [entry["reason"] for entry in detail["history"]] == ["taken"]
     cost = await client.fleet_cost(since="1970-01-01T00:16:43Z")

@@ -22,7 +22,7 @@ def as_it_is(context: schemathesis.SerializationContext, value: object) -> bytes
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-EXAMPLES = 8
+EXAMPLES = 12
 """Of each call; CI plays the same ones each time."""
 ENDLESS = ["/api/v1/events/stream"]
 

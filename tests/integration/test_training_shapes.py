@@ -46,3 +46,11 @@ def test_any_shape_trains_as_one_process_does(
         outcome = world.finish()
 
     assert_same_training(outcome, train_plainly(task))
+
+
+def test_cut_points_that_varuna_finds_train_as_one_process_does(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(global_batch=7, clip=0.5, tied=True)
+    with World(zygote, tmp_path, task, 3, 2, wanted={"cut_points": 3}, recompute=(True, True, False)) as world:
+        outcome = world.finish()
+
+    assert_same_training(outcome, train_plainly(task))

@@ -1,7 +1,8 @@
 """The script that the workers of the training tests run: an ordinary Varuna training script, with faults on demand.
 
 Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
-"die", "overflow", "raise": {"rank", "step"}, "save": {"step", "url", "fails"}, "forever": bool}.
+"die", "overflow", "raise": {"rank", "step"}, "save": {"step", "url", "fails"}, "forever": bool,
+"cut_points": how many Varuna is to find, the model's own being taken out}.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
 from varuna import Varuna
@@ -31,6 +33,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     """Trains as the environment says and writes what this rank then has into `out`."""
     rank = int(os.environ.get("RANK", "0"))
     plain = make_model(replace(task, tied=task.tied and not task.declared))
+    if "cut_points" in wanted:
+        plain.cut_points = [nn.Identity() for _ in plain.cut_points]
     pairs = [("embedding.weight", "head.weight")] if task.declared else None
     before = torch.get_rng_state()
     model = Varuna(
@@ -40,6 +44,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         shared_weights=pairs,
         dtype=task.dtype,
         offload_optimizer=task.offload,
+        cut_points=wanted.get("cut_points"),
     )
     assert torch.equal(before, torch.get_rng_state())
     optimizer = make_optimizer(model.parameters(), task)

@@ -56,6 +56,8 @@ class Machine:
     incarnation: int = 1
     connected: bool = False
     speaks: bool = True
+    hangs: bool = False
+    """For good: its agent is not heard any more, and the VM is paid for."""
 
 
 class Cloud:
@@ -71,6 +73,10 @@ class Cloud:
         self.gone: set[str] = set()
         self.listed_late: set[str] = set()
         """Gone, and listed yet."""
+        self.hidden: set[str] = set()
+        """There, and not listed."""
+        self.under_way = ""
+        """The tag of a request whose answer has not come: no other may be made."""
         self.notices_told: dict[str, Notice] = {}
         self.trouble = ""
         self.made = 0
@@ -85,7 +91,7 @@ class Cloud:
     async def list(self) -> Sequence[ProviderVm]:
         if self._take_trouble("away"):
             raise AwayError
-        names = [*self.machines, *self.listed_late]
+        names = [*(name for name in self.machines if name not in self.hidden), *self.listed_late]
         return [self.as_listed(self._fleet.machines_ever[name]) for name in names]
 
     def as_listed(self, machine: Machine) -> ProviderVm:
@@ -99,6 +105,8 @@ class Cloud:
         )
 
     async def create(self, count: int, request: str) -> Created:
+        assert self.under_way in ("", request), "the request before was forgotten"
+        self.under_way = request
         trouble = self._take_trouble("refused", "answer lost", "dies")
         if trouble == "refused":
             raise AwayError
@@ -108,10 +116,13 @@ class Cloud:
             machine = Machine(f"vm-{self.made}", request, self._fleet.now)
             self.machines[machine.id] = self._fleet.machines_ever[machine.id] = machine
             have.append(machine)
+            if trouble:  # not seen at once, either
+                self.hidden.add(machine.id)
         if trouble == "answer lost":
             raise AwayError
         if trouble == "dies":
             raise ManagerDiedError
+        self.under_way = ""
         return Created(vms=tuple(map(self.as_listed, have)), refusal=None)
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
@@ -198,9 +209,15 @@ class Fleet(RuleBasedStateMachine):
         if listed:
             self.cloud.listed_late.add(machine.id)
 
+    @precondition(lambda self: self.cloud.machines)
+    @rule(pick=PICK)
+    def a_vm_is_not_listed(self, pick: int) -> None:
+        self.cloud.hidden.add(self.some(pick).id)
+
     @rule()
     def the_list_is_right_again(self) -> None:
         self.cloud.listed_late.clear()
+        self.cloud.hidden.clear()
 
     @precondition(lambda self: self.cloud.machines)
     @rule(pick=PICK, by_agent=strategies.booleans())
@@ -220,6 +237,8 @@ class Fleet(RuleBasedStateMachine):
     def an_agent_says_hello(self, pick: int, again: bool) -> None:
         """`again`: as a new process."""
         machine = self.some(pick)
+        if machine.hangs:
+            return
         machine.incarnation += again
         machine.speaks = True
         self.hello(machine)
@@ -240,6 +259,12 @@ class Fleet(RuleBasedStateMachine):
     @rule(pick=PICK)
     def an_agent_falls_silent(self, pick: int) -> None:
         self.some(pick).speaks = False
+
+    @precondition(lambda self: self.cloud.machines)
+    @rule(pick=PICK)
+    def an_agent_hangs(self, pick: int) -> None:
+        machine = self.some(pick)
+        machine.hangs, machine.speaks = True, False
 
     @precondition(lambda self: self.cloud.machines)
     @rule(pick=PICK)
@@ -297,13 +322,34 @@ class Fleet(RuleBasedStateMachine):
         """Nothing goes wrong any more."""
         if not hasattr(self, "fleet"):
             return
-        self.cloud.trouble = ""
-        self.cloud.listed_late.clear()
-        for _ in range(60):
+        self.come_to_rest()
+        # Whatever the trace was: one VM that nobody hears, one that was given up for a while, a request without answer.
+        self.somebody_wants(MOST)
+        self.come_to_rest()
+        hangs, hidden, _ = self.cloud.machines.values()
+        hangs.hangs = True
+        self.cloud.hidden.add(hidden.id)
+        self.a_stream_breaks(list(self.cloud.machines).index(hidden.id))
+        self.time_passes(130.0)
+        self.the_manager_looks()
+        self.the_next_call_fails("refused")  # its giving back
+        self.come_to_rest(trouble="refused")
+        self.somebody_wants(MOST + 1)
+        self.the_next_call_fails("dies")
+        self.the_manager_looks()
+        if self.cloud.made % 2:
+            self.the_manager_looks()
+        self.somebody_wants(0)
+        self.come_to_rest()
+
+    def come_to_rest(self, trouble: str = "") -> None:
+        self.cloud.trouble = trouble
+        self.the_list_is_right_again()
+        for _ in range(150):
             self.the_manager_looks()
             for machine in list(self.cloud.machines.values()):
-                machine.speaks = True
-                if not machine.connected:
+                machine.speaks = not machine.hangs
+                if machine.speaks and not machine.connected:
                     self.hello(machine)
             self.time_passes(10.0)
             for vm_id, notice in self.cloud.notices_told.items():

@@ -135,9 +135,13 @@ class Election(RuleBasedStateMachine):
         self.run(manager.term._renewed())
         if not answered:
             manager.term._until = until
-        holder, epoch, _ = self.run(self.world.told())
+        holder, epoch, expires_at = self.run(self.world.told())
         assert (holder, epoch) == before[:2], "a renewal makes nobody lead"
-        assert not manager.term.is_held() or epoch == manager.term.epoch, "it learns that another leads, or its clock says so"
+        assert expires_at > 0.0 or before[2] == 0.0
+        assert before[2] > 0.0 or expires_at == 0.0, "what has lapsed has to be won again"
+        assert not manager.term.is_held() or epoch == manager.term.epoch, (
+            "it learns that another leads, or its clock says so"
+        )
 
     @rule(who=WHO)
     def writes(self, who: str) -> None:
@@ -178,9 +182,21 @@ class Election(RuleBasedStateMachine):
     @rule(who=WHO)
     def its_own_clock_runs_on(self, who: str) -> None:
         """It stood still for longer than its lease."""
-        self.world.managers[who].now += LEASE_S + 1
+        manager = self.world.managers[who]
+        manager.now += LEASE_S + 1
+        assert manager.term is None or not manager.term.is_held()
 
     def teardown(self) -> None:
+        for who in ("b", "a", "c"):
+            self.the_lease_lapses()
+            self.campaigns(who, answered=True)
+        self.writes("b")  # which has not heard of the others
+        self.renews("a", answered=True)  # neither has this
+        self.the_lease_lapses()
+        self.writes("c")  # whose epoch is the newest yet
+        self.campaigns("c", answered=True)
+        self.its_own_clock_runs_on("c")
+        self.writes("c")
         self.the_lease_lapses()
         self.campaigns("b", answered=True)
         for who in ("a", "c"):

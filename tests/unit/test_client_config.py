@@ -44,9 +44,7 @@ def test_flags_beat_the_environment_and_that_beats_the_file(file: Path, monkeypa
     assert find_config(flags).ca == Setting(value="/file.pem", origin=str(file))
 
 
-def test_a_token_hides_the_ones_that_come_after_it(
-    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_token_hides_the_ones_that_come_after_it(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept = tmp_path / "token"
     kept.write_text("vt1.kept\n")
     assert find_config().token.value is None

@@ -143,13 +143,13 @@ def test_actions_shorter_than_a_column_take_turns() -> None:
     """F R B of 1, 1 and 2: as many columns of each as its time is worth, not only the longest."""
     times = ("F", 0, 1), ("R", 1, 2), ("B", 2, 4)
     row = tuple(Bar(op, n, 4 * n + begin, 4 * n + end) for n in range(75) for op, begin, end in times)
-    idle_behind = Chart(title="", subtitle="", stages=(row, row[:150]), lower_bound_us=300)
-    full, half = (line.removeprefix("stage ")[2:] for line in as_text(idle_behind, 68).plain.splitlines()[:2])
-    assert len(full) == len(half) == 60
+    chart = Chart(title="", subtitle="", stages=(row, row[:150]), lower_bound_us=300)
+    full, part = (line.removeprefix("stage ")[2:] for line in as_text(chart, 68).plain.splitlines()[:2])
+    assert len(full) == len(part) == 60
     for op, columns in (("F", 15), ("R", 15), ("B", 30)):
         assert abs(full.count(op) - columns) <= 1
-        assert abs(half.count(op) - columns / 2) <= 1
-    assert half.endswith("·" * 29)
+        assert abs(part.count(op) - columns * 2 / 3) <= 1
+    assert part.endswith("·" * 19)
 
 
 def test_svg_is_sound_self_contained_and_shows_every_action() -> None:

@@ -139,7 +139,9 @@ def test_plain_output_is_neither_folded_nor_padded() -> None:
     assert "n" * 63 in lines[1]
     assert all(line == line.rstrip() for line in lines)
     words = "why " * 500
-    event = Event(id=1, at=JOB["created_at"], job_id=None, generation=None, vm_id=None, kind="x", message=words, data={})
+    event = Event(
+        id=1, at=JOB["created_at"], job_id=None, generation=None, vm_id=None, kind="x", message=words, data={}
+    )
     assert len(plain(render.event_row(event)).splitlines()) == 1
 
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 from rich.console import Console
-
 from test_client_render import JOB
+
 from varuna_client.calls import LogChunk
 from varuna_client.documents import Event, Job, Progress
 from varuna_client.errors import UserError

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from stages_by_hand import gradients, run_by_hand
 from torch import Tensor, nn
 
 from varuna.cut_point import CutPoint
@@ -221,40 +222,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]
     "flattened": (Flattened, lambda B: {"tokens": tokens(B)}),
     "two-names": (TwoNames, lambda B: {"tokens": tokens(B)}),
 }
-
-
-def run_by_hand(stages: list[Stage], inputs: dict[str, Any]) -> tuple[Tensor, list[list[Tensor]]]:
-    """Forward and backward through all stages, as the engine does over the network."""
-    received: list[Tensor] = []
-    kept: list[tuple[list[Tensor], list[Tensor]]] = []
-    for stage in stages[:-1]:
-        sent = stage.forward(inputs, received)
-        assert isinstance(sent, list)
-        kept.append((received, sent))
-        assert [tuple(x.shape) for x in sent] == [
-            b.shape_for(next(iter(inputs.values())).shape[0]) for b in stage.sends
-        ]
-        assert [x.requires_grad for x in sent] == [b.requires_grad for b in stage.sends]
-        received = [x.detach().clone().requires_grad_(x.requires_grad) for x in sent]
-    loss = stages[-1].forward(inputs, received)
-    assert isinstance(loss, Tensor)
-    loss.backward()
-    for before, sent in reversed(kept):
-        pairs = [(x, leaf.grad) for x, leaf in zip(sent, received, strict=True) if x.requires_grad]
-        roots = [(x, g) for x, g in pairs if g is not None]
-        torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
-        received = before
-    return loss.detach(), [sent for _, sent in kept]
-
-
-def gradients(stages: list[Stage]) -> dict[str, Tensor]:
-    """The gradient of each parameter, summed over the stages that share it."""
-    total: dict[str, Tensor] = {}
-    for stage in stages:
-        for name, parameter in stage.parameters.items():
-            if parameter.grad is not None:
-                total[name] = total[name] + parameter.grad if name in total else parameter.grad
-    return total
 
 
 def make(name: str, B: int = 3) -> tuple[nn.Module, dict[str, Any], Callable[[int], dict[str, Any]]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from varuna import data
     from varuna.cut_point import CutPoint
     from varuna.departure import GenerationEnded, PeerLost
+    from varuna.describe import describe_sections
     from varuna.launch import get_this_rank_config_varuna, get_varuna_config
     from varuna.profiler import Profiler
     from varuna.training import Varuna
@@ -26,6 +27,7 @@ __all__ = [
     "Profiler",
     "Varuna",
     "data",
+    "describe_sections",
     "get_this_rank_config_varuna",
     "get_varuna_config",
 ]
@@ -36,6 +38,7 @@ _HOMES = {
     "PeerLost": "departure",
     "Profiler": "profiler",
     "Varuna": "training",
+    "describe_sections": "describe",
     "get_this_rank_config_varuna": "launch",
     "get_varuna_config": "launch",
 }

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from varuna_planner import _cuts
+from varuna_planner._compiled import compiled
 from varuna_planner._enumerate import least_finish_us, most_run_ahead, reduce_us_per_byte
 from varuna_planner._kernels import agreement_us, exposed_us, ring_us
 from varuna_planner._rules import stash_cap
@@ -66,7 +66,7 @@ class Known(NamedTuple):
     """... in this time."""
 
 
-@njit(nogil=True)
+@compiled()
 def _note_stage(sections: Sections, net: Network, starts: Ints, s: int, of: Floats) -> None:
     """of[2], of[4]: bytes of gradients that stage s sums with its replicas alone, and with other stages too."""
     i, j = starts[s], starts[s + 1]
@@ -86,7 +86,7 @@ def _note_stage(sections: Sections, net: Network, starts: Ints, s: int, of: Floa
     of[2], of[4] = max(0, own), tied
 
 
-@njit(nogil=True)
+@compiled()
 def _finish_us(net: Network, of: Floats, P: int, D: int) -> float:
     """What follows the last backward of a stage, at least."""
     least: float = agreement_us(net, P, D)
@@ -96,7 +96,7 @@ def _finish_us(net: Network, of: Floats, P: int, D: int) -> float:
     return least
 
 
-@njit(nogil=True)
+@compiled()
 def _note_path(
     sections: Sections, net: Network, N: int, times: StageTimes, cut: Cut, of: Floats, before: Floats
 ) -> None:
@@ -125,14 +125,14 @@ def _note_path(
     _note_stage(sections, net, cut.starts, s, of[1])
 
 
-@njit(nogil=True)
+@compiled()
 def _same_to(problem: Problem, shape: Shape) -> int:
     """With how many micro-batches a cut is the same, that is the best of N: where no more get in flight, with any."""
     most = (shape.level + 1) * shape.P + 1 if problem.limits.counts_stages else UNLIMITED
     return UNLIMITED if most <= shape.N or problem.limits.usable_bytes >= UNLIMITED else shape.N
 
 
-@njit(nogil=True)
+@compiled()
 def note_cut(problem: Problem, known: Known, shape: Shape, V: float, k: int, cut: Cut, times: StageTimes) -> None:
     """Keeps what a cut tells of more micro-batches, but for where one of fewer is kept that tells of all."""
     limits, (a, P, _, N, level) = problem.limits, shape
@@ -147,7 +147,7 @@ def note_cut(problem: Problem, known: Known, shape: Shape, V: float, k: int, cut
     _note_path(problem.sections, problem.net, N, times, cut, noted, before)
 
 
-@njit(nogil=True)
+@compiled()
 def note_beyond(known: Known, shape: Shape, limit: float) -> None:
     """Keeps that V exceeds `limit`."""
     a, P, _, N, level = shape
@@ -155,7 +155,7 @@ def note_beyond(known: Known, shape: Shape, limit: float) -> None:
         known.n[a, P, level], known.busiest_us[a, P, level], known.drawn[a, P, level] = N, limit, False
 
 
-@njit(nogil=True)
+@compiled()
 def _has_same_cut(problem: Problem, of: Size, known: Known, shape: Shape) -> bool:
     """Whether the known cut, of fewer micro-batches, is the best of N, too: if its stages take no longer.
 
@@ -177,7 +177,7 @@ def _has_same_cut(problem: Problem, of: Size, known: Known, shape: Shape) -> boo
     return False
 
 
-@njit(nogil=True)
+@compiled()
 def _fits(problem: Problem, of: Size, known: Known, shape: Shape) -> bool:
     """Whether the known cut's stages do, with what they recompute."""
     sets = room_sets(problem, of, shape)
@@ -189,7 +189,7 @@ def _fits(problem: Problem, of: Size, known: Known, shape: Shape) -> bool:
     return needed <= of.usable
 
 
-@njit(nogil=True)
+@compiled()
 def room_sets(problem: Problem, of: Size, shape: Shape) -> Ints:
     """`_cuts.fill_sets` with the run-ahead that the shape's level leaves room for."""
     limits, P, N = problem.limits, shape.P, shape.N
@@ -198,7 +198,7 @@ def room_sets(problem: Problem, of: Size, shape: Shape) -> Ints:
     return sets
 
 
-@njit(nogil=True)
+@compiled()
 def least_us(
     problem: Problem, of: Size, model: Whole, known: Known, shape: Shape, most_us: float
 ) -> tuple[float, float]:
@@ -228,7 +228,7 @@ def least_us(
     return least, alone
 
 
-@njit(nogil=True)
+@compiled()
 def nothing_known(S: int, most_stages: int) -> Known:
     of = (S, most_stages + 1, LEVELS)
     return Known(
@@ -248,7 +248,7 @@ def nothing_known(S: int, most_stages: int) -> Known:
     )
 
 
-@njit(nogil=True)
+@compiled()
 def least_work(known: Known, shape: Shape) -> float:
     """The most that V is known to be at least: with more in flight no cut gets better."""
     a, P, _, N, level = shape
@@ -259,7 +259,7 @@ def least_work(known: Known, shape: Shape) -> float:
     return least
 
 
-@njit(nogil=True)
+@compiled()
 def is_known_impossible(known: Known, shape: Shape, best_us: float) -> bool:
     """Whether `is_possible` has found as much of fewer micro-batches and replicas and no more room."""
     a, P, D, N, level = shape
@@ -270,7 +270,7 @@ def is_known_impossible(known: Known, shape: Shape, best_us: float) -> bool:
     return False
 
 
-@njit(nogil=True)
+@compiled()
 def is_possible(problem: Problem, of: Size, model: Whole, known: Known, shape: Shape, best_us: float) -> bool:
     """Whether a cut with this much room, or more, could be as fast as the best; notes it where none could."""
     sections, net, (a, P, D, N, level) = problem.sections, problem.net, shape

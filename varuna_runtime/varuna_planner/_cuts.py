@@ -14,8 +14,8 @@ Nothing here is cached by itself: the entry points of `_search` are, whose key i
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from varuna_planner._compiled import compiled
 from varuna_planner._rules import gradient_sets, input_sets, most_in_flight, stage_bytes, stash_cap
 from varuna_planner._tables import Ends, Flags, Floats, Ints, Limits, Problem, Size
 
@@ -25,7 +25,7 @@ KEPT, INPUTS, GRADIENTS, MESSAGES = 0, 1, 2, 3
 """Rows of sets[4, r]: activations when nothing is recomputed, inputs, gradients; the least bytes of the last two."""
 
 
-@njit(nogil=True)
+@compiled()
 def fill_free(work: Floats, most_stages: int, least: Floats, end: Ends) -> None:
     """Without regard to memory: least[P] is the work of the busiest of P stages; end[r, i] where the first ends of the
     r stages over sections i and up.
@@ -52,7 +52,7 @@ def fill_free(work: Floats, most_stages: int, least: Floats, end: Ends) -> None:
         least[r] = row[0]
 
 
-@njit(nogil=True)
+@compiled()
 def at_size(problem: Problem, a: int) -> Size:
     """Micro-batch size number a."""
     sections = problem.sections
@@ -70,7 +70,7 @@ def at_size(problem: Problem, a: int) -> Size:
     )
 
 
-@njit(nogil=True)
+@compiled()
 def fewest_stages(of: Size) -> int:
     """With fewer stages no cut fits the memory, whatever is recomputed; K + 1 when a section fits no device."""
     state, activation, working, usable = of.state, of.activation, of.working, of.usable
@@ -90,7 +90,7 @@ def fewest_stages(of: Size) -> int:
     return int(stages)
 
 
-@njit(nogil=True)
+@compiled()
 def fill_sets(of: Size, limits: Limits, P: int, N: int, k: int, sets: Ints) -> None:
     for r in range(1, P + 1):
         in_flight = most_in_flight(limits.policy, P - r, P, N, k)
@@ -102,7 +102,7 @@ def fill_sets(of: Size, limits: Limits, P: int, N: int, k: int, sets: Ints) -> N
         sets[MESSAGES, r] = sets[INPUTS, r] * least_input + sets[GRADIENTS, r] * of.least_output
 
 
-@njit(nogil=True)
+@compiled()
 def _stage_us(work: float, rework: float, own: int, kept: int, most: int, usable: int, sets: int, last: bool) -> float:
     """A stage's work for one micro-batch, with recompute where memory demands it; infinite where it does not fit.
 
@@ -119,7 +119,7 @@ def _stage_us(work: float, rework: float, own: int, kept: int, most: int, usable
     return work + rework
 
 
-@njit(nogil=True)
+@compiled()
 def _earliest(of: Size, sets: Ints, i: int, R: int, limit: float, first: Ints) -> tuple[float, float]:
     """Fills first[r]: in no cut of R stages over sections i and up, each of which works at most `limit`, do the last r
     start before.
@@ -160,7 +160,7 @@ def _earliest(of: Size, sets: Ints, i: int, R: int, limit: float, first: Ints) -
     return (busiest if first[R] == i else _INFINITY), beyond
 
 
-@njit(nogil=True)
+@compiled()
 def least_work(of: Size, sets: Ints, i: int, R: int, least: float, most: float, first: Ints) -> float:
     """The least work of the busiest of R stages over sections i and up, were all messages as small as the smallest.
 
@@ -180,7 +180,7 @@ def least_work(of: Size, sets: Ints, i: int, R: int, least: float, most: float, 
     return high if high <= most else _INFINITY
 
 
-@njit(nogil=True)
+@compiled()
 def _cut_greedily(of: Size, sets: Ints, P: int, least: float, limit: float, starts: Ints) -> float:
     """The least work of the busiest of P stages, were all messages as small as the smallest; fills starts[P + 1].
 
@@ -215,7 +215,7 @@ def _cut_greedily(of: Size, sets: Ints, P: int, least: float, limit: float, star
     return busiest
 
 
-@njit(nogil=True)
+@compiled()
 def _latest(of: Size, sets: Ints, P: int, limit: float, last: Ints) -> None:
     """Fills last[r]: in no cut of P stages, each of which works at most `limit`, do the last r start later.
 
@@ -237,7 +237,7 @@ def _latest(of: Size, sets: Ints, P: int, limit: float, last: Ints) -> None:
         last[r - 1] = j
 
 
-@njit(nogil=True)
+@compiled()
 def _first_stage(
     of: Size, sets: Ints, r: int, i: int, earliest: int, latest: int, limit: float, rest: Floats
 ) -> tuple[float, int]:
@@ -264,7 +264,7 @@ def _first_stage(
     return (best, end) if end >= 0 else (_INFINITY, -1)
 
 
-@njit(nogil=True)
+@compiled()
 def read_starts(end: Ends, P: int, starts: Ints) -> None:
     """starts[P + 1] from where stages end."""
     starts[0] = 0
@@ -272,7 +272,7 @@ def read_starts(end: Ends, P: int, starts: Ints) -> None:
         starts[s + 1] = end[P - s, starts[s]]
 
 
-@njit(nogil=True)
+@compiled()
 def _cut_exactly(of: Size, sets: Ints, P: int, least: float, limit: float, starts: Ints) -> float:
     """The least work of the busiest of P stages, infinite if more than `limit`; fills starts[P + 1].
 
@@ -301,7 +301,7 @@ def _cut_exactly(of: Size, sets: Ints, P: int, least: float, limit: float, start
         within = min(limit, within * 1.1 if within < 64.0 * least else _INFINITY)
 
 
-@njit(nogil=True)
+@compiled()
 def _is_as_good(of: Size, sets: Ints, P: int, starts: Ints) -> bool:
     """Whether the stages that `_cut_greedily` made take no longer with messages as large as they are."""
     state, activation, working = of.state, of.activation, of.working
@@ -319,7 +319,7 @@ def _is_as_good(of: Size, sets: Ints, P: int, starts: Ints) -> bool:
     return bool(starts[P] == working.shape[0])
 
 
-@njit(nogil=True)
+@compiled()
 def cut(of: Size, sets: Ints, P: int, least: float, limit: float, starts: Ints) -> float:
     """The least work of the busiest of P stages, infinite if more than `limit`; fills starts[P + 1].
 
@@ -332,7 +332,7 @@ def cut(of: Size, sets: Ints, P: int, least: float, limit: float, starts: Ints) 
     return exact
 
 
-@njit(nogil=True)
+@compiled()
 def is_possible(
     of: Size,
     own_bytes: Floats,
@@ -373,7 +373,7 @@ def is_possible(
     return bool(i == K)
 
 
-@njit(nogil=True)
+@compiled()
 def needed_bytes(of: Size, sets: Ints, starts: Ints, P: int, s: int, recompute: bool) -> int:
     """Peak bytes of stage s."""
     i, j, r = starts[s], starts[s + 1], P - s
@@ -393,7 +393,7 @@ def needed_bytes(of: Size, sets: Ints, starts: Ints, P: int, s: int, recompute: 
     return needed
 
 
-@njit(nogil=True)
+@compiled()
 def fits_without_recompute(of: Size, sets: Ints, starts: Ints, P: int) -> bool:
     needed = 0
     for s in range(P):
@@ -401,7 +401,7 @@ def fits_without_recompute(of: Size, sets: Ints, starts: Ints, P: int) -> bool:
     return needed <= of.usable
 
 
-@njit(nogil=True)
+@compiled()
 def largest_run_ahead(of: Size, limits: Limits, N: int, starts: Ints, recompute: Flags, least: int, most: int) -> int:
     """The largest k from `least`, with which every stage fits, to `most`."""
     P = recompute.shape[0]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from varuna_planner import _cuts, _kernels
+from varuna_planner._compiled import compiled
 from varuna_planner._kernels import BUCKET_BYTES, agreement_us, ring_us
 from varuna_planner._rules import code_of
 from varuna_planner._tables import (
@@ -31,25 +31,25 @@ from varuna_planner._tables import (
 _INFINITY = np.inf
 
 
-@njit(nogil=True)
+@compiled()
 def most_run_ahead(limits: Limits, P: int, N: int) -> int:
     return min(RUN_AHEAD_STAGES * P, N - 1) if limits.runs_ahead and P > 1 else 0
 
 
-@njit(nogil=True)
+@compiled()
 def full_micro_batches(D: int, N: int) -> int:
     """Of N, those that are surely as large as the others: where there is one replica, the last may be smaller."""
     return N - 1 if D == 1 else N
 
 
-@njit(nogil=True)
+@compiled()
 def reduce_us_per_byte(net: Network, D: int) -> float:
     """What a stage's all-reduce takes for each byte of gradients, at least: on links, and a bucket's hops."""
     per_byte: float = 2.0 * (D - 1) * (net.hop_us / BUCKET_BYTES + net.byte_us / D)
     return per_byte
 
 
-@njit(nogil=True)
+@compiled()
 def whole(problem: Problem, a: int) -> Whole:
     """Of micro-batch size number a."""
     sections, net = problem.sections, problem.net
@@ -70,7 +70,7 @@ def whole(problem: Problem, a: int) -> Whole:
     )
 
 
-@njit(nogil=True)
+@compiled()
 def least_finish_us(model: Whole, net: Network, P: int, D: int) -> float:
     """The least that follows the first stage's last backward. Never less with greater D.
 
@@ -86,7 +86,7 @@ def least_finish_us(model: Whole, net: Network, P: int, D: int) -> float:
     return least + agreement_us(net, P, D)
 
 
-@njit(nogil=True)
+@compiled()
 def _bound(model: Whole, net: Network, V: float, P: int, D: int, N: int, cap: int) -> float:
     """A lower bound for every cut into P stages: of four, in the order below. No cut has to be made for it.
 
@@ -111,14 +111,14 @@ def _bound(model: Whole, net: Network, V: float, P: int, D: int, N: int, cap: in
     return max(bound + least_finish_us(model, net, P, D), average)
 
 
-@njit(nogil=True)
+@compiled()
 def _fewest(count: int, most: int) -> int:
     """The fewest replicas whose busiest has no more micro-batches than with `most`."""
     N = -(-count // most)
     return -(-count // N)
 
 
-@njit(nogil=True)
+@compiled()
 def _most_replicas(gpus: int, P: int, count: int, pinned_d: int) -> int:
     """Of P stages, each with one of `count` micro-batches at least; 0 when the pinned D is more."""
     most: int = min(gpus // P, count)
@@ -127,7 +127,7 @@ def _most_replicas(gpus: int, P: int, count: int, pinned_d: int) -> int:
     return pinned_d if pinned_d <= most else 0
 
 
-@njit(nogil=True)
+@compiled()
 def _least_work(of: Size, limits: Limits, free_us: float, fewest: int, P: int, D: int, count: int) -> float:
     """V of P stages on at most D replicas, at least; infinite if no cut fits the memory.
 
@@ -144,7 +144,7 @@ def _least_work(of: Size, limits: Limits, free_us: float, fewest: int, P: int, D
 
 
 def _make_count(code: int) -> Any:
-    @njit(cache=True, nogil=True)
+    @compiled(cache=True)
     def count_shapes(counts: Ints, gpus: int, lowest: int, highest: int, pinned_d: int) -> int:
         """How many shapes `enumerate_shapes` finds at most."""
         assert code != -1  # a use, so that it is part of the cache's key
@@ -161,7 +161,7 @@ def _make_count(code: int) -> Any:
 
 
 def _make_enumerate(code: int) -> Any:
-    @njit(cache=True, nogil=True)
+    @compiled(cache=True)
     def enumerate_shapes(problem: Problem, counts: Ints, gpus: int, lowest: int, pinned_d: int, shapes: Shapes) -> int:
         """Fills `shapes` with every shape and a lower bound, and the problem's tables. How many there are.
 

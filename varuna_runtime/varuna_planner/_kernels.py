@@ -10,15 +10,15 @@ The first call on a machine compiles for some seconds; numba keeps the result in
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from varuna_planner._compiled import compiled
 from varuna_planner._tables import Flags, Floats, Ints, Network, Sections, StageTimes
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Of the gradients that one collective sums (varuna.optim, which is tested to use the same)."""
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def lower_bound(N: int, times: StageTimes, recompute: Flags, cap: Ints) -> float:
     """max over s, u <= s of fill_s + max(work_s, round trips_s) + drain from s to u + finish_u.
 
@@ -54,7 +54,7 @@ def lower_bound(N: int, times: StageTimes, recompute: Flags, cap: Ints) -> float
     return bound
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def ring_us(count: int, ranks: int, hop_us: float, byte_us: float) -> float:
     """Ring all-reduce of `count` bytes: 2(n-1) hops, and 2(n-1)/n of the bytes over each link."""
     if ranks <= 1:
@@ -62,7 +62,7 @@ def ring_us(count: int, ranks: int, hop_us: float, byte_us: float) -> float:
     return 2.0 * (ranks - 1) * (hop_us + byte_us * count / ranks)
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def exposed_us(count: int, ranks: int, hop_us: float, byte_us: float, backward_us: float) -> float:
     """What is left of a bucketed all-reduce of `count` bytes after the last backward, which it overlaps.
 
@@ -75,7 +75,7 @@ def exposed_us(count: int, ranks: int, hop_us: float, byte_us: float, backward_u
     return max(whole - hidden, whole / buckets)
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def hop_inside(s: int, P: int, D: int, gpus_per_vm: int) -> bool:
     """Whether stages s and s + 1 are on one VM in every replica: ranks fill VMs replica by replica (`placement`)."""
     inside = True
@@ -84,14 +84,14 @@ def hop_inside(s: int, P: int, D: int, gpus_per_vm: int) -> bool:
     return inside
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def agreement_us(net: Network, P: int, D: int) -> float:
     """The small reduction over all ranks, up a tree and down, with which every step ends."""
     agreement: float = 2.0 * np.ceil(np.log2(P * D)) * net.hop_us
     return agreement
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def _sum_gradients(sections: Sections, net: Network, bounds: Ints, D: int, own: Ints, finish: Floats) -> None:
     """Fills own[P], bytes of gradients that each stage sums with its replicas alone, and adds to finish[P] what those
     of weights take that it shares with other stages: one sum over all stages and replicas, after all else.
@@ -114,7 +114,7 @@ def _sum_gradients(sections: Sections, net: Network, bounds: Ints, D: int, own: 
                 own[s] -= (uses[s] - 1) * net.tie_bytes[tie]
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def stage_times(sections: Sections, net: Network, a: int, bounds: Ints, D: int) -> StageTimes:
     """Of the busiest of D replicas whose stages are cut at bounds[P + 1], at micro-batch size number a.
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
 
-from numba import njit
-
 from varuna_planner import memory, schedule
+from varuna_planner._compiled import compiled
 
 __all__ = [
     "RULES",
@@ -24,13 +23,13 @@ __all__ = [
     "stash_cap",
 ]
 
-choose = njit(nogil=True)(schedule.choose)
-choose_split = njit(nogil=True)(schedule.choose_split)
-most_in_flight = njit(nogil=True)(schedule.most_in_flight)
-stash_cap = njit(nogil=True)(schedule.stash_cap)
-input_sets = njit(nogil=True)(memory.input_sets)
-gradient_sets = njit(nogil=True)(memory.gradient_sets)
-stage_bytes = njit(nogil=True)(memory.stage_bytes)
+choose = compiled()(schedule.choose)
+choose_split = compiled()(schedule.choose_split)
+most_in_flight = compiled()(schedule.most_in_flight)
+stash_cap = compiled()(schedule.stash_cap)
+input_sets = compiled()(memory.input_sets)
+gradient_sets = compiled()(memory.gradient_sets)
+stage_bytes = compiled()(memory.stage_bytes)
 
 
 def _fingerprint(*functions: Callable[..., Any]) -> int:

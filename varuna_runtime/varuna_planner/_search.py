@@ -16,10 +16,10 @@ import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from varuna_planner import _bounds, _cuts, _enumerate, _kernels, _makespan
 from varuna_planner._bounds import Known
+from varuna_planner._compiled import compiled
 from varuna_planner._enumerate import full_micro_batches, least_finish_us, most_run_ahead
 from varuna_planner._rules import code_of, stash_cap
 from varuna_planner._tables import (
@@ -72,7 +72,7 @@ class Best(NamedTuple):
     time_us: float
 
 
-@njit(nogil=True)
+@compiled()
 def _draw(problem: Problem, of: Size, shape: Shape, least: float, limit: float, cut: Cut) -> tuple[float, int]:
     """(V, k) of a shape's cut, which it fills in; V, known to be at least `least`, is infinite if more than `limit`."""
     limits, tables, (a, P, _, N, level) = problem.limits, problem.tables, shape
@@ -93,7 +93,7 @@ def _draw(problem: Problem, of: Size, shape: Shape, least: float, limit: float, 
     return V, _cuts.largest_run_ahead(of, limits, N, cut.starts, cut.recompute[:P], room, most)
 
 
-@njit(nogil=True)
+@compiled()
 def _times(problem: Problem, shape: Shape, cut: Cut) -> StageTimes:
     starts = cut.starts[: shape.P + 1]
     times: StageTimes = _kernels.stage_times(problem.sections, problem.net, shape.a, starts, shape.D)
@@ -101,7 +101,7 @@ def _times(problem: Problem, shape: Shape, cut: Cut) -> StageTimes:
 
 
 def _make_draw(code: int) -> Any:
-    @njit(cache=True, nogil=True)
+    @compiled(cache=True)
     def draw(
         problem: Problem, a: int, P: int, D: int, N: int, level: int
     ) -> tuple[float, int, Ints, Flags, Ints, StageTimes]:
@@ -120,7 +120,7 @@ def _make_draw(code: int) -> Any:
     return draw
 
 
-@njit(nogil=True)
+@compiled()
 def _first_turn(problem: Problem, shapes: Shapes, index: int) -> Turn:
     S, K = problem.sections.inputs.shape
     P, D = shapes.p[index], shapes.d[index]
@@ -128,7 +128,7 @@ def _first_turn(problem: Problem, shapes: Shapes, index: int) -> Turn:
     return Turn(shapes.time_us[index], rank, index, 0, TO_BOUND, 0.0)
 
 
-@njit(nogil=True)
+@compiled()
 def _take_lowest_drawn(queue: list[Turn], best_us: float) -> Turn:
     """Out of its turn, what is drawn and has the lowest bound, if that is below the best time."""
     lowest = -1
@@ -145,14 +145,14 @@ def _take_lowest_drawn(queue: list[Turn], best_us: float) -> Turn:
     return turn
 
 
-@njit(nogil=True)
+@compiled()
 def _rule_out(shapes: Shapes, turn: Turn, least_us: float) -> None:
     """No level of the shape takes less; those with more room only say what holds of themselves."""
     if turn.level == 0:
         shapes.time_us[turn.number] = max(shapes.time_us[turn.number], least_us)
 
 
-@njit(nogil=True)
+@compiled()
 def _queue_more_room(queue: list[Turn], turn: Turn, P: int, k: int, most: int, least_us: float, best_us: float) -> None:
     """The next level whose cuts leave room for more than k, which this one's has, if it can still win."""
     level = turn.level + 1
@@ -163,7 +163,7 @@ def _queue_more_room(queue: list[Turn], turn: Turn, P: int, k: int, most: int, l
         heapq.heappush(queue, Turn(bound, turn.rank + level - turn.level, turn.number, level, TO_BOUND, 0.0))
 
 
-@njit(nogil=True)
+@compiled()
 def _is_worth_a_cut(
     problem: Problem,
     shapes: Shapes,
@@ -198,7 +198,7 @@ def _is_worth_a_cut(
     return True
 
 
-@njit(nogil=True)
+@compiled()
 def _most_work(problem: Problem, model: Whole, shape: Shape, best_us: float) -> float:
     """The most that V can be for a time of no more than the best; a little more, for rounding."""
     full = full_micro_batches(shape.D, shape.N)
@@ -208,7 +208,7 @@ def _most_work(problem: Problem, model: Whole, shape: Shape, best_us: float) -> 
     return most
 
 
-@njit(nogil=True)
+@compiled()
 def _bound_of_cut(problem: Problem, shape: Shape, k: int, times: StageTimes, recompute: Flags) -> float:
     cap = np.empty(shape.P, dtype=np.int64)
     for s in range(shape.P):
@@ -217,7 +217,7 @@ def _bound_of_cut(problem: Problem, shape: Shape, k: int, times: StageTimes, rec
     return bound * (1.0 - 1e-12)  # it may be the time itself, summed in another order
 
 
-@njit(nogil=True)
+@compiled()
 def _draw_turn(
     problem: Problem,
     shapes: Shapes,
@@ -253,7 +253,7 @@ def _draw_turn(
         _queue_more_room(queue, turn, shape.P, k, most, least, best_us)
 
 
-@njit(nogil=True)
+@compiled()
 def _simulated_us(
     problem: Problem, of: Size, turn: Turn, shape: Shape, best_us: float, told: Ints, told_us: Floats, cut: Cut
 ) -> float:
@@ -269,7 +269,7 @@ def _simulated_us(
     return time
 
 
-@njit(nogil=True)
+@compiled()
 def _better(shapes: Shapes, turn: Turn, time_us: float, best: Best) -> Best:
     """The best after a simulation, which is noted."""
     if time_us <= best.time_us:
@@ -282,7 +282,7 @@ def _better(shapes: Shapes, turn: Turn, time_us: float, best: Best) -> Best:
 
 
 def _make_search(code: int) -> Any:
-    @njit(cache=True, nogil=True)
+    @compiled(cache=True)
     def search(problem: Problem, shapes: Shapes, ordered: Ints, told: Ints, told_us: Floats) -> Best:
         """The best shape. Now and then what is drawn is simulated before its turn, for a time to leave others out by.
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from varuna_planner import schedule
+from varuna_planner._compiled import compiled
 from varuna_planner._rules import RULES, choose, choose_split
 
 Floats = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ _VARUNA, _ZERO_BUBBLE = schedule.VARUNA, schedule.ZERO_BUBBLE
 _NEVER = np.inf
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def _send(
     message_at: Floats, link_free_at: Floats, to: int, link: int, n: int, at: float, transfer: float, beyond: float
 ) -> None:
@@ -50,21 +50,21 @@ def _send(
     message_at[to, n] = arrives
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def _takes(usual: Floats, actual: Floats, op: int, s: int, n: int, row: int) -> float:
     """How long an action takes."""
     took: float = actual[op, s, n] if actual.size > 0 else usual[op, row, s]
     return took
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def _beyond(latency: Floats, delay: Floats, kind: int, to: int, link: int, n: int) -> float:
     """What a message takes that does not occupy its link."""
     took: float = latency[link] + (delay[kind, to, n] if delay.size > 0 else 0.0)
     return took
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def _next_after(now: float, activation_comes: float, gradient_comes: float, known_at: float, due: float) -> float:
     """When a stage that waits should be asked again."""
     wake: float = activation_comes if activation_comes > now else _NEVER
@@ -74,7 +74,7 @@ def _next_after(now: float, activation_comes: float, gradient_comes: float, know
     return min(wake, expected) if expected > now else wake
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def _expect(gradient_at: Floats, s: int, backwards: int, first_forward_at: float, F: float, B: float) -> float:
     """When varuna.pipeline.forecast expects the next gradient: from usual times and what has arrived, no more.
 
@@ -84,7 +84,7 @@ def _expect(gradient_at: Floats, s: int, backwards: int, first_forward_at: float
     return newest_at + B if backwards > 0 else first_forward_at + (gradient_at.shape[0] - 1 - s) * (F + B)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@compiled(cache=True, inline="always")
 def _ask(
     policy: int,
     s: int,
@@ -110,7 +110,7 @@ def _ask(
 
 
 def _make_simulate(rules: int) -> Any:
-    @njit(cache=True, nogil=True)
+    @compiled(cache=True)
     def simulate(
         policy: int,
         N: int,
@@ -223,7 +223,7 @@ def _make_simulate(rules: int) -> Any:
 simulate = _make_simulate(RULES)
 
 
-@njit(cache=True, nogil=True)
+@compiled(cache=True)
 def fixed_order(
     ops: npt.NDArray[np.int8],
     counts: Ints,

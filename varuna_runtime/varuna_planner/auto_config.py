@@ -331,7 +331,8 @@ class _Search:
         """A mini-batch's time in three: the busiest stage's work, all-reduce, and the rest."""
         n = int(self.shapes.n[index])
         work = (n - 1 if self.shapes.d[index] == 1 else n) * drawn.busiest_us
-        return work, drawn.finish_us, max(0.0, time_us - work - drawn.finish_us)
+        rest = time_us - work - drawn.finish_us
+        return work, drawn.finish_us, rest if rest > 1e-9 * time_us else 0.0
 
     def _row(self, index: int) -> Candidate:
         """Shape number `index` in words."""

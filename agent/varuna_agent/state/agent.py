@@ -110,6 +110,16 @@ class AgentState:
     def unacknowledged(self) -> tuple[agent_pb2.Report, ...]:
         return self._reports.outbox.unacknowledged
 
+    @property
+    def is_welcome(self) -> bool:
+        """Whether a manager has taken this agent on the stream that is open."""
+        return self._conversation.is_welcome
+
+    @property
+    def warm_jobs(self) -> frozenset[str]:
+        """The jobs whose workers would start at once."""
+        return self._warm
+
     def expects(self, key: WorkerKey) -> bool:
         """Whether a worker that says it is `key` may connect."""
         return self._workers.expects(key)

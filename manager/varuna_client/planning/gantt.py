@@ -138,11 +138,11 @@ def _shown(row: Sequence[Bar], length_us: float, columns: int) -> list[Bar | Non
     shown = []
     for parts, idle in zip(inside, free, strict=True):
         largest: dict[str, tuple[float, Bar | None]] = {}
-        for part, bar in [*parts, (idle, None)]:
-            op = bar.op if bar else "idle"
+        for part, what in [*parts, (idle, None)]:
+            op = what.op if what else "idle"
             owed[op] = owed.get(op, 0.0) + part
             if part > 1e-9 and part > largest.get(op, (0.0, None))[0]:
-                largest[op] = (part, bar)
+                largest[op] = (part, what)
         op = max(largest, key=lambda op: round(owed[op], 6))
         shown.append(largest[op][1])
         owed[op] -= 1.0

@@ -195,7 +195,12 @@ def profile_page(document: dict[str, Any]) -> RenderableType:
             *(f"{first[name] / 1e3:.3f} ms" for name in ("forward_us", "backward_us", "recompute_us", "optimizer_us")),
             *(size(first[name]) for name in ("output_bytes", "activation_bytes", "state_bytes")),
         )
-    parts = [head, "", Text(f"a micro-batch of {_examples(document['micro_batch'])}", style="bold"), table]
+    parts: list[RenderableType] = [
+        head,
+        "",
+        Text(f"a micro-batch of {_examples(document['micro_batch'])}", style="bold"),
+        table,
+    ]
     if document["all_reduce"]:
         parts += ["", _all_reduce_table(document["all_reduce"])]
     return Group(*parts)

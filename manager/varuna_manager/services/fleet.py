@@ -14,14 +14,12 @@ from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import FleetRow, GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.fleet_decision import JobWants, Range
 from varuna_manager.domain.states import (
-    STOPPED_WORKER_STATES,
     TERMINAL_JOB_STATES,
     ExitCause,
     GenerationKind,
     GenerationState,
     JobState,
     VmState,
-    WorkerState,
 )
 from varuna_manager.providers.base import (
     EmulatedProvider,
@@ -35,12 +33,11 @@ from varuna_manager.services.bell import Bell
 from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import ConflictError, NotFoundError, UnavailableError
 from varuna_manager.services.events import EventLog
+from varuna_manager.services.jobs import ALIVE
 from varuna_manager.services.reports import ReportService, note_notice
 from varuna_manager.services.together import Together
 from varuna_manager.services.vm_registry import VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
-
-_ALIVE = [state.value for state in WorkerState if state not in STOPPED_WORKER_STATES]
 
 
 class FleetService:
@@ -252,13 +249,13 @@ def _is_news(row: Row[*tuple[Any, ...]], hello: pb.Hello) -> bool:
 
 async def live_workers(session: AsyncSession, vm_id: str) -> Sequence[WorkerRow]:
     """The workers on the VM that have not stopped."""
-    query = select(WorkerRow).where(WorkerRow.state.in_(_ALIVE), WorkerRow.vm_id == vm_id)
+    query = select(WorkerRow).where(WorkerRow.state.in_(ALIVE), WorkerRow.vm_id == vm_id)
     return (await session.scalars(query.order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank))).all()
 
 
 async def workers_by_vm(session: AsyncSession) -> Mapping[str, int]:
     """How many workers have not stopped, by VM; 0 for any other."""
-    query = select(WorkerRow.vm_id, func.count()).where(WorkerRow.state.in_(_ALIVE)).group_by(WorkerRow.vm_id)
+    query = select(WorkerRow.vm_id, func.count()).where(WorkerRow.state.in_(ALIVE)).group_by(WorkerRow.vm_id)
     return Counter(dict((await session.execute(query)).all()))
 
 

@@ -247,11 +247,12 @@ class JobService:
 
 async def find(session: AsyncSession, id_or_name: str) -> JobRow:
     """The job of this id; else the newest of this name. Raises NotFoundError."""
-    query = select(JobRow).where(or_(JobRow.id == id_or_name, JobRow.name == id_or_name))
-    jobs = (await session.scalars(query.order_by(JobRow.created_at.desc()))).all()
-    if not jobs:
+    is_id = JobRow.id == id_or_name
+    query = select(JobRow).where(or_(is_id, JobRow.name == id_or_name))
+    job = await session.scalar(query.order_by(case((is_id, 0), else_=1), JobRow.created_at.desc()).limit(1))
+    if job is None:
         raise NotFoundError(f"job {id_or_name!r} does not exist: varuna ps (GET /api/v1/jobs) lists those that do")
-    return next((job for job in jobs if job.id == id_or_name), jobs[0])
+    return job
 
 
 async def progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, JobProgress]:

@@ -26,7 +26,7 @@ _HEAVY = 2.0
 """A block of more than so many times the median block's work is taken apart."""
 
 _LIGHT = 0.25
-"""A section of less than this part of the median section's work is joined to its neighbour."""
+"""A section of less than this part of the mean section's work is joined to its neighbour."""
 
 _FLOPS_PER_BYTE_SENT = 1000.0
 """What a byte over a cut weighs. Links are slower than this beside GPUs, but sending overlaps with computing."""
@@ -35,7 +35,9 @@ _FLOPS_PER_BYTE_SENT = 1000.0
 @dataclass(frozen=True, slots=True)
 class _Block:
     members: tuple[str, ...]
-    """Modules that run one after the other; a cut may be behind the last."""
+    """Modules that run one after the other."""
+    end: str
+    """The module behind which a cut may be: the last of them, or what they are in when that ends with them."""
 
 
 def find_candidates(model: nn.Module, graph: Graph, wanted: int | None) -> tuple[CutPlace, ...]:
@@ -69,8 +71,8 @@ class _Work:
         for call in graph.calls:
             self._calls.setdefault(call.path, []).append(call)
         own = np.zeros(len(graph.calls) + 1)
-        for (call_index, _), cost in graph.costs.items():
-            own[call_index + 1] += cost
+        for (innermost, _), cost in graph.costs.items():
+            own[innermost + 1] += cost  # call -1, outside the model, has no part in any sum
         self._until = np.cumsum(own)
 
     def of(self, block: _Block) -> float:
@@ -79,7 +81,7 @@ class _Work:
 
     def place(self, block: _Block) -> CutPlace | None:
         """The end of the block; None where a cut-point cannot stand."""
-        path = block.members[-1]
+        path = block.end
         calls = self._calls.get(path, ())
         if len(calls) != 1 or calls[0].structure is None:
             return None  # used several times, or it returns what cannot be taken apart
@@ -106,7 +108,7 @@ def _outermost_blocks(path: str, module: nn.Module) -> Iterator[_Block]:
     for position, (child_path, _) in enumerate(children):
         members.append(child_path)
         if position + 1 == len(children) or _has_parameters(children[position + 1][1]):
-            yield _Block(tuple(members))
+            yield _Block(tuple(members), child_path)
             members = []
 
 
@@ -127,7 +129,7 @@ def _inner_blocks(block: _Block, modules: dict[str, nn.Module]) -> list[_Block]:
     inner = [part for path in block.members for part in _outermost_blocks(path, modules[path])]
     if len(inner) < 2:
         return []
-    return [*inner[:-1], _Block((*inner[-1].members, *block.members[-1:]))]
+    return [*inner[:-1], _Block(inner[-1].members, block.end)]
 
 
 def without_light_sections(costs: Sequence[float]) -> list[int]:
@@ -136,7 +138,7 @@ def without_light_sections(costs: Sequence[float]) -> list[int]:
     sums = list(costs)
     while len(sums) > 1:
         lightest = min(range(len(sums)), key=sums.__getitem__)
-        if sums[lightest] >= _LIGHT * statistics.median(sums):
+        if sums[lightest] >= _LIGHT * statistics.fmean(sums):
             break
         before = sums[lightest - 1] if lightest > 0 else float("inf")
         after = sums[lightest + 1] if lightest + 1 < len(sums) else float("inf")
@@ -149,7 +151,8 @@ def without_light_sections(costs: Sequence[float]) -> list[int]:
 def choose(costs: Sequence[float], crossing_bytes: Sequence[int], n: int) -> list[int]:
     """Which `n` of the cuts 1 … K-1 to keep: those that make the sections most alike.
 
-    Minimises the sum of squares of what sections weigh: their own work and the sending of what they end with.
+    Minimises the sum of squares of the sections' work, which is least where they are equal. Sending counts as much as
+    so much more work in a section of the mean size would: it decides among cuts, and does not move work between ends.
 
     Args:
         costs: of the sections, K of them.
@@ -159,12 +162,13 @@ def choose(costs: Sequence[float], crossing_bytes: Sequence[int], n: int) -> lis
     assert 0 <= n < K
     until = np.concatenate(([0.0], np.cumsum(costs)))
     sent = np.concatenate(([0.0], np.asarray(crossing_bytes, dtype=float), [0.0])) * _FLOPS_PER_BYTE_SENT
-    weight = until[None, :] - until[:, None] + sent[None, :]  # [i, j]: of a section from cut i to cut j
-    square: npt.NDArray[np.float64] = np.where(np.tri(K + 1, dtype=bool), np.inf, weight**2)
-    best = square[0]
+    work = until[None, :] - until[:, None]  # [i, j]: of a section from cut i to cut j
+    price = work**2 + 2 * until[-1] / (n + 1) * sent[None, :]
+    price = np.where(np.tri(K + 1, dtype=bool), np.inf, price)
+    best: npt.NDArray[np.float64] = price[0]
     came_from: list[npt.NDArray[np.intp]] = []
     for _ in range(n):
-        through = best[:, None] + square
+        through = best[:, None] + price
         came_from.append(through.argmin(axis=0))
         best = through.min(axis=0)
     cuts: list[int] = []

@@ -28,7 +28,7 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: A
         return 0.0
     cost = _FLOPS_PER_BYTE * sum(x.numel() * x.element_size() for x in tree_flatten(output)[0] if isinstance(x, Tensor))
     if func is _SDPA_ON_CPU:
-        cost += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+        cost += sdpa_flop_count(*(x.shape for x in args[:3]))  # type: ignore[no-untyped-call]
     elif func.overloadpacket in flop_registry:
         cost += flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
     return cost

@@ -222,13 +222,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         if func is not _aten.index.Tensor and any(tag in func.tags for tag in _LOOKS_AT_VALUES):
             return self._look_at_values(func, leaves, spec, inputs)
         output = self._run_fake(func, leaves, spec)
-        where = self._stack[-1], self._section
-        self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost_of(
-            func, *tree_unflatten(leaves, spec), output
-        )
+        args, kwargs = tree_unflatten(leaves, spec)
+        where, cost = (self._stack[-1], self._section), cost_of(func, args, kwargs, output)
+        self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost
         random = torch.Tag.nondeterministic_seeded in func.tags
         real = None if random else self._run_shadow(func, leaves, spec, output)
-        written = _written(func, *tree_unflatten(leaves, spec))
+        written = _written(func, args, kwargs)
         if written:
             self._note_changes(written, inputs, random, real is not None)
         self._note_outputs(output, real, inputs, random)
@@ -241,11 +240,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._value_needed(func) from error
-        except NotImplementedError as error:
-            raise self._impossible(func, error) from error
-        except RuntimeError as error:
-            if any(True for leaf in leaves if isinstance(leaf, Tensor)):
-                raise self._impossible(func, error) from error
+        except (RuntimeError, TypeError, ValueError) as error:
+            error.add_note(f"in the dry run on tensors without values: {func} at {_users_code()}")
             raise
 
     def _run_shadow(self, func: Any, leaves: list[Any], spec: Any, output: Any) -> Any:

@@ -132,7 +132,7 @@ export function jobPage({ root, signal, may, argument, title }) {
     },
     onProgress(progress) {
       if (progress.job_id !== about.job?.id) return;
-      Object.assign(about.job, { step: progress.step, loss: progress.loss, step_s: progress.step_s, examples_per_s: progress.examples_per_s, last_step_at: progress.at });
+      Object.assign(about.job, { step: progress.step, loss: progress.loss ?? about.job.loss, step_s: progress.step_s, examples_per_s: progress.examples_per_s, last_step_at: progress.at });
       onHead();
       onSteps();
     },

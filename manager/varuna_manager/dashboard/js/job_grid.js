@@ -20,7 +20,7 @@ export function grid() {
       const wordy = generation.p * generation.d <= MOST_WORDY;
       const starts = generation.plan.stage_starts;
       const stages = Array.from({ length: generation.p }, (_, stage) => h("th", { scope: "col" }, `stage ${stage}`,
-        h("br"), `sections ${starts[stage]}–${stage + 1 < starts.length ? starts[stage + 1] - 1 : ""}`));
+        h("br"), stage + 1 < starts.length ? `sections ${starts[stage]}–${starts[stage + 1] - 1}` : `section ${starts[stage]} to the last`));
       const rows = Array.from({ length: generation.d }, (_, replica) => h("tr", {}, h("th", { scope: "row" }, `replica ${replica}`),
         Array.from({ length: generation.p }, (__, stage) => {
           const rank = replica * generation.p + stage;

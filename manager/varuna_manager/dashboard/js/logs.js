@@ -62,7 +62,7 @@ export function logs(job, signal) {
     try {
       const answer = await get(`jobs/${job.id}/logs/search?${about({ q: search.value, limit: 200 })}`, signal);
       put(found, h("p", { class: "note", role: "status" }, `${count(answer.matches.length)} lines with “${search.value}” in ${bytes(answer.searched_bytes)}${answer.complete ? "" : ", and perhaps more"}`),
-        h("pre", { class: "log", tabindex: "0", role: "group", "aria-label": "Lines found" }, answer.matches.map((match) => `${match.line_number}: ${match.text}\n`)));
+        h("pre", { class: "log found", tabindex: "0", role: "group", "aria-label": "Lines found" }, answer.matches.map((match) => `${match.line_number}: ${match.text}\n`)));
     } catch (error) {
       if (!signal.aborted) put(found, h("p", { class: "wrong", role: "alert" }, error.message));
     }

@@ -1,0 +1,116 @@
+"""How soon the dashboard is of use in a real Chromium: 10,000 VMs, a job of a million steps.
+
+    python benchmarks/dashboard.py [--json] [--vms N] [--steps N] [--rounds N]
+
+Of each page, in milliseconds from the start of its load, the median of some rounds: `usable`: its head and its tables
+are there and answer; `drawn`: its charts are too. `cold` has an empty cache, `warm` has been there before. `again` is a
+change from another page of the dashboard. `manager` is the longest answer of the manager to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "dashboard")]
+
+from playwright.async_api import Browser, Page, async_playwright  # noqa: E402
+
+from dashboard_world import JOB, fill_fleet, fill_job  # noqa: E402
+from rest_world import migrated, rest_world  # noqa: E402
+
+PAGES = {  # what is there when it is of use, and how many charts it has
+    "jobs": ("tbody tr", 0),
+    "fleet": ("section:has-text('VMs') tbody tr", 1),
+    f"jobs/{JOB}": (".grid td", 3),
+    "events": ("tbody tr", 0),
+}
+
+
+async def look(page: Page, url: str, where: str, *, again: bool) -> dict[str, float]:
+    selector, charts = PAGES[where]
+    slowest = 0.0
+
+    def note(response: Any) -> None:
+        nonlocal slowest
+        if "/api/v1/" in response.url and "/stream" not in response.url and "/logs" not in response.url:
+            slowest = max(slowest, response.request.timing["responseStart"])
+
+    page.on("response", note)
+    begin = time.perf_counter()
+    if again:
+        await page.evaluate(f"() => {{ location.hash = '#/{where}' }}")
+    else:
+        await page.goto(f"{url}/#/{where}", wait_until="commit")
+    await page.locator(selector).first.wait_for()
+    usable = time.perf_counter() - begin
+    if charts:
+        await page.locator(".chart.plotted").nth(charts - 1).wait_for()
+    drawn = time.perf_counter() - begin
+    page.remove_listener("response", note)
+    return {"usable_ms": 1000 * usable, "drawn_ms": 1000 * drawn, "manager_ms": slowest}
+
+
+async def rounds(browser: Browser, url: str, count: int) -> dict[str, dict[str, list[dict[str, float]]]]:
+    found: dict[str, dict[str, list[dict[str, float]]]] = {w: {"cold": [], "warm": [], "again": []} for w in PAGES}
+    for _ in range(count):
+        for where in PAGES:
+            context = await browser.new_context(viewport={"width": 1360, "height": 900})
+            for kind in ("cold", "warm", "again"):
+                page = await context.new_page()
+                if kind == "again":
+                    await page.goto(f"{url}/#/vms/vm-00001")
+                    await page.locator("dl").wait_for()
+                found[where][kind].append(await look(page, url, where, again=kind == "again"))
+                await page.close()
+            await context.close()
+    return found
+
+
+async def measure(vms: int, steps: int, count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        await migrated(Path(folder) / "manager.db")
+        async with rest_world(Path(folder)) as world, async_playwright() as playwright:
+            await fill_fleet(world, vms)
+            await fill_job(world, steps)
+            browser = await playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+            found = await rounds(browser, world.url, count)
+            await browser.close()
+    medians = {
+        where: {
+            kind: {name: round(statistics.median(one[name] for one in many)) for name in many[0]}
+            for kind, many in kinds.items()
+        }
+        for where, kinds in found.items()
+    }
+    return {"vms": vms, "steps": steps, "rounds": count, "pages": medians}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--vms", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found = asyncio.run(measure(arguments.vms, arguments.steps, arguments.rounds))
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    print(f"{found['vms']:,} VMs, a job of {found['steps']:,} steps; ms, median of {found['rounds']}")
+    print(f"{'page':<16}{'load':<7}{'usable':>8}{'drawn':>8}{'manager':>9}")
+    for where, kinds in found["pages"].items():
+        for kind, one in kinds.items():
+            print(f"{where:<16}{kind:<7}{one['usable_ms']:>8}{one['drawn_ms']:>8}{one['manager_ms']:>9}")
+
+
+if __name__ == "__main__":
+    main()
