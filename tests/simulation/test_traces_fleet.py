@@ -332,8 +332,7 @@ class Fleet(RuleBasedStateMachine):
         self.a_stream_breaks(list(self.cloud.machines).index(hidden.id))
         self.time_passes(130.0)
         self.the_manager_looks()
-        self.the_next_call_fails("refused")  # its giving back
-        self.come_to_rest(trouble="refused")
+        self.come_to_rest(trouble="refused")  # the giving back
         self.somebody_wants(MOST + 1)
         self.the_next_call_fails("dies")
         self.the_manager_looks()

@@ -99,7 +99,7 @@ def test_as_many_cut_points_as_are_asked_for() -> None:
     for count in range(8):
         assert len(trace(model, example(), cut_points=count).sections) == count + 1
     costs = trace(model, example(), cut_points=2).costs()
-    assert max(costs) == pytest.approx(min(costs))
+    assert max(costs) < 1.5 * min(costs)
     inside = Model(nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Linear(H, H)) for _ in range(2)))
     assert places(trace(inside, example(), cut_points=3))[0].startswith("blocks.0")
     assert len(trace(inside, example(), cut_points=3).sections) == 4  # blocks are taken apart where too few are found
