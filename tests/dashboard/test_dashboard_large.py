@@ -23,6 +23,10 @@ VMS, STEPS = 10_000, 1_000_000
 NO_AGENTS = ("/logs",)  # nobody has the logs of this world's workers
 PAGES = ["jobs", "fleet", "events", f"jobs/{JOB}", "vms/vm-00007"]
 DESK, PHONE = ViewportSize(width=1360, height=900), ViewportSize(width=390, height=844)
+CHARTS_HAVE_ROOM = """() => [...document.querySelectorAll("figure")].every((figure) => {
+    const plot = figure.querySelector(".main-svg"), words = figure.querySelector("figcaption");
+    return !plot || plot.getBoundingClientRect().bottom <= words.getBoundingClientRect().top + 1;
+})"""
 EVIL = "<img src=x onerror=alert(1)> of <b>vm</b>"
 
 
@@ -107,6 +111,7 @@ async def test_pages_have_no_barriers(
             await settled(page, where)
             await screenshot(page, f"{name}-{look}")
             assert await page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), look
+            assert await page.evaluate(CHARTS_HAVE_ROOM), look
             if look == "phone":
                 break
             # What is inside a chart is one image to a screen reader.

@@ -116,8 +116,6 @@ class Cloud:
             machine = Machine(f"vm-{self.made}", request, self._fleet.now)
             self.machines[machine.id] = self._fleet.machines_ever[machine.id] = machine
             have.append(machine)
-            if trouble:  # not seen at once, either
-                self.hidden.add(machine.id)
         if trouble == "answer lost":
             raise AwayError
         if trouble == "dies":
@@ -209,11 +207,6 @@ class Fleet(RuleBasedStateMachine):
         if listed:
             self.cloud.listed_late.add(machine.id)
 
-    @precondition(lambda self: self.cloud.machines)
-    @rule(pick=PICK)
-    def a_vm_is_not_listed(self, pick: int) -> None:
-        self.cloud.hidden.add(self.some(pick).id)
-
     @rule()
     def the_list_is_right_again(self) -> None:
         self.cloud.listed_late.clear()
@@ -237,8 +230,6 @@ class Fleet(RuleBasedStateMachine):
     def an_agent_says_hello(self, pick: int, again: bool) -> None:
         """`again`: as a new process."""
         machine = self.some(pick)
-        if machine.hangs:
-            return
         machine.incarnation += again
         machine.speaks = True
         self.hello(machine)
@@ -259,12 +250,6 @@ class Fleet(RuleBasedStateMachine):
     @rule(pick=PICK)
     def an_agent_falls_silent(self, pick: int) -> None:
         self.some(pick).speaks = False
-
-    @precondition(lambda self: self.cloud.machines)
-    @rule(pick=PICK)
-    def an_agent_hangs(self, pick: int) -> None:
-        machine = self.some(pick)
-        machine.hangs, machine.speaks = True, False
 
     @precondition(lambda self: self.cloud.machines)
     @rule(pick=PICK)

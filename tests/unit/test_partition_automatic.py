@@ -119,6 +119,11 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="cut_points=-1"):
         trace(Model(linears(4)), example(), cut_points=-1)
 
+    with pytest.raises(
+        PartitionError, match=r"dry run on tensors without values: aten.mm.* at test_partition_automatic"
+    ):
+        trace(Model(linears(2), lambda m, x: x @ torch.ones(H + 1, H)), example())
+
     def twice(m: Model, x: Tensor) -> Tensor:
         one, two = m.blocks.children()
         return two(one(one(x)))

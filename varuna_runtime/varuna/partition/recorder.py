@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._value_needed(func) from error
-        except (RuntimeError, TypeError, ValueError) as error:
+        except RuntimeError as error:
             error.add_note(f"in the dry run on tensors without values: {func} at {_users_code()}")
             raise
 

@@ -171,7 +171,13 @@ def _dry_run(
         for name, value in resized(inputs, batch).items()
     }
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder):
-        loss = loss_of(hollow(**given))
+        try:
+            loss = loss_of(hollow(**given))
+        except RuntimeError as error:
+            where = getattr(error, "__notes__", ())  # of the recorder
+            if not where:
+                raise
+            raise PartitionError(f"{where[0]}: {error}") from error
         return recorder.finish(loss)
 
 

@@ -57,6 +57,8 @@ export function chart(label, columns, { height = 240, signal }) {
       const width = area.clientWidth || 600;
       await plotly.react(area, wanted.traces(width), layout({ height, ...wanted.layout(width) }),
         { displayModeBar: false, responsive: true, doubleClick: "reset" });
+      // When the window changes its width, plotly takes the height from the page.
+      area.style.height = `${area.layout.height}px`;
       area.classList.add("plotted");
     } catch (error) {
       waiting = false;
