@@ -1,10 +1,10 @@
 """The fleet controller and each VM's life, with a provider whose answers are lost, repeated, late or wrong for a while.
 
 The real controller, service and store. Requests are made whose answer never comes, and made again; a VM is taken and
-the provider lists it for a while yet; at the end one is not listed for a while, one hangs; deletions fail; notices are told again
-and again, by the provider and by the agent; agents fall silent, come back on a new stream, or as a new incarnation; the
-manager dies between any two transactions. In the end there are as many VMs as are wanted, each known to both, ready,
-and none is paid for that nobody knows of.
+the provider lists it for a while yet; at the end one is not listed for a while, one hangs; deletions fail; notices are
+told again and again, by the provider and by the agent; agents fall silent, come back on a new stream, or as a new
+incarnation; the manager dies between any two transactions. In the end there are as many VMs as are wanted, each known
+to both, ready, and none is paid for that nobody knows of.
 """
 
 from __future__ import annotations
