@@ -72,7 +72,8 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 def job_file(folder: Path, **spec: Any) -> str:
     folder.mkdir()
     path = folder / "job.yaml"  # YAML knows all of JSON
-    path.write_text(json.dumps({"global_batch": 4, **spec}))
+    # Not copied: the script looks there for what the test tells it later.
+    path.write_text(json.dumps({"global_batch": 4, "copy_workdir": False, **spec}))
     return str(path)
 
 
