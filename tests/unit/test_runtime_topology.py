@@ -40,6 +40,7 @@ def test_the_public_surface() -> None:
         "Profiler",
         "Varuna",
         "data",
+        "describe_sections",
         "get_this_rank_config_varuna",
         "get_varuna_config",
     ]
