@@ -26,7 +26,16 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureManager]:
     """A manager with --secure and two VMs whose processes do nothing: the tests speak for them."""
-    flags = ("--agent-command", IDLE_VM, "--suspect-after-s", "600", "--max-body-bytes", "20000")
+    flags = (
+        "--agent-command",
+        IDLE_VM,
+        "--suspect-after-s",
+        "3600",
+        "--request-timeout-s",
+        "3600",
+        "--max-body-bytes",
+        "20000",
+    )
     with secure_manager(tmp_path_factory.mktemp("secure"), "--vms", "2", *flags) as manager:
         wait_until(lambda: len(manager.vms()) == 2, "two VMs")
         yield manager

@@ -29,7 +29,7 @@ from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc, identity_pb2, identity_pb2_grpc
 
 DEADLINE_S = 120.0
-IDLE_VM = json.dumps(["/bin/sh", "-c", "exec sleep 600", "vm"])
+IDLE_VM = json.dumps(["/bin/sh", "-c", "exec sleep 3600", "vm"])
 _callers = count(2)
 
 
