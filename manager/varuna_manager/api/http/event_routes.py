@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from varuna_manager.api.http import parameters as by
@@ -22,6 +23,23 @@ _STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
+
+
+def _wanted(
+    vm: by.Text = None,
+    kind: by.Texts = [],  # noqa: B006
+    since: by.At = None,
+    until: by.At = None,
+    after: by.Number = 0,
+    before: Annotated[int | None, Query(ge=0, le=by.MOST_INT)] = None,
+) -> EventFilter:
+    """What both lists of events are asked for, of all jobs."""
+    return EventFilter(
+        vm_id=vm, kinds=kind, since=by.seconds(since), until=by.seconds(until), after=after, before=before
+    )
+
+
+Wanted = Annotated[EventFilter, Depends(_wanted)]
 
 
 def event_routes(events: EventList, live: LiveFeed, jobs: JobService) -> APIRouter:
@@ -50,59 +68,27 @@ def event_routes(events: EventList, live: LiveFeed, jobs: JobService) -> APIRout
     async def list_events(
         request: Request,
         response: Response,
+        wanted: Wanted,
         job: by.Text = None,
-        vm: by.Text = None,
-        kind: by.Texts = [],  # noqa: B006
-        since: by.At = None,
-        until: by.At = None,
-        after: by.Number = 0,
-        before: Annotated[int | None, Query(ge=0, le=by.MOST_INT)] = None,
         order: by.Order = Direction.ASC,
         limit: by.Limit = by.DEFAULT_LIMIT,
     ) -> list[rest.Event]:
         """What happened and what was decided, by number: those between `after` and `before`, neither included."""
-        wanted = _filter(job, vm, kind, since, until, after, before)
-        return by.as_told(await _page(events, wanted, order, limit, request, response))
+        return by.as_told(await _page(events, replace(wanted, job=job), order, limit, request, response))
 
     @router.get("/jobs/{job}/events")
     async def list_job_events(
         request: Request,
         response: Response,
         job: by.JobName,
-        vm: by.Text = None,
-        kind: by.Texts = [],  # noqa: B006
-        since: by.At = None,
-        until: by.At = None,
-        after: by.Number = 0,
-        before: Annotated[int | None, Query(ge=0, le=by.MOST_INT)] = None,
+        wanted: Wanted,
         order: by.Order = Direction.ASC,
         limit: by.Limit = by.DEFAULT_LIMIT,
     ) -> list[rest.Event]:
         """Those of one job."""
-        wanted = _filter(job, vm, kind, since, until, after, before)
-        return by.as_told(await _page(events, wanted, order, limit, request, response))
+        return by.as_told(await _page(events, replace(wanted, job=job), order, limit, request, response))
 
     return router
-
-
-def _filter(
-    job: str | None,
-    vm: str | None,
-    kinds: list[str],
-    since: by.At,
-    until: by.At,
-    after: int,
-    before: int | None,
-) -> EventFilter:
-    return EventFilter(
-        job=job,
-        vm_id=vm,
-        kinds=kinds,
-        since=by.seconds(since),
-        until=by.seconds(until),
-        after=after,
-        before=before,
-    )
 
 
 async def _page(
