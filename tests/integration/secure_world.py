@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ from varuna_proto.v1 import agent_pb2_grpc, identity_pb2, identity_pb2_grpc
 
 DEADLINE_S = 120.0
 IDLE_VM = json.dumps(["/bin/sh", "-c", "exec sleep 3600", "vm"])
-_callers = count(2)
+_callers = count(1)
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
@@ -131,9 +132,9 @@ class SecureManager:
 
     def client(self, token: str | None = None) -> httpx.Client:
         """A caller with an address of its own: too many failures of one are nothing to the others."""
-        transport = httpx.HTTPTransport(
-            verify=ssl.create_default_context(cafile=self.ca_file), local_address=f"127.0.0.{next(_callers)}"
-        )
+        # Each look while a manager starts is a caller too: one last octet would not be enough for them.
+        address = str(ipaddress.IPv4Address("127.0.0.1") + next(_callers))
+        transport = httpx.HTTPTransport(verify=ssl.create_default_context(cafile=self.ca_file), local_address=address)
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         client = httpx.Client(base_url=f"{self.url}/api/v1", transport=transport, headers=headers, timeout=DEADLINE_S)
         self.clients.append(client)
