@@ -1,4 +1,4 @@
-"""The Python standard library's own sources as training text: every machine with Python has them.
+"""The Python standard library's own sources as training text, which every machine with Python has; or tokens of yours.
 
 Shapes: B examples, T tokens of a window.
 """
@@ -31,14 +31,26 @@ def read_corpus(root: Path | None = None, max_bytes: int = MAX_BYTES) -> NDArray
     return np.frombuffer(text[:max_bytes], dtype=np.uint8)
 
 
-class Windows(Dataset[dict[str, Tensor]]):
-    """Neighbouring windows of the corpus. Sample i: `window` bytes as tokens, and the bytes that follow each."""
+def read_tokens(path: Path, vocabulary: int) -> NDArray[np.uint16]:
+    """The token numbers of a file, each two bytes, little-endian, and nothing else; they stay on disk until used.
 
-    def __init__(self, corpus: NDArray[np.uint8], window: int) -> None:
+    Raises ValueError when some are not below `vocabulary`.
+    """
+    tokens: NDArray[np.uint16] = np.memmap(path, dtype="<u2", mode="r")
+    largest = int(tokens.max())
+    if largest >= vocabulary:
+        raise ValueError(f"{path}: token {largest} is not one of the model's {vocabulary}: use its own tokenizer")
+    return tokens
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Neighbouring windows of the corpus. Sample i: `window` tokens, and those that follow each."""
+
+    def __init__(self, corpus: NDArray[np.uint8] | NDArray[np.uint16], window: int) -> None:
         self.window = window
         self.samples = (len(corpus) - 1) // window
         if self.samples < 1:
-            raise ValueError(f"a corpus of {len(corpus)} bytes holds no window of {window}: take a longer text")
+            raise ValueError(f"a corpus of {len(corpus)} tokens holds no window of {window}: take a longer text")
         self.corpus = corpus
 
     def __len__(self) -> int:

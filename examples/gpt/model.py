@@ -1,6 +1,6 @@
-"""A byte-level GPT, written as one would without Varuna, plus one CutPoint after each block.
+"""GPT-2 as one would write it without Varuna, plus a CutPoint after the embedding and after each block.
 
-Shapes: B examples, T tokens, H width, V = 256 byte values.
+Shapes: B examples, T tokens, H width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,11 +25,28 @@ class GPTConfig:
     heads: int = 4
     window: int = 128
     """Tokens of one example."""
+    vocabulary: int = BYTE_VALUES
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+
+
+class Linear(nn.Linear):
+    """With GPT-2's initial values; `reset_parameters` is also what makes them when the model was built on meta."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """With GPT-2's initial values."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
 
 
 class Block(nn.Module):
@@ -39,11 +56,11 @@ class Block(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.attention_norm = nn.LayerNorm(config.width)
-        self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
-        self.attention_out = nn.Linear(config.width, config.width, bias=False)
+        self.query_key_value = Linear(config.width, 3 * config.width)
+        self.attention_out = Linear(config.width, config.width)
         self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp_in = nn.Linear(config.width, 4 * config.width)
-        self.mlp_out = nn.Linear(4 * config.width, config.width)
+        self.mlp_in = Linear(config.width, 4 * config.width)
+        self.mlp_out = Linear(4 * config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,30 +79,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each byte from those before it. `forward` returns the mean loss, as Varuna expects of a model."""
+    """Predicts each token from those before it. `forward` returns the mean loss, as Varuna expects of a model."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.token_embedding = nn.Embedding(BYTE_VALUES, config.width)
-        self.position_embedding = nn.Embedding(config.window, config.width)
+        self.token_embedding = Embedding(config.vocabulary, config.width)
+        self.position_embedding = Embedding(config.window, config.width)
+        self.embedding_cut = CutPoint()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.cut_points = nn.ModuleList(CutPoint() for _ in range(config.blocks))
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, BYTE_VALUES, bias=False)
-        self.apply(_initialise)
+        self.head = Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.token_embedding.weight  # tied, as in GPT-2: Varuna finds that by itself
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) and (B, T) byte values to the mean cross-entropy, in nats per byte."""
+        """(B, T) and (B, T) token numbers to the mean cross-entropy, in nats per token."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = self.embedding_cut(self.token_embedding(tokens) + self.position_embedding(positions))
         for block, cut_point in zip(self.blocks, self.cut_points, strict=True):
             x = cut_point(block(x))
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)

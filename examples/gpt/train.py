@@ -6,21 +6,37 @@ varuna submit examples/gpt/job.yaml
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from recipe import SEED, build_model, build_optimizer, load_dataset
+import torch
+
+from recipe import CONFIGS, LEARNING_RATE, SEED, build_model, build_optimizer, load_dataset
 from varuna import Varuna
 from varuna.data import Batches
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120, help="steps to train in all, over all restarts")
     parser.add_argument("--global-batch", type=int, help="to run it by hand, without a job that says so")
+    parser.add_argument("--config", choices=CONFIGS, default="tiny", help="size of the model: %(choices)s")
+    parser.add_argument("--tokens", type=Path, metavar="FILE", help="what to train on: uint16 token numbers, no header")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the matrix products: %(choices)s")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--offload-optimizer", action="store_true", help="keep the optimizer in host memory")
     arguments = parser.parse_args()
 
-    dataset = load_dataset()
-    model = Varuna(build_model(), get_batch_fn=lambda size, device=None: dataset.batch(list(range(size))))
-    model.set_optimizer(build_optimizer(model.parameters()))
+    config = CONFIGS[arguments.config]
+    dataset = load_dataset(config, arguments.tokens)
+    model = Varuna(
+        build_model(config),
+        get_batch_fn=lambda size, device=None: dataset.batch(list(range(size))),
+        dtype=DTYPES[arguments.dtype],
+        offload_optimizer=arguments.offload_optimizer,
+    )
+    model.set_optimizer(build_optimizer(model.parameters(), arguments.learning_rate))
     start = model.resume()  # steps already done by earlier generations; 0 at first
 
     for step, batch in Batches(

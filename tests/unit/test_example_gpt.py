@@ -1,4 +1,5 @@
-"""The example: a model that can be cut after every block, text that every machine has, a reference that learns."""
+"""The example: a GPT-2 that can be cut after every block, text that every machine has, a reference that learns; the
+large configurations are those that the planner plans for."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ import yaml
 
 from varuna import CutPoint
 from varuna.data import replica_indices
+from varuna.partition import build_stage, trace
+from varuna_planner.models import NAMED_MODELS
+from varuna_planner.shapes import Family
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
 MODULES = ("model", "corpus", "recipe", "reference")
@@ -32,7 +36,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
         sys.modules.pop(name, None)
 
 
-def test_the_model_has_at_least_eight_blocks_and_a_cut_point_after_each(example: dict[str, ModuleType]) -> None:
+def test_the_model_has_cut_points_after_its_embedding_and_each_block(example: dict[str, ModuleType]) -> None:
     model = example["recipe"].build_model()
     order: list[str] = []
     for module in model.modules():
@@ -42,7 +46,51 @@ def test_the_model_has_at_least_eight_blocks_and_a_cut_point_after_each(example:
     loss = model(**batch)
     assert loss.shape == ()
     assert len(model.blocks) >= 8
-    assert order == ["Block", "CutPoint"] * len(model.blocks)
+    assert order == ["CutPoint", *["Block", "CutPoint"] * len(model.blocks)]
+
+
+@pytest.mark.parametrize("name", [name for name, shape in NAMED_MODELS.items() if shape.family is Family.GPT2])
+def test_a_configuration_is_the_model_that_the_planner_knows(example: dict[str, ModuleType], name: str) -> None:
+    recipe, shape = example["recipe"], NAMED_MODELS[name]
+    model = recipe.build_model(recipe.CONFIGS[name])
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
+    assert len(model.cut_points) + 2 == len(shape.sections())
+
+
+def test_its_sections_have_the_parameters_that_the_planner_reckons_with(example: dict[str, ModuleType]) -> None:
+    recipe, shape = example["recipe"], NAMED_MODELS["gpt2-355m"]
+    config = recipe.CONFIGS["gpt2-355m"]
+    model = recipe.build_model(config)
+    found = trace(model, recipe.load_dataset(config).batch([0, 1]))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    expected = [section.parameters for section in shape.sections()]
+    assert [sum(sizes[name] for name in section.parameters) for section in found.sections] == expected
+    assert found.shared == {"token_embedding.weight": (0, len(expected) - 1)}
+
+
+def test_a_model_from_meta_begins_as_gpt_2_does_however_it_is_cut(example: dict[str, ModuleType]) -> None:
+    config = example["model"].GPTConfig(blocks=2, width=64, window=16, vocabulary=300)
+    model = example["recipe"].build_model(config)
+    found = trace(model, example["recipe"].load_dataset(config).batch([0, 1]))
+    whole = build_stage(model, found, 0, 4, "cpu").parameters
+    assert whole["token_embedding.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert not whole["blocks.1.mlp_in.bias"].any()
+    parts = [build_stage(model, found, first, first + 2, "cpu").parameters for first in (0, 2)]
+    assert parts[0].keys() & parts[1].keys() == {"token_embedding.weight"}
+    for part in parts:
+        assert all(torch.equal(parameter, whole[name]) for name, parameter in part.items())
+
+
+def test_tokens_of_ones_own_are_read_from_disk(example: dict[str, ModuleType], tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    np.arange(300, 333, dtype="<u2").tofile(path)
+    config = example["model"].GPTConfig(window=16, vocabulary=1000)
+    samples = example["recipe"].load_dataset(config, path)
+    assert len(samples) == 2
+    assert samples[1]["targets"].tolist() == list(range(317, 333))
+    with pytest.raises(ValueError, match="token 332 is not one of the model's 256"):
+        example["recipe"].load_dataset(tokens=path)
 
 
 def test_the_model_knows_nothing_at_first_and_cannot_see_the_future(example: dict[str, ModuleType]) -> None:

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from varuna.launch import Group
 from varuna.optim import GradientReducer, copy_from_first
-from varuna.partition import Stage, build_stage
+from varuna.partition import Stage, Values, build_stage
 from varuna.partition.model_map import ModelMap
 from varuna.pipeline.engine import Engine, Position
 from varuna.pipeline.timeline import Timeline
@@ -44,7 +44,25 @@ class Assembly:
     reducer: GradientReducer
     """Sums gradients with the other ranks."""
     everyone: Group
+    replicas: Group
+    """The ranks that hold the same stage."""
     timeline: Timeline
+
+    def keep_buffers_equal(self) -> None:
+        """Gives all replicas the first one's buffers that forward writes. Called by all ranks, between passes.
+
+        The rule is DistributedDataParallel's: what a checkpoint holds does not depend on who writes it, and a job that
+        goes on from it is where one that never stopped would be.
+        """
+        if len(self.replicas.ranks) > 1:
+            by_type: dict[torch.dtype, list[Tensor]] = {}
+            for buffer in self.stage.written.homes.values():
+                by_type.setdefault(buffer.dtype, []).append(buffer)
+            for buffers in by_type.values():
+                flat = torch.cat([buffer.flatten() for buffer in buffers])
+                copy_from_first([flat], self.replicas)
+                for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                    buffer.copy_(part.view_as(buffer))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -59,11 +77,19 @@ class Assembly:
 
 
 def assemble(
-    model: nn.Module, model_map: ModelMap, worker: Worker, device: torch.device, precision: Precision
+    model: nn.Module,
+    model_map: ModelMap,
+    worker: Worker,
+    device: torch.device,
+    precision: Precision,
+    values: Values | None = None,
 ) -> Assembly:
     """Builds this rank's stage of `model` on `device` and meets the ranks that it works with. Called by all ranks.
 
-    Copies of a parameter are afterwards equal everywhere: the first rank's that holds it.
+    `values`: of parameters and buffers, where they are not the model's own.
+
+    Copies of a parameter, or of a buffer that forward writes, are afterwards equal everywhere: the first rank's that
+    holds it.
 
     Raises ValueError when the plan does not fit the model, PartitionError when the model cannot be cut.
     """
@@ -72,7 +98,7 @@ def assemble(
         share_of_batch(0, environment, 0)  # refuses a global batch that is too small for D replicas
     stages = stage_sections(environment.stage_starts, topology.p, len(model_map.sections))
     own = stages[topology.stage]
-    stage = build_stage(model, model_map, own.start, own.stop, device)
+    stage = build_stage(model, model_map, own.start, own.stop, device, values)
     worker.phases.done("build")
     tied = tied_over_stages(model_map.shared, stages)
     tell = worker.link.step_traced if environment.agent_socket else None
@@ -99,9 +125,20 @@ def assemble(
         recompute=bool(environment.recompute) and environment.recompute[topology.stage],
     )
     engine = Engine(
-        stage, position, links, device, worker.departure, forward_context=precision.forward, timeline=timeline
+        stage,
+        position,
+        links,
+        device,
+        worker.departure,
+        forward_context=precision.forward,
+        timeline=timeline,
+        written=stage.written,
     )
-    return Assembly(stage=stage, engine=engine, reducer=reducer, everyone=everyone, timeline=timeline)
+    parts = Assembly(
+        stage=stage, engine=engine, reducer=reducer, everyone=everyone, replicas=replicas, timeline=timeline
+    )
+    parts.keep_buffers_equal()
+    return parts
 
 
 def agreed_seed(seed: int, everyone: Group) -> int:

@@ -19,6 +19,7 @@ from varuna.calibration.optimizer import OptimizerMemory, measure_optimizer
 from varuna.calibration.peers import Peers
 from varuna.departure import PeerLost
 from varuna.error_text import first_line
+from varuna.partition import Values
 from varuna.partition.model_map import ModelMap
 from varuna.precision import Precision
 from varuna.worker import Worker
@@ -42,6 +43,8 @@ class Calibrating:
     optimizer_on_device: bool
     from_cache: bool
     """Whether what was measured before will do."""
+    values: Values | None = None
+    """Of parameters and buffers, where they are not the model's own."""
 
     def run(self, optimizer: Optimizer) -> NoReturn:
         """Measures with the other ranks, tells the agent (rank 0) and ends the script (SystemExit with code 0)."""
@@ -84,6 +87,7 @@ class Calibrating:
             store=rendezvous.store,
             connect=rendezvous.gloo,
             earlier=earlier,
+            values=self.values,
         )
         if cache is not None and profile is not None:
             cache.keep(key, profile)

@@ -82,7 +82,7 @@ def held_state(
 
     `parameters`: those that the optimizer steps. `state_dict`: the `state_dict_names` of the whole model.
     """
-    kept = model_map.graph.buffers_changed | set(state_dict.values())
+    kept = {*model_map.graph.buffers_changed, *state_dict.values()}
     section_of = {name: model_map.sections_of(name)[0] for name in parameters}
     for section in reversed(model_map.sections):
         section_of |= dict.fromkeys(section.buffers, section.index)

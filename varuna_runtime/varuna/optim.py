@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +24,16 @@ from torch import Tensor, nn
 from varuna.launch import Group
 from varuna.pipeline.timeline import ALL_REDUCE, Timeline
 
-__all__ = ["GradientReducer", "TiedGroup", "clip_factor", "copy_from_first", "scale_gradients"]
+__all__ = [
+    "GradientReducer",
+    "TiedGroup",
+    "clip_factor",
+    "copy_from_first",
+    "global_gradient_norm",
+    "is_stepping",
+    "scale_gradients",
+    "stepping",
+]
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Gradients travel in flat buffers of about this size: enough to fill a link, not so much as to double memory."""
@@ -112,11 +123,7 @@ class GradientReducer:
 
     def squared_norm(self) -> float:
         """This rank's share of the squared L2 norm of the whole model's gradient."""
-        gradients = [g for name in self._counted if (g := self._parameters[name].grad) is not None]
-        if not gradients:
-            return 0.0
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-        return float(norms.square().sum())
+        return _squared_norm(self._parameters[name] for name in self._counted)
 
 
 class _Bucket:
@@ -193,6 +200,45 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     if not max_norm > 0:
         raise ValueError(f"clip_grad_max_norm={max_norm}: it must be positive, or None for no clipping")
     return math.nan if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
+
+
+_norm_in_step: ContextVar[float | None] = ContextVar("varuna_norm_in_step", default=None)
+"""While `Varuna.step` steps the optimizer: the L2 norm of the whole model's gradient."""
+
+
+@contextmanager
+def stepping(gradient_norm: float) -> Iterator[None]:
+    """Around the optimizer's step; `gradient_norm` is that of the whole model's gradient, as it is in `.grad` now."""
+    token = _norm_in_step.set(gradient_norm)
+    try:
+        yield
+    finally:
+        _norm_in_step.reset(token)
+
+
+def is_stepping() -> bool:
+    return _norm_in_step.get() is not None
+
+
+def global_gradient_norm(parameters: Iterable[Tensor]) -> float:
+    """The L2 norm of the whole model's gradient: for optimizers that need it, as NVLAMB does.
+
+    Inside an optimizer that `Varuna.step` steps: over all stages, as `.grad` holds it now (clipping has been done), a
+    tied parameter counted once. In a plain process: of the gradients of `parameters`, which are all of the model's.
+    """
+    known = _norm_in_step.get()
+    if known is not None:
+        return known
+    return math.sqrt(_squared_norm(parameters))
+
+
+def _squared_norm(parameters: Iterable[Tensor]) -> float:
+    """Of their gradients together. Each is as exact as fp32 makes it; their sum, as fp64 does."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+    return float(norms.square().sum())
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:

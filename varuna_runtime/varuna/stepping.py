@@ -1,26 +1,36 @@
-"""One update per batch, whoever calls `optimizer.step()`.
+"""One update per batch, whoever calls `optimizer.step()`, and nothing that looks like one but is none.
 
 `Varuna.step` steps the user's optimizer itself. Scripts for earlier Varuna step it too, right after; a second update
-from the same gradients would train something else, without a word.
+from the same gradients would train something else, without a word. So would a script that clips the gradients after
+`step`, as loops of plain PyTorch do before theirs: the optimizer has stepped by then.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+import sys
+from collections.abc import Iterable
 from functools import wraps
 from types import MethodType
 from typing import Any
 
 import structlog
+from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-__all__ = ["step_optimizer", "take_over_steps"]
+from varuna.optim import is_stepping, stepping
+from varuna.places import users_code
+
+__all__ = ["GradientsLeft", "refuse_clipping", "step_optimizer", "take_over_steps"]
 
 _log = structlog.get_logger("varuna")
 
 _TAKEN_OVER = "_varuna_takes_the_steps"
 
-_stepping: ContextVar[bool] = ContextVar("varuna_stepping", default=False)
+_INSTEAD = (
+    "clip with step(inputs, clip_grad_max_norm=…), which bounds the norm over all stages; leave out GradScaler "
+    "(fp16=True scales the loss); what changes gradients tensor by tensor belongs into the optimizer"
+)
 
 
 def take_over_steps(optimizer: Optimizer) -> None:
@@ -37,7 +47,7 @@ def take_over_steps(optimizer: Optimizer) -> None:
     @wraps(own_step)
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         nonlocal said
-        if _stepping.get():
+        if is_stepping():
             return own_step(*args, **kwargs)
         if not said:
             said = True
@@ -48,10 +58,59 @@ def take_over_steps(optimizer: Optimizer) -> None:
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def step_optimizer(optimizer: Optimizer) -> None:
-    """Steps it: `step` as the user's object has it now, with the hooks and the schedulers' wrapping."""
-    token = _stepping.set(True)
-    try:
+def step_optimizer(optimizer: Optimizer, gradient_norm: float) -> None:
+    """Steps it: `step` as the user's object has it now, with the hooks and the schedulers' wrapping.
+
+    `gradient_norm`: of the whole model's gradient as it is now, for optimizers that ask.
+    """
+    with stepping(gradient_norm):
         optimizer.step()
-    finally:
-        _stepping.reset(token)
+
+
+def refuse_clipping() -> None:
+    """Called where the stage's parameters are handed out.
+
+    Raises RuntimeError when it is one of torch's clipping functions that takes them, which would clip by the norm of
+    one stage, after the optimizer has stepped.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_CALLERS):
+        if frame.f_code.co_filename == clip_grad.__file__:
+            raise RuntimeError(
+                f"{frame.f_code.co_name} at {users_code()}: a stage has a part of the gradients only, and step() has "
+                f"stepped the optimizer with them already. Instead, {_INSTEAD}"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+_CALLERS = 6
+"""So far out: `parameters()`, a comprehension, and decorators lie between."""
+
+
+class GradientsLeft:
+    """The averaged gradients that a step left in `.grad`, for the script to read and not to change."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Tensor, Tensor, int]] = []
+        self._place = ""
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """At the end of a step."""
+        self._left = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
+        self._place = users_code()
+
+    def check(self) -> None:
+        """At the beginning of the next. Raises RuntimeError when they were changed, other than to None or zeros."""
+        for parameter, gradient, version in self._left:
+            now = parameter.grad
+            if now is None or (now is gradient and now._version == version):
+                continue
+            if bool(now.any()):
+                raise RuntimeError(
+                    f"the gradients were changed between step() at {self._place} and step() at {users_code()} (by "
+                    "clip_grad_norm_, a GradScaler, or by hand): that has no effect, for step() has stepped the "
+                    f"optimizer with them already. Instead, {_INSTEAD}"
+                )
+        self._left = []

@@ -31,8 +31,9 @@ from varuna.partition import trace
 from varuna.partition.batch import batch_size_of
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.precision import LossScaler, Precision
+from varuna.pretrained import Weights
 from varuna.scalars import Scalars
-from varuna.stepping import step_optimizer, take_over_steps
+from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizer, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
 from varuna_proto.environment import Mode
@@ -55,7 +56,8 @@ class Varuna(nn.Module):
     knows may be left out; what is given must agree with it.
 
     Args:
-        model: returns its loss, the mean over the examples of its inputs. On CPU or on `meta`.
+        model: returns its loss, the mean over the examples of its inputs. On the CPU, or on `meta`: then its modules
+            initialise what is this stage's, and nothing else of it is ever in memory.
         stage_to_rank_map: ranks of each stage, joined by `,` and `;`.
         get_batch_fn: `get_batch_fn(size, device="cpu")` gives example inputs, a dict for `model(**inputs)`; or one
             such dict, of any batch size.
@@ -68,6 +70,8 @@ class Varuna(nn.Module):
         dtype: what the forward's matrix products run in; `torch.bfloat16` is mixed precision without a loss scale.
         offload_optimizer: keep the optimizer and its state in host memory: `parameters()` are then copies there.
         cut_points: how many to find in a model without CutPoints; None: as its repeated blocks have it; 0: none.
+        weights: path or URL of pretrained weights: a folder that `save_pretrained` has written, or one `.safetensors`
+            file. Each stage reads its own.
 
     The global random generators are afterwards as they were before, on every rank.
 
@@ -92,6 +96,7 @@ class Varuna(nn.Module):
         dtype: torch.dtype | None = None,
         offload_optimizer: bool = False,
         cut_points: int | None = None,
+        weights: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         get_batch = example_maker(get_batch_fn)
@@ -112,12 +117,17 @@ class Varuna(nn.Module):
         self._scaler: LossScaler | None = None
         self._step = 0
         self._seed = torch.initial_seed()
+        self._gradients_left = GradientsLeft()
         self._registered = Registered()
         self._said_ready = False
         self._resumed = False
         self._broken = False
         self._calibrating: Calibrating | None = None
         self._parameters_here: Mapping[str, nn.Parameter]
+        names = state_dict_names(model, model_map)
+        values = None
+        if weights is not None:
+            values = Weights(os.fspath(weights), model, names, tells=environment.rank == 0)
         if environment.mode is Mode.CALIBRATE:
             self._parameters_here = dict(model.named_parameters())
             self._calibrating = Calibrating(
@@ -129,11 +139,11 @@ class Varuna(nn.Module):
                 precision=self._precision,
                 optimizer_on_device=not offload_optimizer,
                 from_cache=from_cache,
+                values=values,
             )
             return
-        names = state_dict_names(model, model_map)
         with global_generators_kept(self._device):
-            self._parts = assemble(model, model_map, self._worker, self._device, self._precision)
+            self._parts = assemble(model, model_map, self._worker, self._device, self._precision, values)
         stage, everyone = self._parts.stage, self._parts.everyone
         self._seed = agreed_seed(self._seed, everyone)
         self._host = HostParameters(stage.parameters) if offload_optimizer else None
@@ -147,7 +157,8 @@ class Varuna(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters, by their names in the user's model."""
+        """This stage's parameters, by their names in the user's model. Not for `clip_grad_norm_` (RuntimeError)."""
+        refuse_clipping()
         for name, parameter in self._parameters_here.items():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
@@ -224,6 +235,7 @@ class Varuna(nn.Module):
         optimizer = self._require_optimizer("step")
         if self._broken:
             raise RuntimeError("an earlier step failed half-way, so ranks may no longer agree: end the script")
+        self._gradients_left.check()
         clip_factor(0.0, clip_grad_max_norm)  # refuses a bad bound before any work is done
         self._worker.departure.check()
         self._checkpointing.automatic.at_boundary(self._step, self._training_state)
@@ -248,7 +260,9 @@ class Varuna(nn.Module):
         norm = math.sqrt(totals.squared_norm) * correction
         # Every gradient of the model is in this norm, which is the same on all ranks; so is what they conclude from it.
         overflow = self._scaler is not None and not math.isfinite(totals.squared_norm)
-        self._update(optimizer, correction * clip_factor(norm, clip_grad_max_norm), skip=overflow)
+        clip = clip_factor(norm, clip_grad_max_norm)
+        self._update(optimizer, correction * clip, norm * clip, skip=overflow)
+        self._gradients_left.note(self._parameters_here.values())
         self._step += 1
         self._broken = False
         self._checkpointing.automatic.agree(totals.wishes)
@@ -257,18 +271,22 @@ class Varuna(nn.Module):
         self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizer)
         return loss, overflow, norm
 
-    def _update(self, optimizer: Optimizer, factor: float, *, skip: bool) -> None:
-        """Multiplies the gradients with `factor` and steps the optimizer, unless they have overflowed (`skip`)."""
+    def _update(self, optimizer: Optimizer, factor: float, norm: float, *, skip: bool) -> None:
+        """Multiplies the gradients with `factor` and steps the optimizer, unless they have overflowed (`skip`).
+
+        `norm`: of the whole model's gradient after that.
+        """
         if not skip:
             scale_gradients(self._parts.stage.parameters.values(), factor)
         if self._host is not None:
             self._host.take_gradients()
         if not skip:
-            step_optimizer(optimizer)
+            step_optimizer(optimizer, norm)
             if self._host is not None:
                 self._host.put_back()
         if self._scaler is not None:
             self._scaler.update(overflow=skip)
+        self._parts.keep_buffers_equal()
 
     @property
     def loss_scale(self) -> float:
@@ -306,6 +324,7 @@ class Varuna(nn.Module):
             passed = self._parts.engine.evaluate(
                 cut_inputs(inputs, sizes, first), self._worker.link.micro_batch_evaluated
             )
+        self._parts.keep_buffers_equal()
         totals = agree(self._parts.everyone, Totals(loss_sum=passed.loss_sum, examples=passed.examples))
         if batch_size is not None and totals.examples != batch_size:
             raise ValueError(

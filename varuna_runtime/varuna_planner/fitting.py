@@ -216,6 +216,7 @@ def _synthesised(observation: Observation, table: Hardware, gpu: str, network: s
         network,
         gpus_per_vm=observation.gpus_per_vm,
         micro_batches=sorted(sizes),
+        offload_optimizer=observation.offload_optimizer,
     )
 
 

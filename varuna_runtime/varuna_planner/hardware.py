@@ -50,6 +50,10 @@ class Gpu(_Frozen):
     """Per micro-batch and pass of a stage: the engine, copies to and from the host, keeping random states."""
     inside_vm: Name
     """The network entry that joins GPUs of one VM."""
+    host_link: Name = "pcie3"
+    """The network entry that joins the GPU to its host."""
+    host_memory_bandwidth_bytes_per_s: Positive = 20e9
+    """What an optimizer on the host has of its memory's, per GPU: a VM has some six cores for each."""
 
 
 class Network(_Frozen):

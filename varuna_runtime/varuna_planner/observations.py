@@ -34,6 +34,8 @@ class Observation(BaseModel):
     vocab: Count | None = None
     precision: Precision = Precision.FP16
     fused_attention: bool = True
+    offload_optimizer: bool = False
+    """The optimizer and its state were on the host."""
     profile: str | None = None
     """File of a measured profile, in the place of the model's shape."""
     measured: Profile | None = Field(default=None, exclude=True)

@@ -13,13 +13,19 @@ from varuna_planner.hardware import Gpu, Hardware, Network
 from varuna_planner.profile import AllReduceMeasurement, Link, Links, Measurement, Profile, Section
 from varuna_planner.shapes import GRADIENT_BYTES, OPTIMIZER_BYTES, Family, ModelShape, SectionShape
 
-__all__ = ["MICRO_BATCHES", "all_reduces", "link_of", "synthesise"]
+__all__ = ["HOST_BYTES", "MICRO_BATCHES", "all_reduces", "link_of", "synthesise"]
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Sizes that are synthesised, as calibration would measure them."""
 
 _TOKEN_BYTES = 8
 """Of a token's number, and as much for its label."""
+
+_ADAM_BYTES = 7 * 4
+"""Of a parameter's through memory in a step: it, its gradient and its moments read, all but the gradient written."""
+
+HOST_BYTES = 2 * GRADIENT_BYTES + OPTIMIZER_BYTES
+"""Of a parameter on the host, where its optimizer is there: a copy, its gradient, its moments."""
 
 _RINGS = (2, 8)
 _RING_BYTES = (1024 * 1024, 1024**3)
@@ -34,6 +40,7 @@ def synthesise(
     *,
     gpus_per_vm: int = 1,
     micro_batches: Sequence[int] = MICRO_BATCHES,
+    offload_optimizer: bool = False,
 ) -> Profile:
     """The profile of a model on hardware that nobody has to own.
 
@@ -43,6 +50,7 @@ def synthesise(
         gpu, network: names. The network joins VMs; what joins GPUs of one VM is the GPU's `inside_vm`.
         gpus_per_vm: GPUs of each VM, whose stages then share its network when all reduce at once.
         micro_batches: sizes to synthesise.
+        offload_optimizer: the optimizer and its state are on the host, as with `Varuna(..., offload_optimizer=True)`.
 
     Raises:
         ValueError: no such GPU or network, or the GPU does not know the model's precision.
@@ -56,6 +64,7 @@ def synthesise(
         known = ", ".join(device.peak_flop_per_s)
         raise ValueError(f"{gpu} does not compute in {shape.precision}: use one of {known} (--precision)")
     sections = shape.sections()
+    offload_us = _offload_us_per_parameter(device, hardware.network(device.host_link)) if offload_optimizer else None
     each = " each of encoder and decoder" if shape.family is Family.T5 else ""
     return Profile(
         environment={
@@ -65,11 +74,13 @@ def synthesise(
                 f"{shape.parameters / 1e9:.3g} billion parameters"
             ),
             "precision": shape.precision.value,
+            "optimizer": "on the host" if offload_optimizer else "on the device",
             "device": gpu,
             "network": network,
         },
         sections=tuple(
-            _section(shape, device, index, sections, sorted(set(micro_batches))) for index in range(len(sections))
+            _section(shape, device, index, sections, sorted(set(micro_batches)), offload_us)
+            for index in range(len(sections))
         ),
         shared_parameters=shape.shared_parameters(),
         stage_overhead_us=device.micro_batch_overhead_us,
@@ -94,9 +105,22 @@ def _accumulation_us(section: SectionShape, gpu: Gpu) -> float:
     return moved / (gpu.memory_bandwidth_bytes_per_s * gpu.memory_efficiency) * 1e6
 
 
+def _offload_us_per_parameter(gpu: Gpu, link: Network) -> float:
+    """Of a step on the host: its gradient comes, Adam steps, it goes back; one after the other."""
+    moved_s = 2 * GRADIENT_BYTES / (link.bandwidth_bytes_per_s * link.bandwidth_efficiency)
+    return (moved_s + _ADAM_BYTES / gpu.host_memory_bandwidth_bytes_per_s) * 1e6
+
+
 def _section(
-    shape: ModelShape, gpu: Gpu, index: int, sections: Sequence[SectionShape], micro_batches: Sequence[int]
+    shape: ModelShape,
+    gpu: Gpu,
+    index: int,
+    sections: Sequence[SectionShape],
+    micro_batches: Sequence[int],
+    offload_us: float | None,
 ) -> Section:
+    """`offload_us`: of the optimizer's step on the host per parameter; None: on the device, where it takes next to
+    none."""
     section = sections[index]
     value_bytes = shape.precision.value_bytes
     tokens_bytes = 2 * shape.seq * _TOKEN_BYTES
@@ -121,7 +145,8 @@ def _section(
         name=section.name,
         parameter_bytes=section.parameters * shape.precision.parameter_bytes,
         gradient_bytes=section.parameters * GRADIENT_BYTES,
-        optimizer_bytes=section.parameters * OPTIMIZER_BYTES,
+        optimizer_bytes=0 if offload_us is not None else section.parameters * OPTIMIZER_BYTES,
+        optimizer_us=section.parameters * (offload_us or 0.0),
         measurements=tuple(measurements),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,8 +24,12 @@ from varuna_client.planning.models import (
     Hidden,
     KvHeads,
     Layers,
-    ModelFamily,
+    ModelName,
     NetworkName,
+    OffloadOptimizer,
+    PinnedD,
+    PinnedMicroBatch,
+    PinnedP,
     PrecisionName,
     Seq,
     Vocab,
@@ -41,49 +46,74 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: ModelFamily,
-    layers: Layers,
-    hidden: Hidden,
-    seq: Seq,
+    model: ModelName,
     gpu: GpuName,
     network: NetworkName,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs to plan for.")],
     global_batch: Annotated[int, typer.Option(min=1, help="Examples in a mini-batch.")],
     price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for an hour, in any currency.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Time and cost for so many.")] = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    seq: Seq = None,
     vocab: Vocab = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
     precision: PrecisionName = "fp16",
     fused_attention: FusedAttention = True,
+    offload_optimizer: OffloadOptimizer = False,
     gpus_per_vm: GpusPerVm = 1,
+    p: PinnedP = None,
+    d: PinnedD = None,
+    micro_batch: PinnedMicroBatch = None,
     hardware: HardwareFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how a model would train on GPUs you do not have yet: plan, rate, memory, time and cost."""
-    from varuna_planner.auto_config import choose_plan  # numba: the other commands start faster without it
-    from varuna_planner.synthesis import synthesise
+    from varuna_planner.auto_config import Pins, choose_plan  # numba: the other commands start faster without it
+    from varuna_planner.synthesis import HOST_BYTES, synthesise
 
     if price is not None and not isfinite(price):
         raise UserError(f"--price {price:g}: give a number")
-    shape = model_shape(model, layers, hidden, seq, vocab, heads, kv_heads, precision, fused_attention)
+    shape = model_shape(
+        model,
+        precision=precision,
+        fused_attention=fused_attention,
+        layers=layers,
+        hidden=hidden,
+        seq=seq,
+        vocab=vocab,
+        heads=heads,
+        kv_heads=kv_heads,
+    )
     table = read_hardware(hardware)
     try:
         device = table.gpu(gpu)
-        profile = synthesise(shape, table, gpu, network, gpus_per_vm=gpus_per_vm)
+        profile = synthesise(shape, table, gpu, network, gpus_per_vm=gpus_per_vm, offload_optimizer=offload_optimizer)
         choice = choose_plan(
             profile,
             gpus=gpus,
             global_batch=global_batch,
             device_memory_bytes=device.memory_bytes,
             gpus_per_vm=gpus_per_vm,
+            pins=Pins(p=p, d=d, micro_batch=micro_batch),
         )
     except ValueError as error:
         raise UserError(str(error)) from None
     if choice.best is None:
         raise UserError(f"{gpus} × {gpu}: {choice.reason}")
-    document = estimate_document(shape, device, choice.best, gpus=gpus, price=price, examples=examples)
-    document["network"] = network
+    document = {
+        "model": model,
+        **estimate_document(shape, device, choice.best, gpus=gpus, price=price, examples=examples),
+        "network": network,
+        "offload_optimizer": offload_optimizer,
+    }
+    if offload_optimizer:
+        stage_parameters = (
+            sum(section.parameters for section in shape.sections()[first:end])
+            for first, end in pairwise((*choice.best.stage_starts, len(shape.sections())))
+        )
+        document["host_memory_bytes"] = max(stage_parameters) * HOST_BYTES
     emit(document, estimate_page(document), as_json)
 
 
@@ -96,7 +126,7 @@ def estimate_document(
     price: float | None,
     examples: int | None,
 ) -> dict[str, Any]:
-    """What --json prints. GPUs that the plan leaves unused are not counted in rates and costs."""
+    """What --json prints of the plan. GPUs that the plan leaves unused are not counted in rates and costs."""
     used = plan.p * plan.d
     examples_per_s = plan.examples_per_s
     ends = (*plan.stage_starts[1:], len(shape.sections()))
@@ -107,7 +137,6 @@ def estimate_document(
         )
     ]
     document: dict[str, Any] = {
-        "model": shape.family.value,
         "parameters": shape.parameters,
         "gpu": device.name,
         "gpus": gpus,
@@ -159,7 +188,10 @@ def estimate_page(document: dict[str, Any]) -> RenderableType:
         f"{document['examples_per_s']:.4g} examples/s, {document['examples_per_s_per_gpu']:.3g} per GPU "
         f"({document['useful_flop_per_s_per_gpu'] / 1e12:.3g} TFLOP/s, recompute not counted)",
     )
-    head.add_row("memory", f"at most {size(max(document['memory_bytes']))} of {size(document['device_memory_bytes'])}")
+    memory = f"at most {size(max(document['memory_bytes']))} of {size(document['device_memory_bytes'])}"
+    if "host_memory_bytes" in document:
+        memory += f"; of the host's for each GPU {size(document['host_memory_bytes'])}"
+    head.add_row("memory", memory)
     if "cost_per_hour" in document:
         head.add_row(
             "cost",

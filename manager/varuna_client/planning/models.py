@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,15 +14,27 @@ from varuna_client.errors import UserError
 if TYPE_CHECKING:
     from varuna_planner.shapes import ModelShape
 
-ModelFamily = Annotated[str, typer.Option("--model", help="Kind of transformer: gpt2, bert, llama, t5.")]
-Layers = Annotated[int, typer.Option(min=1, help="Transformer layers; t5: of the encoder, and as many of the decoder.")]
-Hidden = Annotated[int, typer.Option(min=1, help="Width of a token.")]
-Seq = Annotated[int, typer.Option(min=1, help="Tokens of an example; t5: of input and of output.")]
-Vocab = Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; if not given, the family's own.")]
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="gpt2-355m, -1.5b, -2.5b, -8.3b, -20b, -200b, bert-base, bert-large; or gpt2, bert, llama, t5 and a shape.",
+    ),
+]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Transformer layers; t5: of the encoder, and as many of the decoder.")
+]
+Hidden = Annotated[int | None, typer.Option(min=1, help="Width of a token.")]
+Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of an example; t5: of input and of output.")]
+Vocab = Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; if not given, the model's own.")]
 Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads; if not given, of the usual width.")]
 KvHeads = Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; if not given, as many.")]
 PrecisionName = Annotated[str, typer.Option("--precision", help="Matrix products in fp16, bf16 or fp32.")]
 FusedAttention = Annotated[bool, typer.Option(help="Attention keeps its scores on the chip, as PyTorch 2 does.")]
+OffloadOptimizer = Annotated[
+    bool, typer.Option("--offload-optimizer", help="The optimizer and its state are in the VMs' memory.")
+]
 GpuName = Annotated[str, typer.Option("--gpu", help="Such as v100-16gb, a100-80gb, h100-80gb, t4.")]
 NetworkName = Annotated[str, typer.Option("--network", help="Between VMs: ethernet-10g, infiniband-hdr, ….")]
 GpusPerVm = Annotated[int, typer.Option("--gpus-per-vm", min=1, help="GPUs of each VM.")]
@@ -30,6 +43,11 @@ HardwareFile = Annotated[
 ]
 DeviceMemoryGb = Annotated[
     float | None, typer.Option("--device-memory-gb", min=0, help="Memory of each GPU, GiB; not given: no limit.")
+]
+PinnedP = Annotated[int | None, typer.Option("--p", metavar="P", help="Pipeline stages; not given: the best.")]
+PinnedD = Annotated[int | None, typer.Option("--d", metavar="D", help="Replicas; not given: the best.")]
+PinnedMicroBatch = Annotated[
+    int | None, typer.Option("--micro-batch", metavar="M", help="Examples in a micro-batch; not given: the best.")
 ]
 NO_LIMIT = "memory is not limited: --device-memory-gb says how much a GPU has"
 
@@ -44,34 +62,42 @@ def device_memory_bytes(device_memory_gb: float | None) -> int | None:
 
 
 def model_shape(
-    family: str,
-    layers: int,
-    hidden: int,
-    seq: int,
-    vocab: int | None,
-    heads: int | None,
-    kv_heads: int | None,
+    name: str,
+    *,
     precision: str,
     fused_attention: bool,
+    **shape: int | None,
 ) -> ModelShape:
-    """Raises UserError when there is no such model."""
+    """The model of `--model` and of what `shape` (fields of `ModelShape`) gives of the other options.
+
+    Raises UserError when there is no such model.
+    """
+    from varuna_planner.models import NAMED_MODELS
     from varuna_planner.shapes import FAMILIES, Family, ModelShape, Precision
 
-    if family not in FAMILIES:
-        raise UserError(f"no model family is called {family!r}: use one of {', '.join(FAMILIES)}")
     if precision not in list(Precision):
         raise UserError(f"no precision is called {precision!r}: use one of {', '.join(Precision)}")
+    given: dict[str, Any] = {field: value for field, value in shape.items() if value is not None}
+    given |= {"precision": Precision(precision), "fused_attention": fused_attention}
     try:
-        return ModelShape(
-            family=Family(family),
-            layers=layers,
-            hidden=hidden,
-            seq=seq,
-            vocab=vocab or 0,
-            heads=heads or 0,
-            kv_heads=kv_heads or 0,
-            precision=Precision(precision),
-            fused_attention=fused_attention,
-        )
+        if name in NAMED_MODELS:
+            fixed = next((field for field in ("layers", "hidden") if field in given), None)
+            if fixed is not None:
+                family = NAMED_MODELS[name].family
+                raise UserError(f"{name} has its own --{fixed}: leave it out, or give --model {family} and a shape")
+            return replace(NAMED_MODELS[name], **given)
+        if name not in FAMILIES:
+            raise UserError(
+                f"no model is called {name!r}: use one of {', '.join(NAMED_MODELS)}, or "
+                f"{', '.join(FAMILIES)} with --layers, --hidden and --seq"
+            )
+        missing = [f"--{field}" for field in ("layers", "hidden", "seq") if field not in given]
+        if missing:
+            named = [other for other, its in NAMED_MODELS.items() if its.family == name]
+            raise UserError(
+                f"--model {name} is a kind of model: give {', '.join(missing)}"
+                + (f", or one by name: {', '.join(named)}" if named else "")
+            )
+        return ModelShape(family=Family(name), **given)
     except ValueError as error:
         raise UserError(str(error)) from None

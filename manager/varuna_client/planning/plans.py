@@ -14,7 +14,15 @@ from rich.text import Text
 from varuna_client.errors import UserError
 from varuna_client.options import AsJson, emit
 from varuna_client.planning.files import read_profile, read_text
-from varuna_client.planning.models import NO_LIMIT, DeviceMemoryGb, GpusPerVm, device_memory_bytes
+from varuna_client.planning.models import (
+    NO_LIMIT,
+    DeviceMemoryGb,
+    GpusPerVm,
+    PinnedD,
+    PinnedMicroBatch,
+    PinnedP,
+    device_memory_bytes,
+)
 from varuna_client.render import number, shape, size
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from varuna_planner.liveput import Hazard
     from varuna_planner.liveput_ranking import LiveputChoice
 
+WITH_HAZARD = "With a hazard: "
 SHOWN = 12
 RANKED_SHOWN = 6
 """Candidates that people are shown."""
@@ -36,32 +45,60 @@ def plan(
     gpus_per_vm: GpusPerVm = 1,
     device_memory_gb: DeviceMemoryGb = None,
     policy: Annotated[str, typer.Option(help="Schedule: gpipe, 1f1b, varuna, work-conserving.")] = "work-conserving",
+    p: PinnedP = None,
+    d: PinnedD = None,
+    micro_batch: PinnedMicroBatch = None,
     hazard: Annotated[
         float | None, typer.Option(min=0, help="Removals per VM and hour: rank by what is expected, not by peak.")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The same, from a history: milliseconds,add|remove,node.")
     ] = None,
-    morph_s: Annotated[float, typer.Option(min=0, help="From a stop to the next mini-batch.")] = 30.0,
-    replace_s: Annotated[
-        float | None, typer.Option(min=0, help="The same with a warm spare and an unchanged plan; else as a morph.")
+    morph_s: Annotated[
+        float | None, typer.Option(min=0, help=f"{WITH_HAZARD}from a stop to the next mini-batch (30).")
     ] = None,
-    detect_s: Annotated[float, typer.Option(min=0, help="Until a loss without notice is noticed.")] = 3.0,
-    notice_probability: Annotated[float, typer.Option(min=0, max=1, help="Removals that come with notice.")] = 0.0,
-    save_stall_s: Annotated[float, typer.Option(min=0, help="Training stands still for a save.")] = 0.5,
-    save_write_s: Annotated[float, typer.Option(min=0, help="Until a save is complete, in the background.")] = 5.0,
+    replace_s: Annotated[
+        float | None,
+        typer.Option(min=0, help=f"{WITH_HAZARD}--morph-s where a warm spare takes over; not given: the same."),
+    ] = None,
+    detect_s: Annotated[
+        float | None, typer.Option(min=0, help=f"{WITH_HAZARD}until a loss without notice is noticed (3).")
+    ] = None,
+    notice_probability: Annotated[
+        float | None, typer.Option(min=0, max=1, help=f"{WITH_HAZARD}part of removals that come with notice (0).")
+    ] = None,
+    save_stall_s: Annotated[
+        float | None, typer.Option(min=0, help=f"{WITH_HAZARD}training stands still for a save (0.5).")
+    ] = None,
+    save_write_s: Annotated[
+        float | None, typer.Option(min=0, help=f"{WITH_HAZARD}until a save is complete, in the background (5).")
+    ] = None,
     all_candidates: Annotated[
         bool, typer.Option("--all-candidates", help=f"--json has every candidate, not the best {OF_EACH_P} of each P.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose a plan for a profile: stages, replicas, micro-batch; with a hazard also how often to save, and spares."""
-    from varuna_planner.auto_config import choose_plan  # numba: the other commands start faster without it
+    from varuna_planner.auto_config import Pins, choose_plan  # numba: the other commands start faster without it
     from varuna_planner.liveput import Costs
     from varuna_planner.liveput_ranking import rank_by_liveput
     from varuna_planner.schedule import parse_policy
 
+    costs = {
+        "morph_s": morph_s,
+        "replace_s": replace_s,
+        "detect_s": detect_s,
+        "notice_probability": notice_probability,
+        "save_stall_s": save_stall_s,
+        "save_write_s": save_write_s,
+    }
+    costs_given = {name: value for name, value in costs.items() if value is not None}
     hazards, measured = _hazard(hazard, trace), read_profile(profile)
+    if hazards is None and costs_given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in costs_given)
+        raise UserError(
+            f"{options} without a hazard would change nothing: give --hazard or --trace, too, or leave it out"
+        )
     try:
         question: dict[str, Any] = {
             "gpus": gpus,
@@ -69,21 +106,14 @@ def plan(
             "device_memory_bytes": device_memory_bytes(device_memory_gb),
             "gpus_per_vm": gpus_per_vm,
             "policy": parse_policy(policy),
+            "pins": Pins(p=p, d=d, micro_batch=micro_batch),
         }
         started = time.perf_counter()
         ranking: LiveputChoice | None = None
         if hazards is None:
             choice = choose_plan(measured, **question)
         else:
-            costs = Costs(
-                morph_s=morph_s,
-                replace_s=replace_s,
-                detect_s=detect_s,
-                notice_probability=notice_probability,
-                save_stall_s=save_stall_s,
-                save_write_s=save_write_s,
-            )
-            ranking = rank_by_liveput(measured, **question, hazard=hazards, costs=costs)
+            ranking = rank_by_liveput(measured, **question, hazard=hazards, costs=Costs(**costs_given))
             choice = ranking.peak
         elapsed_ms = (time.perf_counter() - started) * 1e3
     except ValueError as error:

@@ -22,8 +22,9 @@ from varuna_client.planning.models import (
     Hidden,
     KvHeads,
     Layers,
-    ModelFamily,
+    ModelName,
     NetworkName,
+    OffloadOptimizer,
     PrecisionName,
     Seq,
     Vocab,
@@ -41,18 +42,19 @@ ProfileFile = Annotated[Path, typer.Argument(metavar="P.json", help="A profile."
 
 @profile_app.command()
 def synth(
-    model: ModelFamily,
-    layers: Layers,
-    hidden: Hidden,
-    seq: Seq,
+    model: ModelName,
     gpu: GpuName,
     network: NetworkName,
     out: Annotated[Path, typer.Option(metavar="P.json", help="Where the profile goes.")],
+    layers: Layers = None,
+    hidden: Hidden = None,
+    seq: Seq = None,
     vocab: Vocab = None,
     heads: Heads = None,
     kv_heads: KvHeads = None,
     precision: PrecisionName = "fp16",
     fused_attention: FusedAttention = True,
+    offload_optimizer: OffloadOptimizer = False,
     gpus_per_vm: GpusPerVm = 1,
     hardware: HardwareFile = None,
     as_json: AsJson = False,
@@ -60,9 +62,20 @@ def synth(
     """Make the profile of a model from its shape and a hardware table, without owning a GPU."""
     from varuna_planner.synthesis import synthesise
 
-    shape = model_shape(model, layers, hidden, seq, vocab, heads, kv_heads, precision, fused_attention)
+    shape = model_shape(
+        model,
+        precision=precision,
+        fused_attention=fused_attention,
+        layers=layers,
+        hidden=hidden,
+        seq=seq,
+        vocab=vocab,
+        heads=heads,
+        kv_heads=kv_heads,
+    )
     try:
-        made = synthesise(shape, read_hardware(hardware), gpu, network, gpus_per_vm=gpus_per_vm)
+        table = read_hardware(hardware)
+        made = synthesise(shape, table, gpu, network, gpus_per_vm=gpus_per_vm, offload_optimizer=offload_optimizer)
     except ValueError as error:
         raise UserError(str(error)) from None
     write_text(out, made.to_json(), "profile")

@@ -31,7 +31,9 @@ class Resources(_Strict):
 
 class CheckpointSpec(_Strict):
     url: str | None = Field(
-        default=None, description="where checkpoints go; null: a folder of the manager's data directory"
+        default=None,
+        description="where checkpoints go: a path that all VMs share, or file://, s3://, gs://, abfs://, …; "
+        "null: a folder of the manager's data directory",
     )
     interval_s: float | None = Field(
         default=None,
@@ -42,7 +44,7 @@ class CheckpointSpec(_Strict):
 
 
 class PlanPins(_Strict):
-    """Parts of the plan that the user wants as they are; null: the planner's choice."""
+    """Parts of the plan that the user wants as they are."""
 
     p: int | None = Field(default=None, ge=1, description="pipeline stages")
     d: int | None = Field(default=None, ge=1, description="data-parallel replicas")
@@ -59,17 +61,19 @@ class JobSpec(_Strict):
         "null: the workdir is on every VM already",
     )
     setup: str | None = Field(
-        default=None, min_length=1, description="shell command, run in the workdir once on each VM before the job"
+        default=None, min_length=1, description="shell command, run in the workdir once on each VM, before the job"
     )
-    run: str = Field(min_length=1, description="shell command, the same on every device")
+    run: str = Field(min_length=1, description="shell command, which every worker runs: one on each GPU")
     global_batch: int = Field(ge=1, description="examples in a mini-batch, over all replicas")
     steps: int | None = Field(
         default=None, ge=1, description="how many the script trains: for progress and the time left, nothing else"
     )
-    resources: Resources = Resources()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    env: dict[str, str] = Field(default_factory=dict)
-    plan: PlanPins = PlanPins()
+    resources: Resources = Field(default=Resources(), description="how many GPUs it may have")
+    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="where its state is saved, and how often")
+    env: dict[str, str] = Field(default_factory=dict, description="environment variables of `run` and `setup`")
+    plan: PlanPins = Field(
+        default=PlanPins(), description="parts of the plan that stay as they are said here; null: the planner's choice"
+    )
     profile_only: bool = Field(default=False, description="the job has succeeded when its profile is measured")
     max_restarts_on_errors: int = Field(
         default=0, ge=0, le=1000, description="so often is the job restarted from its checkpoint when its script fails"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -20,7 +20,7 @@ from varuna_manager.services.errors import NotFoundError
 from varuna_manager.services.jobs import find
 from varuna_manager.services.paging import Order, Page
 
-_JUDGED_STEPS = 1000
+_JUDGED_STEPS = 100
 """Of a generation, the newest: by them its plan is judged."""
 _BY_NUMBER = Order[GenerationRow]((GenerationRow.number,), lambda row: (row.number,), (int,))
 _BY_STEP = Order[CheckpointRow](
@@ -72,7 +72,8 @@ class JobHistory:
             job = await find(session, id_or_name)
             query = _training(job).options(defer(GenerationRow.candidates), defer(GenerationRow.history))
             rows, following = order.cut((await session.scalars(order.of(query, cursor, limit))).all(), limit)
-            return Page([await _plan_document(session, row, candidates=[]) for row in rows], following)
+            times = await _typical_step_s(session, job, [row.number for row in rows])
+        return Page([_plan_document(row, times.get(row.number), candidates=[]) for row in rows], following)
 
     async def plan(self, id_or_name: str, number: int | None) -> Document:
         """One of them, with what else was considered; None: the newest. Raises NotFoundError."""
@@ -89,7 +90,8 @@ class JobHistory:
                     f"job {id_or_name!r} has no plan yet: it is {job.state}"
                     f"{f' ({job.reason})' if job.reason else ''}; its profile is measured first"
                 )
-            return await _plan_document(session, row, candidates=row.candidates)
+            times = await _typical_step_s(session, job, [row.number])
+        return _plan_document(row, times.get(row.number), candidates=row.candidates)
 
     async def checkpoints(self, id_or_name: str, *, descending: bool, limit: int, cursor: str | None) -> Page:
         """What was committed, by generation and step."""
@@ -115,8 +117,9 @@ def _training(job: JobRow) -> Select[GenerationRow]:
     )
 
 
-async def _plan_document(session: AsyncSession, row: GenerationRow, candidates: list[Document]) -> Document:
-    actual_s, steps = await typical_step_s(session, row)
+def _plan_document(row: GenerationRow, typical: tuple[float, int] | None, candidates: list[Document]) -> Document:
+    """`typical`: the time of its steps, and of how many."""
+    actual_s, steps = typical or (None, 0)
     predicted_s = row.plan["predicted_minibatch_s"]
     return {
         "generation": row.number,
@@ -132,20 +135,28 @@ async def _plan_document(session: AsyncSession, row: GenerationRow, candidates: 
     }
 
 
-async def typical_step_s(session: AsyncSession, row: GenerationRow) -> tuple[float | None, int]:
-    """The median of the generation's newest steps, and how many they are. Its very first is not among them, if it has
-    others: it is where everything warms up."""
-    if row.last_step is None:
-        return None, 0
-    first = max(row.last_step - _JUDGED_STEPS + 1, (row.resumed_step or 0) + 2)
-    query = select(MetricRow.step_s).where(
-        MetricRow.job_id == row.job_id,
-        MetricRow.step >= min(first, row.last_step),
-        MetricRow.step <= row.last_step,
-        MetricRow.generation == row.number,
+async def _typical_step_s(
+    session: AsyncSession, job: JobRow, numbers: Sequence[int]
+) -> Mapping[int, tuple[float, int]]:
+    """By generation, if it has steps: the median of its newest ones, and how many they are. Its very first is not among
+    them, if it has others: it is where everything warms up."""
+    steps = select(GenerationRow.number, GenerationRow.resumed_step, MetricRow.step, MetricRow.step_s).join(
+        MetricRow,
+        (MetricRow.job_id == GenerationRow.job_id)
+        & (MetricRow.step > GenerationRow.last_step - _JUDGED_STEPS)
+        & (MetricRow.step <= GenerationRow.last_step)
+        & (MetricRow.generation == GenerationRow.number),
     )
-    times = (await session.scalars(query)).all()
-    return (median(times), len(times)) if times else (None, 0)
+    first: dict[int, float] = {}
+    times: dict[int, list[float]] = {}
+    of_these = steps.where(GenerationRow.job_id == job.id, GenerationRow.number.in_(numbers))
+    for number, resumed_step, step, step_s in await session.execute(of_these):
+        if step == (resumed_step or 0) + 1:
+            first[number] = step_s
+        else:
+            times.setdefault(number, []).append(step_s)
+    alone = {number: (step_s, 1) for number, step_s in first.items()}
+    return alone | {number: (median(each), len(each)) for number, each in times.items()}
 
 
 def _no_generation(id_or_name: str, number: int, job: JobRow) -> NotFoundError:

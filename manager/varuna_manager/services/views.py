@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from varuna_manager.db.engine import Database
 from varuna_manager.services.event_list import EventList
+from varuna_manager.services.fleet_past import FleetPast
 from varuna_manager.services.job_history import JobHistory
 from varuna_manager.services.spending import Spending
 from varuna_manager.services.step_metrics import StepMetrics
@@ -17,6 +18,7 @@ from varuna_manager.services.vm_registry import VmRegistry
 @dataclass(frozen=True)
 class Views:
     events: EventList
+    fleet: FleetPast
     history: JobHistory
     spending: Spending
     steps: StepMetrics
@@ -27,6 +29,7 @@ class Views:
     def over(cls, database: Database, registry: VmRegistry) -> Views:
         return cls(
             events=EventList(database),
+            fleet=FleetPast(database),
             history=JobHistory(database),
             spending=Spending(database),
             steps=StepMetrics(database),

@@ -1,4 +1,4 @@
-"""The fleet's VMs as its users look at them: ten thousand at once, filtered, in numbers, and over time."""
+"""The fleet's VMs as its users look at them: ten thousand at once, filtered, and in numbers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from sqlalchemy import Row, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import EventRow, VmRow, WorkerRow
-from varuna_manager.domain import accounting
+from varuna_manager.db.models import VmRow, WorkerRow
 from varuna_manager.domain.states import VmState
 from varuna_manager.services import documents
 from varuna_manager.services.documents import Document
-from varuna_manager.services.errors import InvalidError, NotFoundError
+from varuna_manager.services.errors import NotFoundError
 from varuna_manager.services.fleet import live_workers
 from varuna_manager.services.jobs import ALIVE, find
 from varuna_manager.services.paging import Order, Page
@@ -76,14 +74,6 @@ _BY_ID = 500
 """So many VMs' workers are asked for one by one; of more, all there are."""
 _AT_ONCE = 500
 """Documents that are made while nothing else runs: some milliseconds. Heartbeats are handled between them."""
-_HISTORY_KINDS = {
-    "vm_requested": "added",
-    "vm_gone": "gone",
-    "vm_lost": "lost",
-    "vm_ready": "ready",
-    "preemption_notice": "notices",
-    "vm_quarantined": "quarantines",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,61 +157,6 @@ class VmList:
             "cost_per_hour": sum(prices) if prices else None,
         }
 
-    async def history(self, since: float | None, until: float | None, points: int) -> Document:
-        """How many VMs there were, and what happened to them, in so many buckets. `since` None: a day before the end.
-
-        Raises InvalidError.
-        """
-        end = self._now() if until is None else min(until, self._now())
-        start = end - 86_400.0 if since is None else since
-        if start >= end:
-            raise InvalidError("since is not before until (or lies in the future): give an earlier one")
-        query = select(EventRow.kind, EventRow.at).where(EventRow.kind.in_(_HISTORY_KINDS), EventRow.at >= start)
-        async with self._database.read() as session:
-            found = (await session.execute(query)).all()
-            there = select(func.count()).select_from(VmRow).where(VmRow.state != VmState.GONE.value)
-            present_now = await session.scalar(there) or 0
-        times: dict[str, list[float]] = {name: [] for name in _HISTORY_KINDS.values()}
-        for kind, at in found:
-            times[_HISTORY_KINDS[kind]].append(at)
-        edges = np.linspace(start, end, points + 1)
-        counts = {name: np.histogram(at, edges)[0].tolist() for name, at in times.items()}
-        added, gone = np.sort(times["added"]), np.sort(times["gone"])
-        after = [len(at) - np.searchsorted(at, edges[1:], side="right") for at in (added, gone)]
-        return {
-            "bucket_s": (end - start) / points,
-            "at_unix_s": edges[1:].tolist(),
-            "present": np.maximum(present_now - after[0] + after[1], 0).tolist(),
-            "ready": counts["ready"],
-            "lost": [lost + gone for lost, gone in zip(counts["lost"], counts["gone"], strict=True)],
-            "notices": counts["notices"],
-            "quarantines": counts["quarantines"],
-        }
-
-    async def cost(self, since: float | None) -> Document:
-        """What the fleet cost since then, whether jobs ran or not. None: since its first VM."""
-        now = self._now()
-        async with self._database.read() as session:
-            start = since if since is not None else await session.scalar(select(func.min(VmRow.created_at)))
-            start = now if start is None else min(start, now)
-            columns = (VmRow.id, VmRow.state, VmRow.gpus, VmRow.created_at, VmRow.price_per_hour)
-            there = await session.execute(select(*columns).where(VmRow.state != VmState.GONE.value))
-            uses = [_use(row, start, now) for row in there]
-            gone = await session.execute(select(*columns, VmRow.history).where(VmRow.state == VmState.GONE.value))
-            uses += [_use(row, start, row.history[-1]["at"]) for row in gone]
-        uses = [use for use in uses if use.seconds > 0]
-        whole = accounting.total(accounting.bills(uses))
-        prices = [use.price_per_hour for use in uses if use.price_per_hour is not None]
-        return {
-            "since": documents.iso(start),
-            "vms": len(uses),
-            "vm_hours": whole.hours,
-            "gpu_hours": whole.gpu_hours,
-            "cost": whole.cost,
-            "cost_per_hour": (await self.summary())["cost_per_hour"],
-            "vms_without_price": len(uses) - len(prices),
-        }
-
     async def _filtered(self, session: AsyncSession, query: _VmQuery, wanted: VmFilter) -> _VmQuery:
         if not wanted.gone:
             query = query.where(VmRow.state != VmState.GONE.value)
@@ -253,13 +188,3 @@ async def _workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str,
     for worker in map(_WorkerFacts._make, await session.execute(query)):
         by_vm.setdefault(worker.vm_id, []).append(worker)
     return by_vm
-
-
-def _use(row: _Vm, start: float, end: float) -> accounting.Use:
-    return accounting.Use(
-        vm_id=row.id,
-        seconds=end - max(row.created_at, start),
-        gpus=row.gpus,
-        vm_gpus=row.gpus,
-        price_per_hour=row.price_per_hour,
-    )

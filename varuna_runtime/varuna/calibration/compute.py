@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from varuna.partition import ModelMap, Stage, build_stage
+from varuna.partition import ModelMap, Stage, Values, build_stage
 from varuna.partition.shapes import Boundary
 from varuna.precision import Precision
 from varuna_planner.profile import Measurement
@@ -113,8 +113,9 @@ class SectionMeter:
         device: torch.device,
         clock: Clock,
         precision: Precision,
+        values: Values | None = None,
     ) -> None:
-        self._stage: Stage = build_stage(model, model_map, sections.start, sections.stop, device)
+        self._stage: Stage = build_stage(model, model_map, sections.start, sections.stop, device, values)
         self._device = device
         self.clock = clock
         self.precision = precision

@@ -32,7 +32,7 @@ from varuna.calibration.optimizer import OptimizerMemory, OptimizerTime, measure
 from varuna.calibration.peers import Peers
 from varuna.example_inputs import GetBatch
 from varuna.launch import KeyValueStore
-from varuna.partition import ModelMap
+from varuna.partition import ModelMap, Values
 from varuna.precision import Precision
 from varuna_planner.profile import AllReduceMeasurement, Links, Measurement, Profile, Section, SharedParameter
 
@@ -78,6 +78,7 @@ def calibrate(
     micro_batches: Sequence[int] | None = None,
     host: str | None = None,
     earlier: Profile | None = None,
+    values: Values | None = None,
 ) -> Profile | None:
     """Measure `model` together with the other ranks; the document on rank 0, None elsewhere.
 
@@ -96,13 +97,14 @@ def calibrate(
         host: names this rank's VM; by default the host's name.
         earlier: a profile of the same model on the same hardware, to be extended: sizes that only it has are kept, and
             its network where it was measured on more ranks. Rank 0's counts.
+        values: of parameters and buffers, where they are not the model's own.
 
     Raises:
         ValueError: not even the smallest micro-batch fits on the device.
     """
     peers = Peers(rank, world_size, store)
     precision = precision or Precision(torch.float32, device.type)
-    meters = Meters(model, model_map, device, precision)
+    meters = Meters(model, model_map, device, precision, values=values)
     mine = range(len(model_map.sections))[rank::world_size]
     if budget_s is None:
         budget_s = _BUDGET_S + _BUDGET_PER_SECTION_S * len(mine)
@@ -139,8 +141,10 @@ class Meters:
         device: torch.device,
         precision: Precision,
         room_bytes: float | None = None,
+        values: Values | None = None,
     ) -> None:
         self._model, self._model_map, self._device, self._precision = model, model_map, device, precision
+        self._values = values
         self.clock = Clock(device)
         self._kept: dict[int, SectionMeter] = {}
         if room_bytes is None:
@@ -196,7 +200,9 @@ class Meters:
         return meter
 
     def _meter(self, sections: range) -> SectionMeter:
-        return SectionMeter(self._model, self._model_map, sections, self._device, self.clock, self._precision)
+        return SectionMeter(
+            self._model, self._model_map, sections, self._device, self.clock, self._precision, self._values
+        )
 
     def stage_overhead_us(self, sections: range, get_batch: GetBatch, size: int) -> tuple[float, float] | None:
         """What each (forward, backward) of a stage takes on top, told from these sections.

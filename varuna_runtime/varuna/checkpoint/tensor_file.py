@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "LENGTH_BYTES", "TensorEntry", "entries", "layout", "pieces", "read"]
+__all__ = ["ALIGNMENT", "DTYPES", "LENGTH_BYTES", "TensorEntry", "entries", "layout", "pieces", "read"]
 
 LENGTH_BYTES = 8
 ALIGNMENT = 64
 """Bytes; that of torch's own memory. Where the data begins in a file, and so most tensors do, too."""
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -39,7 +39,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def read(data: bytearray | memoryview) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _view(data: bytearray | memoryview, name: str, entry: TensorEntry) -> Tensor:
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     count = math.prod(entry.shape)
     if dtype is None:
         raise ValueError(f"{name} is of the unknown type {entry.dtype}")

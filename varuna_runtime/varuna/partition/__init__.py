@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from varuna.partition.batch import batch_size_of, loss_of, take_examples
-from varuna.partition.build import build_stage
+from varuna.partition.build import Values, build_stage
 from varuna.partition.errors import PartitionError
 from varuna.partition.model_map import ModelMap, Section
 from varuna.partition.shapes import Boundary
@@ -20,6 +20,7 @@ __all__ = [
     "PartitionError",
     "Section",
     "Stage",
+    "Values",
     "batch_size_of",
     "build_stage",
     "loss_of",

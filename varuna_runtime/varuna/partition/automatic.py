@@ -83,8 +83,8 @@ class _Work:
         """The end of the block; None where a cut-point cannot stand."""
         path = block.end
         calls = self._calls.get(path, ())
-        if len(calls) != 1 or calls[0].structure is None:
-            return None  # used several times, or it returns what cannot be taken apart
+        if len(calls) != 1 or calls[0].structure is None or calls[0].varies:
+            return None  # used several times, or it returns what cannot be taken apart, or not always the same
         for position, leaf in enumerate(calls[0].leaves):
             if isinstance(leaf, TensorLeaf) and leaf.made_inside:
                 value = self._graph.values[leaf.value]

@@ -47,7 +47,20 @@ def plan_cut(graph: Graph, cut: int) -> CutPlan:
     """
     planning = _Planning(graph, cut)
     planning.run()
-    return planning.plan()
+    plan = planning.plan()
+    for name, place in graph.buffers_changed.items():
+        used_in = sorted(graph.buffers_used.get(name, ()))
+        if used_in and (name in planning.read_again or used_in[0] < cut <= used_in[-1]):
+            raise _no_owner(name, place, used_in, cut)
+    return plan
+
+
+def _no_owner(name: str, changed_at: str, used_in: list[int], cut: int) -> PartitionError:
+    how = f"(sections {used_in})" if len(used_in) > 1 else "(behind it, through what is computed of it)"
+    return PartitionError(
+        f"buffer {name} is changed by forward ({changed_at}) and used on both sides of cut-point {cut} {how}, which "
+        "would be in different stages and each keep its own; use a module per section, or leave this cut-point out"
+    )
 
 
 class _Planning:
@@ -64,6 +77,7 @@ class _Planning:
                     self.visible_leaves.setdefault(what.value, []).append((index, leaf))
         self.places: dict[int, list[Place]] = {}
         self.done: set[int] = set()
+        self.read_again: set[str] = set()  # buffers of which something is computed again
         self.overwritten: set[int] = set()
         passes = [graph.values[passed.value] for passed in graph.cuts[:cut]]
         self.cut_of_argument = {passed.parents[0]: passed for passed in passes if not self._hidden(passed.call)}
@@ -93,6 +107,9 @@ class _Planning:
 
     def run(self) -> None:
         values = self.graph.values
+        for choosing in self.graph.calls:
+            if choosing.chooses and choosing.last_section < self.cut and not self._hidden(choosing.index):
+                raise _choice_cannot_be_made_again(choosing)
         for index, section, call in sorted(self.graph.looked_at):
             if section < self.cut and not self._hidden(call):
                 self.resolve(values[index])
@@ -108,7 +125,9 @@ class _Planning:
             wanted, wanted_by = remaining.pop()
             if wanted.index not in self.done:
                 self.done.add(wanted.index)
-                remaining.extend((self.graph.values[parent], wanted) for parent in self._needs(wanted, wanted_by))
+                needs = [self.graph.values[index] for index in self._needs(wanted, wanted_by)]
+                remaining.extend((value, wanted) for value in needs)
+                self.read_again.update(value.buffer for value in needs if value.buffer is not None)
 
     def _needs(self, value: Value, wanted_by: Value | None) -> tuple[int, ...]:
         """Get hold of `value`; returns what else that needs."""
@@ -175,3 +194,10 @@ class _Planning:
             frozenset(name for name in buffers if name is not None),
             frozenset(self.overwritten),
         )
+
+
+def _choice_cannot_be_made_again(call: Call) -> PartitionError:
+    return PartitionError(
+        f"module {call.path} chooses rows by computed values, which a later stage does not have, and it keeps or "
+        "returns more than tensors, so nothing can stand in its place; return what it makes as tensors"
+    )

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from varuna.partition.errors import PartitionError
 from varuna.partition.ghost import Zeros
+from varuna.partition.initialise import initialise
 from varuna.partition.model_map import ModelMap, first_names
 from varuna.partition.stage import Stage
 from varuna.partition.trace import copy_with
 
-__all__ = ["build_stage"]
+__all__ = ["Values", "build_stage"]
+
+
+class Values(Protocol):
+    """Where a model's parameters and buffers, by their first names, have their values from, if not from the model."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Fills `tensor` with the value of `name`."""
+
+
+class _NoValues:
+    def __contains__(self, name: object, /) -> bool:
+        return False
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        raise KeyError(name)
 
 
 def build_stage(
-    model: nn.Module, model_map: ModelMap, first_section: int, end_section: int, device: torch.device | str
+    model: nn.Module,
+    model_map: ModelMap,
+    first_section: int,
+    end_section: int,
+    device: torch.device | str,
+    values: Values | None = None,
 ) -> Stage:
     """The stage that runs sections `first_section` … `end_section`-1 on `device`.
 
-    `model` stays as it is; the stage has a copy of its structure, with copies of its own parameters. Parameters that
-    are on `meta` are made on the device and initialised by `reset_parameters()` of their module, under a seed that
-    follows from `torch.initial_seed()` and the module's name, so that every split gives the same model.
+    `model` stays as it is; the stage has a copy of its structure, with copies of its own parameters and buffers, or
+    with what `values` has for them: that alone is read. What then is left of those on `meta` is made on the device and
+    initialised by the model's own modules, so that every split gives the same model (see initialise.py).
 
     Raises:
         PartitionError: the model cannot be cut here, or something on `meta` cannot be initialised.
@@ -35,14 +56,12 @@ def build_stage(
         raise ValueError(f"sections {first_section} … {end_section - 1} are not a part of the model's 0 … {count - 1}")
     device = torch.device(device)
     sections = range(first_section, end_section)
-    zeros = Zeros(device)
+    made = _Made(device, _NoValues() if values is None else values)
     memo: dict[int, object] = {}
-    parameters = _parameters(model, model_map, sections, device, zeros, memo)
-    buffers = _buffers(model, model_map, sections, device, zeros, memo)
+    parameters = _parameters(model, model_map, sections, made, memo)
+    buffers = _buffers(model, model_map, sections, made, memo)
     copied = copy_with(model, memo)
-    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta and name in parameters}
-    on_meta |= {name for name, buffer in model.named_buffers() if buffer.is_meta and name in buffers}
-    _initialise(copied, on_meta, {**parameters, **buffers})
+    initialise(copied, made.empty)
     own_buffers = {name for section in sections for name in model_map.sections[section].buffers}
     own = {name: buffer for name, buffer in buffers.items() if name in own_buffers}
     return Stage(copied, model_map, sections, device, parameters, own)
@@ -52,8 +71,7 @@ def _parameters(
     model: nn.Module,
     model_map: ModelMap,
     sections: range,
-    device: torch.device,
-    zeros: Zeros,
+    new: _Made,
     memo: dict[int, object],
 ) -> dict[str, nn.Parameter]:
     """Fill `memo` with what stands for each parameter; returns the stage's own ones, by first name."""
@@ -63,11 +81,11 @@ def _parameters(
         first = model_map.first_name[name]
         if first not in made:
             if first in own:
-                new = nn.Parameter(_on_device(parameter.detach(), device), requires_grad=parameter.requires_grad)
+                made[first] = new.parameter(first, parameter)
             else:
-                new = nn.Parameter(zeros.expanded(parameter.shape, parameter.dtype), requires_grad=False)
-            new.__dict__.update(parameter.__dict__)
-            made[first] = new
+                hollow = new.zeros.expanded(parameter.shape, parameter.dtype)
+                made[first] = nn.Parameter(hollow, requires_grad=False)
+            made[first].__dict__.update(parameter.__dict__)
         memo[id(parameter)] = made[first]
     return {name: parameter for name, parameter in made.items() if name in own}
 
@@ -76,8 +94,7 @@ def _buffers(
     model: nn.Module,
     model_map: ModelMap,
     sections: range,
-    device: torch.device,
-    zeros: Zeros,
+    new: _Made,
     memo: dict[int, object],
 ) -> dict[str, Tensor]:
     """Fill `memo` with what stands for each buffer; returns those that this stage's run of the forward reads."""
@@ -90,53 +107,43 @@ def _buffers(
         first = first_name[name]
         if first not in made:
             used_in = graph.buffers_used.get(first)
-            _check_owner(first, used_in or set(), first in graph.buffers_changed, sections)
             read = used_in is None or first in before or any(section in sections for section in used_in)
-            made[first] = _on_device(buffer, device) if read else zeros.expanded(buffer.shape, buffer.dtype)
+            # Code before the stage that still runs may write to it: then it needs memory, though nobody reads it.
+            real = read or first in graph.buffers_changed
+            made[first] = (
+                new.tensor(first, buffer, used=read) if real else new.zeros.expanded(buffer.shape, buffer.dtype)
+            )
             if read:
                 held.add(first)
         memo[id(buffer)] = made[first]
     return {name: buffer for name, buffer in made.items() if name in held}
 
 
-def _check_owner(name: str, used_in: set[int], changed: bool, sections: range) -> None:
-    if changed and any(section in sections for section in used_in) and not used_in.issubset(sections):
-        raise PartitionError(
-            f"buffer {name} is changed by forward and used in sections {sorted(used_in)}, which would be in different "
-            "stages and each keep its own; use a module per section, or keep these sections in one stage"
-        )
+class _Made:
+    """The new stage's tensors: memory on its device, with values."""
 
+    def __init__(self, device: torch.device, values: Values) -> None:
+        self.zeros = Zeros(device)
+        self.empty: dict[str, Tensor] = {}  # those that have no values yet, by first name
+        self._device = device
+        self._values = values
 
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.is_meta:
-        return torch.empty_like(tensor, device=device)
-    return tensor.to(device, copy=True)
+    def parameter(self, name: str, original: nn.Parameter) -> nn.Parameter:
+        """A copy of the model's parameter, with the value that `Values` has for it."""
+        made = nn.Parameter(self.tensor(name, original.detach()), requires_grad=original.requires_grad)
+        if name in self.empty:
+            self.empty[name] = made  # the object that the modules will hold
+        return made
 
-
-def _initialise(module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
-    """Initialise the tensors `names`, which came from `meta`, with the `reset_parameters` of their modules."""
-    if not names:
-        return
-    remaining = {id(tensors[name]): name for name in names}
-    every = frozenset(remaining)
-    devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-    for path, part in module.named_modules():
-        held = [x for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if reset is None or not any(id(x) in remaining for x in held):
-            continue
-        # What is tied keeps what its first module made of it, in every stage that has it.
-        kept = [(x, x.clone()) for x in held if id(x) in every and id(x) not in remaining]
-        seed = hashlib.sha256(f"{torch.initial_seed()}/{path}".encode()).digest()
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(int.from_bytes(seed[:7], "little"))
-            reset()
-            for tensor, value in kept:
-                tensor.copy_(value)
-        for tensor in held:
-            remaining.pop(id(tensor), None)
-    if remaining:
-        raise PartitionError(
-            f"{', '.join(sorted(remaining.values()))}: on the meta device, and the module that holds it has no "
-            "reset_parameters() to initialise it; give it one, or build the model on the CPU"
-        )
+    def tensor(self, name: str, original: Tensor, *, used: bool = True) -> Tensor:
+        """A copy of the model's tensor, with the value that `Values` has for it; one not `used` may have any value."""
+        if name in self._values:
+            made = torch.empty_like(original, device=self._device)
+            self._values.read_into(name, made)
+        elif original.is_meta:
+            made = torch.empty_like(original, device=self._device)
+            if used:
+                self.empty[name] = made
+        else:
+            made = original.to(self._device, copy=True)
+        return made

@@ -85,6 +85,9 @@ class Call:
     structure: Structure | None = None  # None: the output holds something that cannot be made again
     leaves: tuple[TensorLeaf | ObjectLeaf, ...] = ()
     leaks: bool = False  # others use a tensor made inside that it did not return (it left it in a list, an attribute)
+    arguments: tuple[int, ...] = ()  # values
+    chooses: bool = False  # what runs inside depends on computed values (choices.py)
+    varies: bool = False  # it is inside of a call that chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,10 @@ class Graph:
     calls: list[Call] = field(default_factory=list)
     cuts: list[CutPass] = field(default_factory=list)
     buffers_used: dict[str, set[int]] = field(default_factory=dict)  # name -> sections
-    buffers_changed: set[str] = field(default_factory=set)
+    buffers_changed: dict[str, str] = field(default_factory=dict)  # name -> place
     costs: dict[tuple[int, int], float] = field(default_factory=dict)  # (innermost call, section) -> work (costs.py)
     looked_at: set[tuple[int, int, int]] = field(default_factory=set)  # value, section, call: the path depends on it
+    choosing: dict[int, str] = field(default_factory=dict)  # calls that look at computed values -> places
     loss: int = -1
 
     @property

@@ -7,12 +7,8 @@ follow from the inputs alone also have a real *shadow*, so code that looks at in
 
 from __future__ import annotations
 
-import os
-import sys
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,11 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varuna.cut_point import CutPoint
+from varuna.partition.choices import rows_of_any
 from varuna.partition.costs import cost_of
 from varuna.partition.cut_places import PlacedCutPoint
 from varuna.partition.errors import PartitionError
+from varuna.partition.fake_rules import fake_rule, looks_at_integers_only
 from varuna.partition.graph import Call, CutPass, Graph, Kind, ObjectLeaf, TensorLeaf, Value
+from varuna.partition.left_behind import Attributes, GlobalDraws, attributes_of, changed, refuse_state
 from varuna.partition.structure import take_apart
+from varuna.partition.writes import written
+from varuna.places import users_code
 
 __all__ = ["Recorder"]
 
@@ -57,19 +58,18 @@ _DEVICE_OF = torch.ops.prim.device.default
 _LOOKS_AT_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _LARGEST_SHADOW = 1 << 20  # elements; larger masks are not worth their memory, and hardly looked at
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-_NOT_USERS_CODE = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parent),
-    str(Path(__file__).parents[1] / "cut_point.py"),
-)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its modes
-    """Records one dry run into `graph`. Tensors of the model and the inputs are made with `fake_*` before it starts."""
+    """Records one dry run into `graph`. Tensors of the model and the inputs are made with `fake_*` before it starts.
 
-    def __init__(self, batch: int) -> None:
+    `pick_all`: masks over computed values pick all rows, else fewer (choices.py).
+    """
+
+    def __init__(self, batch: int, pick_all: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = Graph(batch)
+        self._pick_all = pick_all
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._section = 0
         self._stack = [-1]
@@ -85,6 +85,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._parameters: dict[str, Value] = {}
         self._tensors: list[Tensor] = []  # by value index
         self._originals: dict[int, str] = {}  # the user's own tensors, which the dry run must not meet
+        self._model = nn.Module()  # that is watched
+        self._buffers: dict[str, Tensor] = {}  # the fakes that it began with
+        self._draws = GlobalDraws()
+        # For a second forward on the same copy: what the first left behind.
+        self._attributes: Attributes = {}
+        self._constants_changed = False
+        self._operations: list[tuple[Any, ...]] = []
+        self._born_before = 0  # values of the first forward
+        self._left_behind: dict[int, str] = {}  # those of them that the second used, and where
+        self._born_before_but_kept: set[int] = set()  # buffers
 
     # Making the tensors of the model and the inputs
 
@@ -101,6 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """A buffer; its shadow is a copy, since forward may change it."""
         fake = self._fake(buffer)
         self._record(fake, Kind.GIVEN, (), dependent=False, place=f"buffer {name}").buffer = name
+        self._buffers[name] = fake
         if not buffer.is_meta:
             self._keep_shadow(fake, buffer.detach().to("cpu", copy=True))
         return fake
@@ -124,6 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def watch(self, model: nn.Module) -> None:
         """Record every call of every module of `model`, which must be a copy of the user's: it is changed."""
+        self._model = model
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise PartitionError(
@@ -132,6 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                 )
             if not isinstance(module, CutPoint):
                 module.__dict__["forward"] = self._watched(path, module, module.forward)
+        self._attributes = attributes_of(model)
 
     def _watched(self, path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         owns_parameters = next(module.parameters(), None) is not None
@@ -143,7 +156,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             self.graph.calls.append(call)
             self._stack.append(call.index)
             arguments = take_apart((args, kwargs))[0]
+            call.arguments = tuple(self._known[id(x)][1].index for x in arguments if id(x) in self._known)
             output = forward(*args, **kwargs)
+            self._draws.check(path)
             self._stack.pop()
             self._finish(call, arguments, output)
             return output
@@ -177,12 +192,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         cut = self._section + 1
         if not isinstance(activation, Tensor):
             raise PartitionError(
-                f"cut-point {cut} ({_users_code()}) was called on {type(activation).__name__}; it takes one tensor "
+                f"cut-point {cut} ({users_code()}) was called on {type(activation).__name__}; it takes one tensor "
                 "whose first dimension is the batch"
             )
         if id(cut_point) in self._cut_points:
             raise PartitionError(
-                f"the cut-point at {_users_code()} is used a second time in one forward; make one CutPoint per place"
+                f"the cut-point at {users_code()} is used a second time in one forward; make one CutPoint per place"
             )
         self._cut_points[id(cut_point)] = cut_point
         passed = activation.view_as(activation)  # its own value, so that uses of it and of the original are told apart
@@ -194,6 +209,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._section = cut
         return passed
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the value of `tensor` is known."""
+        return self._value(tensor).index in self._shadows
+
     def finish(self, loss: Tensor) -> Graph:
         """Close the books: `loss` is what the model is trained on."""
         value = self._value(loss)
@@ -201,7 +220,52 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self.graph.loss = value.index
         for value, tensor in zip(self.graph.values, self._tensors, strict=True):
             value.requires_grad = tensor.requires_grad  # known only after the dispatcher has returned to autograd
+        self._note_assigned_buffers()
         return self.graph
+
+    # A second forward on the same copy, of which nothing is kept: does it use what the first left behind?
+
+    @property
+    def left_something(self) -> bool:
+        """Whether forward has changed attributes of modules, or tensors that are neither buffers nor its own."""
+        return self._constants_changed or bool(changed(self._attributes, attributes_of(self._model)))
+
+    def look_again(self, forward: Callable[[], object]) -> None:
+        """Call `forward`, which runs the model once more. Raises PartitionError when it depends on the first time."""
+        first, operations = attributes_of(self._model), self._operations
+        self._born_before, self._operations = len(self.graph.values), []
+        self.graph = copy.deepcopy(self.graph)
+        self._known = {key: (tensor, self.graph.values[value.index]) for key, (tensor, value) in self._known.items()}
+        self._parameters = {name: self.graph.values[value.index] for name, value in self._parameters.items()}
+        self._section, self._calls_of, self._cut_points = 0, {}, {}
+        forward()
+        refuse_state(
+            self._left_behind,
+            self.graph,
+            self._tensors,
+            lambda tensor: self._known[id(tensor)][1].index >= self._born_before,
+            first,
+            attributes_of(self._model),
+            same_operations=operations == self._operations,
+        )
+
+    def _note_assigned_buffers(self) -> None:
+        """Buffers that forward has replaced by another tensor: they are changed, too."""
+        for path, module in self._model.named_modules():
+            for key, tensor in module._buffers.items():
+                name = f"{path}.{key}" if path else key
+                if tensor is None or name not in self._buffers or tensor is self._buffers[name]:
+                    continue
+                value = self._value(tensor)
+                if value.requires_grad or tensor.shape != self._buffers[name].shape:
+                    what = "with its autograd history" if value.requires_grad else f"in another shape, {value.shape}"
+                    raise PartitionError(
+                        f"forward keeps the tensor made at {value.place} as buffer {name} {what}: assign x.detach(), of "
+                        f"the buffer's shape {tuple(self._buffers[name].shape)}"
+                    )
+                self.graph.buffers_changed[name] = value.place
+                self.graph.buffers_used.setdefault(name, set()).add(value.section)
+                self._born_before_but_kept.add(value.index)
 
     # Operations
 
@@ -221,15 +285,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._note_uses(inputs)
         if func is not _aten.index.Tensor and any(tag in func.tags for tag in _LOOKS_AT_VALUES):
             return self._look_at_values(func, leaves, spec, inputs)
+        self._operations.append((func, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))))
         output = self._run_fake(func, leaves, spec)
         args, kwargs = tree_unflatten(leaves, spec)
         where, cost = (self._stack[-1], self._section), cost_of(func, args, kwargs, output)
         self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost
         random = torch.Tag.nondeterministic_seeded in func.tags
         real = None if random else self._run_shadow(func, leaves, spec, output)
-        written = _written(func, args, kwargs)
-        if written:
-            self._note_changes(written, inputs, random, real is not None)
+        changed_ones = written(func, args, kwargs)
+        if changed_ones:
+            self._note_changes(changed_ones, inputs, random, real is not None)
         self._note_outputs(output, real, inputs, random)
         return self._as_given(output)
 
@@ -237,11 +302,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         args, kwargs = tree_unflatten(leaves, spec)
         try:
             with self._fake_mode:
-                return func(*args, **kwargs)
+                return fake_rule(func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self._value_needed(func) from error
         except RuntimeError as error:
-            error.add_note(f"in the dry run on tensors without values: {func} at {_users_code()}")
+            error.add_note(f"in the dry run on tensors without values: {func} at {users_code()}")
             raise
 
     def _run_shadow(self, func: Any, leaves: list[Any], spec: Any, output: Any) -> Any:
@@ -265,21 +330,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _look_at_values(self, func: Any, leaves: list[Any], spec: Any, inputs: list[Value]) -> Any:
         """An operation whose result's shape or kind depends on values (`item`, `nonzero`): only shadows can answer."""
         shadows = [self._shadows.get(value.index) for value in inputs]
-        if any(shadow is None for shadow in shadows):
+        follows = all(shadow is not None for shadow in shadows)
+        if follows or looks_at_integers_only(func):
+            looked_at = [value for value in inputs if follows or not value.dtype.is_floating_point]
+            real_leaves = [self._shadow_or_zeros(func, x) if isinstance(x, Tensor) else x for x in leaves]
+            args, kwargs = tree_unflatten(real_leaves, spec)
+            real = func(*args, **kwargs)
+        elif func.overloadpacket is _aten.nonzero and leaves[0].numel() <= _LARGEST_SHADOW:
+            looked_at = inputs
+            real = rows_of_any(leaves[0], self._pick_all)
+        else:
             raise self._value_needed(func)
-        self.graph.looked_at.update((value.index, self._section, self._stack[-1]) for value in inputs)
-        remaining = iter(shadows)
-        args, kwargs = tree_unflatten([next(remaining) if isinstance(x, Tensor) else x for x in leaves], spec)
-        real = func(*args, **kwargs)
+        self.graph.looked_at.update((value.index, self._section, self._stack[-1]) for value in looked_at)
+        if any(value.dependent for value in looked_at):
+            self.graph.choosing.setdefault(self._stack[-1], users_code())
         made, out_spec = tree_flatten(real)
         output = tree_unflatten([self._fake(x) if isinstance(x, Tensor) else x for x in made], out_spec)
-        self._note_outputs(output, real, inputs, random=False)
+        self._note_outputs(output, real if looked_at == inputs else None, inputs, random=False)
         return output
+
+    def _shadow_or_zeros(self, func: Any, tensor: Tensor) -> Tensor:
+        """`func` looks at integers only: zeros will do for the others."""
+        shadow = self._shadows.get(self._value(tensor).index)
+        if shadow is None and not tensor.dtype.is_floating_point:
+            raise self._value_needed(func)
+        return shadow if shadow is not None else torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def _value_needed(self, func: Any) -> PartitionError:
         return PartitionError(
             f"forward looks at the value of a tensor that depends on parameters or on a random draw ({func} at "
-            f"{_users_code()}, section {self._section}); the path through a cut model may only depend on its inputs"
+            f"{users_code()}, section {self._section}); the path through a cut model may only depend on its inputs"
         )
 
     def _without_masks(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -335,7 +415,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         fake = self._fake(tensor)
         self._adopted[id(tensor)] = (tensor, fake)
         self._given[id(fake)] = tensor
-        self._record(fake, Kind.GIVEN, (), dependent=False, place=f"a constant at {_users_code()}").call = -1
+        self._record(fake, Kind.GIVEN, (), dependent=False, place=f"a constant at {users_code()}").call = -1
         if not tensor.is_meta:
             self._keep_shadow(fake, tensor)
         return fake
@@ -344,12 +424,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         name = self._originals.get(id(tensor))
         if name is not None:
             raise PartitionError(
-                f"forward reads {name} at {_users_code()} through a reference that is not in the module tree (a "
+                f"forward reads {name} at {users_code()} through a reference that is not in the module tree (a "
                 "lambda or closure over the model); stages could not follow it. Read it through self inside a method"
+            )
+        if isinstance(tensor, FakeTensor):
+            raise PartitionError(
+                f"forward uses at {users_code()} a tensor of shape {tuple(tensor.shape)} that an earlier forward left "
+                "behind outside of the model (in a global list, a closure): each stage and replica would have its own, "
+                "and no checkpoint holds it. Make it a buffer (register_buffer) that forward changes, or pass it in as "
+                "an input"
             )
         if tensor.requires_grad:
             raise PartitionError(
-                f"the tensor of shape {tuple(tensor.shape)} used at {_users_code()} requires gradients but is no "
+                f"the tensor of shape {tuple(tensor.shape)} used at {users_code()} requires gradients but is no "
                 "parameter of the model; register it as an nn.Parameter"
             )
 
@@ -363,6 +450,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _note_uses(self, inputs: Sequence[Value]) -> None:
         for value in inputs:
             value.used_in.add(self._section)
+            if value.index < self._born_before and value.kind in (Kind.COMPUTED, Kind.CUT) and value.buffer is None:
+                self._left_behind.setdefault(value.index, users_code())
             if value.weight is not None:
                 self._parameters[value.weight].used_in.add(self._section)
             if value.buffer is not None:
@@ -388,7 +477,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             if id(tensor) in self._known:
                 continue  # changed in place, or handed back as it was
             dependent = random or any(value.dependent for value in inputs)
-            value = self._record(tensor, Kind.COMPUTED, inputs, dependent=dependent, random=random, place=_users_code())
+            value = self._record(tensor, Kind.COMPUTED, inputs, dependent=dependent, random=random, place=users_code())
             if len(inputs) == 1 and not random:
                 value.weight = inputs[0].weight
             if shadow is not None:
@@ -400,9 +489,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         for changed in written:
             for tensor in self._by_storage[_storage(changed)]:
                 old = self._value(tensor)
+                if old.kind is Kind.PARAMETER:
+                    raise PartitionError(
+                        f"forward changes {old.place} in place at {users_code()}: replicas, which see other examples, "
+                        "would each have their own. Change it after step(), or compute another tensor from it"
+                    )
+                self._constants_changed |= old.kind is Kind.GIVEN and id(tensor) in self._given
                 old.changed_in_place = True
                 if old.buffer is not None:
-                    self.graph.buffers_changed.add(old.buffer)
+                    self.graph.buffers_changed.setdefault(old.buffer, users_code())
                 else:
                     for call in self._stack[1:]:
                         if old.call < call:
@@ -415,7 +510,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                     [old, *others],
                     dependent=dependent or old.dependent,
                     random=random,
-                    place=_users_code(),
+                    place=users_code(),
                 )
                 new.buffer = old.buffer
                 if followed and shadow is not None:
@@ -424,31 +519,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-@cache
-def _never_writes(func: Any) -> bool:
-    arguments = func._schema.arguments
-    return not any(x.name == "training" or (x.alias_info is not None and x.alias_info.is_write) for x in arguments)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an operation changes in place."""
-    if _never_writes(func):
-        return []
-    given = {x.name: args[i] if i < len(args) else kwargs.get(x.name) for i, x in enumerate(func._schema.arguments)}
-    names = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
-    if given.get("training"):
-        names += ["running_mean", "running_var"]  # batch norm changes these, though its schema does not say so
-    return [x for name in names for x in tree_flatten(given.get(name))[0] if isinstance(x, Tensor)]
-
-
-def _users_code() -> str:
-    """file:line in function of the user's code that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_USERS_CODE) and "<" not in frame.f_code.co_filename:
-            name = frame.f_code.co_filename.rpartition(os.sep)[2]
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "unknown place"

@@ -17,6 +17,7 @@ from varuna.partition.ghost import Ghost, Zeros, make_ghost, put_in
 from varuna.partition.model_map import ModelMap
 from varuna.partition.shapes import Boundary
 from varuna.partition.structure import take_apart
+from varuna.partition.written_buffers import WrittenBuffers
 
 __all__ = ["Stage"]
 
@@ -58,6 +59,7 @@ class Stage:
             `eval()` and attributes; call `forward` of the stage, not of the module.
         parameters: every parameter that its sections use, by first name.
         buffers: every buffer that its sections use, by first name.
+        written: those of them that forward writes.
         receives, sends: the boundaries before and after it, in the order of the lists that `forward` takes and returns.
         shared: all parameters of the model that more than one section uses, with those sections; the gradients of a
             name that is in `parameters` of several stages are to be summed over them.
@@ -81,6 +83,8 @@ class Stage:
         self.is_last = sections.stop == count
         self.parameters = parameters
         self.buffers = buffers
+        changed = model_map.graph.buffers_changed
+        self.written = WrittenBuffers(module, {name: x for name, x in buffers.items() if name in changed})
         self.shared = dict(model_map.shared)
         self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.boundary(sections.start)
         self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.boundary(sections.stop)

@@ -6,7 +6,7 @@ A model without cut-points is run once more before that, to find where they may 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_map
 from varuna.cut_point import observing
 from varuna.partition.automatic import choose, find_candidates, without_light_sections
 from varuna.partition.batch import loss_of, resized
+from varuna.partition.choices import mark_choices
 from varuna.partition.cut_places import CutPlace, place_cut_points
 from varuna.partition.errors import PartitionError
+from varuna.partition.formats import FormatsKnownValues
 from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
 from varuna.partition.model_map import ModelMap, Section, first_names, neighbours, storage_bytes
 from varuna.partition.recorder import Recorder
@@ -126,7 +128,11 @@ class _DryRuns:
     kept: dict[str, Tensor]  # by first name
 
     def run(self, batch: int, places: Sequence[CutPlace]) -> Graph:
-        return _dry_run(self.model, self.inputs, batch, self.first_names, places)
+        graph = _dry_run(self.model, self.inputs, batch, self.first_names, places)
+        if graph.choosing:
+            fewer = _dry_run(self.model, self.inputs, batch, self.first_names, places, pick_all=False)
+            mark_choices(graph, fewer, self.first_names)
+        return graph
 
     def model_map(self, places: tuple[CutPlace, ...], one: Graph | None = None) -> ModelMap:
         """With cut-points at `places`. `one`: the first of the two dry runs, if there is one already."""
@@ -158,19 +164,22 @@ def _model_map(
 
 
 def _dry_run(
-    model: nn.Module, inputs: Mapping[str, Any], batch: int, parameters: Mapping[str, str], places: Sequence[CutPlace]
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    batch: int,
+    parameters: Mapping[str, str],
+    places: Sequence[CutPlace],
+    pick_all: bool = True,
 ) -> Graph:
-    recorder = Recorder(batch)
+    recorder = Recorder(batch, pick_all)
     hollow = _hollow_copy(model, recorder, parameters)
+    _refuse_conversions(hollow)
     recorder.watch(hollow)
     place_cut_points(hollow, places)
-    given = {
-        name: tree_map(
-            lambda leaf, name=name: recorder.fake_input(name, leaf) if isinstance(leaf, Tensor) else leaf, value
-        )
-        for name, value in resized(inputs, batch).items()
-    }
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder):
+    batch_of = resized(inputs, batch)
+    given, given_again = ({name: _faked(recorder, name, x) for name, x in batch_of.items()} for _ in range(2))
+    formats = FormatsKnownValues(recorder.knows)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder), formats:
         try:
             loss = loss_of(hollow(**given))
         except RuntimeError as error:
@@ -178,7 +187,14 @@ def _dry_run(
             if not where:
                 raise
             raise PartitionError(f"{where[0]}: {error}") from error
-        return recorder.finish(loss)
+        graph = recorder.finish(loss)
+        if recorder.left_something and not places:  # once is enough: it does not depend on the cut-points
+            recorder.look_again(lambda: hollow(**given_again))
+        return graph
+
+
+def _faked(recorder: Recorder, name: str, value: Any) -> Any:
+    return tree_map(lambda leaf: recorder.fake_input(name, leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _hollow_copy(model: nn.Module, recorder: Recorder, parameters: Mapping[str, str]) -> nn.Module:
@@ -197,6 +213,25 @@ def _hollow_copy(model: nn.Module, recorder: Recorder, parameters: Mapping[str, 
         memo[id(buffer)] = recorder.fake_buffer(name, buffer)
         recorder.must_not_meet(name, buffer)
     return copy_with(model, memo)
+
+
+def _refuse_conversions(hollow: nn.Module) -> None:
+    """`self.layer.to(dtype)` in forward may leave parameters as they are, but not change them."""
+
+    def refusing(path: str, module: nn.Module) -> Callable[..., nn.Module]:
+        def apply(convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if convert(tensor) is not tensor:
+                    raise PartitionError(
+                        f"forward converts {path}.{name} ({tensor.dtype} on {tensor.device.type}) to another type or "
+                        "device; convert the model before it is given to Varuna"
+                    )
+            return module
+
+        return apply
+
+    for path, module in hollow.named_modules():
+        module.__dict__["_apply"] = refusing(path, module)
 
 
 def copy_with(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

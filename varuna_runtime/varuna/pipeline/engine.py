@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from varuna.departure import Departure
 from varuna.partition.batch import take_examples
+from varuna.partition.written_buffers import WrittenBuffers
 from varuna.pipeline.forecast import GradientForecast
 from varuna.pipeline.randomness import generators_left_as_found, seed_generators, stream_seed
 from varuna.pipeline.timeline import Timeline
@@ -114,6 +115,8 @@ class _InFlight:
     received: list[Tensor]
     outputs: list[Tensor] | None = None
     """None after a forward that is to be recomputed."""
+    buffers: list[Tensor] = field(default_factory=list)
+    """Those that forward writes, as they were before, for a recompute."""
 
 
 @dataclass
@@ -144,10 +147,12 @@ class Engine:
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
         timeline: Timeline | None = None,
+        written: WrittenBuffers | None = None,
     ) -> None:
         """`forward_context` is entered around every forward of the stage, recomputes too (autocast, say).
 
-        Boundaries must have the dtypes that tensors have under it. The timeline is told of every op.
+        Boundaries must have the dtypes that tensors have under it. The timeline is told of every op. `written`: by
+        the stage's forward.
         Raises ValueError for a policy that can only be simulated.
         """
         require_executable(position.policy)
@@ -158,6 +163,7 @@ class Engine:
         self._device = device
         self._departure = departure
         self._timeline = timeline or Timeline()
+        self._written = written or WrittenBuffers(nn.Module(), {})
         # What the policy `varuna` knows of time; the others do not ask.
         self._forecast: GradientForecast | None = None
         if position.policy is Policy.VARUNA:
@@ -234,6 +240,7 @@ class Engine:
         for outbox in (self._links.activations_out, self._links.gradients_out):
             if outbox is not None:
                 outbox.drain()
+        self._written.settle()
         usual, wait_us = run.timer.finish(self._timeline)
         self._usual = usual
         losses = [float(loss) for loss in run.losses]
@@ -292,10 +299,13 @@ class Engine:
         for tensor, boundary in zip(received, self._stage.receives, strict=False):
             tensor.requires_grad_(boundary.requires_grad)
         in_flight = _InFlight(micro_batch, received)
+        before = self._written.next_forward()
         with torch.set_grad_enabled(not self._position.recompute), self._streams(seed, step, micro_batch):
             outputs = self._run_stage(micro_batch, received)
         self._emit(run, outputs, number)
-        if not self._position.recompute:
+        if self._position.recompute:
+            in_flight.buffers = before
+        else:
             in_flight.outputs = outputs
         run.in_flight[number] = in_flight
         run.forwards += 1
@@ -306,7 +316,8 @@ class Engine:
 
     def _recompute(self, run: _Pass, seed: int, step: int) -> None:
         in_flight = run.in_flight[run.recomputes]
-        with torch.enable_grad(), self._streams(seed, step, in_flight.micro_batch):
+        as_before = self._written.as_before(in_flight.buffers)
+        with torch.enable_grad(), as_before, self._streams(seed, step, in_flight.micro_batch):
             in_flight.outputs = self._run_stage(in_flight.micro_batch, in_flight.received)
         run.recomputes += 1
 

@@ -129,7 +129,7 @@ class Timeline:
             named.append(self._meta("thread_name", number, name=track))
             named.append(self._meta("thread_sort_index", number, sort_index=number))
         # By wall-clock time, so that the ranks of several machines stand side by side.
-        to_wall_ns = time.time_ns() - time.perf_counter_ns()
+        to_wall_ns = _to_wall_ns()
         return named + [
             {
                 "ph": "X",
@@ -148,9 +148,22 @@ class Timeline:
         return {"ph": "M", "pid": self._rank, "tid": track, "name": kind, "args": args}
 
 
+def _to_wall_ns(tries: int = 5) -> int:
+    """What to add to `time.perf_counter_ns` to get `time.time_ns`: the difference that was read fastest of several.
+
+    A thread that loses its processor between reading the one clock and the other would shift all that its rank did
+    by as long, and its neighbours would seem to work on what it has not sent yet.
+    """
+    read = []
+    for _ in range(tries):
+        before_ns, wall_ns, after_ns = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        read.append((after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2))
+    return min(read)[1]
+
+
 def _told(step: int, spans: list[_Span]) -> agent_pb2.StepTraced:
     """The ops and sums of a step, in µs from the first of them on."""
-    to_wall_ns = time.time_ns() - time.perf_counter_ns()
+    to_wall_ns = _to_wall_ns()
     begin_ns = min((span.begin_ns for span in spans if span.track in (OPS, ALL_REDUCE)), default=0)
     told = agent_pb2.StepTraced(step=step, begin_us=(begin_ns + to_wall_ns) / 1e3)
     for span in spans[:_MOST_TOLD]:

@@ -59,12 +59,12 @@ def fleet_routes(fleet: FleetService, drains: DrainService, views: Views) -> API
         points: Annotated[int, Query(ge=1, le=2000, description="buckets")] = 200,
     ) -> rest.FleetHistory:
         """VMs over time, and what happened to them. `since` null: a day before the end; `until` null: now."""
-        return by.as_told(await views.vms.history(by.seconds(since), by.seconds(until), points))
+        return by.as_told(await views.fleet.history(by.seconds(since), by.seconds(until), points))
 
     @router.get("/fleet/cost")
     async def get_fleet_cost(since: by.At = None) -> rest.FleetCost:
         """VM-hours of the fleet, and what they cost where the provider tells prices. `since` null: all of them."""
-        return by.as_told(await views.vms.cost(by.seconds(since)))
+        return by.as_told(await views.fleet.cost(by.seconds(since)))
 
     @router.put("/providers/local")
     async def set_local_capacity(body: LocalBody) -> rest.Fleet:

@@ -1,0 +1,125 @@
+"""What the fleet has behind it: how many VMs there were and what happened to them, and what they cost.
+
+The store counts and adds up, so that a fleet of years takes no longer to tell than it takes the store to look at it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import EventRow, VmRow
+from varuna_manager.domain.states import VmState
+from varuna_manager.services import documents
+from varuna_manager.services.documents import Document
+from varuna_manager.services.errors import InvalidError
+
+_DAY_S = 86_400.0
+_ORDER_SLACK_S = 60.0
+"""Events are numbered when they are committed: one may be older by so much than another with a smaller number."""
+_KINDS = {
+    "vm_requested": "added",
+    "vm_gone": "gone",
+    "vm_lost": "lost",
+    "vm_ready": "ready",
+    "preemption_notice": "notices",
+    "vm_quarantined": "quarantines",
+}
+_IS_THERE = VmRow.state != VmState.GONE.value
+
+
+class FleetPast:
+    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._now = now
+
+    async def history(self, since: float | None, until: float | None, points: int) -> Document:
+        """How many VMs there were, and what happened to them, in so many buckets. `since` None: a day before the end.
+
+        Raises InvalidError.
+        """
+        end = self._now() if until is None else min(until, self._now())
+        start = end - _DAY_S if since is None else since
+        if start >= end:
+            raise InvalidError("since is not before until (or lies in the future): give an earlier one")
+        width_s = (end - start) / points
+        async with self._database.read() as session:
+            counts = await _count(session, start, width_s, points)
+            present_now = await session.scalar(select(func.count()).select_from(VmRow).where(_IS_THERE)) or 0
+        # Backwards from now: what came and went behind a bucket's end was not, or still, there at it.
+        grown_by = counts["added"] - counts["gone"]
+        after = grown_by.sum() - np.cumsum(grown_by[:points])
+        inside = {name: each[:points] for name, each in counts.items()}
+        return {
+            "bucket_s": width_s,
+            "at_unix_s": np.linspace(start, end, points + 1)[1:].tolist(),
+            "present": np.maximum(present_now - after, 0).tolist(),
+            "ready": inside["ready"].tolist(),
+            "lost": (inside["lost"] + inside["gone"]).tolist(),
+            "notices": inside["notices"].tolist(),
+            "quarantines": inside["quarantines"].tolist(),
+        }
+
+    async def cost(self, since: float | None) -> Document:
+        """What the fleet cost since then, whether jobs ran or not. None: since its first VM."""
+        now = self._now()
+        async with self._database.read() as session:
+            start = since if since is not None else await session.scalar(select(func.min(VmRow.created_at)))
+            start = now if start is None else min(start, now)
+            ended = case((_IS_THERE, now), else_=_left_at(session))
+            hours = (ended - case((VmRow.created_at > start, VmRow.created_at), else_=start)) / 3600.0
+            price = VmRow.price_per_hour
+            sums = select(
+                func.count().filter(hours > 0),
+                func.count(price).filter(hours > 0),
+                func.sum(hours).filter(hours > 0),
+                func.sum(hours * VmRow.gpus).filter(hours > 0),
+                func.sum(hours * price).filter(hours > 0),
+                func.sum(price).filter(_IS_THERE),
+            )
+            vms, priced, vm_hours, gpu_hours, cost, cost_per_hour = (await session.execute(sums)).one()
+        return {
+            "since": documents.iso(start),
+            "vms": vms,
+            "vm_hours": vm_hours or 0.0,
+            "gpu_hours": gpu_hours or 0.0,
+            "cost": cost,
+            "cost_per_hour": cost_per_hour,
+            "vms_without_price": vms - priced,
+        }
+
+
+async def _count(session: AsyncSession, start: float, width_s: float, points: int) -> Mapping[str, Any]:
+    """Of each kind, how many events each bucket has; behind them one for all that came later."""
+    counts = {name: np.zeros(points + 1, dtype=np.int64) for name in _KINDS.values()}
+    # There is an index by kind and number, and none by kind and time.
+    at_start = select(EventRow.id).where(EventRow.at >= start - _ORDER_SLACK_S).order_by(EventRow.at).limit(1)
+    first = await session.scalar(at_start)
+    if first is None:
+        return counts
+    bucket = _whole(session, (EventRow.at - start) / width_s)
+    query = select(EventRow.kind, bucket, func.count()).where(
+        EventRow.kind.in_(_KINDS), EventRow.id >= first, EventRow.at >= start
+    )
+    for kind, place, count in await session.execute(query.group_by(EventRow.kind, bucket)):
+        counts[_KINDS[kind]][min(int(place), points)] += count
+    return counts
+
+
+def _whole(session: AsyncSession, quotient: ColumnElement[float]) -> ColumnElement[Any]:
+    """The quotient, which is not negative, without what follows its point."""
+    # SQLite may have been built without floor; PostgreSQL rounds where SQLite cuts off.
+    return func.floor(quotient) if session.get_bind().dialect.name == "postgresql" else cast(quotient, Integer)
+
+
+def _left_at(session: AsyncSession) -> ColumnElement[Any]:
+    """When a VM that is gone went: the time of the last entry of its history."""
+    if session.get_bind().dialect.name == "postgresql":
+        return VmRow.history[-1]["at"].as_float()
+    return cast(func.json_extract(VmRow.history, "$[#-1].at"), Float)

@@ -1,0 +1,28 @@
+"""Where in the user's code something happens, for messages."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+__all__ = ["users_code"]
+
+_NOT_USERS_CODE = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(Path(__file__).parent) + os.sep,
+)
+
+
+def users_code() -> str:
+    """file:line in function of the innermost code that runs and is neither Varuna's nor PyTorch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_USERS_CODE) and "<" not in frame.f_code.co_filename:
+            name = frame.f_code.co_filename.rpartition(os.sep)[2]
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "unknown place"
