@@ -84,6 +84,8 @@ docs: venv ## Write the pages that are made from the code
 	$(BIN)/python -m varuna_manager.services.metrics.exposition > docs/metrics.md
 	$(BIN)/python -m varuna_manager.api.http.reference > docs/rest.md
 	$(BIN)/python -m varuna_client.reference > docs/cli.md
+	$(BIN)/python -m varuna_client.python_reference > docs/python.md
+	$(BIN)/python -m varuna_client.job_reference > docs/job-file.md
 	$(BIN)/varuna validate --schema > docs/job.schema.json
 
 wheel: venv ## Build the wheel that new VMs install from the manager (dist/, with the versions of what it needs)

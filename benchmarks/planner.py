@@ -1,7 +1,7 @@
-"""How fast a plan is found; how true its prediction is; what it is worth on a trace of spot VMs.
+"""How fast a plan is found; how true its prediction is; what it is worth on a trace of spot VMs; the paper's models.
 
     python benchmarks/planner.py speed --json
-    python benchmarks/planner.py accuracy | replay | all
+    python benchmarks/planner.py accuracy | replay | paper | all
 
 `speed`: `choose_plan` on one thread for models of equal transformer blocks with tied embeddings, 16 GiB devices on a 10
 Gb/s network unless the row says otherwise. Every round plans anew from the profile object; numba's cache is on disk.
@@ -30,7 +30,7 @@ from varuna_planner.auto_config import choose_plan
 from varuna_planner.profile import Link, Links, Measurement, Profile, Section, SharedParameter
 
 GIB = 2**30
-PARTS = ("speed", "accuracy", "replay")
+PARTS = ("speed", "accuracy", "replay", "paper")
 SEQUENCE, VOCABULARY = 1024, 50257
 FLOP_PER_US, LAUNCH_US = 60e6, 150.0
 """What a section computes, and what it takes on top."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
 from corpus_reading import Document
 
 # Tests document nothing; the others are packages of other people that happen to lie inside.
@@ -75,7 +76,7 @@ def _docstrings_of(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.Async
 
 
 def _prose(text: str) -> str:
-    """The text without its sessions of the interpreter and its rules of dashes: blank lines stay, they end paragraphs."""
+    """The text without sessions of the interpreter and rules of dashes. Blank lines stay: they end paragraphs."""
     kept = []
     for line in text.splitlines():
         if not line.strip():

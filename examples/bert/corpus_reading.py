@@ -74,10 +74,10 @@ def _document(path: Path, begin: int, lines: list[str]) -> Iterator[Document]:
 def _read_lines(path: Path, encoding: str, errors: str) -> Iterator[str]:
     """The lines of a text file, decoded as they are read, with any kind of line end."""
     try:
-        decode = codecs.getincrementaldecoder("utf-8-sig" if encoding.lower() in {"utf-8", "utf8"} else encoding)(errors)
+        decoder = codecs.getincrementaldecoder("utf-8-sig" if encoding.lower() in {"utf-8", "utf8"} else encoding)
     except LookupError:
-        raise ValueError(f"--encoding {encoding}: Python knows no such encoding; utf-8 and latin-1 are common") from None
-    newlines = io.IncrementalNewlineDecoder(decode, translate=True)
+        raise ValueError(f"--encoding {encoding}: Python knows none of this name; try utf-8 or latin-1") from None
+    newlines = io.IncrementalNewlineDecoder(decoder(errors), translate=True)
     read = 0
     begun: list[str] = []  # pieces of a line whose end is not read yet
     with path.open("rb") as file:
@@ -89,8 +89,8 @@ def _read_lines(path: Path, encoding: str, errors: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 at = read - len(error.object) + error.start
                 raise ValueError(
-                    f"{path}: the byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding}: say the file's "
-                    "encoding with --encoding, or --encoding-errors replace to go on without such characters"
+                    f"{path}: the byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding}: say the "
+                    "file's encoding with --encoding, or --encoding-errors replace to go on without such characters"
                 ) from None
             if "\0" in text:
                 raise ValueError(

@@ -19,10 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from corpus_reading import Document
-from prepare_processes import ordered_map
 from sentencex import segment
 
+from corpus_reading import Document
+from prepare_processes import ordered_map
+
+SPLITS = ("training", "test")
 _BATCH_CHARACTERS = 1 << 18
 _PARAGRAPH = re.compile(r"\n\s*\n")
 
@@ -85,18 +87,17 @@ def write_text_shards(
     partial_folder = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
     partial_folder.mkdir(parents=True)
-    work = partial(_split_batch, language=language, one_per_line=one_per_line)
+    split_batch = partial(_split_batch, language=language, one_per_line=one_per_line)
     with ExitStack() as open_files:
-        writers = [
-            _Writer(split, index, share, partial_folder, open_files) for (split, index), share in shares.items()
-        ]
+        writers = [_Writer(split, index, share, partial_folder, open_files) for (split, index), share in shares.items()]
         random.Random(seed).shuffle(writers)  # so that equal shards take turns in an order of the seed's
         total = 0
-        for batch in ordered_map(executor, work, _batches(documents), ahead=4 * processes):
+        for batch in ordered_map(executor, split_batch, _batches(documents), ahead=4 * processes):
             for characters, sentences in batch:
                 if sentences:
                     total += characters
-                    max(writers, key=lambda writer: writer.share * total - writer.characters).write(sentences, characters)
+                    behind = max(writers, key=lambda writer: writer.share * total - writer.characters)
+                    behind.write(sentences, characters)
                 advance(characters)
     shards = sorted((writer.done() for writer in writers), key=lambda shard: (shard.split == "test", shard.index))
     _check(shards)

@@ -89,13 +89,13 @@ def masked_places(labels: Tensor, max_predictions: int) -> tuple[Tensor, Tensor]
     return places, labels.gather(1, places)
 
 
-def read_config(path: str | Path, vocabulary: int = 0) -> BertConfig:
+def read_config(path: str | Path, vocabulary: int | None = None) -> BertConfig:
     """The model's sizes from a JSON file with NVIDIA's (and transformers') field names, its vocabulary padded.
 
-    `vocabulary`: the words that the data has. Raises ValueError when the file has fewer.
+    `vocabulary`: the words that the data has, if it says. Raises ValueError when the file has fewer.
     """
     config: BertConfig = BertConfig.from_json_file(str(path))
-    if config.vocab_size < vocabulary:
+    if vocabulary is not None and config.vocab_size < vocabulary:
         raise ValueError(
             f"{path} has a vocab_size of {config.vocab_size}, but the data was prepared with {vocabulary} words: "
             "prepare it with a smaller --vocab-size, or raise the file's"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+
+from corpus_shards import SPLITS
 from prepare_masks import Masking, make_examples
 from prepare_pairs import Tokens, make_pairs
 from vocabulary import Vocabulary, WordPieces, read_vocabulary
@@ -81,7 +83,9 @@ def write_shard(job: ShardJob) -> int:
         rng=rng,
     )
     if not len(pairs):
-        raise ValueError(f"{job.text}: no document of the shard has two sentences, so there is no pair: use fewer shards")
+        raise ValueError(
+            f"{job.text}: no document of this shard has two sentences, so it gives no pair: use fewer shards"
+        )
     job.target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = job.target.with_suffix(".partial")
     with h5py.File(unfinished, "w") as file:
@@ -125,5 +129,5 @@ def read_tokens(path: Path, vocabulary: Vocabulary, *, lower_case: bool) -> Toke
 def stale_shards(folder: Path, wanted: set[Path]) -> Iterator[Path]:
     """Shards in `folder` that an earlier preparation made and this one does not: training would read them too."""
     for path in sorted(folder.glob("*.hdf5")):
-        if path not in wanted and path.stem.split("_")[0] in {"training", "test"}:
+        if path not in wanted and path.stem.split("_")[0] in SPLITS:
             yield path

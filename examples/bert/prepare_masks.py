@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from prepare_pairs import Pairs
 from vocabulary import Vocabulary
 
@@ -28,7 +29,13 @@ class Masking:
 
 
 def make_examples(
-    ids: NDArray[np.int32], pairs: Pairs, vocabulary: Vocabulary, *, length: int, masking: Masking, rng: np.random.Generator
+    ids: NDArray[np.int32],
+    pairs: Pairs,
+    vocabulary: Vocabulary,
+    *,
+    length: int,
+    masking: Masking,
+    rng: np.random.Generator,
 ) -> Rows:
     """NVIDIA's arrays: `input_ids`, `input_mask`, `segment_ids` (N, T), `masked_lm_positions`, `masked_lm_ids` (N, M),
     padded with zeros, and `next_sentence_labels` (N,), 1 where B is random."""

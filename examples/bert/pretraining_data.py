@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-SPLITS = ("training", "test")
 _OPEN_FILES = 128
 _KEYS = (
     "input_ids",
@@ -35,10 +34,10 @@ _KEYS = (
 class PretrainingDataset(Dataset[dict[str, Tensor]]):
     """The examples of a folder's shards whose names hold `split` (None: of all its *.hdf5), in the order of the names.
 
-    `source` may also be a list of files. NVIDIA's own files can be read too. Item i is a dict of int64 tensors: `input_ids`,
+    `source` may also be a list of files; NVIDIA's own can be read too. Item i is a dict of int64 tensors: `input_ids`,
     `token_type_ids`, `attention_mask`, `masked_lm_labels` (T,), which is `ignore_index` where nothing is to be
-    predicted, and `next_sentence_labels` (), 1 where the second segment is random. With `max_predictions_per_seq` only
-    the first so many predictions are kept.
+    predicted, and `next_sentence_labels` (), 1 where the second segment is random. With `max_predictions_per_seq`
+    only the first so many predictions are kept.
 
     Files are mapped when an example of theirs is first asked for, at most 128 at a time, and each process (a loader's
     worker, a fork) maps its own. Raises ValueError for no file, a file that is cut off or lacks a key, or files of
@@ -145,7 +144,7 @@ def _facts(path: Path) -> tuple[int, int, int | None]:
 
 
 def _map(path: Path) -> dict[str, Any]:
-    """The arrays of a file by key: mapped into memory where they lie in one piece, else (compressed) as HDF5 reads them.
+    """The arrays of a file by key: mapped where they lie in one piece, else (compressed) as HDF5 reads them.
 
     A map needs no lock and no copy, and is one file descriptor a shard.
     """

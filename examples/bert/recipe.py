@@ -21,7 +21,9 @@ NOT_DECAYED = ("bias", "LayerNorm")
 
 def load_dataset(arguments: argparse.Namespace) -> PretrainingDataset:
     """Raises ValueError when the examples are not of --max_seq_length."""
-    dataset = PretrainingDataset(arguments.input_dir, arguments.max_predictions_per_seq)
+    dataset = PretrainingDataset(
+        arguments.input_dir, max_predictions_per_seq=arguments.max_predictions_per_seq
+    )
     if dataset.max_seq_length != arguments.max_seq_length:
         raise ValueError(
             f"--max_seq_length {arguments.max_seq_length}, but the examples in {arguments.input_dir} have "
@@ -30,7 +32,7 @@ def load_dataset(arguments: argparse.Namespace) -> PretrainingDataset:
     return dataset
 
 
-def build_model(arguments: argparse.Namespace, vocabulary: int) -> BertPretraining:
+def build_model(arguments: argparse.Namespace, vocabulary: int | None) -> BertPretraining:
     """The same first parameters in every process."""
     torch.manual_seed(arguments.seed)
     return BertPretraining(read_config(arguments.config_file, vocabulary), arguments.max_predictions_per_seq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from tokenizers.trainers import WordPieceTrainer
 
 PAD, UNKNOWN, CLASSIFY, SEPARATE, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CONTINUES = "##"
+_READ_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +36,43 @@ class Vocabulary:
 
 
 def train_vocabulary(files: Sequence[Path], *, size: int, lower_case: bool = True, alphabet: int = 1000) -> list[str]:
-    """The tokens of a vocabulary of at most `size`, learnt from text files: special ones first, then characters.
+    """The tokens of a vocabulary of at most `size`, learnt from text files: special ones, characters, pieces of words.
 
-    `alphabet` is the most characters that are kept; rarer ones become [UNK]. Raises ValueError for a size that leaves
-    no room for pieces of words.
+    At most `alphabet` characters are kept, the most frequent ones; what has others becomes [UNK]. The same text gives
+    the same vocabulary. Raises ValueError for a size that leaves no room for pieces of words.
     """
-    least = len(SPECIAL_TOKENS) + 2 * alphabet
-    if size < len(SPECIAL_TOKENS) + 100:
-        raise ValueError(f"--vocab-size {size}: a vocabulary needs at least {len(SPECIAL_TOKENS) + 100} tokens")
     tokenizer = _tokenizer({}, lower_case)
+    characters = _characters(files, tokenizer.normalizer, alphabet)
+    first = [*SPECIAL_TOKENS, *characters, *(_CONTINUES + character for character in characters)]
+    if size <= len(first):
+        raise ValueError(
+            f"--vocab-size {size}: the special tokens and the text's {len(characters)} characters, at a word's begin and "
+            f"inside, take {len(first)}: allow more, or keep fewer characters with --limit-alphabet"
+        )
     trainer = WordPieceTrainer(
         vocab_size=size,
         min_frequency=2,
-        limit_alphabet=alphabet if size >= least else size // 4,  # each may stand at a word's begin and inside
-        special_tokens=list(SPECIAL_TOKENS),
+        # The trainer numbers pieces of one character in the order of a hash table, and breaks ties by these numbers:
+        # every run would give another vocabulary. Named here they have numbers, and it finds none by itself.
+        special_tokens=first,
+        limit_alphabet=0,
         continuing_subword_prefix=_CONTINUES,
         show_progress=False,
     )
     tokenizer.train([str(path) for path in files], trainer)
     by_token = tokenizer.get_vocab()
     return sorted(by_token, key=lambda token: by_token[token])
+
+
+def _characters(files: Sequence[Path], normalizer: normalizers.Normalizer, most: int) -> list[str]:
+    """The `most` frequent characters of the normalized text, by code point."""
+    counts: Counter[str] = Counter()
+    for path in files:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            while lines := file.readlines(_READ_CHARACTERS):
+                counts.update(normalizer.normalize_str("".join(lines)))
+    ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
+    return sorted(character for _, character in ranked[:most])
 
 
 def read_vocabulary(path: Path) -> Vocabulary:

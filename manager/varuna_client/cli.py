@@ -14,6 +14,7 @@ from rich.text import Text
 from varuna_client.access import audit, revoke, token_app
 from varuna_client.control import cancel, drain, retry, stacks, submit, watch_job
 from varuna_client.errors import UserError, VarunaError
+from varuna_client.inspecting import INSPECT_SETTINGS, inspect
 from varuna_client.jobfile import JobFileError, job_schema, load_job
 from varuna_client.looking import events, list_jobs, logs, show, vms
 from varuna_client.options import AsJson, emit
@@ -144,6 +145,7 @@ app.add_typer(profile_app, name="profile")
 app.command()(estimate)
 app.command()(calibrate)
 app.command()(simulate)
+app.command(context_settings=INSPECT_SETTINGS)(inspect)
 app.command()(config)
 app.command()(completion)
 

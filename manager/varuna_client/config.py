@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from varuna_client.api import DEFAULT_URL
 from varuna_client.errors import UserError
@@ -60,12 +61,21 @@ def find_config(flags: Mapping[str, str | None] | None = None) -> Config:
     token = _read_token(found["token_file"]) if "token_file" in found else found.get("token")
     if token is not None:
         _check_token(token)
+    url = found.get("manager_url", Setting(value=DEFAULT_URL, origin="default"))
+    _check_url(url)
     nothing = Setting(value=None, origin="default")
     return Config(
-        manager_url=found.get("manager_url", Setting(value=DEFAULT_URL, origin="default")),
+        manager_url=url,
         token=token or nothing,
         ca=found.get("ca", nothing),
     )
+
+
+def _check_url(url: Setting) -> None:
+    """Raises UserError."""
+    parts = urlsplit(url.value or "")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UserError(f"{url.value!r} is no address ({url.origin}): write http://HOST:PORT, such as {DEFAULT_URL}")
 
 
 def _check_token(token: Setting) -> None:

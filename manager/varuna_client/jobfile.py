@@ -31,7 +31,7 @@ _OURS = {
     },
     "name": {
         "type": "string",
-        "description": "unique among the jobs that are not over; the name of the job file's folder if left out",
+        "description": "unique among the jobs that are not over; if left out: the name of the job file's folder",
     },
 }
 """What a job file says otherwise than the manager's document."""
@@ -164,6 +164,8 @@ def _flaw_text(kind: str, where: tuple[str, ...], message: str, given: object) -
     if kind == "value_error":
         return message.removeprefix("Value error, ")
     shown = repr(given)
+    if kind == "string_type" and where[0] == "env":
+        return f"{shown}: a variable is text: write it in quotes"
     return f"{shown if len(shown) <= 60 else shown[:57] + '...'}: {message[0].lower()}{message[1:]}"
 
 

@@ -146,6 +146,17 @@ def preview_text(found: Preview, spec: JobSpec, now: datetime | None = None) -> 
     if total:
         takes = "" if plan is None else f", about {duration(total[0] * plan['predicted_minibatch_s'])}"
         grid.add_row("steps", f"{total[0]} ({total[1]}){takes}")
-    if found.cost_per_hour is not None:
-        grid.add_row("cost", f"about {found.cost_per_hour:.2f} per hour, by the present prices of VMs")
+    grid.add_row("cost", _cost(found, total[0] if total else None))
     return grid
+
+
+def _cost(found: Preview, steps: int | None) -> str:
+    price = found.free.price_per_gpu_hour
+    if price is None:
+        return "unknown: of no VM here the provider tells a price"
+    by = "by the present prices of VMs"
+    if found.plan is None or found.cost_per_hour is None:
+        return f"at most {price * found.gpus:.2f} per hour on {found.gpus} GPUs, {by}"
+    hours = (steps or 0) * found.plan["predicted_minibatch_s"] / 3600
+    whole = f", {found.cost_per_hour * hours:.2f} for all steps" if steps else ""
+    return f"about {found.cost_per_hour:.2f} per hour{whole}, {by}"

@@ -20,6 +20,7 @@ EXIT_PEER_LOST = 76
 class Mode(StrEnum):
     TRAIN = "train"
     CALIBRATE = "calibrate"
+    INSPECT = "inspect"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,10 @@ class WorkerEnvironment:
     """For rank 0: an inherited socket, already bound to rendezvous_port; -1: bind it yourself."""
     traceparent: str = ""
     """W3C trace context of this rank's start, for spans under it; empty: nobody traces."""
+    report_path: str = ""
+    """For Mode.INSPECT: the file that the report goes to, as JSON."""
+    report_times: str = ""
+    """For Mode.INSPECT: `measure`, or a file with the profile that has the sections' times; empty: no times."""
 
     @property
     def stage_to_rank_map(self) -> str:
@@ -97,6 +102,8 @@ class WorkerEnvironment:
             "VARUNA_DEVICE": self.device,
             "VARUNA_AGENT_SOCKET": self.agent_socket,
             "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
+            **({"VARUNA_REPORT_PATH": self.report_path} if self.report_path else {}),
+            **({"VARUNA_REPORT_TIMES": self.report_times} if self.report_times else {}),
             **({"TRACEPARENT": self.traceparent} if self.traceparent else {}),
         }
 
@@ -135,6 +142,8 @@ class WorkerEnvironment:
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
             rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),
             traceparent=environ.get("TRACEPARENT", ""),
+            report_path=environ.get("VARUNA_REPORT_PATH", ""),
+            report_times=environ.get("VARUNA_REPORT_TIMES", ""),
         )
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -36,11 +36,11 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 class Zygote:
-    """The process from which the ranks are forked."""
+    """The process from which the ranks are forked. `imports`: modules that it imports for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(ZYGOTE)],
+            [sys.executable, str(ZYGOTE), *imports],
             stdin=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

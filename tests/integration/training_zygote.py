@@ -1,4 +1,4 @@
-"""Imports torch and Varuna once, then forks the ranks of one world after the other: importing takes longer than a test.
+"""Imports torch, Varuna and what its arguments name once, then forks the ranks of one world after the other: importing takes longer than a test.
 
 In a world that is "fresh" each rank imports for itself.
 
@@ -10,6 +10,7 @@ starts a thread before forking. The ranks come back to this module's top level a
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -85,6 +86,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     trace(make_model(Task()), example_batch(2))  # imports what torch imports at the first use of fake tensors
     assert varuna.Varuna
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     gc.freeze()  # what is shared with the ranks is looked at by none of their collections, the last one either
     told = serve()
     if told is not None:

@@ -75,6 +75,13 @@ def test_a_wrong_file_is_named(text: str, file: Path) -> None:
         find_config()
 
 
+@pytest.mark.parametrize("url", ["manager:8750", "127.0.0.1", "ftp://manager", "http://"])
+def test_an_address_without_scheme_or_host_is_named_with_its_origin(url: str, file: Path) -> None:
+    file.write_text(f'manager_url = "{url}"\n')
+    with pytest.raises(UserError, match=rf"'{url}' is no address \({file}\): write http://HOST:PORT"):
+        find_config()
+
+
 def test_config_tells_what_holds_and_whence(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text('manager_url = "https://file:1"\n')
     monkeypatch.setenv("VARUNA_TOKEN", "vt1.a.secret")

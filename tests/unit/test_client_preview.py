@@ -75,6 +75,9 @@ def test_a_job_that_never_ran_is_profiled_first() -> None:
         found = asked([vm("a")], jobs, profile)
         assert found.plan is None
         assert "about a minute" in plain(preview_text(found, SPEC))
+        assert "of no VM here the provider tells a price" in plain(preview_text(found, SPEC))
+    priced = asked([vm("a", price=3.0)], [], None)
+    assert "at most 3.00 per hour on 2 GPUs" in plain(preview_text(priced, SPEC))
 
 
 def test_the_plan_is_for_the_gpus_there_are_with_the_jobs_own_pins_and_limits() -> None:
@@ -88,7 +91,8 @@ def test_the_plan_is_for_the_gpus_there_are_with_the_jobs_own_pins_and_limits() 
     assert "4 of 4 free on 2 VMs" in text
     assert "by the profile of job-1, 2 h ago" in text
     assert "100 (--steps in run), about" in text
-    assert f"about {found.cost_per_hour:.2f} per hour" in text
+    whole = found.cost_per_hour * 100 * found.plan["predicted_minibatch_s"] / 3600
+    assert f"about {found.cost_per_hour:.2f} per hour, {whole:.2f} for all steps" in text
     limited = asked(vms, [EARLIER], profile_json(), resources={"max_gpus": 2})
     assert limited.gpus == 2
     assert limited.plan is not None

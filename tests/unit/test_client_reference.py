@@ -1,17 +1,43 @@
-"""The page about the command is written from the command."""
+"""The pages about the command, the job file and the Python API are written from the code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
+
+import varuna_client
+from varuna_client import job_reference, python_reference
 from varuna_client.errors import EXIT_CODES, JobEndedError, VarunaError
+from varuna_client.jobfile import KEYS, load_job
 from varuna_client.reference import page
 
-CLI = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_the_page_is_what_the_command_says() -> None:
-    assert CLI.read_text() == page(), "write it anew: make docs"
+    assert (DOCS / "cli.md").read_text() == page(), "write it anew: make docs"
+
+
+def test_the_job_files_page_is_what_their_schema_says_and_its_example_has_every_key(tmp_path: Path) -> None:
+    written = job_reference.page()
+    assert (DOCS / "job-file.md").read_text() == written, "write it anew: make docs"
+    (tmp_path / "job.yaml").write_text(job_reference.EXAMPLE)
+    load_job(tmp_path / "job.yaml")
+    assert set(yaml.safe_load(job_reference.EXAMPLE)) == {*KEYS} - {"profile_only", "copy_workdir"}
+    assert all(f"`{key}`" in written for key in KEYS)
+
+
+def test_the_python_page_is_what_the_code_says_and_has_all_that_is_public() -> None:
+    written = python_reference.page()
+    assert (DOCS / "python.md").read_text() == written, "write it anew: make docs"
+    for module in python_reference.MODULES:
+        assert all(f"\n### {name}\n" in written for name in python_reference.public_names(module))
+    for client in (varuna_client.Client, varuna_client.AsyncClient):
+        assert all(name.startswith("_") or f".{name}\n" in written or name == "close" for name in vars(client))
+    assert "\n    clip_grad_max_norm: float | None = None,\n" in written
+    assert "\njobs(" in written
+    assert "Call[" not in written, "the methods of clients are told as calls are"
 
 
 def test_exit_codes_are_what_the_page_says() -> None:

@@ -218,3 +218,18 @@ def test_light_sections_are_joined_until_none_is_left(costs: list[float]) -> Non
     bounds = [0, *cuts, len(costs)]
     sums = [sum(costs[a:b]) for a, b in pairwise(bounds)]
     assert len(sums) == 1 or min(sums) >= 0.25 * sum(sums) / len(sums)
+
+
+def test_no_section_is_without_parameters() -> None:
+    layers = nn.Sequential(nn.Dropout(0.1), nn.Linear(H, H), nn.ReLU(), nn.Dropout(0.1), nn.Linear(H, H), nn.ReLU())
+
+    class Bare(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks(x).square().mean()
+
+    model_map = trace(Bare(layers), example())
+    assert places(model_map) == ["blocks.3"]
+    assert all(section.parameters for section in model_map.sections)
+    reason = r"after blocks.0: a section beside it would have no parameters; after blocks.5"
+    with pytest.raises(PartitionError, match=reason):
+        trace(Bare(layers), example(), cut_points=3)

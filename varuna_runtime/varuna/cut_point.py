@@ -7,6 +7,7 @@ module tree, because users keep their cut-points in plain Python lists too (the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -33,16 +34,20 @@ class CutPoint(nn.Module):
     boundary, it is the identity. It has no parameters, so models with and without it share checkpoints.
     """
 
+    again: Callable[[Tensor], Tensor] | None = None
+    """Set by a stage: what to do when activation checkpointing passes the cut-point again, during a backward. An
+    attribute, since that may be in a thread of autograd's, which has no observer."""
+
     def forward(self, activation: Tensor) -> Tensor:
         observer = _observer.get()
-        if observer is None:
-            return activation
-        return observer.cut_point_passed(self, activation)
+        if observer is not None:
+            return observer.cut_point_passed(self, activation)
+        return activation if self.again is None else self.again(activation)
 
-
-def is_observed() -> bool:
-    """Whether somebody wants to know of cut-points that this thread passes."""
-    return _observer.get() is not None
+    @property
+    def is_identity(self) -> bool:
+        """Whether nobody wants to know of it, here and now."""
+        return _observer.get() is None and self.again is None
 
 
 class observing:  # noqa: N801  # reads as a statement; a class, since a generator's frames would add to each forward

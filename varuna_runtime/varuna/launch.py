@@ -100,7 +100,7 @@ def worker_environment(
                 "the varuna launcher: submit the script as a job, or leave the argument out to run as a single process"
             )
         return _single_process(batch_size or 0, chunk_size or batch_size or 0)
-    if environment.mode is Mode.CALIBRATE:
+    if environment.mode is not Mode.TRAIN:
         return environment  # sizes and shape of the coming plan are what is being found out
     for name, value, known in (
         ("stage_to_rank_map", stage_to_rank_map, environment.stage_to_rank_map),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import struct
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -49,7 +49,7 @@ class Weights:
     """Values for a model's parameters and buffers, by their first names. A `varuna.partition.Values`."""
 
     def __init__(
-        self, source: str | Path, model: nn.Module, first_names: Mapping[str, str], *, tells: bool = True
+        self, source: str | os.PathLike[str], model: nn.Module, first_names: Mapping[str, str], *, tells: bool = True
     ) -> None:
         """Looks up where everything is, and reads none of it yet.
 
@@ -62,7 +62,7 @@ class Weights:
             ValueError: the files do not fit the model or cannot be read. A parameter that they lack must not be on
                 `meta`: on the CPU it keeps the value that it has there.
         """
-        self._files = _Files(str(source))
+        self._files = _Files(os.fspath(source))
         self._places, left_over = _places(self._files, model, first_names)
         tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         missing = [name for name in dict.fromkeys(first_names.values()) if name in tensors and name not in self._places]
@@ -115,6 +115,7 @@ def _places(files: _Files, model: nn.Module, first_names: Mapping[str, str]) -> 
 def _renaming(model: nn.Module, names: Collection[str], files: _Files) -> Callable[[str], str]:
     """From a name in files to that in the model. transformers' models have several names for many a tensor."""
     prefix = getattr(model, "base_model_prefix", None)
+    rename: Callable[..., tuple[str, str | None]]
     if "transformers" not in sys.modules or not prefix:
         return lambda name: name
     try:
@@ -209,15 +210,21 @@ class _Files:
 
     def read_into(self, place: _Place, entry: TensorEntry, tensor: Tensor) -> None:
         dtype = DTYPES.get(entry.dtype)
-        if dtype is None or not (dtype is tensor.dtype or dtype.is_floating_point and tensor.is_floating_point()):
-            raise ValueError(f"weights {self}: {place.name} is {entry.dtype} there and {tensor.dtype} in the model")
+        if dtype is None or not (dtype is tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())):
+            raise ValueError(
+                f"weights {self}: {place.name} is {dtype or entry.dtype} there and {tensor.dtype} in the model"
+            )
         whole = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
         flat = whole.view(-1)
+        end = entry.start + tensor.numel() * dtype.itemsize
         with torch.no_grad(), self._explained():
-            for start in range(entry.start, entry.end, _PIECE_BYTES):
-                piece = bytearray(self._store.get_range(place.file, start, min(_PIECE_BYTES, entry.end - start)))
-                first, count = (start - entry.start) // dtype.itemsize, len(piece) // dtype.itemsize
-                flat[first : first + count].copy_(torch.frombuffer(piece, dtype=dtype))
+            for start in range(entry.start, end, _PIECE_BYTES):
+                length = min(_PIECE_BYTES, end - start)
+                piece = bytearray(self._store.get_range(place.file, start, length))
+                if len(piece) != length or entry.end != end:
+                    raise ValueError(f"weights {self}: {place.file} ends within {place.name}: copy it again")
+                first = (start - entry.start) // dtype.itemsize
+                flat[first : first + length // dtype.itemsize].copy_(torch.frombuffer(piece, dtype=dtype))
             if whole is not tensor:
                 tensor.copy_(whole)
 

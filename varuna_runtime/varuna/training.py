@@ -20,14 +20,16 @@ from torch.optim import Optimizer
 from varuna.agreement import Totals, agree
 from varuna.assembly import agreed_seed, assemble
 from varuna.calibrating import Calibrating
-from varuna.checkpoint import Loaded, TrainingState
+from varuna.checkpoint import Loaded, TrainingState, hugging_face
 from varuna.checkpointing import Checkpointing, Registered, Stateful, held_state, state_dict_names
 from varuna.example_inputs import example_maker
 from varuna.generators import global_generators_kept
+from varuna.inspecting import Inspecting, report_refusal
 from varuna.launch import worker_environment
 from varuna.offload import HostParameters
 from varuna.optim import clip_factor, scale_gradients
-from varuna.partition import trace
+from varuna.optimizer_check import require_splittable
+from varuna.partition import PartitionError, trace
 from varuna.partition.batch import batch_size_of
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.precision import LossScaler, Precision
@@ -105,14 +107,21 @@ class Varuna(nn.Module):
         )
         self._scalars = Scalars(environment, os.environ)
         self._worker = Worker.join(environment)
-        self._device = make_current(choose_device(environment, device, local_rank))
+        inspected = environment.mode is Mode.INSPECT
+        self._device = make_current(choose_device(environment, None if inspected else device, local_rank))
         self._precision = Precision.of(fp16, dtype, self._device)
         self._precision.check_parameters(model.named_parameters())
-        with global_generators_kept(self._device), self._precision.dry_run():
-            model_map = trace(
-                model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or (), cut_points=cut_points
-            )
+        try:
+            with global_generators_kept(self._device), self._precision.dry_run():
+                model_map = trace(
+                    model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or (), cut_points=cut_points
+                )
+        except PartitionError as error:
+            if inspected:
+                report_refusal(environment, error)
+            raise
         self._worker.phases.done("trace")
+        self._sections = len(model_map.sections)
         self._optimizer: Optimizer | None = None
         self._scaler: LossScaler | None = None
         self._step = 0
@@ -122,15 +131,17 @@ class Varuna(nn.Module):
         self._said_ready = False
         self._resumed = False
         self._broken = False
-        self._calibrating: Calibrating | None = None
+        self._instead: Calibrating | Inspecting | None = None  # of training
         self._parameters_here: Mapping[str, nn.Parameter]
         names = state_dict_names(model, model_map)
-        values = None
-        if weights is not None:
-            values = Weights(os.fspath(weights), model, names, tells=environment.rank == 0)
+        values = None if weights is None else Weights(weights, model, names, tells=environment.rank == 0)
+        if inspected:
+            self._parameters_here = dict(model.named_parameters())
+            self._instead = Inspecting(environment, model, model_map, get_batch, self._device, self._precision)
+            return
         if environment.mode is Mode.CALIBRATE:
             self._parameters_here = dict(model.named_parameters())
-            self._calibrating = Calibrating(
+            self._instead = Calibrating(
                 worker=self._worker,
                 model=model,
                 model_map=model_map,
@@ -148,6 +159,8 @@ class Varuna(nn.Module):
         self._seed = agreed_seed(self._seed, everyone)
         self._host = HostParameters(stage.parameters) if offload_optimizer else None
         self._parameters_here = stage.parameters if self._host is None else self._host.parameters
+        if (description := hugging_face.Description.of(model)) is not None:
+            self._registered.add(hugging_face.STATE, description)
         self._held = held_state(model_map, stage, self._parameters_here, names)
         self._checkpointing = Checkpointing(self._worker, everyone)
         self._worker.phases.done("connect")
@@ -169,7 +182,7 @@ class Varuna(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Sets training mode (or, with False, evaluation mode) in the user's model."""
         self.training = mode
-        if self._calibrating is None:
+        if self._instead is None:
             self._parts.stage.module.train(mode)
         return self
 
@@ -189,7 +202,8 @@ class Varuna(nn.Module):
         """Connects the optimizer, made from this object's `parameters()`: this object itself steps it.
 
         A call of `optimizer.step()` by the script does nothing from now on: `step` has done it.
-        In a calibration generation this measures the profile and then ends the script (SystemExit with code 0).
+        In a calibration generation this measures the profile and then ends the script (SystemExit with code 0), and
+        under `varuna inspect` it writes the report.
 
         Args:
             loss_scale: for fp16 alone: a number, which then stays; or "dynamic": halved when gradients overflow,
@@ -197,7 +211,8 @@ class Varuna(nn.Module):
             init_loss_scale, min_loss_scale: where a dynamic scale starts, and the least it becomes.
 
         Raises:
-            ValueError: the optimizer holds a parameter that is not of this stage, or a scale is no positive number.
+            ValueError: the optimizer holds a parameter that is not of this stage, or cannot be split over stages and
+                replicas; or a scale is no positive number.
         """
         own = {id(parameter) for parameter in self._parameters_here.values()}
         for group in optimizer.param_groups:
@@ -207,14 +222,16 @@ class Varuna(nn.Module):
                         f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not of this stage: "
                         "make the optimizer after wrapping the model, from the Varuna object's parameters()"
                     )
+        if self._worker.environment.mode is not Mode.INSPECT:  # which tells of it
+            require_splittable(optimizer, self._worker.environment, self._sections)
         self._optimizer = optimizer
         take_over_steps(optimizer)
         if self._precision.needs_scale:
             self._scaler = LossScaler(loss_scale, init_loss_scale, min_loss_scale)
             self._registered.add(_LOSS_SCALE, self._scaler, replace=True)
-        if self._calibrating is not None:
+        if self._instead is not None:
             self._say_ready()
-            self._calibrating.run(optimizer)
+            self._instead.run(optimizer)
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
         """Trains one step on this replica's share of the global batch. Called by all ranks.

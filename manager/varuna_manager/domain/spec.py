@@ -46,9 +46,11 @@ class CheckpointSpec(_Strict):
 class PlanPins(_Strict):
     """Parts of the plan that the user wants as they are."""
 
-    p: int | None = Field(default=None, ge=1, description="pipeline stages")
-    d: int | None = Field(default=None, ge=1, description="data-parallel replicas")
-    micro_batch: int | None = Field(default=None, ge=1, description="examples in a micro-batch")
+    p: int | None = Field(default=None, ge=1, description="pipeline stages; null: the planner's choice")
+    d: int | None = Field(default=None, ge=1, description="data-parallel replicas; null: the planner's choice")
+    micro_batch: int | None = Field(
+        default=None, ge=1, description="examples in a micro-batch; null: the planner's choice"
+    )
 
 
 class JobSpec(_Strict):
@@ -61,19 +63,22 @@ class JobSpec(_Strict):
         "null: the workdir is on every VM already",
     )
     setup: str | None = Field(
-        default=None, min_length=1, description="shell command, run in the workdir once on each VM, before the job"
+        default=None,
+        min_length=1,
+        description="shell command, run in the workdir once on each VM, before the job; null: nothing is run",
     )
     run: str = Field(min_length=1, description="shell command, which every worker runs: one on each GPU")
     global_batch: int = Field(ge=1, description="examples in a mini-batch, over all replicas")
     steps: int | None = Field(
-        default=None, ge=1, description="how many the script trains: for progress and the time left, nothing else"
+        default=None,
+        ge=1,
+        description="how many the script trains, for progress bars and the time left and nothing else; "
+        "null: N, if `run` has `--steps N`",
     )
     resources: Resources = Field(default=Resources(), description="how many GPUs it may have")
     checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="where its state is saved, and how often")
     env: dict[str, str] = Field(default_factory=dict, description="environment variables of `run` and `setup`")
-    plan: PlanPins = Field(
-        default=PlanPins(), description="parts of the plan that stay as they are said here; null: the planner's choice"
-    )
+    plan: PlanPins = Field(default=PlanPins(), description="parts of the plan that stay as they are said here")
     profile_only: bool = Field(default=False, description="the job has succeeded when its profile is measured")
     max_restarts_on_errors: int = Field(
         default=0, ge=0, le=1000, description="so often is the job restarted from its checkpoint when its script fails"

@@ -74,24 +74,20 @@ class FleetPast:
             start = now if start is None else min(start, now)
             ended = case((_IS_THERE, now), else_=_left_at(session))
             hours = (ended - case((VmRow.created_at > start, VmRow.created_at), else_=start)) / 3600.0
-            price = VmRow.price_per_hour
-            sums = select(
-                func.count().filter(hours > 0),
-                func.count(price).filter(hours > 0),
-                func.sum(hours).filter(hours > 0),
-                func.sum(hours * VmRow.gpus).filter(hours > 0),
-                func.sum(hours * price).filter(hours > 0),
-                func.sum(price).filter(_IS_THERE),
-            )
-            vms, priced, vm_hours, gpu_hours, cost, cost_per_hour = (await session.execute(sums)).one()
+            kind = (VmRow.gpus, VmRow.price_per_hour)
+            uses = select(*kind, func.count(), func.sum(hours)).where(hours > 0).group_by(*kind)
+            rows = (await session.execute(uses)).all()
+            cost_per_hour = await session.scalar(select(func.sum(VmRow.price_per_hour)).where(_IS_THERE))
+        priced = [(vms, hours * price) for _, price, vms, hours in rows if price is not None]
+        vms = sum(vms for _, _, vms, _ in rows)
         return {
             "since": documents.iso(start),
             "vms": vms,
-            "vm_hours": vm_hours or 0.0,
-            "gpu_hours": gpu_hours or 0.0,
-            "cost": cost,
+            "vm_hours": sum(hours for _, _, _, hours in rows),
+            "gpu_hours": sum(hours * gpus for gpus, _, _, hours in rows),
+            "cost": sum(cost for _, cost in priced) if priced else None,
             "cost_per_hour": cost_per_hour,
-            "vms_without_price": vms - priced,
+            "vms_without_price": vms - sum(vms for vms, _ in priced),
         }
 
 

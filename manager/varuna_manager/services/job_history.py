@@ -161,5 +161,6 @@ async def _typical_step_s(
 
 def _no_generation(id_or_name: str, number: int, job: JobRow) -> NotFoundError:
     return NotFoundError(
-        f"job {id_or_name!r} has no such generation {number}: see GET /api/v1/jobs/{job.id}/generations"
+        f"job {id_or_name!r} has no such generation {number}: "
+        f"varuna show {job.name} (GET /api/v1/jobs/{job.id}/generations) has those there are"
     )

@@ -108,7 +108,7 @@ class LogService:
         if worker is None:
             raise NotFoundError(
                 f"job {id_or_name!r} has no rank {rank} in generation {generation}: "
-                f"see GET /api/v1/jobs/{job.id}/generations"
+                f"varuna show {job.name} (GET /api/v1/jobs/{job.id}/generations) has those there are"
             )
         return worker
 

@@ -2,9 +2,11 @@
 
 A checkpoint's files are copied piece by piece, so the memory that it takes does not grow with the model. Tied
 parameters, which a checkpoint holds once, are written under each of their names: the safetensors format has no way to
-say that two tensors are one, and `load_state_dict` asks for every name.
+say that two tensors are one, and `load_state_dict` asks for every name. `from_pretrained` of Hugging Face
+transformers does not: a folder for that has them once, as `save_pretrained` writes them.
 
     python -m varuna.checkpoint.export CKPT --out model.safetensors
+    python -m varuna.checkpoint.export CKPT --hf --out folder
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import BinaryIO
 
 from varuna.checkpoint.checksum import Checksum
 from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.hugging_face import WEIGHTS_FILE, description_in, write_beside
 from varuna.checkpoint.loading import Report, newest_complete, read_manifest
 from varuna.checkpoint.manifest import FileEntry, FileKind, Manifest
 from varuna.checkpoint.store import CheckpointStore, folder_of
@@ -54,17 +57,40 @@ class _Copy:
     target: int
 
 
-def export(checkpoint: str, out: Path, *, report: Report | None = None) -> Exported:
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What is to be written."""
+
+    out: Path
+    hf: bool
+    """`out` is a folder for `from_pretrained`, not a file."""
+    tokenizer: Path | None
+
+    @property
+    def file(self) -> Path:
+        """Where the tensors go."""
+        return self.out / WEIGHTS_FILE if self.hf else self.out
+
+
+def export(
+    checkpoint: str, out: Path, *, hf: bool = False, tokenizer: Path | None = None, report: Report | None = None
+) -> Exported:
     """Write the model of `checkpoint` to `out`, a file that appears only when it is whole.
+
+    With `hf`, `out` is a folder, which transformers' `from_pretrained` then loads; its weights come last. A tokenizer is
+    in no checkpoint: `tokenizer` is a folder that has one, whose files are copied.
 
     `checkpoint` is the path or URL of a `varuna_ckpt_<step>` folder, or of a store, of which the newest checkpoint that
     can be read is taken; `report` is told of those passed over.
 
     Raises CheckpointError naming what is missing, corrupt or cannot be written.
     """
+    if tokenizer is not None and not hf:
+        raise ValueError("a tokenizer is for a folder that from_pretrained loads: add --hf")
+    target = _Target(out=out, hf=hf, tokenizer=tokenizer)
     match = _ONE_CHECKPOINT.fullmatch(checkpoint)
     if match:
-        return _export_step(match["store"] or ".", int(match["step"]), out)
+        return _export_step(match["store"] or ".", int(match["step"]), target)
     before: int | None = None
     passed_over: list[str] = []
 
@@ -75,7 +101,7 @@ def export(checkpoint: str, out: Path, *, report: Report | None = None) -> Expor
 
     while (step := newest_complete(checkpoint, before=before, report=note)) is not None:
         try:
-            return _export_step(checkpoint, step, out)
+            return _export_step(checkpoint, step, target)
         except _SourceError as error:
             note(step, str(error))
             before = step
@@ -89,7 +115,8 @@ class _SourceError(CheckpointError):
     """The fault lies in the checkpoint, and another one may do."""
 
 
-def _export_step(url: str, step: int, out: Path) -> Exported:
+def _export_step(url: str, step: int, target: _Target) -> Exported:
+    out = target.file
     try:
         manifest = read_manifest(url, step)
         source = _Source(CheckpointStore(url), step, manifest)
@@ -97,6 +124,10 @@ def _export_step(url: str, step: int, out: Path) -> Exported:
         found = source.tensors(set(names.values()))
     except CheckpointError as error:
         raise _SourceError(str(error)) from error
+    if target.hf:
+        files, tied = description_in(manifest, source.store.url_of(step))
+        names = _once(names, tied)
+        _write_beside(files, target)
     header, targets = layout({name: found[stored][1] for name, stored in names.items()}, {"format": "pt"})
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
@@ -116,6 +147,19 @@ def _export_step(url: str, step: int, out: Path) -> Exported:
         with suppress(OSError):
             partial.unlink()
     return Exported(step=step, source=source.store.url_of(step), tensors=len(names), bytes=written, out=str(out))
+
+
+def _once(names: dict[str, str], tied: set[str]) -> dict[str, str]:
+    """`names` without those in `tied` whose value is there under another name."""
+    others = {stored for name, stored in names.items() if name not in tied}
+    return {name: stored for name, stored in names.items() if name not in tied or stored not in others}
+
+
+def _write_beside(files: dict[str, str], target: _Target) -> None:
+    try:
+        write_beside(files, target.out, target.tokenizer)
+    except OSError as error:
+        raise CheckpointError(f"cannot write into {target.out}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)
@@ -184,11 +228,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "checkpoint", metavar="CKPT", help="a varuna_ckpt_N folder or URL, or a store of them: the newest that is whole"
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="the file to write; with --hf, the folder"
+    )
+    parser.add_argument(
+        "--hf", action="store_true", help="write a folder that from_pretrained of Hugging Face transformers loads"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="with --hf: copy the tokenizer's files from here"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     try:
-        exported = export(given.checkpoint, given.out, report=lambda step, fault: _say(f"passed over: {fault}"))
+        exported = export(
+            given.checkpoint,
+            given.out,
+            hf=given.hf,
+            tokenizer=given.tokenizer,
+            report=lambda step, fault: _say(f"passed over: {fault}"),
+        )
     except (CheckpointError, ValueError) as error:
         _say(str(error))
         return 1

@@ -137,13 +137,13 @@ class _Made:
 
     def tensor(self, name: str, original: Tensor, *, used: bool = True) -> Tensor:
         """A copy of the model's tensor, with the value that `Values` has for it; one not `used` may have any value."""
+        if not used:
+            return torch.zeros_like(original, device=self._device)
+        if name not in self._values and not original.is_meta:
+            return original.to(self._device, copy=True)
+        made = torch.empty_like(original, device=self._device)
         if name in self._values:
-            made = torch.empty_like(original, device=self._device)
             self._values.read_into(name, made)
-        elif original.is_meta:
-            made = torch.empty_like(original, device=self._device)
-            if used:
-                self.empty[name] = made
         else:
-            made = original.to(self._device, copy=True)
+            self.empty[name] = made
         return made

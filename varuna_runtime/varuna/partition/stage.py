@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.cut_point import CutPoint, observing
 from varuna.partition.batch import batch_size_of, loss_of
@@ -20,6 +25,21 @@ from varuna.partition.structure import take_apart
 from varuna.partition.written_buffers import WrittenBuffers
 
 __all__ = ["Stage"]
+
+
+def _refuse_reentrant_checkpoint(cut: int) -> None:
+    """Raises PartitionError when the code that passes this cut-point runs in a reentrant checkpoint.
+
+    That runs it without gradients, so what a stage sends or receives there would have none, and nothing would say so.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise PartitionError(
+                f"a stage ends at cut-point {cut}, within a part of the model that runs in a reentrant checkpoint: "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        frame = frame.f_back
 
 
 class _StageEndError(BaseException):
@@ -40,11 +60,12 @@ class _Call:
 class _Pass:
     """The state of one forward."""
 
-    __slots__ = ("batch", "calls", "received", "section", "sent", "with_grad")
+    __slots__ = ("again", "batch", "calls", "received", "section", "sent", "with_grad")
 
-    def __init__(self, batch: int, received: Sequence[Tensor], sends: int) -> None:
+    def __init__(self, batch: int, received: Sequence[Tensor], sends: int, again: bool = False) -> None:
         self.batch = batch
         self.received = received
+        self.again = again  # it is the micro-batch's backward, in which activation checkpointing runs parts again
         self.with_grad = torch.is_grad_enabled()
         self.section = 0
         self.calls: dict[str, int] = defaultdict(int)
@@ -133,10 +154,42 @@ class Stage:
             )
         return loss_of(result)
 
+    @contextmanager
+    def running_again(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> Iterator[None]:
+        """For around the backward of a micro-batch; arguments as its `forward` had them.
+
+        Activation checkpointing in the user's model runs parts of the forward again there: cut-points and ghosts in
+        such a part then do what they did in the forward, and `on_section` is called.
+        """
+        self._pass = _Pass(batch_size_of(inputs), received, len(self.sends), again=True)
+        try:
+            yield
+        finally:
+            self._pass = None
+
     def cut_point_passed(self, cut_point: CutPoint, activation: Tensor) -> Tensor:
         """At each cut-point: put in what was received, note what will be sent, leave at the end of the stage."""
         running = self._running()
         section = running.section = running.section + 1
+        if cut_point.again is None:
+            cut_point.again = partial(self._cut_point_passed_again, section)
+        if running.with_grad and not torch.is_grad_enabled() and section in (self.sections.start, self.sections.stop):
+            _refuse_reentrant_checkpoint(section)
+        return self._at_cut_point(running, section, activation)
+
+    def _cut_point_passed_again(self, section: int, activation: Tensor) -> Tensor:
+        running = self._pass
+        if running is None:
+            return activation  # a backward that was not begun by an engine
+        if section == self.sections.stop:
+            # What the stage's end needs of the part is there before, and there PyTorch stops by default.
+            raise PartitionError(
+                f"a stage ends at cut-point {section}, within a part of the model that activation checkpointing runs "
+                "again to its end: leave torch.utils.checkpoint.set_checkpoint_early_stop as it is"
+            )
+        return self._at_cut_point(running, section, activation)
+
+    def _at_cut_point(self, running: _Pass, section: int, activation: Tensor) -> Tensor:
         slot = self._cut_slots.get(section)
         if slot is not None and section in self._overwritten:
             activation = activation.copy_(running.received[slot[0]])
@@ -249,7 +302,18 @@ class Stage:
         def wired(*args: Any, **kwargs: Any) -> Any:
             running = self._pass
             if running is None:
-                return forward(*args, **kwargs)  # activation checkpointing calls it again during backward
+                return forward(*args, **kwargs)  # a backward that was not begun by an engine
+            if running.again:
+                if all(call.ghost is None for call in calls):
+                    return forward(*args, **kwargs)
+                if len(calls) > 1:
+                    raise PartitionError(
+                        f"module {path} is called {len(calls)} times, and activation checkpointing runs one of the "
+                        "calls again: which one cannot be told; leave it out of the part that is checkpointed"
+                    )
+                ghost = calls[0].ghost
+                assert ghost is not None
+                return ghost.output(self._zeros, running.batch, running.received, args, kwargs)
             number = running.calls[path]
             running.calls[path] = number + 1
             if number >= len(calls):

@@ -93,7 +93,11 @@ def _cut_automatically(dry_runs: _DryRuns, plain: Graph, wanted: int | None) -> 
 def _unusable(model_map: ModelMap) -> dict[int, str]:
     """The cut-points that a stage could not end at, and why."""
     reasons = {}
+    last = len(model_map.sections) - 1
     for cut, place in enumerate(model_map.cut_places, start=1):
+        if not model_map.sections[cut - 1].parameters or (cut == last and not model_map.sections[cut].parameters):
+            reasons[cut] = f"after {place.path}: a section beside it would have no parameters"
+            continue
         try:
             model_map.boundary(cut)
         except PartitionError as error:

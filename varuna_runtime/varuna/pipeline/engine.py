@@ -146,10 +146,14 @@ class Engine:
         departure: Departure,
         *,
         forward_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        backward_context: Callable[
+            [Mapping[str, Any], Sequence[Tensor]], AbstractContextManager[object]
+        ] = lambda inputs, received: nullcontext(),
         timeline: Timeline | None = None,
         written: WrittenBuffers | None = None,
     ) -> None:
-        """`forward_context` is entered around every forward of the stage, recomputes too (autocast, say).
+        """`forward_context` is entered around every forward of the stage, recomputes too (autocast, say), and
+        `backward_context` around every backward, with what the micro-batch's forward was given.
 
         Boundaries must have the dtypes that tensors have under it. The timeline is told of every op. `written`: by
         the stage's forward.
@@ -158,6 +162,7 @@ class Engine:
         require_executable(position.policy)
         self._stage = stage
         self._forward_context = forward_context
+        self._backward_context = backward_context
         self._position = position
         self._links = links
         self._device = device
@@ -205,7 +210,7 @@ class Engine:
                     else:
                         if before_last_backward is not None and run.backwards == n - 1:
                             before_last_backward()
-                        self._backward(run, loss_scale / global_batch)
+                        self._backward(run, loss_scale / global_batch, seed, step)
         return self._finish(run)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
@@ -321,7 +326,7 @@ class Engine:
             in_flight.outputs = self._run_stage(in_flight.micro_batch, in_flight.received)
         run.recomputes += 1
 
-    def _backward(self, run: _Pass, weight: float) -> None:
+    def _backward(self, run: _Pass, weight: float, seed: int, step: int) -> None:
         number = run.backwards
         in_flight = run.in_flight.pop(number)
         assert in_flight.outputs is not None, "choose gave B before R"
@@ -334,7 +339,10 @@ class Engine:
         # A boundary that needs gradients in general may still hold a tensor that nothing trainable led to.
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
         if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            # Activation checkpointing in the user's model runs parts of the forward again, which draw the same numbers.
+            again = self._backward_context(in_flight.micro_batch.inputs, in_flight.received)
+            with again, self._streams(seed, step, in_flight.micro_batch):
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if self._links.gradients_out is not None and self._gradients_sent:
             wanted = [t for t, b in zip(in_flight.received, self._stage.receives, strict=True) if b.requires_grad]
             self._links.gradients_out.send([torch.zeros_like(t) if t.grad is None else t.grad for t in wanted], number)

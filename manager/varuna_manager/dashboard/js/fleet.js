@@ -13,7 +13,7 @@ const STATES = ["requested", "ready", "suspect", "draining", "lost", "gone"];
 export function fleetPage({ root, signal, may, title }) {
   title("Fleet");
   const numbers = h("div");
-  const trouble = h("div", { role: "status" });
+  const trouble = h("div");
   const past = history(signal);
   const quarantines = quarantined();
   const vms = vmTable(signal, may, () => refresh());
@@ -34,7 +34,7 @@ export function fleetPage({ root, signal, may, title }) {
       put(trouble);
       await Promise.all([past.refresh(), vms.refresh()]);
     } catch (error) {
-      if (!signal.aborted) put(trouble, h("p", { class: "wrong" }, error.message));
+      if (!signal.aborted) put(trouble, h("p", { class: "wrong", role: "alert" }, error.message));
     }
   }
   const soon = atMostEvery(1500, refresh);
@@ -55,12 +55,14 @@ function history(signal) {
     drawn.draw(historyContent(await get(`fleet/history?since=${encodeURIComponent(since)}&points=180`, signal)));
   }
   const legend = h("span", { class: "note" }, [["c-lost", "lost or gone"], ["c-notice", "given notice (striped)"], ["c-quarantine", "quarantined (crossed)"]]
-    .map(([tone, word]) => [h("span", { class: `swatch ${tone}`, "aria-hidden": "true" }), `${word}   `]));
+    .map(([tone, word]) => h("span", { class: "key" }, h("span", { class: `swatch ${tone}`, "aria-hidden": "true" }), word)));
   return { element: card("VMs over time", [legend, h("span", { class: "grow" }), span], drawn.element), refresh };
 }
 
 function historyContent(found) {
   const x = found.at_unix_s.map((at) => new Date(1000 * at));
+  const most = (...columns) => Math.max(...found.at_unix_s.map((_, index) => columns.reduce((sum, column) => sum + found[column][index], 0)));
+  const whole = (highest, ticks) => ({ rangemode: "tozero", tickformat: ",d", ...(highest <= ticks ? { dtick: 1 } : { nticks: ticks }) });
   const total = (column) => count(found[column].reduce((sum, value) => sum + value, 0));
   const bars = (column, word, color, shape) => ({
     x, y: found[column].map((value) => value || null), name: word, type: "bar", yaxis: "y2", width: 800 * found.bucket_s,
@@ -71,8 +73,8 @@ function historyContent(found) {
     traces: () => [
       { x, y: found.present, name: "VMs", type: "scatter", mode: "lines", line: { color: colour("op-f"), width: 1.8, shape: "hv" }, fill: "tozeroy", fillcolor: `${colour("op-f")}1c`, hovertemplate: "%{y} VMs<extra></extra>" },
       bars("lost", "lost or gone", "mark", ""), bars("notices", "given notice", "op-r", "/"), bars("quarantines", "quarantined", "op-a", "x")],
-    layout: () => ({ barmode: "stack", xaxis: { type: "date", anchor: "y2" }, yaxis: { domain: [0.42, 1], rangemode: "tozero", title: { text: "VMs" }, tickformat: ",d" },
-      yaxis2: { domain: [0, 0.32], rangemode: "tozero", title: { text: "marks" }, nticks: 3, tickformat: ",d" } }),
+    layout: () => ({ barmode: "stack", xaxis: { type: "date", anchor: "y2" }, yaxis: { domain: [0.42, 1], title: { text: "VMs" }, ...whole(most("present"), 5) },
+      yaxis2: { domain: [0, 0.32], title: { text: "marks" }, ...whole(most("lost", "notices", "quarantines"), 3) } }),
   };
 }
 

@@ -96,6 +96,7 @@ export function jobPage({ root, signal, may, argument, title }) {
   const refresh = quietly(async () => {
     await refreshJob();
     if (!log) open();
+    log.show(about.job.generation);
     await Promise.all([refreshCharts(), refreshHealth(), refreshSlow()]);
   });
   const onChange = atMostEvery(1000, refresh);

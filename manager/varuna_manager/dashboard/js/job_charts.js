@@ -100,7 +100,7 @@ function spreadBand(points, of, x, color) {
   return [edge(0, {}), edge(2, { fill: "tonexty", fillcolor: `${color}2e` })];
 }
 
-const vertical = (x) => ({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colour("line-strong"), width: 1, dash: "dot" } });
+const vertical = (x) => ({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colour("line-strong"), width: 1, dash: "dash" } });
 const label = (x, text) => ({ x, y: 1, yref: "paper", yanchor: "bottom", text, showarrow: false, font: { size: 11, color: colour("text") } });
 
 /** Of labels that would cover each other, the later ones stay. */

@@ -15,7 +15,9 @@ export function grid() {
       put(note, `generation ${generation.number} (${generation.state}): ${shape(generation.p, generation.d)}, `
         + `${generation.p} pipeline stages × ${generation.d} replicas`);
       const places = new Map(generation.placement.map((place) => [place.rank, place]));
-      const workers = new Map(generation.workers.map((worker) => [worker.rank, worker]));
+      // What a worker does now is known to its VM.
+      const live = vms.flatMap((vm) => vm.workers).filter((worker) => worker.job_id === job.id && worker.generation === generation.number);
+      const workers = new Map([...generation.workers, ...live].map((worker) => [worker.rank, worker]));
       const byId = new Map(vms.map((vm) => [vm.id, vm]));
       const wordy = generation.p * generation.d <= MOST_WORDY;
       const starts = generation.plan.stage_starts;
@@ -25,7 +27,7 @@ export function grid() {
         Array.from({ length: generation.p }, (__, stage) => {
           const rank = replica * generation.p + stage;
           const place = places.get(rank);
-          return cell(rank, place, workers.get(rank), byId.get(place?.vm_id), wordy, job);
+          return cell(rank, place, workers.get(rank), byId.get(place?.vm_id), wordy);
         })));
       put(body, h("table", { class: "grid" }, h("caption", { class: "sr" }, "Ranks by stage and replica"),
         h("thead", {}, h("tr", {}, h("td", {}), stages)), h("tbody", {}, rows)));

@@ -21,7 +21,7 @@ export function pipeline(signal) {
       body.hidden = trace === null;
       if (trace === null) return;
       put(note, `step ${count(trace.step)} of generation ${trace.generation}, ${shape(trace.p, trace.d)}, replica 0, traced ${age(trace.at)}`);
-      put(legend, OPS.map(([letter, word, tone]) => [swatch(tone), `${letter} ${word}  `]));
+      put(legend, OPS.map(([letter, word, tone]) => h("span", { class: "key" }, swatch(tone), `${letter} ${word}`)));
       const key = `${trace.generation}/${trace.step}`;
       if (key !== shownStep) { shownStep = key; gantt.draw(content(trace)); }
     },

@@ -38,9 +38,10 @@ export function jobsPage({ root, signal, may, title }) {
     }
   }
   function draw() {
+    const gpus = ({ plan }) => (plan ? plan.p * plan.d : null);
     list.fill(jobs.map((job) => [
       jobLink(job.id, job.name), state(job.state), job.state === "queued" ? "–" : shape(job.plan?.p, job.plan?.d), count(job.gpus), count(job.step), loss(job.loss),
-      number(job.examples_per_s), job.gpus && job.examples_per_s ? number(job.examples_per_s / job.gpus) : "–", seconds(job.step_s),
+      number(job.examples_per_s), job.examples_per_s && gpus(job) ? number(job.examples_per_s / gpus(job)) : "–", seconds(job.step_s),
       age(job.created_at), job.error ? h("span", { class: "wrong" }, job.error.trim().split("\n").at(-1)) : job.reason,
     ]));
     more.hidden = next === null;

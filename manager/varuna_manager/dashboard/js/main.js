@@ -68,7 +68,7 @@ news.addEventListener("unreachable", () => {
 });
 news.addEventListener("standby", ({ detail }) => {
   status("◐", "stands by");
-  banner(`${detail.text} `, detail.leader ? link(`${detail.leader}/${location.hash}`, `Go to the leader, ${detail.leader}`) : "");
+  banner(`${detail.text} `, detail.leader ? link(new URL(`/${location.hash}`, detail.leader).href, `Go to the leader, ${detail.leader}`) : "");
 });
 news.addEventListener("signed-out", ({ detail }) => signOut(token.get() ? detail : ""));
 

@@ -1,0 +1,97 @@
+"""`varuna inspect`: a training script, run up to its optimizer, says what Varuna makes of its model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from varuna_client.errors import UserError
+from varuna_client.options import AsJson, emit
+from varuna_proto.environment import Mode, WorkerEnvironment
+
+INSPECT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+
+def inspect(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="The training script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its own arguments.")] = None,
+    measure: Annotated[bool, typer.Option("--time", help="Measure the sections' times on this machine.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="P.json", help="Take the sections' times from this profile.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(min=1, metavar="M", help="Examples that the times are of.")] = 1,
+    device: Annotated[str, typer.Option(help="Where to measure: cpu or cuda.")] = "cpu",
+    launcher_arguments: Annotated[
+        bool, typer.Option("--launcher-arguments", help="The script asks for --rank, --chunk_size, ...: pass them.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show where a script's model would be cut, what crosses, and what stands in the way; without manager or GPU.
+
+    The script runs as ever until it calls set_optimizer, and ends there. Options go before its name.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("varuna inspect runs the script, which needs the runtime: pip install 'varuna-spot[runtime]'")
+    if not script.is_file():
+        raise UserError(f"varuna inspect: no script {script}")
+    if measure and profile is not None:
+        raise UserError("varuna inspect: --time measures, --profile has been measured: give one of them")
+    if profile is not None and not profile.is_file():
+        raise UserError(f"varuna inspect: no profile {profile}")
+    times = "measure" if measure else str(profile.absolute()) if profile is not None else ""
+    command = ["-u", *(["-m", "varuna.launching.script"] if launcher_arguments else []), str(script)]
+    with tempfile.TemporaryDirectory(prefix="varuna-inspect-") as folder:
+        report = Path(folder, "report.json")
+        environment = _environment(report, times, micro_batch, device)
+        # What the script prints is no part of the report: it goes where its errors go.
+        ended = subprocess.run(
+            [sys.executable, *command, *(arguments or [])],
+            env={**os.environ, **environment.to_environ()},
+            stdout=sys.stderr.fileno(),
+            check=False,
+        )
+        if not report.is_file():
+            raise UserError(_no_report(script, ended.returncode))
+        document: dict[str, Any] = json.loads(report.read_text())
+    text = document.pop("text")
+    if "optimizer" not in document and "refused" not in document:
+        text += f"\n{script} ended without set_optimizer (exit code {ended.returncode})"
+    emit(document, Text(text), as_json)
+    if "refused" in document or ended.returncode != 0:
+        raise typer.Exit(1)
+
+
+def _environment(report: Path, times: str, micro_batch: int, device: str) -> WorkerEnvironment:
+    """That of a lone worker, which is to report."""
+    return WorkerEnvironment(
+        job_id="inspect",
+        generation=1,
+        mode=Mode.INSPECT,
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        rendezvous_host="127.0.0.1",
+        rendezvous_port=0,
+        p=1,
+        d=1,
+        micro_batch=micro_batch,
+        global_batch=micro_batch,
+        device=device,
+        report_path=str(report),
+        report_times=times,
+    )
+
+
+def _no_report(script: Path, code: int) -> str:
+    if code == 0:
+        return f"varuna inspect: {script} ended without making a Varuna(model, ...): nothing to show"
+    return f"varuna inspect: {script} failed (exit code {code}) before it had made its Varuna(model, ...)"

@@ -1,0 +1,133 @@
+"""BERT's two phases as two jobs of a manager, two stages each, a VM killed meanwhile: plain PyTorch's losses and weights."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from bert_shards import write_config, write_shard
+from manager_world import ROOT, RunningManager, all_ready, wait_until
+from varuna_client import Client
+from varuna_client.demo.processes import DemoProcesses, kill_group
+
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+
+EXAMPLE = ROOT / "examples" / "bert"
+MODULES = ("arguments", "lamb", "model", "pretraining_data", "recipe", "reference", "schedule")
+STEPS_1, STEPS_2, KILLED_AFTER = 120, 20, 3
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The example's modules, as its scripts import them; forgotten again afterwards."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    torch.set_num_threads(1)
+    yield {name: importlib.import_module(name) for name in MODULES}
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[RunningManager]:
+    """With three VMs: one more than a job of two stages takes."""
+    folder = tmp_path / "manager"
+    folder.mkdir()
+    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "3", "--capacity", "3"]
+    with DemoProcesses(folder) as processes:
+        processes.start(["-m", "varuna_client.cli", "manager", *options], folder / "manager.log")
+        found = folder / "manager.json"
+        url = wait_until(lambda: found.exists() and f"http://{json.loads(found.read_text())['http']}", "the address")
+        with Client(url) as client:
+            wait_until(lambda: client.ready() and all_ready(client, 3), "the manager and its VMs")
+        yield RunningManager(url, folder, processes)
+
+
+def write_job(folder: Path, phase: int, *, tokens: int, predictions: int, steps: int, more: str = "") -> Path:
+    data = write_shard(folder / f"data{phase}", examples=64, tokens=tokens, predictions=predictions).parent
+    job = {
+        "name": f"bert-{phase}",
+        "workdir": str(EXAMPLE),
+        "run": f"python train.py --input_dir {data} --config_file {write_config(folder / 'config.json')} "
+        f"--max_seq_length {tokens} --max_predictions_per_seq {predictions} --max_steps {steps} --seed 3 "
+        f"--learning_rate 0.02 --warmup_proportion 0.2 --json-summary {folder / f'summary{phase}'}{more}",
+        "global_batch": 10,
+        "plan": {"p": 2, "d": 1},
+        "checkpoint": {"url": str(folder / "checkpoints")},
+    }
+    path = folder / f"phase{phase}.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def losses_in(summary: Path) -> list[tuple[int, float]]:
+    """(step, loss) as printed; steps that were done again are there again."""
+    lines = summary.read_text().splitlines(keepends=True) if summary.exists() else []
+    entries = [json.loads(line.removeprefix("DLLL ")) for line in lines if line.endswith("\n")]
+    return [(entry["step"][1], entry["data"]["step_loss"]) for entry in entries if "step_loss" in entry["data"]]
+
+
+def run(manager: RunningManager, client: Client, job: Path) -> str:
+    name = str(yaml.safe_load(job.read_text())["name"])
+    done = manager.varuna("submit", str(job))
+    assert done.returncode == 0, done.stderr
+    return name
+
+
+def ended(manager: RunningManager, client: Client, name: str) -> dict[str, Any]:
+    wait_until(lambda: client.job(name)["state"] in ("succeeded", "failed"), f"the end of {name}", 120)
+    job = dict(client.job(name))
+    assert job["state"] == "succeeded", manager.varuna("logs", name).stdout
+    return job
+
+
+def kill_one(client: Client, name: str, summary: Path) -> None:
+    """A VM on which the job runs, once that has done some steps."""
+    give_up = time.monotonic() + 120
+    while len(losses_in(summary)) < KILLED_AFTER:
+        assert time.monotonic() < give_up, "no step in time"
+        time.sleep(0.01)
+    workers = client.generations(name, brief=False)[-1]["workers"]
+    pids = {vm["id"]: int(vm["ref"]["pid"]) for vm in client.vms()}
+    kill_group(pids[workers[-1]["vm_id"]])
+
+
+def test_two_phases_train_and_export_as_plain_pytorch_does(
+    manager: RunningManager, example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    first = write_job(tmp_path, 1, tokens=16, predictions=3, steps=STEPS_1)
+    flags = f" --phase2 --phase1_end_step {STEPS_1}"
+    second = write_job(tmp_path, 2, tokens=32, predictions=6, steps=STEPS_2, more=flags)
+    reference = example["reference"]
+    plain, expected = reference.train([reference.phase_of(first), reference.phase_of(second)])
+
+    with Client(manager.url) as client:
+        name = run(manager, client, first)
+        kill_one(client, name, tmp_path / "summary1")
+        ended(manager, client, name)
+        generations = [g for g in client.generations(name, brief=True) if g["started_at"] is not None]
+        assert len(generations) >= 2, "it went on without the VM that was killed"
+        assert all(g["p"] == 2 for g in generations[-2:])
+        ended(manager, client, run(manager, client, second))
+
+    losses = [*losses_in(tmp_path / "summary1"), *((STEPS_1 + k, x) for k, x in losses_in(tmp_path / "summary2"))]
+    assert {step for step, _ in losses} == set(range(1, STEPS_1 + STEPS_2 + 1))
+    for step, loss in losses:
+        assert loss == pytest.approx(expected[step - 1], rel=1e-4), f"step {step}"
+    assert expected[STEPS_1 - 1] < expected[0] - 1, "it learns to count"
+
+    exported = tmp_path / "model.safetensors"
+    done = manager.varuna("export", str(tmp_path / "checkpoints"), "--out", str(exported))
+    assert done.returncode == 0, done.stderr
+    model = example["model"].load_pretrained(exported, example["model"].read_config(tmp_path / "config.json"))
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=lambda m: f"{name}: {m}")

@@ -1,0 +1,98 @@
+"""What a checkpoint tells of a model of Hugging Face transformers, so that it can become a `from_pretrained` folder.
+
+The runtime needs no transformers for it: such a model is known by its `config`.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.manifest import Manifest
+
+__all__ = ["STATE", "WEIGHTS_FILE", "Description", "description_in", "write_beside"]
+
+STATE = "varuna.transformers"
+"""The name under which checkpoints keep the description."""
+
+WEIGHTS_FILE = "model.safetensors"
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*_tokens*.json",
+    "special_tokens_map.json",
+    "*.model",
+    "chat_template*",
+    "*processor_config.json",
+)
+
+
+class Description:
+    """The model's configuration, which never changes: a state with which checkpoints can be given it."""
+
+    def __init__(self, files: Mapping[str, str], tied_to_others: list[str]) -> None:
+        self._files = dict(files)
+        self._tied_to_others = tied_to_others
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Description | None:
+        """None for any but a transformers model."""
+        if not (hasattr(model, "base_model_prefix") and hasattr(getattr(model, "config", None), "to_json_string")):
+            return None
+        config: Any = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        files = {"config.json": config.to_json_string()}
+        generation: Any = getattr(model, "generation_config", None)
+        if generation is not None:
+            files["generation_config.json"] = generation.to_json_string()
+        # Names that from_pretrained gives the values of others: a dict in transformers 5, a list before.
+        tied: Any = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+        return cls(files, sorted(tied))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"files": dict(self._files), "tied_to_others": list(self._tied_to_others)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The script's model says what it is, not the checkpoint."""
+
+
+def description_in(manifest: Manifest, where: str) -> tuple[dict[str, str], set[str]]:
+    """(small files of the folder by name, names that need not be in the weights).
+
+    Raises CheckpointError when the checkpoint is not of a transformers model.
+    """
+    state = manifest.state.get("user", {}).get(STATE)
+    if state is None:
+        raise CheckpointError(
+            f"{where} is not of a Hugging Face transformers model that Varuna was given as it is: leave out --hf, and "
+            "load the file into your own model"
+        )
+    return state["files"], set(state["tied_to_others"])
+
+
+def write_beside(files: Mapping[str, str], folder: Path, tokenizer: Path | None) -> None:
+    """Write `files` into `folder`, and copy the files of the tokenizer that is in another one.
+
+    Raises CheckpointError when there is no tokenizer; OSError.
+    """
+    found: list[Path] = []
+    if tokenizer is not None:
+        found = sorted({path for pattern in _TOKENIZER_FILES for path in tokenizer.glob(pattern) if path.is_file()})
+        if not found:
+            raise CheckpointError(
+                f"no tokenizer's files in {tokenizer}: give the folder where save_pretrained wrote it"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text if text.endswith("\n") else text + "\n")
+    for path in found:
+        if path.resolve() != (folder / path.name).resolve():
+            shutil.copyfile(path, folder / path.name)
