@@ -66,9 +66,7 @@ def make_task(
             texts = [text for module in modules[begin:end] for text in module]
             rng.shuffle(texts)
             if len(texts) < size and chosen is training:
-                raise ValueError(
-                    f"--labelled {labelled}: {list(SUBJECTS)[subject]} has only {len(texts)} to learn from"
-                )
+                raise ValueError(f"--labelled {labelled}: {list(SUBJECTS)[subject]} has {len(texts)} to learn from")
             chosen.extend(Passage(text=text, subject=subject) for text in texts[:size])
     rng.shuffle(training)
     return training, test

@@ -83,9 +83,7 @@ def write_shard(job: ShardJob) -> int:
         rng=rng,
     )
     if not len(pairs):
-        raise ValueError(
-            f"{job.text}: no document of this shard has two sentences, so it gives no pair: use fewer shards"
-        )
+        raise ValueError(f"{job.text}: no document of this shard has two sentences to pair: use fewer shards")
     job.target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = job.target.with_suffix(".partial")
     with h5py.File(unfinished, "w") as file:

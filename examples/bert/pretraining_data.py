@@ -138,7 +138,8 @@ def _facts(path: Path) -> tuple[int, int, int | None]:
             if len(counts) > 1:
                 raise ValueError(f"{path}: its arrays have different lengths {sorted(counts)}: make it again")
             size = file.attrs.get("vocab_size")
-            return *map(int, file["input_ids"].shape), None if size is None else int(size)
+            examples, length = file["input_ids"].shape
+            return examples, length, None if size is None else int(size)
     except OSError as error:
         raise ValueError(f"{path}: is no whole hdf5 file ({error}): make it again with prepare.py") from None
 

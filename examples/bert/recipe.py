@@ -21,9 +21,7 @@ NOT_DECAYED = ("bias", "LayerNorm")
 
 def load_dataset(arguments: argparse.Namespace) -> PretrainingDataset:
     """Raises ValueError when the examples are not of --max_seq_length."""
-    dataset = PretrainingDataset(
-        arguments.input_dir, max_predictions_per_seq=arguments.max_predictions_per_seq
-    )
+    dataset = PretrainingDataset(arguments.input_dir, max_predictions_per_seq=arguments.max_predictions_per_seq)
     if dataset.max_seq_length != arguments.max_seq_length:
         raise ValueError(
             f"--max_seq_length {arguments.max_seq_length}, but the examples in {arguments.input_dir} have "

@@ -46,8 +46,8 @@ def train_vocabulary(files: Sequence[Path], *, size: int, lower_case: bool = Tru
     first = [*SPECIAL_TOKENS, *characters, *(_CONTINUES + character for character in characters)]
     if size <= len(first):
         raise ValueError(
-            f"--vocab-size {size}: the special tokens and the text's {len(characters)} characters, at a word's begin and "
-            f"inside, take {len(first)}: allow more, or keep fewer characters with --limit-alphabet"
+            f"--vocab-size {size}: the special tokens and the text's {len(characters)} characters, at a word's begin "
+            f"and inside, take {len(first)}: allow more, or keep fewer characters with --limit-alphabet"
         )
     trainer = WordPieceTrainer(
         vocab_size=size,

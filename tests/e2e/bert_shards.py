@@ -35,7 +35,7 @@ def write_shard(folder: Path, *, examples: int, tokens: int, predictions: int, s
     words = FIRST_WORD + (rng.integers(WORDS - 1, size=(examples, 1)) + np.arange(tokens)) % (WORDS - 1)
     words[:, 0], words[:, tokens // 2] = CLS, SEP
     mask = np.ones((examples, tokens), np.int8)
-    mask[:: 5, tokens // 2 + 1 :] = 0
+    mask[::5, tokens // 2 + 1 :] = 0
     words *= mask
     places = np.zeros((examples, predictions), np.int32)
     labels = np.zeros((examples, predictions), np.int32)

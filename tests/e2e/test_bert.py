@@ -9,16 +9,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from bert_shards import write_config, write_shard
-from manager_world import ROOT, RunningManager, all_ready, wait_until
+from manager_world import ROOT, RunningManager, wait_until
 from varuna_client import Client
-from varuna_client.demo.processes import DemoProcesses, kill_group
+from varuna_client.demo.processes import kill_group
 
 pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
 
@@ -35,21 +34,6 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     yield {name: importlib.import_module(name) for name in MODULES}
     for name in MODULES:
         sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[RunningManager]:
-    """With three VMs: one more than a job of two stages takes."""
-    folder = tmp_path / "manager"
-    folder.mkdir()
-    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "3", "--capacity", "3"]
-    with DemoProcesses(folder) as processes:
-        processes.start(["-m", "varuna_client.cli", "manager", *options], folder / "manager.log")
-        found = folder / "manager.json"
-        url = wait_until(lambda: found.exists() and f"http://{json.loads(found.read_text())['http']}", "the address")
-        with Client(url) as client:
-            wait_until(lambda: client.ready() and all_ready(client, 3), "the manager and its VMs")
-        yield RunningManager(url, folder, processes)
 
 
 def write_job(folder: Path, phase: int, *, tokens: int, predictions: int, steps: int, more: str = "") -> Path:
@@ -76,18 +60,17 @@ def losses_in(summary: Path) -> list[tuple[int, float]]:
     return [(entry["step"][1], entry["data"]["step_loss"]) for entry in entries if "step_loss" in entry["data"]]
 
 
-def run(manager: RunningManager, client: Client, job: Path) -> str:
-    name = str(yaml.safe_load(job.read_text())["name"])
+def submit(manager: RunningManager, job: Path) -> str:
+    """The job's name."""
     done = manager.varuna("submit", str(job))
     assert done.returncode == 0, done.stderr
-    return name
+    return str(yaml.safe_load(job.read_text())["name"])
 
 
-def ended(manager: RunningManager, client: Client, name: str) -> dict[str, Any]:
+def ended(manager: RunningManager, client: Client, name: str) -> None:
+    """Waits for it; it must have succeeded."""
     wait_until(lambda: client.job(name)["state"] in ("succeeded", "failed"), f"the end of {name}", 120)
-    job = dict(client.job(name))
-    assert job["state"] == "succeeded", manager.varuna("logs", name).stdout
-    return job
+    assert client.job(name)["state"] == "succeeded", manager.varuna("logs", name).stdout
 
 
 def kill_one(client: Client, name: str, summary: Path) -> None:
@@ -102,8 +85,9 @@ def kill_one(client: Client, name: str, summary: Path) -> None:
 
 
 def test_two_phases_train_and_export_as_plain_pytorch_does(
-    manager: RunningManager, example: dict[str, ModuleType], tmp_path: Path
+    running_manager: RunningManager, example: dict[str, ModuleType], tmp_path: Path
 ) -> None:
+    manager = running_manager
     first = write_job(tmp_path, 1, tokens=16, predictions=3, steps=STEPS_1)
     flags = f" --phase2 --phase1_end_step {STEPS_1}"
     second = write_job(tmp_path, 2, tokens=32, predictions=6, steps=STEPS_2, more=flags)
@@ -111,13 +95,13 @@ def test_two_phases_train_and_export_as_plain_pytorch_does(
     plain, expected = reference.train([reference.phase_of(first), reference.phase_of(second)])
 
     with Client(manager.url) as client:
-        name = run(manager, client, first)
+        name = submit(manager, first)
         kill_one(client, name, tmp_path / "summary1")
         ended(manager, client, name)
         generations = [g for g in client.generations(name, brief=True) if g["started_at"] is not None]
-        assert len(generations) >= 2, "it went on without the VM that was killed"
+        assert len(generations) >= 2, "it went on after its VM was killed"
         assert all(g["p"] == 2 for g in generations[-2:])
-        ended(manager, client, run(manager, client, second))
+        ended(manager, client, submit(manager, second))
 
     losses = [*losses_in(tmp_path / "summary1"), *((STEPS_1 + k, x) for k, x in losses_in(tmp_path / "summary2"))]
     assert {step for step, _ in losses} == set(range(1, STEPS_1 + STEPS_2 + 1))

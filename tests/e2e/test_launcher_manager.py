@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from manager_world import DEADLINE_S, RunningManager, wait_until
 from test_launcher_run import SEEDS_SCRIPT
 from varuna_client import Client
 from varuna_client.documents import Pipeline
-from varuna_proto.rest import StageTrace
+from varuna_proto.rest import END_STATES, StageTrace
 
+pytestmark = pytest.mark.timeout(300)
 INTEGRATION = Path(__file__).resolve().parents[1] / "integration"
 
 
@@ -21,16 +24,11 @@ def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager
     flags = ["--manager_ip", running_manager.url, "--nstages", "2", "--batch_size", "8", "--env_file", "env"]
     name = submit(tmp_path, *flags, "--checkpoint_url", "job", "train.py", "--steps", "3", "--save", "store")
 
-    def job() -> str:
-        shown = running_manager.varuna("ps").stdout
-        [line] = [line for line in shown.splitlines() if name in line]
-        return line
-
-    line = wait_until(lambda: found if any(end in (found := job()) for end in ("succeeded", "failed")) else None, "end")
-    assert "succeeded" in line, running_manager.varuna("logs", name).stdout
-    assert (tmp_path / "store" / "varuna_ckpt_3" / "manifest.json").exists()
-
     with Client(running_manager.url) as client:
+        # Two generations with the start of PyTorch in each: minutes, where other tests have the processors.
+        wait_until(lambda: client.job(name)["state"] in END_STATES, "the job's end", 240)
+        assert client.job(name)["state"] == "succeeded", running_manager.varuna("logs", name).stdout
+        assert (tmp_path / "store" / "varuna_ckpt_3" / "manifest.json").exists()
         check_pipeline(client.pipeline(name))
         again = client.job(submit(tmp_path, "--resume"))  # the same once more
         client.cancel(again["name"])

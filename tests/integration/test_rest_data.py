@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from sqlalchemy import insert
+from sqlalchemy import event, insert
 
 from rest_world import SPEC, RestWorld, generation, report, rest_world, vm, worker
 from scripted_manager import profile_json
 from varuna_client import AsyncClient, NotFoundError, RefusedError
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import CheckpointRow, MetricRow
+from varuna_manager.db.models import CheckpointRow, EventRow, MetricRow
 from varuna_proto.v1 import agent_pb2 as pb
 
 # All tests of a store share one server: to start it takes longer than most of them.
@@ -174,6 +174,42 @@ async def test_a_plan_is_compared_with_what_it_turned_out_to_be(world: RestWorld
     assert [(one["generation"], one["candidates"]) for one in await client.plans("gpt")] == [(2, []), (1, [])]
 
 
+async def test_all_plans_of_a_page_are_judged_by_one_look(world: RestWorld, client: AsyncClient) -> None:
+    job_id = (await client.submit(SPEC))["id"]
+    asked: list[str] = []
+
+    def ask(*call: Any) -> None:
+        asked.append(call[2])
+
+    event.listen(world.database.engine.sync_engine, "before_cursor_execute", ask)
+    looks = []
+    for number in (1, 2, 3, 4):
+        first = 200 * (number - 1)
+        await world.add(generation(job_id, number, float(number), resumed_step=first, last_step=first + 200))
+        steps = range(first + 1, first + 201)
+        await world.add(
+            *(
+                MetricRow(
+                    job_id=job_id,
+                    step=step,
+                    loss=1.0,
+                    step_s=number + step / 1e6,
+                    examples=8,
+                    generation=number,
+                    at=2.0,
+                )
+                for step in steps
+            )
+        )
+        asked.clear()
+        plans = await client.plans("gpt")
+        looks.append(len([text for text in asked if text.lstrip().startswith("SELECT")]))
+        assert [plan["steps"] for plan in plans] == [100] * number, "the newest hundred of each"
+        assert plans[0]["actual_step_s"] == pytest.approx(number, abs=1e-3)
+    event.remove(world.database.engine.sync_engine, "before_cursor_execute", ask)
+    assert len(set(looks)) == 1, f"as many plans, as many queries: {looks}"
+
+
 async def test_a_chart_of_many_steps_is_the_same_from_blocks_as_from_steps(
     world: RestWorld, client: AsyncClient
 ) -> None:
@@ -308,7 +344,8 @@ async def test_events_are_filtered_and_paged_both_ways(world: RestWorld, client:
     older = await world.ask("GET", "/api/v1/jobs/gpt/events?order=desc&limit=2&kind=odd&kind=even")
     older = await world.ask("GET", older.links["next"]["url"])
     assert [event["message"] for event in older.json()] == ["3", "2"]
-    assert {"odd", "even", "job_submitted"} <= set((await world.ask("GET", "/api/v1/events/kinds")).json())
+    kinds = (await world.ask("GET", "/api/v1/events/kinds")).json()
+    assert kinds == sorted({event["kind"] for event in everything}) == ["even", "job_submitted", "odd"]
     assert (await world.ask("GET", "/api/v1/events?job=nobody")).status_code == 404
 
 
@@ -356,3 +393,13 @@ async def test_the_fleet_over_time(world: RestWorld, client: AsyncClient) -> Non
     found = await client.fleet_history(points=4)
     assert (found["present"][0], found["present"][-1]) == (0, 2)
     assert [sum(found[name]) for name in ("ready", "lost", "notices", "quarantines")] == [1, 1, 1, 0]  # type: ignore[literal-required]
+    # Seven days in which a VM came on each, and went two days later; looked at when they are long gone.
+    day = 86_400.0
+    for number in range(7):
+        for kind, at in (("vm_requested", number * day + 9.0), ("vm_gone", (number + 2) * day + 9.0)):
+            await world.add(EventRow(at=at, kind=kind, vm_id=f"vm-{number}", message="", data={}))
+    since, until = "1970-01-01T00:00:00Z", "1970-01-08T00:00:00Z"
+    week = await client.fleet_history(since=since, until=until, points=7)
+    assert (week["bucket_s"], week["at_unix_s"][-1]) == (day, 7 * day)
+    assert week["lost"] == [0, 0, 1, 1, 1, 1, 1]
+    assert [number - week["present"][0] for number in week["present"]] == [0, 1, 1, 1, 1, 1, 1]

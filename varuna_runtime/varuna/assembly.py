@@ -131,6 +131,7 @@ def assemble(
         device,
         worker.departure,
         forward_context=precision.forward,
+        backward_context=stage.running_again,
         timeline=timeline,
         written=stage.written,
     )

@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from varuna.local_copy import local_copy
 from varuna_planner.batching import micro_batches
 from varuna_proto.environment import Mode, WorkerEnvironment
 
-__all__ = ["Batches", "SizedDataset", "replica_indices"]
+__all__ = ["Batches", "SizedDataset", "local_copy", "replica_indices"]
 
 _ROUNDS = 8
 _MIN_HALF_BITS = 1

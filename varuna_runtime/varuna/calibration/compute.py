@@ -117,6 +117,7 @@ class SectionMeter:
     ) -> None:
         self._stage: Stage = build_stage(model, model_map, sections.start, sections.stop, device, values)
         self._device = device
+        self._last: tuple[Mapping[str, Any], Sequence[Tensor]] = ({}, ())
         self.clock = clock
         self.precision = precision
 
@@ -132,6 +133,7 @@ class SectionMeter:
         """(what it gives, microseconds): as a stage that keeps its activations runs it, with autograd on."""
         for tensor in received:
             tensor.grad = None
+        self._last = (inputs, received)
         started_us = self.clock.now_us()
         with torch.enable_grad(), self.precision.forward():
             result = self._stage.forward(inputs, received)
@@ -139,13 +141,15 @@ class SectionMeter:
         return [t for t in ([result] if isinstance(result, Tensor) else result) if t.requires_grad], forward_us
 
     def backward(self, outputs: list[Tensor]) -> float:
-        """Microseconds, of what `forward` gave, which is empty afterwards: freeing it is part of a stage's backward.
+        """Microseconds, of what the last `forward` gave, which is empty afterwards: freeing it is part of a stage's
+        backward.
 
         Gradients add up until `forget_gradients`.
         """
         started_us = self.clock.now_us()
         if outputs:
-            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+            with self._stage.running_again(*self._last):
+                torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
             outputs.clear()
         return self.clock.now_us() - started_us
 

@@ -77,8 +77,8 @@ def export(
 ) -> Exported:
     """Write the model of `checkpoint` to `out`, a file that appears only when it is whole.
 
-    With `hf`, `out` is a folder, which transformers' `from_pretrained` then loads; its weights come last. A tokenizer is
-    in no checkpoint: `tokenizer` is a folder that has one, whose files are copied.
+    With `hf`, `out` is a folder, which transformers' `from_pretrained` then loads; its weights come last. No checkpoint
+    has a tokenizer: `tokenizer` is a folder that does, whose files are copied.
 
     `checkpoint` is the path or URL of a `varuna_ckpt_<step>` folder, or of a store, of which the newest checkpoint that
     can be read is taken; `report` is told of those passed over.

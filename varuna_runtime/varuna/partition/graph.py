@@ -6,7 +6,7 @@ recorder (recorder.py) writes this graph; boundaries.py reads it to decide what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -116,3 +116,16 @@ class Graph:
     @property
     def sections(self) -> int:
         return len(self.cuts) + 1
+
+    def copied(self) -> Graph:
+        """A graph that may be written on, without a trace in this one."""
+        return replace(
+            self,
+            values=[replace(value, used_in=set(value.used_in)) for value in self.values],
+            calls=[replace(call) for call in self.calls],
+            cuts=list(self.cuts),
+            buffers_used={name: set(sections) for name, sections in self.buffers_used.items()},
+            buffers_changed=dict(self.buffers_changed),
+            costs=dict(self.costs),
+            looked_at=set(self.looked_at),
+        )

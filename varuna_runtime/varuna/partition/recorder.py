@@ -7,7 +7,6 @@ follow from the inputs alone also have a real *shadow*, so code that looks at in
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +93,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._operations: list[tuple[Any, ...]] = []
         self._born_before = 0  # values of the first forward
         self._left_behind: dict[int, str] = {}  # those of them that the second used, and where
-        self._born_before_but_kept: set[int] = set()  # buffers
 
     # Making the tensors of the model and the inputs
 
@@ -234,9 +232,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """Call `forward`, which runs the model once more. Raises PartitionError when it depends on the first time."""
         first, operations = attributes_of(self._model), self._operations
         self._born_before, self._operations = len(self.graph.values), []
-        self.graph = copy.deepcopy(self.graph)
+        self.graph = self.graph.copied()
         self._known = {key: (tensor, self.graph.values[value.index]) for key, (tensor, value) in self._known.items()}
         self._parameters = {name: self.graph.values[value.index] for name, value in self._parameters.items()}
+        for name, tensor in self._model.named_buffers():
+            if id(tensor) in self._known:
+                self._known[id(tensor)][1].buffer = name
         self._section, self._calls_of, self._cut_points = 0, {}, {}
         forward()
         refuse_state(
@@ -265,7 +266,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                     )
                 self.graph.buffers_changed[name] = value.place
                 self.graph.buffers_used.setdefault(name, set()).add(value.section)
-                self._born_before_but_kept.add(value.index)
 
     # Operations
 

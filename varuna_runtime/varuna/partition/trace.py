@@ -193,7 +193,7 @@ def _dry_run(
             raise PartitionError(f"{where[0]}: {error}") from error
         graph = recorder.finish(loss)
         if recorder.left_something and not places:  # once is enough: it does not depend on the cut-points
-            recorder.look_again(lambda: hollow(**given_again))
+            recorder.look_again(lambda: loss_of(hollow(**given_again)))
         return graph
 
 

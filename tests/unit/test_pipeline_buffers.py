@@ -1,0 +1,109 @@
+"""Buffers that forward writes, in a pipeline with micro-batches in flight: as one process has them, recomputed or not.
+
+Letters: H hidden, N micro-batches.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from varuna import CutPoint
+from varuna._gloo import GlooGroup, connect_group
+from varuna.departure import Departure
+from varuna.partition import Stage, build_stage, trace
+from varuna.pipeline.engine import Engine, Links, MicroBatch, Position
+from varuna.pipeline.transport import Inbox, Outbox
+from varuna_planner.schedule import Policy
+
+H, N = 4, 5
+LIMIT = timedelta(seconds=60)
+
+
+class Codebook(nn.Module):
+    """Moves its buffer towards what it sees and multiplies by it, for which backward needs the buffer as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.register_buffer("centre", torch.ones(H))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.seen += 1
+        self.centre.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y * self.centre
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.norm, self.last = Codebook(), nn.BatchNorm1d(H), Codebook()
+        self.cut = CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cut(self.norm(self.first(x)).tanh())).square().mean()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    return [{"x": torch.randn(3, H, generator=torch.Generator().manual_seed(n))} for n in range(N)]
+
+
+def pair() -> list[GlooGroup]:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(connect_group, store, rank, 2, address="127.0.0.1", timeout=LIMIT) for rank in range(2)]
+        return [future.result() for future in made]
+
+
+def run_two_stages(stages: list[Stage], *, recompute: bool) -> float:
+    """A step of both, as threads; the sum of its losses."""
+    down, up = pair(), pair()
+
+    def run(stage: int) -> float:
+        departure = Departure(lambda code: None)
+        first = Links(
+            activations_out=Outbox(down[0], 0, 1, departure), gradients_in=Inbox(up[0], 0, 1, False, departure)
+        )
+        last = Links(
+            activations_in=Inbox(down[1], 0, 0, False, departure), gradients_out=Outbox(up[1], 0, 0, departure)
+        )
+        position = Position(stage=stage, p=2, policy=Policy.GPIPE, run_ahead=0, recompute=recompute)
+        engine = Engine(
+            stages[stage], position, (first, last)[stage], torch.device("cpu"), departure, written=stages[stage].written
+        )
+        micro_batches = [MicroBatch(n, 3, inputs) for n, inputs in enumerate(batches())]
+        return engine.train(micro_batches, global_batch=3 * N, seed=0, step=1).loss_sum
+
+    with ThreadPoolExecutor(2) as pool:
+        return sum(future.result(timeout=60) for future in [pool.submit(run, stage) for stage in range(2)])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_micro_batch_writes_once_and_backward_finds_what_its_forward_saw(recompute: bool) -> None:
+    whole = Model()
+    losses = []
+    for inputs in batches():
+        loss = whole(**inputs)
+        (loss / N).backward()
+        losses.append(loss.item())
+    model_map = trace(Model(), batches()[0])
+    stages = [build_stage(Model(), model_map, stage, stage + 1, "cpu") for stage in range(2)]
+
+    assert run_two_stages(stages, recompute=recompute) == pytest.approx(3 * sum(losses), rel=1e-5)
+
+    for stage in stages:
+        held = dict(stage.module.named_buffers())
+        for name, buffer in stage.buffers.items():
+            assert held[name] is buffer  # what checkpoints read is what the model has
+            torch.testing.assert_close(buffer, whole.get_buffer(name), msg=name)
+        for name, parameter in stage.parameters.items():
+            torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
+    assert stages[0].buffers["first.seen"].item() == N
