@@ -29,7 +29,7 @@ TINY = {
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout", "attention_dropout"), 0.0),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
 }
-"""Of those names a type of model knows some. Without dropout, whose draws are others in plain PyTorch, losses compare."""
+"""Of those names a type of model knows some. Without dropout, whose draws would be others in plain PyTorch."""
 
 
 def is_folder(arguments: Arguments) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -156,6 +157,22 @@ def test_the_python_commands_run(command: str) -> None:
         [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_job_of_your_own_trains_in_a_plain_process(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "getting-started.md").read_text().partition("## A job of your own")[2]
+    for language, file in (("python", "train.py"), ("yaml", "job.yaml")):
+        block = re.search(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        assert block is not None
+        (tmp_path / file).write_text(block[1])
+    assert run_varuna("validate", str(tmp_path / "job.yaml")).returncode == 0
+    command = [sys.executable, "train.py"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == yaml.safe_load((tmp_path / "job.yaml").read_text())["steps"]
+    assert losses[-1] < losses[0] / 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

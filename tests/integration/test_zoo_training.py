@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo_training
-from zoo_training import GLOBAL_BATCH, MICRO_BATCH, train_plainly
 
+import zoo_training
 from small_gpt import Task
 from training_world import Outcome, World, Zygote
+from zoo_training import GLOBAL_BATCH, MICRO_BATCH, train_plainly
 
 pytestmark = pytest.mark.xdist_group("zoo")  # one process imports transformers
 
@@ -32,9 +32,7 @@ def run(zygote: Zygote, folder: Path, p: int, d: int, rows: list[tuple[str, bool
     """What training of each (model, dropout) gives in P×D processes, one after the other in the same ones."""
     wanted = []
     for number, (name, dropout) in enumerate(rows, start=1):
-        world = World(
-            zygote, folder, Task(global_batch=GLOBAL_BATCH), p, d, micro_batch=MICRO_BATCH, generation=number
-        )
+        world = World(zygote, folder, Task(global_batch=GLOBAL_BATCH), p, d, micro_batch=MICRO_BATCH, generation=number)
         environ = [world.environment(rank).to_environ() for rank in range(p * d)]
         wanted.append({"model": name, "dropout": dropout, "environ": environ})
     script = Path(zoo_training.__file__)

@@ -18,14 +18,16 @@ from torch import Tensor, nn
 
 from varuna.partition import ModelMap, PartitionError, Stage, build_stage, loss_of, trace
 from varuna.topology import stage_sections
+from zoo_further import FURTHER
 from zoo_models import MODELS, Entry
 
-__all__ = ["ARTIFACT", "Row", "as_expected", "table", "train_cut_and_whole"]
+__all__ = ["ARTIFACT", "ZOO", "Row", "as_expected", "table", "train_cut_and_whole"]
 
 ARTIFACT = Path(__file__).resolve().parents[2] / "test-artifacts" / "zoo.txt"
 """Where the table is left."""
 
 
+ZOO: dict[str, Entry] = {**MODELS, **FURTHER}
 STEPS = 5
 TOLERANCE = 2e-5
 """Largest difference that is rounding: sums of fp32 in another order, after five steps."""
@@ -55,7 +57,7 @@ class Row:
 
 def train_cut_and_whole(name: str, stage_counts: Sequence[int]) -> list[Row]:
     """Trains a model of the zoo whole and in P stages, dropout on; one row for each P. Two stages: at every cut."""
-    entry = MODELS[name]
+    entry = ZOO[name]
     torch.manual_seed(7)
     model = entry.build()
     batches = [entry.inputs() for _ in range(STEPS)]

@@ -14,7 +14,24 @@ from torch import Tensor, nn
 
 from zoo_torch import ConvolutionalClassifier, EncoderModel, H, L, ResNetModel, Seq2SeqModel, UNet, V
 
-__all__ = ["CHEAP", "MODELS", "Entry"]
+__all__ = [
+    "BERT",
+    "CHEAP",
+    "KEPT_TOKENS",
+    "LLAMA",
+    "MODELS",
+    "SEQ2SEQ",
+    "VIT",
+    "WAV2VEC2",
+    "B",
+    "Entry",
+    "T",
+    "hugging_face",
+    "images",
+    "language",
+    "speech",
+    "unmasked",
+]
 
 B, T = 3, 6
 
@@ -31,33 +48,33 @@ class Entry:
     """Words of the reason for which it is not cut; empty: it is."""
 
 
-def _tokens() -> Tensor:
+def tokens() -> Tensor:
     return torch.randint(3, V, (B, T))
 
 
-def _classes() -> Tensor:
+def classes() -> Tensor:
     return torch.randint(0, 5, (B,))
 
 
-def _language() -> dict[str, Any]:
+def language() -> dict[str, Any]:
     attention = torch.ones(B, T, dtype=torch.long)
     attention[0, T - 1] = 0
-    return {"input_ids": _tokens(), "attention_mask": attention, "labels": _tokens()}
+    return {"input_ids": tokens(), "attention_mask": attention, "labels": tokens()}
 
 
-def _unmasked() -> dict[str, Any]:
-    return {"input_ids": _tokens(), "labels": _tokens()}
+def unmasked() -> dict[str, Any]:
+    return {"input_ids": tokens(), "labels": tokens()}
 
 
-def _targets() -> dict[str, Any]:
-    return {"tokens": _tokens(), "targets": _tokens()}
+def targets() -> dict[str, Any]:
+    return {"tokens": tokens(), "targets": tokens()}
 
 
-def _images(size: int) -> Callable[[], dict[str, Any]]:
-    return lambda: {"pixel_values": torch.randn(B, 3, size, size), "labels": _classes()}
+def images(size: int) -> Callable[[], dict[str, Any]]:
+    return lambda: {"pixel_values": torch.randn(B, 3, size, size), "labels": classes()}
 
 
-def _hf(
+def hugging_face(
     model: str, config: str, prepare: Callable[[Any], None] = lambda model: None, **sizes: Any
 ) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
@@ -70,8 +87,8 @@ def _hf(
     return build
 
 
-_KEPT_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_BERT = {
+KEPT_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BERT = {
     "vocab_size": V,
     "hidden_size": H,
     "num_hidden_layers": L,
@@ -79,8 +96,8 @@ _BERT = {
     "intermediate_size": 2 * H,
     "max_position_embeddings": 3 * T,
 }
-_LLAMA = {**_BERT, "num_key_value_heads": 1, "attention_dropout": 0.1}
-_GPT2 = {"vocab_size": V, "n_embd": H, "n_layer": L, "n_head": 2, "n_positions": 2 * T, **_KEPT_TOKENS}
+LLAMA = {**BERT, "num_key_value_heads": 1, "attention_dropout": 0.1}
+_GPT2 = {"vocab_size": V, "n_embd": H, "n_layer": L, "n_head": 2, "n_positions": 2 * T, **KEPT_TOKENS}
 _T5 = {
     "vocab_size": V,
     "d_model": H,
@@ -90,24 +107,24 @@ _T5 = {
     "num_heads": 2,
     "decoder_start_token_id": 0,
 }
-_SEQ2SEQ = {
+SEQ2SEQ = {
     "vocab_size": V,
     "d_model": H,
     **{f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")},
     **{f"{part}_ffn_dim": 2 * H for part in ("encoder", "decoder")},
-    **_KEPT_TOKENS,
+    **KEPT_TOKENS,
     "decoder_start_token_id": 1,
 }
-_VIT = {
-    **{key: _BERT[key] for key in _BERT if key not in ("vocab_size", "max_position_embeddings")},
+VIT = {
+    **{key: BERT[key] for key in BERT if key not in ("vocab_size", "max_position_embeddings")},
     "image_size": 8,
     "patch_size": 4,
     "num_labels": 5,
     "hidden_dropout_prob": 0.1,
 }
-_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
-_WAV2VEC2 = {
-    **_BERT,
+_MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+WAV2VEC2 = {
+    **BERT,
     "conv_dim": (8, 8),
     "conv_kernel": (4, 2),
     "conv_stride": (4, 2),
@@ -120,64 +137,72 @@ _WAV2VEC2 = {
 }
 
 
-def _speech() -> dict[str, Any]:
+def speech() -> dict[str, Any]:
     return {"input_values": torch.randn(B, 200), "labels": torch.randint(3, V, (B, 4))}
 
 
 _TORCH: dict[str, Entry] = {
-    "torch TransformerEncoder": Entry(EncoderModel, _targets),
-    "torch Transformer": Entry(Seq2SeqModel, _targets),
-    "ResNet-like": Entry(ResNetModel, lambda: {"image": torch.randn(B, 3, 16, 16), "label": _classes()}, drops=False),
+    "torch TransformerEncoder": Entry(EncoderModel, targets),
+    "torch Transformer": Entry(Seq2SeqModel, targets),
+    "ResNet-like": Entry(ResNetModel, lambda: {"image": torch.randn(B, 3, 16, 16), "label": classes()}, drops=False),
     "convolutional classifier": Entry(
-        ConvolutionalClassifier, lambda: {"image": torch.randn(B, 3, 16, 16), "label": _classes()}
+        ConvolutionalClassifier, lambda: {"image": torch.randn(B, 3, 16, 16), "label": classes()}
     ),
     "U-Net": Entry(UNet, lambda: {"image": torch.randn(B, 3, 16, 16), "mask": torch.randint(0, 5, (B, 16, 16))}),
 }
 
 _ENCODERS: dict[str, Entry] = {
-    "BERT": Entry(_hf("BertForMaskedLM", "BertConfig", **_BERT), _language),
+    "BERT": Entry(hugging_face("BertForMaskedLM", "BertConfig", **BERT), language),
     "BERT eager attention": Entry(
-        _hf("BertForMaskedLM", "BertConfig", **_BERT, attn_implementation="eager"), _language
+        hugging_face("BertForMaskedLM", "BertConfig", **BERT, attn_implementation="eager"), language
     ),
     "BERT pre-training": Entry(
-        _hf("BertForPreTraining", "BertConfig", **_BERT),
-        lambda: {**_language(), "next_sentence_label": torch.randint(0, 2, (B,))},
+        hugging_face("BertForPreTraining", "BertConfig", **BERT),
+        lambda: {**language(), "next_sentence_label": torch.randint(0, 2, (B,))},
     ),
-    "RoBERTa": Entry(_hf("RobertaForMaskedLM", "RobertaConfig", **_BERT), _language),
+    "RoBERTa": Entry(hugging_face("RobertaForMaskedLM", "RobertaConfig", **BERT), language),
     "DistilBERT": Entry(
-        _hf("DistilBertForMaskedLM", "DistilBertConfig", vocab_size=V, dim=H, n_layers=L, n_heads=2, hidden_dim=2 * H),
-        _language,
+        hugging_face(
+            "DistilBertForMaskedLM", "DistilBertConfig", vocab_size=V, dim=H, n_layers=L, n_heads=2, hidden_dim=2 * H
+        ),
+        language,
     ),
-    "ELECTRA": Entry(_hf("ElectraForMaskedLM", "ElectraConfig", **_BERT, embedding_size=8), _language),
+    "ELECTRA": Entry(hugging_face("ElectraForMaskedLM", "ElectraConfig", **BERT, embedding_size=8), language),
     "DeBERTa": Entry(
-        _hf("DebertaForMaskedLM", "DebertaConfig", **_BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
-        _language,
+        hugging_face(
+            "DebertaForMaskedLM", "DebertaConfig", **BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]
+        ),
+        language,
     ),
     "DeBERTa-v2": Entry(
-        _hf(
+        hugging_face(
             "DebertaV2ForMaskedLM",
             "DebertaV2Config",
-            **_BERT,
+            **BERT,
             relative_attention=True,
             position_buckets=4,
             pos_att_type=["c2p", "p2c"],
         ),
-        _language,
+        language,
     ),
     "ALBERT": Entry(
-        _hf("AlbertForMaskedLM", "AlbertConfig", **_BERT, embedding_size=8), _language, refused="one section"
+        hugging_face("AlbertForMaskedLM", "AlbertConfig", **BERT, embedding_size=8), language, refused="one section"
     ),
 }
 
 _DECODERS: dict[str, Entry] = {
-    "GPT-2": Entry(_hf("GPT2LMHeadModel", "GPT2Config", **_GPT2), _language),
-    "GPT-2 use_cache": Entry(_hf("GPT2LMHeadModel", "GPT2Config", **_GPT2), lambda: {**_language(), "use_cache": True}),
-    "GPT-2 hidden states": Entry(
-        _hf("GPT2LMHeadModel", "GPT2Config", **_GPT2), lambda: {**_language(), "output_hidden_states": True}
+    "GPT-2": Entry(hugging_face("GPT2LMHeadModel", "GPT2Config", **_GPT2), language),
+    "GPT-2 use_cache": Entry(
+        hugging_face("GPT2LMHeadModel", "GPT2Config", **_GPT2), lambda: {**language(), "use_cache": True}
     ),
-    "GPT-NeoX (Pythia)": Entry(_hf("GPTNeoXForCausalLM", "GPTNeoXConfig", **_BERT, hidden_dropout=0.1), _language),
+    "GPT-2 hidden states": Entry(
+        hugging_face("GPT2LMHeadModel", "GPT2Config", **_GPT2), lambda: {**language(), "output_hidden_states": True}
+    ),
+    "GPT-NeoX (Pythia)": Entry(
+        hugging_face("GPTNeoXForCausalLM", "GPTNeoXConfig", **BERT, hidden_dropout=0.1), language
+    ),
     "OPT": Entry(
-        _hf(
+        hugging_face(
             "OPTForCausalLM",
             "OPTConfig",
             vocab_size=V,
@@ -188,52 +213,58 @@ _DECODERS: dict[str, Entry] = {
             num_attention_heads=2,
             max_position_embeddings=2 * T,
         ),
-        _language,
+        language,
     ),
-    "Llama": Entry(_hf("LlamaForCausalLM", "LlamaConfig", **_LLAMA), _language),
+    "Llama": Entry(hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA), language),
     "Llama eager attention": Entry(
-        _hf("LlamaForCausalLM", "LlamaConfig", **_LLAMA, attn_implementation="eager"), _language
+        hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA, attn_implementation="eager"), language
     ),
     "Llama checkpointing": Entry(
-        _hf("LlamaForCausalLM", "LlamaConfig", lambda model: model.gradient_checkpointing_enable(), **_LLAMA),
-        _language,
+        hugging_face("LlamaForCausalLM", "LlamaConfig", lambda model: model.gradient_checkpointing_enable(), **LLAMA),
+        language,
     ),
-    "Mistral": Entry(_hf("MistralForCausalLM", "MistralConfig", **_LLAMA, sliding_window=4), _language),
-    "Qwen2": Entry(_hf("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA), _language),
-    "Qwen3": Entry(_hf("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA, head_dim=8), _language),
-    "Gemma": Entry(_hf("GemmaForCausalLM", "GemmaConfig", **_LLAMA, head_dim=8), _language),
-    "Gemma 2": Entry(_hf("Gemma2ForCausalLM", "Gemma2Config", **_LLAMA, head_dim=8, sliding_window=4), _language),
-    "Gemma 3": Entry(_hf("Gemma3ForCausalLM", "Gemma3TextConfig", **_LLAMA, head_dim=8, sliding_window=4), _language),
-    "Phi": Entry(_hf("PhiForCausalLM", "PhiConfig", **_BERT, **_KEPT_TOKENS, resid_pdrop=0.1), _language),
-    "Phi-3": Entry(_hf("Phi3ForCausalLM", "Phi3Config", **_LLAMA, **_KEPT_TOKENS, resid_pdrop=0.1), _language),
+    "Mistral": Entry(hugging_face("MistralForCausalLM", "MistralConfig", **LLAMA, sliding_window=4), language),
+    "Qwen2": Entry(hugging_face("Qwen2ForCausalLM", "Qwen2Config", **LLAMA), language),
+    "Qwen3": Entry(hugging_face("Qwen3ForCausalLM", "Qwen3Config", **LLAMA, head_dim=8), language),
+    "Gemma": Entry(hugging_face("GemmaForCausalLM", "GemmaConfig", **LLAMA, head_dim=8), language),
+    "Gemma 2": Entry(
+        hugging_face("Gemma2ForCausalLM", "Gemma2Config", **LLAMA, head_dim=8, sliding_window=4), language
+    ),
+    "Gemma 3": Entry(
+        hugging_face("Gemma3ForCausalLM", "Gemma3TextConfig", **LLAMA, head_dim=8, sliding_window=4), language
+    ),
+    "Phi": Entry(hugging_face("PhiForCausalLM", "PhiConfig", **BERT, **KEPT_TOKENS, resid_pdrop=0.1), language),
+    "Phi-3": Entry(hugging_face("Phi3ForCausalLM", "Phi3Config", **LLAMA, **KEPT_TOKENS, resid_pdrop=0.1), language),
     "BLOOM": Entry(
-        _hf("BloomForCausalLM", "BloomConfig", vocab_size=V, hidden_size=H, n_layer=L, n_head=2, hidden_dropout=0.1),
-        _language,
+        hugging_face(
+            "BloomForCausalLM", "BloomConfig", vocab_size=V, hidden_size=H, n_layer=L, n_head=2, hidden_dropout=0.1
+        ),
+        language,
     ),
 }
 
 _EXPERTS: dict[str, Entry] = {
-    "Mixtral": Entry(_hf("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL), _language),
+    "Mixtral": Entry(hugging_face("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL), language),
     "Mixtral router loss": Entry(
-        _hf("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL, output_router_logits=True), _language
+        hugging_face("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL, output_router_logits=True), language
     ),
     "Mixtral eager experts": Entry(
-        _hf("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL, experts_implementation="eager"), _language
+        hugging_face("MixtralForCausalLM", "MixtralConfig", **_MIXTRAL, experts_implementation="eager"), language
     ),
     "Qwen3 MoE": Entry(
-        _hf(
+        hugging_face(
             "Qwen3MoeForCausalLM",
             "Qwen3MoeConfig",
-            **_LLAMA,
+            **LLAMA,
             head_dim=8,
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=H,
         ),
-        _language,
+        language,
     ),
     "Switch": Entry(
-        _hf(
+        hugging_face(
             "SwitchTransformersForConditionalGeneration",
             "SwitchTransformersConfig",
             **_T5,
@@ -242,18 +273,18 @@ _EXPERTS: dict[str, Entry] = {
             num_sparse_decoder_layers=1,
             num_experts=4,
         ),
-        _language,
+        language,
     ),
 }
 
 _STATE_SPACE: dict[str, Entry] = {
     "Mamba": Entry(
-        _hf("MambaForCausalLM", "MambaConfig", vocab_size=V, hidden_size=H, num_hidden_layers=L, state_size=4),
-        _unmasked,
+        hugging_face("MambaForCausalLM", "MambaConfig", vocab_size=V, hidden_size=H, num_hidden_layers=L, state_size=4),
+        unmasked,
         drops=False,
     ),
     "Mamba-2": Entry(
-        _hf(
+        hugging_face(
             "Mamba2ForCausalLM",
             "Mamba2Config",
             vocab_size=V,
@@ -265,14 +296,14 @@ _STATE_SPACE: dict[str, Entry] = {
             n_groups=1,
             chunk_size=4,
         ),
-        _unmasked,
+        unmasked,
         drops=False,
     ),
     "Jamba": Entry(
-        _hf(
+        hugging_face(
             "JambaForCausalLM",
             "JambaConfig",
-            **_LLAMA,
+            **LLAMA,
             mamba_d_state=4,
             mamba_dt_rank=4,
             use_mamba_kernels=False,
@@ -280,26 +311,26 @@ _STATE_SPACE: dict[str, Entry] = {
             attn_layer_offset=1,
             num_experts=2,
         ),
-        _language,
+        language,
     ),
     "Zamba": Entry(
-        _hf(
+        hugging_face(
             "ZambaForCausalLM",
             "ZambaConfig",
-            **{**_LLAMA, "num_hidden_layers": 6},
+            **{**LLAMA, "num_hidden_layers": 6},
             attn_layer_period=2,
             attn_layer_offset=1,
             mamba_d_state=4,
             n_mamba_heads=2,
             use_mamba_kernels=False,
         ),
-        _language,
+        language,
     ),
     "Falcon-H1": Entry(
-        _hf(
+        hugging_face(
             "FalconH1ForCausalLM",
             "FalconH1Config",
-            **_LLAMA,
+            **LLAMA,
             mamba_d_ssm=H,
             mamba_n_heads=2,
             mamba_d_head=8,
@@ -307,33 +338,33 @@ _STATE_SPACE: dict[str, Entry] = {
             mamba_n_groups=1,
             mamba_chunk_size=4,
         ),
-        _language,
+        language,
     ),
 }
 
 _SEQ2SEQS: dict[str, Entry] = {
-    "T5": Entry(_hf("T5ForConditionalGeneration", "T5Config", **_T5), _language),
+    "T5": Entry(hugging_face("T5ForConditionalGeneration", "T5Config", **_T5), language),
     "BART": Entry(
-        _hf("BartForConditionalGeneration", "BartConfig", **_SEQ2SEQ, max_position_embeddings=2 * T), _language
+        hugging_face("BartForConditionalGeneration", "BartConfig", **SEQ2SEQ, max_position_embeddings=2 * T), language
     ),
     "Whisper": Entry(
-        _hf(
+        hugging_face(
             "WhisperForConditionalGeneration",
             "WhisperConfig",
-            **_SEQ2SEQ,
+            **SEQ2SEQ,
             dropout=0.1,
             num_mel_bins=4,
             max_source_positions=T,
             max_target_positions=2 * T,
         ),
-        lambda: {"input_features": torch.randn(B, 4, 2 * T), "labels": _tokens()},
+        lambda: {"input_features": torch.randn(B, 4, 2 * T), "labels": tokens()},
     ),
 }
 
 _VISION_AND_SPEECH: dict[str, Entry] = {
-    "ViT": Entry(_hf("ViTForImageClassification", "ViTConfig", **_VIT), _images(8)),
+    "ViT": Entry(hugging_face("ViTForImageClassification", "ViTConfig", **VIT), images(8)),
     "Swin": Entry(
-        _hf(
+        hugging_face(
             "SwinForImageClassification",
             "SwinConfig",
             image_size=16,
@@ -344,10 +375,10 @@ _VISION_AND_SPEECH: dict[str, Entry] = {
             window_size=2,
             num_labels=5,
         ),
-        _images(16),
+        images(16),
     ),
     "ConvNeXt": Entry(
-        _hf(
+        hugging_face(
             "ConvNextForImageClassification",
             "ConvNextConfig",
             hidden_sizes=[8, 8, 16, 16],
@@ -356,10 +387,10 @@ _VISION_AND_SPEECH: dict[str, Entry] = {
             layer_scale_init_value=1.0,
             num_labels=5,
         ),
-        _images(32),
+        images(32),
     ),
     "ResNet": Entry(
-        _hf(
+        hugging_face(
             "ResNetForImageClassification",
             "ResNetConfig",
             embedding_size=8,
@@ -368,25 +399,25 @@ _VISION_AND_SPEECH: dict[str, Entry] = {
             layer_type="basic",
             num_labels=5,
         ),
-        _images(32),
+        images(32),
         drops=False,
     ),
     "CLIP": Entry(
-        _hf(
+        hugging_face(
             "CLIPModel",
             "CLIPConfig",
-            text_config={**_BERT, **_KEPT_TOKENS, "num_hidden_layers": 2, "attention_dropout": 0.1},
+            text_config={**BERT, **KEPT_TOKENS, "num_hidden_layers": 2, "attention_dropout": 0.1},
             vision_config={
-                **{key: _VIT[key] for key in _VIT if key not in ("num_labels", "hidden_dropout_prob")},
+                **{key: VIT[key] for key in VIT if key not in ("num_labels", "hidden_dropout_prob")},
                 "num_hidden_layers": 2,
             },
             projection_dim=8,
         ),
-        lambda: {"input_ids": _tokens(), "pixel_values": torch.randn(B, 3, 8, 8), "return_loss": True},
+        lambda: {"input_ids": tokens(), "pixel_values": torch.randn(B, 3, 8, 8), "return_loss": True},
     ),
-    "Wav2Vec2": Entry(_hf("Wav2Vec2ForCTC", "Wav2Vec2Config", **_WAV2VEC2, layerdrop=0.0), _speech),
+    "Wav2Vec2": Entry(hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **WAV2VEC2, layerdrop=0.0), speech),
     "Wav2Vec2 layerdrop": Entry(
-        _hf("Wav2Vec2ForCTC", "Wav2Vec2Config", **_WAV2VEC2, layerdrop=0.1), _speech, refused="random draw"
+        hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **WAV2VEC2, layerdrop=0.1), speech, refused="random draw"
     ),
 }
 
@@ -399,7 +430,7 @@ MODELS: dict[str, Entry] = {
     **_SEQ2SEQS,
     **_VISION_AND_SPEECH,
 }
-"""What `make soak-zoo` runs."""
+"""What was asked for by name. `make soak-zoo` runs these and those of zoo_further.py."""
 
 CHEAP = ("torch TransformerEncoder", "U-Net", "ResNet-like", "BERT", "Llama", "Mixtral", "T5", "ALBERT")
 """What `make test` runs: lists in lists, skips, batch norm, tied weights, experts, an encoder-decoder, one refused."""

@@ -155,19 +155,21 @@ def test_fifteen_per_cent_are_masked_and_no_special_token(
     example: dict[str, ModuleType], vocabulary: Any, tokens: Any, pairs: Any
 ) -> None:
     rows = masked(example, vocabulary, tokens, pairs)
-    counts = (rows["masked_lm_positions"] > 0).sum(axis=1)
+    there = rows["masked_lm_positions"] > 0
+    counts = there.sum(axis=1)
     ordinary = (pairs.a_end - pairs.a_begin) + (pairs.b_end - pairs.b_begin)
     assert (counts == np.maximum(1, np.rint(ordinary * 0.15))).all()
     assert counts.sum() / ordinary.sum() == pytest.approx(0.15, abs=0.005)  # rounded in each sequence
-    there = rows["masked_lm_positions"] > 0
     assert not vocabulary.special[rows["masked_lm_ids"][there]].any()
     few = masked(example, vocabulary, tokens, pairs, max_predictions=4)
     assert (few["masked_lm_positions"] > 0).sum(axis=1).max() == 4
     assert few["masked_lm_ids"].shape == (len(pairs), 4)
-    # Every place is as likely as any other: in full sequences, the first and the second half.
-    full = rows["masked_lm_positions"][ordinary == ROOM]
-    first_half = int(((full > 0) & (full < LENGTH // 2)).sum())
-    assert_binomial(first_half, int((full > 0).sum()), (LENGTH // 2 - 1) / LENGTH)
+    # Every place is as likely as any other: those of the first half of full sequences, with 9 of 61 due.
+    full = ordinary == ROOM
+    a_length = (pairs.a_end - pairs.a_begin)[full]
+    places = np.where(a_length + 1 < LENGTH // 2, LENGTH // 2 - 2, LENGTH // 2 - 1)  # one may be the [SEP]
+    drawn = there[full] & (rows["masked_lm_positions"][full] < LENGTH // 2)
+    assert_binomial(int(drawn.sum()), int(places.sum()), 9 / ROOM)
 
 
 def test_eighty_per_cent_become_mask_ten_random_and_ten_stay(

@@ -37,7 +37,7 @@ def test_the_python_page_is_what_the_code_says_and_has_all_that_is_public() -> N
         assert all(name.startswith("_") or f".{name}\n" in written or name == "close" for name in vars(client))
     assert "\n    clip_grad_max_norm: float | None = None,\n" in written
     assert "\njobs(" in written
-    assert "Call[" not in written, "the methods of clients are told as calls are"
+    assert "-> Call[" not in written, "the methods of clients are told as calls are"
 
 
 def test_exit_codes_are_what_the_page_says() -> None:

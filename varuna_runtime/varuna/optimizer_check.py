@@ -198,10 +198,9 @@ def _copy_for(optimizer: Optimizer, copies: Mapping[int, nn.Parameter]) -> Optim
         for parameter in group["params"]:
             memo.setdefault(id(parameter), None)
     for parameter, state in optimizer.state.items():
-        small = copies.get(id(parameter))
-        for value in state.values() if small is not None and isinstance(state, Mapping) else ():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                memo[id(value)] = value.detach()[tuple(map(slice, small.shape))].clone()
+        for value in tree_flatten(state)[0] if id(parameter) in copies else ():
+            if isinstance(value, Tensor):
+                memo[id(value)] = value.detach()[(slice(_LONGEST),) * value.dim()].clone()
     # Not through deepcopy of the optimizer, which keeps its groups and state and nothing else.
     twin: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = twin

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from functools import wraps
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import structlog
@@ -73,16 +73,18 @@ def refuse_clipping() -> None:
     Raises RuntimeError when it is one of torch's clipping functions that takes them, which would clip by the norm of
     one stage, after the optimizer has stepped.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
+    name = ""
     for _ in range(_CALLERS):
-        if frame.f_code.co_filename == clip_grad.__file__:
-            raise RuntimeError(
-                f"{frame.f_code.co_name} at {users_code()}: a stage has a part of the gradients only, and step() has "
-                f"stepped the optimizer with them already. Instead, {_INSTEAD}"
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename == clip_grad.__file__:
+            own = frame.f_code.co_name
+            name = own if own.startswith("clip") else name or own  # and no wrapper's or comprehension's
+        frame = frame and frame.f_back
+    if name:
+        raise RuntimeError(
+            f"{name} at {users_code()}: a stage has a part of the gradients only, and step() has stepped the optimizer "
+            f"with them already. Instead, {_INSTEAD}"
+        )
 
 
 _CALLERS = 6

@@ -341,7 +341,6 @@ class Varuna(nn.Module):
             passed = self._parts.engine.evaluate(
                 cut_inputs(inputs, sizes, first), self._worker.link.micro_batch_evaluated
             )
-        self._parts.keep_buffers_equal()
         totals = agree(self._parts.everyone, Totals(loss_sum=passed.loss_sum, examples=passed.examples))
         if batch_size is not None and totals.examples != batch_size:
             raise ValueError(

@@ -214,9 +214,10 @@ class Engine:
         return self._finish(run)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
-        """Forward of all micro-batches, in order, without gradients."""
+        """Forward of all micro-batches, in order, without gradients. Buffers are afterwards as they were."""
         run = self._begin(micro_batches, ())
-        with torch.no_grad(), generators_left_as_found(self._device):
+        as_now = self._written.as_before([*self._written.homes.values()])
+        with torch.no_grad(), as_now, generators_left_as_found(self._device):
             for number, micro_batch in enumerate(micro_batches):
                 self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
                 with run.timer.measure(Op.F.name, number):

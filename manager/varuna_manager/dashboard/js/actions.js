@@ -32,11 +32,11 @@ export function ask(title, content, verb, act, { danger = false } = {}) {
 
 const button = (text, kind, click) => h("button", { type: "button", class: kind, on: { click } }, text);
 
-/** Those that a job in this state has, for who may. */
-export function jobActions(job, may, changed) {
+/** Those that a job in this state has, for who may. `now` gives the job as it is when they are used. */
+export function jobActions({ state }, now, may, changed) {
   if (!may("user")) return [];
-  if (job.state === "failed" || job.state === "cancelled") return [button("Retry…", null, () => retry(job).then(changed))];
-  if (job.state === "queued" || job.state === "running") return [button("Cancel…", "danger", () => cancel(job).then(changed))];
+  if (state === "failed" || state === "cancelled") return [button("Retry…", null, () => retry(now()).then(changed))];
+  if (state === "queued" || state === "running") return [button("Cancel…", "danger", () => cancel(now()).then(changed))];
   return [];
 }
 
@@ -59,9 +59,8 @@ export function drainButton(vm, may, changed) {
 }
 
 function drain(vm) {
-  const jobs = [...new Set(vm.workers.map((worker) => worker.job_id))].length;
-  return ask(`Drain ${vm.id}?`, h("p", {}, jobs
-    ? `Its ${vm.workers.length} workers leave after a checkpoint: ${jobs === 1 ? "a job morphs" : `${jobs} jobs morph`} away from it. Then the VM is given back.`
+  return ask(`Drain ${vm.id}?`, h("p", {}, vm.workers.length
+    ? "Its workers leave after a checkpoint, and their job morphs away from it. Then the VM is given back."
     : "Nothing runs there. The VM is given back."),
   "Drain the VM", () => send("POST", `vms/${encodeURIComponent(vm.id)}/drain`, {}), { danger: true });
 }

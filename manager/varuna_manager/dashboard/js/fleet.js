@@ -68,7 +68,7 @@ function historyContent(found) {
     x, y: found[column].map((value) => value || null), name: word, type: "bar", yaxis: "y2", width: 800 * found.bucket_s,
     marker: { color: colour(color), pattern: { shape, fillmode: "overlay", fgcolor: colour("card"), fgopacity: 0.6, size: 5, solidity: 0.35 } }, hovertemplate: `%{y} ${word}<extra></extra>` });
   return {
-    words: found.present.length ? `${count(found.present.at(-1))} VMs now; in this time ${total("ready")} became ready, ${total("lost")} were lost or given back, ${total("notices")} were given notice, ${total("quarantines")} quarantined.` : "No history yet.",
+    words: found.present.length ? `${count(found.present.at(-1))} VMs now; in this time ${total("ready")} became ready, ${total("lost")} lost or given back, ${total("notices")} given notice, ${total("quarantines")} quarantined.` : "No history yet.",
     rows: () => thinned(x.length, 90).reverse().map((index) => [clock(x[index]), count(found.present[index]), found.ready[index], found.lost[index], found.notices[index], found.quarantines[index]]),
     traces: () => [
       { x, y: found.present, name: "VMs", type: "scatter", mode: "lines", line: { color: colour("op-f"), width: 1.8, shape: "hv" }, fill: "tozeroy", fillcolor: `${colour("op-f")}1c`, hovertemplate: "%{y} VMs<extra></extra>" },
@@ -124,7 +124,7 @@ function vmTable(signal, may, changed) {
       next = page.next;
       list.fill(page.items.map((vm) => [
         vmLink(vm.id), [state(vm.state), " ", troubles(vm)], vm.gpus, bytes(vm.device_memory_bytes), vm.host,
-        [...new Set(vm.workers.map((worker) => worker.job_id))].map((id) => jobLink(id, id)), heard(vm), vm.reason, drainButton(vm, may, changed)]));
+        [...new Set(vm.workers.map((worker) => worker.job_id))].map((id) => jobLink(id, id)), heard(vm), vm.reason, drainButton(vm, may, changed) ?? ""]));
       const begin = (pages.length - 1) * PAGE;
       put(where, page.items.length ? `${count(begin + 1)}–${count(begin + page.items.length)}` : "");
       back.disabled = pages.length === 1;

@@ -33,7 +33,7 @@ export function jobPage({ root, signal, may, argument, title }) {
     const { job } = about;
     title(job.name);
     put(head, h("h1", {}, job.name), state(job.state), h("span", { class: "crumb" }, link("#/jobs", "all jobs"), ` / ${job.id}`),
-      h("span", { class: "grow" }), ...jobActions(job, may, () => refresh()));
+      h("span", { class: "grow" }), ...jobActions(job, () => about.job, may, () => refresh()));
     put(trouble, job.error ? h("pre", { class: "error", tabindex: "0", "aria-label": "Error of the job" }, job.error) : null,
       job.reason ? h("p", { class: "reason" }, job.reason) : null);
     const plan = job.plan;

@@ -3,7 +3,9 @@ import { chart, colour, thinned } from "./charts.js";
 import { card, h } from "./dom.js";
 import { clock, count, loss, number, shape } from "./format.js";
 
-const LABEL_PX = 46;
+const LABEL_PX = 40;
+const LABEL_ROWS = 3;
+const ROW_PX = 13;
 
 export function rateAndLoss(signal) {
   const rate = chart("Examples per second over time", [{ title: "Time", kind: "nowrap" }, { title: "Steps", kind: "num" }, { title: "P×D" },
@@ -66,7 +68,7 @@ function rateContent(points, training, of, isDownSampled) {
         yaxis: { domain: [0.46, 1], rangemode: "tozero", title: { text: "examples/s" } },
         yaxis2: { domain: [0, 0.38], rangemode: "tozero", title: { text: "per GPU" }, nticks: 4 },
         shapes: starts.map((one) => vertical(new Date(one.at))),
-        annotations: labelled(starts.map((one) => [one.at, one.text]), begin, end, width).map(([at, text]) => label(new Date(at), text)),
+        ...labelled(starts.map((one) => [one.at, one.text]), begin, end, width, (at) => new Date(at)),
       };
     },
   };
@@ -86,7 +88,7 @@ function lossContent(points, training, isDownSampled) {
     layout: (width) => ({
       xaxis: { title: { text: "step" }, tickformat: ",d" }, yaxis: { title: { text: "loss" } },
       shapes: starts.slice(1).map(([step]) => vertical(step)),
-      annotations: labelled(starts.slice(1), first?.first ?? 0, last?.last ?? 1, width).map(([step, text]) => label(step, text)),
+      ...labelled(starts.slice(1), first?.first ?? 0, last?.last ?? 1, width, (step) => step),
     }),
   };
 }
@@ -101,12 +103,18 @@ function spreadBand(points, of, x, color) {
 }
 
 const vertical = (x) => ({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colour("line-strong"), width: 1, dash: "dash" } });
-const label = (x, text) => ({ x, y: 1, yref: "paper", yanchor: "bottom", text, showarrow: false, font: { size: 11, color: colour("text") } });
 
-/** Of labels that would cover each other, the later ones stay. */
-function labelled(entries, begin, end, width) {
+/** Labels above the chart, in as many rows as they need lest they cover each other; where three are not enough, the later ones stay. */
+function labelled(entries, begin, end, width, place) {
   const room = ((end - begin) * LABEL_PX) / Math.max(width - 60, 100);
-  const kept = [];
-  for (const entry of [...entries].reverse()) if (!kept.length || kept.at(-1)[0] - entry[0] >= room) kept.push(entry);
-  return kept;
+  const left = Array(LABEL_ROWS).fill(Infinity); // of each row, where its leftmost label stands
+  const annotations = [];
+  for (const [x, text] of [...entries].reverse()) {
+    const row = left.findIndex((other) => other - x >= room);
+    if (row < 0) continue;
+    left[row] = x;
+    annotations.push({ x: place(x), y: 1, yref: "paper", yanchor: "bottom", yshift: row * ROW_PX, text, showarrow: false, font: { size: 11, color: colour("text") } });
+  }
+  const rows = left.filter((x) => x !== Infinity).length;
+  return { annotations, margin: { l: 10, r: 12, t: 12 + ROW_PX * Math.max(1, rows), b: 10 } };
 }

@@ -54,7 +54,7 @@ function cell(rank, place, worker, vm, wordy) {
   const memory = worker?.memory_bytes ? ` · ${bytes(worker.memory_bytes)}` : "";
   return h("td", { class: tone(health) },
     h("div", { class: "line" }, name, state(health)),
-    h("div", { class: "line note" }, `rank ${rank}`, worker?.step ? `step ${count(worker.step)}` : ""),
+    h("div", { class: "line note" }, h("span", {}, `rank ${rank}`), worker?.step ? h("span", {}, `step ${count(worker.step)}`) : null),
     busy ? h("div", { class: "note" }, busy + memory) : null,
     vm?.slow_ratio ? h("div", { class: "note" }, `${vm.slow_ratio.toFixed(2)}× its peers' time`) : null);
 }

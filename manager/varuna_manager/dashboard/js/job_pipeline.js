@@ -22,7 +22,7 @@ export function pipeline(signal) {
       if (trace === null) return;
       put(note, `step ${count(trace.step)} of generation ${trace.generation}, ${shape(trace.p, trace.d)}, replica 0, traced ${age(trace.at)}`);
       put(legend, OPS.map(([letter, word, tone]) => h("span", { class: "key" }, swatch(tone), `${letter} ${word}`)));
-      const key = `${trace.generation}/${trace.step}`;
+      const key = `${trace.generation}/${trace.step}/${trace.stages.length}`; // one stage may tell of it after another
       if (key !== shownStep) { shownStep = key; gantt.draw(content(trace)); }
     },
   };

@@ -69,7 +69,7 @@ export function logs(job, signal) {
     try {
       const answer = await get(`jobs/${job.id}/logs/search?${about({ q: wanted, limit: 200 })}`, signal);
       if (wanted !== looked) return;
-      put(found, h("p", { class: "note", role: "status" }, `${count(answer.matches.length)} lines with “${wanted}” in ${bytes(answer.searched_bytes)} of generation ${answer.generation}${answer.complete ? "" : ", and perhaps more"}`),
+      put(found, h("p", { class: "note", role: "status" }, `${count(answer.matches.length)} ${answer.matches.length === 1 ? "line" : "lines"} with “${wanted}” in ${bytes(answer.searched_bytes)} of generation ${answer.generation}${answer.complete ? "" : ", and perhaps more"}`),
         h("pre", { class: "log found", tabindex: "0", role: "group", "aria-label": "Lines found" }, answer.matches.map((match) => `${match.line_number}: ${match.text}\n`)));
     } catch (error) {
       if (!signal.aborted) put(found, h("p", { class: "wrong", role: "alert" }, error.message));
