@@ -1,12 +1,11 @@
-"""What a model costs each process in memory: built on the CPU, or on `meta` with its weights in files, or in plain PyTorch.
+"""Memory of each process: a model built on the CPU, or on `meta` with its weights in files, and in plain PyTorch.
 
     python benchmarks/model_memory.py [--p 4] [--json]
 
-A GPT-2 of transformers is trained for two steps of plain SGD, with its weights in safetensors files: by one process of
-plain PyTorch (`from_pretrained`), and by P stages of Varuna. Measured in each process: the most memory that it ever had
-resident (`VmHWM`), less what it had before there was a model (with PyTorch and transformers imported). Building a model on the CPU costs every process the whole of it, besides its stage; on meta, its stage.
-
-Last, `varuna export` of the trained checkpoint into a folder for `from_pretrained`.
+A GPT-2 of transformers whose weights are in a safetensors file is trained for two steps of plain SGD: by one process of
+plain PyTorch (`from_pretrained`), and by P stages of Varuna. Of each process it is measured what it had resident at the
+most (`VmHWM`), once until the model was ready and once until the end, less what the same run takes with a tiny model:
+that is PyTorch, transformers and the like. Last, `varuna export` of what was trained, for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ class Measured:
     own_bytes: int
     """Of the parameters that it trains."""
     built_bytes: int
-    """The most that was resident until the model was ready to train, less what was before it."""
+    """The most that was resident until the model was ready to train."""
     peak_bytes: int
     """The same until the end, with gradients and activations."""
     loss: float
@@ -54,7 +53,6 @@ def worker(kind: str, folder: Path) -> Measured:
     batch = {"input_ids": torch.arange(EXAMPLES * TOKENS).view(EXAMPLES, TOKENS)}
     batch["labels"] = batch["input_ids"]
     loss = float("nan")
-    before = _resident()
     if kind == "plain":
         model = AutoModelForCausalLM.from_pretrained(folder, config=config)
         model.train()
@@ -84,32 +82,24 @@ def worker(kind: str, folder: Path) -> Measured:
         kind=kind,
         rank=int(os.environ.get("RANK", "0")),
         own_bytes=own,
-        built_bytes=built - before,
-        peak_bytes=_peak() - before,
+        built_bytes=built,
+        peak_bytes=_peak(),
         loss=loss,
     )
 
 
 def _peak() -> int:
-    return _memory("VmHWM")
-
-
-def _resident() -> int:
-    return _memory("VmRSS")
-
-
-def _memory(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
 
 
-def write_model(folder: Path, blocks: int, width: int) -> int:
+def write_model(folder: Path, blocks: int, width: int, vocabulary: int = 50257) -> int:
     """A GPT-2 with random weights as `save_pretrained` writes it, in a process of its own; bytes of its parameters."""
     code = (
         "import sys, torch; from transformers import GPT2Config, GPT2LMHeadModel;"
-        f"c = GPT2Config(n_layer={blocks}, n_embd={width}, n_head=8, n_positions=128, use_cache=False,"
-        " attn_pdrop=0, embd_pdrop=0, resid_pdrop=0);"
+        f"c = GPT2Config(n_layer={blocks}, n_embd={width}, n_head=8, n_positions=128, vocab_size={vocabulary},"
+        " use_cache=False, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0);"
         "m = GPT2LMHeadModel(c); m.save_pretrained(sys.argv[1]); print(sum(p.nbytes for p in m.parameters()))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
@@ -138,7 +128,7 @@ def export(folder: Path) -> dict[str, Any]:
     """Memory of `varuna export --hf`, less what importing it takes."""
     code = (
         "import json, sys; from pathlib import Path; sys.path.insert(0, sys.argv[3]); import model_memory as memory;"
-        "from varuna.checkpoint.export import export; before = memory._resident();"
+        "from varuna.checkpoint.export import export; before = memory._peak();"
         "done = export(sys.argv[1], Path(sys.argv[2]), hf=True);"
         "print(json.dumps({'bytes': done.bytes, 'peak_bytes': memory._peak() - before}))"
     )
@@ -164,17 +154,20 @@ def main() -> None:
         (arguments.out / f"{measured.rank}.json").write_text(json.dumps(asdict(measured)))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
-        model_bytes = write_model(folder, arguments.blocks, arguments.width)
-        found = [measured for kind in KINDS for measured in run(kind, folder, arguments.p)]
-        exported = export(folder)
+        tiny, large = Path(scratch) / "tiny" / "model", Path(scratch) / "large" / "model"
+        write_model(tiny, arguments.blocks, 8, 128)
+        model_bytes = write_model(large, arguments.blocks, arguments.width)
+        found = [
+            replace(each, built_bytes=each.built_bytes - base.built_bytes, peak_bytes=each.peak_bytes - base.peak_bytes)
+            for kind in KINDS
+            for base, each in zip(run(kind, tiny, arguments.p), run(kind, large, arguments.p), strict=True)
+        ]
+        exported = export(large)
     if arguments.json:
         report = {"model_bytes": model_bytes, "processes": [asdict(m) for m in found], "export": exported}
         print(json.dumps(report, indent=2))
         return
-    print(
-        f"GPT-2 with {arguments.blocks} blocks of width {arguments.width}: {model_bytes / MIB:.0f} MiB of parameters\n"
-    )
+    print(f"GPT-2 with {arguments.blocks} blocks of width {arguments.width}: {model_bytes / MIB:.0f} MiB of parameters")
     print(f"{'model':8}{'rank':>5}{'own MiB':>10}{'built MiB':>11}{'/ model':>9}{'peak MiB':>10}{'/ model':>9}   loss")
     for each in found:
         built, peak = each.built_bytes / model_bytes, each.peak_bytes / model_bytes
@@ -182,9 +175,7 @@ def main() -> None:
             f"{each.kind:8}{each.rank:>5}{each.own_bytes / MIB:>10.0f}{each.built_bytes / MIB:>11.0f}{built:>9.2f}"
             f"{each.peak_bytes / MIB:>10.0f}{peak:>9.2f}   {each.loss:.6f}"
         )
-    print(
-        f"\nvaruna export --hf: {exported['bytes'] / MIB:.0f} MiB written with {exported['peak_bytes'] / MIB:.0f} MiB"
-    )
+    print(f"varuna export --hf: {exported['peak_bytes'] / MIB:.0f} MiB to write {exported['bytes'] / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -91,9 +90,8 @@ def build_classifier(arguments: argparse.Namespace) -> PassageClassifier:
     path: Path | None = arguments.model
     if path is not None and not path.exists():
         raise ValueError(f"{path}: no such file or folder: `varuna export STORE --out {path}` makes one")
-    config = (
-        BertConfig.from_pretrained(path) if path is not None and path.is_dir() else read_config(arguments.config_file)
-    )
+    is_folder = path is not None and path.is_dir()
+    config = BertConfig.from_pretrained(path) if is_folder else read_config(arguments.config_file)
     config.num_labels = len(SUBJECTS)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = arguments.dropout
     classifier = BertForSequenceClassification(config)
@@ -108,9 +106,7 @@ def _encoder_of(path: Path, config: BertConfig) -> dict[str, Tensor]:
         loaded, report = BertForSequenceClassification.from_pretrained(path, output_loading_info=True)
         missing = [name for name in report["missing_keys"] if name.startswith("bert.")]
         if missing:
-            raise ValueError(
-                f"{path}: has no {missing[0]} and {len(missing) - 1} more: it is not a BERT encoder's folder"
-            )
+            raise ValueError(f"{path}: lacks {missing[0]} and {len(missing) - 1} more: it is no folder of a BERT")
         return dict(loaded.bert.state_dict())
     try:
         return dict(load_pretrained(path, config).bert.state_dict())
@@ -123,29 +119,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     """Up in a tenth of the steps, then straight down: a function of the step, as a resumed job needs it."""
     rising = max(1, round(WARMUP * steps))
     return peak * min(step / rising, (steps - step + 1) / (steps - rising + 1))
-
-
-def train_plain(
-    classifier: PassageClassifier, batches: Iterable[tuple[int, dict[str, Tensor]]], rate: float, steps: int
-) -> float:
-    """In PyTorch alone; the loss of the last step."""
-    optimizer = AdamW(classifier.parameters(), weight_decay=WEIGHT_DECAY)
-    last = float("nan")
-    for step, batch in batches:
-        set_learning_rate(optimizer, learning_rate(step, steps, rate))
-        optimizer.zero_grad()
-        loss = classifier(**batch)
-        loss.backward()
-        optimizer.step()
-        last = loss.item()
-    return last
-
-
-def evaluate_plain(classifier: PassageClassifier, test: Passages) -> float:
-    """The share of errors."""
-    classifier.eval()
-    with torch.no_grad():
-        return float(classifier(**test.encoded))
 
 
 def main(words: list[str] | None = None) -> None:
@@ -170,28 +143,35 @@ def main(words: list[str] | None = None) -> None:
 def run_plain(
     classifier: PassageClassifier, learnt: Passages, test: Passages, steps: int, arguments: argparse.Namespace
 ) -> tuple[float, float]:
-    """The last loss and the share of errors, and the result as a `from_pretrained` folder in --output_dir."""
-    batches = Batches(learnt, global_batch=arguments.train_batch_size, seed=arguments.seed, last_step=steps)
-    loss = train_plain(classifier, batches, arguments.learning_rate, steps)
-    errors = evaluate_plain(classifier, test)
+    """In PyTorch alone: the last loss and the share of errors. --output_dir becomes a folder for `from_pretrained`."""
+    optimizer = AdamW(classifier.parameters(), weight_decay=WEIGHT_DECAY)
+    loss = torch.tensor(float("nan"))
+    for step, batch in Batches(learnt, global_batch=arguments.train_batch_size, seed=arguments.seed, last_step=steps):
+        set_learning_rate(optimizer, learning_rate(step, steps, arguments.learning_rate))
+        optimizer.zero_grad()
+        loss = classifier(**batch)
+        loss.backward()
+        optimizer.step()
+    classifier.eval()
+    with torch.no_grad():
+        errors = float(classifier(**test.encoded))
     if arguments.output_dir:
         classifier.model.save_pretrained(arguments.output_dir)
-    return loss, errors
+    return loss.item(), errors
 
 
 def run_varuna(
     classifier: PassageClassifier, learnt: Passages, test: Passages, steps: int, arguments: argparse.Namespace
 ) -> tuple[float, float]:
-    """The last loss and the share of errors, and a checkpoint in the job's store, or by hand in --output_dir."""
+    """The same with Varuna, by hand or in a job, whose store or --output_dir gets a checkpoint."""
     model = Varuna(classifier, get_batch_fn=lambda size, device=None: learnt.first(size))
     optimizer = AdamW(model.parameters(), weight_decay=WEIGHT_DECAY)
     model.set_optimizer(optimizer)
     start = model.resume() if model.checkpoint_url else 0
     by_hand = None if model.checkpoint_url else arguments.train_batch_size  # under a manager, the job says it
     loss = float("nan")
-    for step, batch in Batches(
-        learnt, global_batch=by_hand, seed=arguments.seed, first_step=start + 1, last_step=steps
-    ):
+    batches = Batches(learnt, global_batch=by_hand, seed=arguments.seed, first_step=start + 1, last_step=steps)
+    for step, batch in batches:
         set_learning_rate(optimizer, learning_rate(step, steps, arguments.learning_rate))
         loss, _overflow, _gradient_norm = model.step(batch)
     errors = model.evaluate(test.encoded)

@@ -18,6 +18,8 @@ from varuna_client.errors import UserError
 from varuna_client.options import AsJson, emit
 from varuna_proto.environment import Mode, WorkerEnvironment
 
+__all__ = ["INSPECT_SETTINGS", "inspect", "worker_of"]
+
 INSPECT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
@@ -51,7 +53,7 @@ def inspect(
     command = ["-u", *(["-m", "varuna.launching.script"] if launcher_arguments else []), str(script)]
     with tempfile.TemporaryDirectory(prefix="varuna-inspect-") as folder:
         report = Path(folder, "report.json")
-        environment = _environment(report, times, micro_batch, device)
+        environment = worker_of(report, times, micro_batch, device)
         # What the script prints is no part of the report: it goes where its errors go.
         ended = subprocess.run(
             [sys.executable, *command, *(arguments or [])],
@@ -70,7 +72,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _environment(report: Path, times: str, micro_batch: int, device: str) -> WorkerEnvironment:
+def worker_of(report: Path, times: str, micro_batch: int, device: str) -> WorkerEnvironment:
     """That of a lone worker, which is to report."""
     return WorkerEnvironment(
         job_id="inspect",

@@ -1,8 +1,9 @@
-"""A job with real workers, seen through the dashboard from its submission to its cancellation."""
+"""A job, seen through the dashboard from its submission to its cancellation, and while the manager is away."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ pytestmark = [
 ]
 WORKER = Path(__file__).parents[1] / "e2e" / "counting_worker.py"
 VMS = 2
+NOT_YET = ("/pipeline", "/logs", "/plans/newest")
+AWAY = ("ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED", "ERR_EMPTY_RESPONSE", "ERR_SOCKET")
 
 
 @pytest.fixture
@@ -41,14 +44,14 @@ def part(page: Page, title: str) -> Any:
     return page.get_by_role("region", name=title, exact=True)
 
 
-async def test_a_job_is_submitted_morphs_live_and_is_cancelled(
+async def test_a_job_is_submitted_morphs_live_is_cancelled_and_stays_there_while_the_manager_is_away(
     manager: RestartableManager, tmp_path: Path, open_page: Any, screenshot: Callable[[Page, str], Any]
 ) -> None:
     (tmp_path / "profile.json").write_text(profile_json())
     # For the shell, so that no process is warmed for it: that would take longer than the worker itself.
     run = f"echo 'a line of the log' && exec {sys.executable} {WORKER} {tmp_path / 'profile.json'}"
     spec = {"name": "counting", "workdir": str(tmp_path), "run": run, "global_batch": 8}
-    async with open_page(f"{manager.url}/", may_fail=("/pipeline", "/logs", "/plans/newest", "status of 422")) as page:
+    async with open_page(f"{manager.url}/", may_fail=(*NOT_YET, *AWAY, "status of 422")) as page:
         await page.get_by_role("button", name="Submit a job…").click()
         await page.get_by_label("Job document").fill(json.dumps({**spec, "global_batch": 0}))
         await page.get_by_role("button", name="Submit", exact=True).click()
@@ -60,9 +63,11 @@ async def test_a_job_is_submitted_morphs_live_and_is_cancelled(
         await expect(page.locator(".head .state")).to_contain_text("running")
         ranks = page.get_by_role("table", name="Ranks by stage and replica").locator("tbody td")
         await expect(ranks.filter(has_text="running")).to_have_count(VMS)
+        await expect(ranks.filter(has_text=re.compile(r"step \d"))).to_have_count(VMS)
         throughput, steps = part(page, "Throughput"), page.locator("dt:text-is('Step') + dd")
         await expect(throughput.locator(".chart.plotted")).to_be_visible()
-        await expect(part(page, "Logs").locator(".log")).to_contain_text("a line of the log")
+        log = part(page, "Logs").get_by_label("Log", exact=True)
+        await expect(log).to_contain_text("a line of the log")
         before = await steps.inner_text()
         await expect(steps).not_to_have_text(before)  # live
 
@@ -74,6 +79,7 @@ async def test_a_job_is_submitted_morphs_live_and_is_cancelled(
         assert all("×" in text for text in morphs), morphs
         assert len(morphs) >= 1
         await expect(part(page, "Events")).to_contain_text("is gone")
+        await expect(log).to_contain_text(re.compile(r"—— generation \d+ ——\s+a line of the log"))  # followed into it
         await part(page, "Logs").get_by_label("Search this log").fill("LINE OF")
         await part(page, "Logs").get_by_role("button", name="Search").click()
         await expect(page.get_by_label("Lines found")).to_contain_text("1: a line of the log")
@@ -88,17 +94,9 @@ async def test_a_job_is_submitted_morphs_live_and_is_cancelled(
             newest = client.checkpoints("counting")[-1]["step"]
         await expect(part(page, "Checkpoints").locator("tbody tr").first).to_contain_text(f"{newest:,}")
 
-
-async def test_a_lost_connection_is_told_and_found_again(tmp_path: Path, open_page: Any) -> None:
-    folder = tmp_path / "alone"
-    folder.mkdir()
-    with DemoProcesses(folder) as processes:
-        manager = RestartableManager(processes, folder, "--vms", "0")
+        manager.kill()
+        await expect(page.locator("#banner")).to_contain_text("cannot be reached")
+        await expect(page.get_by_role("heading", level=1)).to_have_text("counting")
         manager.start()
-        async with open_page(f"{manager.url}/#/events", may_fail=("/api/v1/",)) as page:
-            await expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
-            manager.kill()
-            await expect(page.locator("#banner")).to_contain_text("cannot be reached")
-            manager.start()
-            await expect(page.locator("#banner")).to_be_empty()
-            await expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        await expect(page.locator("#banner")).to_be_empty()
+        await expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import uvicorn
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, ViewportSize, expect
 
 from dashboard_world import JOB, SHAPES, fill_fleet, fill_job
 from rest_world import RestWorld, migrated, rest_world
+from varuna_manager.api.http.app import make_app
+from varuna_manager.api.http.roles import Standby
+from varuna_manager.services.leadership import Leader, Standing
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -80,6 +87,40 @@ async def test_a_job_of_a_million_steps_is_drawn_with_its_morphs(world: RestWorl
         await expect(page.get_by_role("region", name="Plan candidates")).to_contain_text("needs 33.9 GiB of 15.8 GiB")
         await expect(page.get_by_role("region", name="Pipeline", exact=True)).to_contain_text("6×2, replica 0")
         await expect(page.locator(".grid td.warn")).to_contain_text("quarantined")
+
+
+@asynccontextmanager
+async def standby(world: RestWorld) -> AsyncIterator[str]:
+    """The address of a manager beside the one of the world, which leads."""
+    leader = Leader(holder="first", http_url=world.url, grpc_address="127.0.0.1:1", epoch=1)
+    app = Standby(make_app(world.services), Standing(leader=leader))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        await serving
+
+
+async def test_a_standby_shows_what_there_is_and_where_the_leader_is(world: RestWorld, open_page: Any) -> None:
+    async with (
+        standby(world) as url,
+        open_page(f"{url}/#/vms/vm-00007", may_fail=("status of 503",), leads_to=world.url) as page,
+    ):
+        banner = page.locator("#banner")
+        await expect(banner).to_contain_text(f"this manager does not lead: the leader is {world.url} ")
+        await expect(page.get_by_role("status").filter(has_text="stands by")).to_be_visible()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("vm-00007")
+        await expect(page.locator(".head")).to_contain_text("quarantined")
+        await page.get_by_role("button", name="Drain…").click()
+        await page.get_by_role("button", name="Drain the VM").click()
+        await expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("does not lead")
+        await page.keyboard.press("Escape")
+        await banner.get_by_role("link", name="Go to the leader").click()
+        await expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
+        await expect(banner).to_be_empty()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("vm-00007")  # the same page
+        assert page.url == f"{world.url}/#/vms/vm-00007"
 
 
 async def test_an_event_is_seen_as_it_happens_and_as_text(world: RestWorld, open_page: Any) -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
 
 EXAMPLE = ROOT / "examples" / "bert"
 MODULES = ("arguments", "lamb", "model", "pretraining_data", "recipe", "reference", "schedule")
-STEPS_1, STEPS_2, KILLED_AFTER = 120, 20, 3
+STEPS_1, STEPS_2, KILLED_AFTER = 80, 12, 3
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_two_phases_train_and_export_as_plain_pytorch_does(
     assert {step for step, _ in losses} == set(range(1, STEPS_1 + STEPS_2 + 1))
     for step, loss in losses:
         assert loss == pytest.approx(expected[step - 1], rel=1e-4), f"step {step}"
-    assert expected[STEPS_1 - 1] < expected[0] - 1, "it learns to count"
+    assert expected[STEPS_1 - 1] < expected[0] - 0.5, "it learns to count"
 
     exported = tmp_path / "model.safetensors"
     done = manager.varuna("export", str(tmp_path / "checkpoints"), "--out", str(exported))

@@ -18,7 +18,7 @@ from manager_world import ROOT, RunningManager, wait_until
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(480)]
 
 EXAMPLE = ROOT / "examples" / "hf"
 STEPS, BATCH = 80, 10
@@ -33,7 +33,7 @@ def plain(*flags: str) -> subprocess.Popen[str]:
 
 def output_of(process: subprocess.Popen[str]) -> str:
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 0
@@ -65,7 +65,7 @@ def write_job(folder: Path, start: Path) -> Path:
 
 def kill_one(client: Client, name: str) -> None:
     """A VM on which the job runs, once that has done a step."""
-    wait_until(lambda: (client.job(name)["step"] or 0) > 0, "the first step", 120)
+    wait_until(lambda: (client.job(name)["step"] or 0) > 0, "the first step", 200)
     workers = client.generations(name, brief=False)[-1]["workers"]
     pids = {vm["id"]: int(vm["ref"]["pid"]) for vm in client.vms()}
     kill_group(pids[workers[-1]["vm_id"]])
@@ -84,7 +84,7 @@ def test_a_folder_of_from_pretrained_goes_in_and_one_comes_out(running_manager: 
         with Client(manager.url) as client:
             assert manager.varuna("submit", str(write_job(tmp_path, start))).returncode == 0
             kill_one(client, "hf")
-            wait_until(lambda: client.job("hf")["state"] in ("succeeded", "failed"), "the job's end", 120)
+            wait_until(lambda: client.job("hf")["state"] in ("succeeded", "failed"), "the job's end", 200)
             generations = [g for g in client.generations("hf", brief=True) if g["started_at"] is not None]
             logs = "".join(logs_of(manager, generation["number"]) for generation in generations)
             assert client.job("hf")["state"] == "succeeded", logs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from varuna.describe import text_of
+from varuna.partition import PartitionError
+from varuna_client.inspecting import worker_of
 
 MODEL = """
 import sys, torch
@@ -61,7 +64,12 @@ def test_a_report_of_everything_that_was_found(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "the script prints ['--steps', '3']" in ended.stderr
     found = json.loads(ended.stdout)
-    assert [section["name"] for section in found["sections"]] == ["table … blocks.0", "blocks.1", "blocks.2"]
+    assert [section["name"] for section in found["sections"]] == [
+        "table … blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "section 3",
+    ]
     assert sum(section["work"] for section in found["sections"]) == pytest.approx(1)
     assert found["sections"][0]["sends"][0] == {
         "name": "table",
@@ -70,29 +78,36 @@ def test_a_report_of_everything_that_was_found(tmp_path: Path) -> None:
         "dtype": "float32",
         "has_gradient": True,
     }
-    assert found["shared"] == [{"parameter": "table.weight", "sections": [0, 2]}]
-    assert found["long_lived"] == [{"name": "table", "made_in": 0, "used_in": [2]}]
+    assert found["shared"] == [{"parameter": "table.weight", "sections": [0, 3]}]
+    assert found["long_lived"] == [{"name": "table", "made_in": 0, "used_in": [3]}]
     buffer = next(x for x in found["buffers"] if x["buffer"] == "blocks.1.1.running_mean")
     assert buffer["sections"] == [1]
     assert buffer["written_at"].startswith("train.py:")
     (constant,) = found["constants"]
     assert constant["place"].startswith("a constant at train.py:")
-    assert constant["sections"] == [0, 1, 2]
+    assert constant["sections"] == [1, 2, 3]
     (finding,) = found["optimizer"]["findings"]
     assert finding["place"].startswith("train.py:")
     assert "global_gradient_norm" in finding["way_out"]
     assert found["times"]["micro_batch"] == 2
     assert min(*found["times"]["forward_us"], *found["times"]["backward_us"]) > 0
     text = text_of(found)
-    for part in ("forward", "shared by sections 0, 2: table.weight", "long-lived: table", "follow replica 0", "Normed"):
+    for part in ("forward", "shared by sections 0, 3: table.weight", "long-lived: table", "follow replica 0", "Normed"):
         assert part in text
 
 
-def test_what_cannot_be_trained_is_shown_as_well(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_reported_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "x = x if self.memory is None else x + self.memory; self.memory = x.detach()"
-    ended = inspect(tmp_path, MODEL.replace("BODY", body) + SCRIPT)
-    assert ended.returncode == 1
-    assert "in forward a tensor of shape (2, 4) that an earlier forward left behind (kept in memory)" in ended.stdout
+    script, report = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(MODEL.replace("BODY", body) + SCRIPT)
+    for name, value in worker_of(report, "", 1, "cpu").to_environ().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PartitionError, match="left behind") as refused:
+        runpy.run_path(str(script), run_name="__main__")
+    assert json.loads(report.read_text()) == {"refused": str(refused.value), "text": str(refused.value)}
+    assert "in forward a tensor of shape (2, 4) that an earlier forward left behind (kept in memory)" in str(
+        refused.value
+    )
 
 
 def test_what_is_no_training_script_is_refused(tmp_path: Path) -> None:

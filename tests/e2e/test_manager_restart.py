@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import textwrap
@@ -13,7 +14,9 @@ from typing import TypeVar
 import httpx
 import psutil
 import pytest
+from playwright.async_api import expect
 
+from chromium import SCREENSHOTS, clean_page, launched
 from manager_world import all_ready, wait_until
 from restartable_manager import RestartableManager
 from varuna_client import Client
@@ -82,6 +85,7 @@ class Training:
     def begin(self) -> None:
         wait_until(lambda: self.ask(lambda client: all_ready(client, 2)), "two VMs")
         spec = {"name": "small", "workdir": str(self._workdir), "run": "python train.py", "global_batch": 4}
+        spec |= {"plan": {"p": 2, "d": 1, "micro_batch": 1}}
         self.ask(lambda client: client.submit(spec, idempotency_key="small"))
         self.reach(3)
         self._generations = self.ask(lambda client: client.generations("small"))
@@ -139,7 +143,31 @@ def test_training_goes_on_while_the_manager_is_dead_and_is_adopted_by_the_next(t
         meanwhile = training.go_on()
         manager.start()
         training.reach(meanwhile)
+        asyncio.run(look_at_its_pipeline(manager.url))
         training.end()
+
+
+async def look_at_its_pipeline(url: str) -> None:
+    """The dashboard draws what the workers traced: each stage does every micro-batch, forward and then backward."""
+    async with launched() as browser, clean_page(browser, f"{url}/#/jobs") as page:
+        await page.get_by_role("link", name="small").click()
+        pipeline = page.get_by_role("region", name="Pipeline", exact=True)
+        await expect(pipeline.locator(".chart.plotted")).to_be_visible()
+        await expect(pipeline.locator("header")).to_contain_text("of generation 2, 2×1, replica 0")
+        drawn = await pipeline.locator(".chart").evaluate(
+            "chart => Object.fromEntries(chart.data.map(ops => [ops.name, ops.y.map((stage, i) =>"
+            " [stage, ops.text[i], ops.base[i], ops.base[i] + ops.x[i]])]))"
+        )
+        forward = {(stage, int(op[1:])): end for stage, op, _, end in drawn["forward"]}
+        backward = {(stage, int(op[1:])): begin for stage, op, begin, _ in drawn["backward"]}
+        assert set(forward) == {(f"stage {s}", batch) for s in range(2) for batch in range(4)} == set(backward)
+        assert all(end <= backward[which] for which, end in forward.items())
+        await pipeline.get_by_text("As a table").click()
+        rows = pipeline.get_by_role("table", name="as a table").locator("tbody tr")
+        await expect(rows).to_have_count(2)
+        await expect(rows.first).to_contain_text("local-")
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        await page.screenshot(path=SCREENSHOTS / "job-real-workers.png", full_page=True)
 
 
 @contextmanager

@@ -383,7 +383,8 @@ async def test_vms_are_filtered_counted_and_told_with_their_past(world: RestWorl
     cost = await client.fleet_cost(since="1970-01-01T00:16:43Z")
     gone_hours = (4600.0 - 1003.0) / 3600
     assert cost["vm_hours"] > gone_hours
-    assert (cost["vms"], cost["vms_without_price"]) == (4, 3)
+    assert (cost["vms"], cost["vms_without_price"], cost["cost_per_hour"]) == (4, 3, 1.5)
+    assert cost["cost"] == pytest.approx(cost["gpu_hours"] / 3 * 1.5, rel=1e-4)
 
 
 async def test_the_fleet_over_time(world: RestWorld, client: AsyncClient) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from zoo import ARTIFACT, Row, as_expected, table, train_cut_and_whole
+from zoo import ARTIFACT, ZOO, Row, as_expected, table, train_cut_and_whole
 from zoo_models import CHEAP, MODELS
 
 pytestmark = pytest.mark.xdist_group("zoo")  # one process imports transformers
@@ -28,3 +30,10 @@ def test_a_model_without_cut_points_trains_in_stages_as_it_does_whole(name: str,
     print(table(made))
     assert as_expected(MODELS[name], made)
     assert MODELS[name].refused or all(row.sections >= 3 for row in made)
+
+
+def test_the_page_of_models_has_all_of_the_zoo() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    shown = re.findall(r"^\| ([^|]+) \| \d* \|.*\| ([^|]*) \|$", page, re.MULTILINE)
+    assert [name for name, _ in shown] == list(ZOO)
+    assert [name for name, status in shown if status != "equal"] == [name for name in ZOO if ZOO[name].refused]

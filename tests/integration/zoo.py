@@ -21,7 +21,7 @@ from varuna.topology import stage_sections
 from zoo_further import FURTHER
 from zoo_models import MODELS, Entry
 
-__all__ = ["ARTIFACT", "ZOO", "Row", "as_expected", "table", "train_cut_and_whole"]
+__all__ = ["ARTIFACT", "ZOO", "Row", "as_expected", "summary", "table", "train_cut_and_whole"]
 
 ARTIFACT = Path(__file__).resolve().parents[2] / "test-artifacts" / "zoo.txt"
 """Where the table is left."""
@@ -199,4 +199,25 @@ def table(rows: Sequence[Row]) -> str:
         f"  {row.status}"
         for row in rows
     ]
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One row for each model, in Markdown, as docs/models.md has it."""
+    lines = [
+        "| model | sections | splits | crossing | tied | difference | |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in dict.fromkeys(row.name for row in rows):
+        own = [row for row in rows if row.name == name]
+        splits, crossing = sum(row.splits for row in own), max(row.crossing for row in own)
+        difference = max(row.difference for row in own)
+        flaw = next((row.status for row in own if not row.equal), None)
+        if flaw is None:
+            figures = (
+                f"{splits} | {crossing} | {own[0].tied} | {format(difference, '.0e') if difference else 0} | equal"
+            )
+        else:
+            figures = f"| | | | {flaw}"
+        lines.append(f"| {name} | {own[0].sections or ''} | {figures} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""More models of Hugging Face, of as many kinds of structure as there are: `make soak-zoo` runs them beside the others."""
+"""More models of Hugging Face, of as many kinds of structure as there are: `make soak-zoo` runs them, too."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ _DECODERS: dict[str, Entry] = {
         hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA, attn_implementation="eager"), language
     ),
     "Llama checkpointing": Entry(
-        hugging_face("LlamaForCausalLM", "LlamaConfig", lambda model: model.gradient_checkpointing_enable(), **LLAMA),
+        hugging_face("LlamaForCausalLM", "LlamaConfig", lambda model: model.activation_checkpointing_enable(), **LLAMA),
         language,
     ),
     "Mistral": Entry(hugging_face("MistralForCausalLM", "MistralConfig", **LLAMA, sliding_window=4), language),

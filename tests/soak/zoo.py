@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 
-from zoo import ARTIFACT, ZOO, as_expected, table, train_cut_and_whole
+from zoo import ARTIFACT, ZOO, as_expected, summary, table, train_cut_and_whole
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
             flaws.append(name)
     ARTIFACT.parent.mkdir(exist_ok=True)
     ARTIFACT.write_text(table(rows) + "\n")
-    print(f"\n{table(rows)}")
+    print(f"\n{table(rows)}\n\n{summary(rows)}")
     print(f"{len(options.models)} models, {len(rows)} rows: {f'flaws in {flaws}' if flaws else 'all as expected'}")
     return 1 if flaws else 0
 

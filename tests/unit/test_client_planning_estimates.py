@@ -158,6 +158,65 @@ def test_calibrate_writes_entries_that_estimate_takes(tmp_path: Path) -> None:
     )
 
 
+def test_calibrate_says_which_rows_cannot_be(tmp_path: Path) -> None:
+    run = {"model": "gpt2", "layers": 2, "hidden": 64, "seq": 64, "p": 1, "d": 1, "micro_batch": 4, "global_batch": 8}
+    observations = tmp_path / "O.json"
+    observations.write_text(json.dumps([{**run, "name": "hours", "minibatch_s": 7200}]))
+    arguments = [*ON, "--observations", str(observations), "--out", str(tmp_path / "hw.json")]
+    assert "micro_batch_overhead at" in invoke("calibrate", *arguments)
+    rows = [
+        {**run, "name": f"{batch} examples", "global_batch": batch, "minibatch_s": batch / 400} for batch in (80, 160)
+    ]
+    observations.write_text(json.dumps([*rows, {**run, "name": "hours", "minibatch_s": 7200}]))
+    warnings = invoke_json("calibrate", *arguments)["warnings"]
+    assert [warning.partition(":")[0] for warning in warnings] == ["hours"]
+
+
+NAMED = ["--network", "ethernet-10g", "--gpus", "102", "--global-batch", "512"]
+
+
+def test_a_model_is_estimated_by_its_name_with_its_optimizer_on_the_host() -> None:
+    question = ["estimate", "--model", "gpt2-200b", "--gpu", "v100-32gb", *NAMED]
+    found = invoke_json(*question, "--offload-optimizer")
+    assert (found["model"], found["best"]["d"]) == ("gpt2-200b", 1)
+    layer_bytes = 12 * 12960**2 * 16
+    assert layer_bytes < found["host_memory_bytes"] < 2 * layer_bytes
+    assert "of the host's for each GPU" in invoke(*question, "--offload-optimizer")
+    with pytest.raises(UserError, match=r"does not fit devices with 28\.8 GiB"):
+        invoke(*question)
+
+
+def test_an_estimate_of_a_shape_that_is_given() -> None:
+    question = ["estimate", "--model", "gpt2-2.5b", "--seq", "512", "--gpu", "v100-16gb", *NAMED]
+    best = invoke_json(*question, "--p", "9", "--d", "7", "--micro-batch", "2")["best"]
+    assert (best["p"], best["d"], best["micro_batch"]) == (9, 7, 2)
+    with pytest.raises(UserError, match="p=60 is pinned but the model has 56 sections"):
+        invoke(*question, "--p", "60")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["--model", "gpt3"],
+            "no model is called 'gpt3': use one of gpt2-355m, .*, or gpt2, bert, llama, t5 with --lay",
+        ),
+        (
+            ["--model", "gpt2", "--hidden", "64"],
+            "--model gpt2 is a kind of model: give --layers, --seq, or one by name: ",
+        ),
+        (["--model", "llama"], "--model llama is a kind of model: give --layers, --hidden, --seq$"),
+        (
+            ["--model", "gpt2-20b", "--layers", "9"],
+            "gpt2-20b has its own --layers: leave it out, or give --model gpt2 a",
+        ),
+    ],
+)
+def test_models_that_are_not_told_whole_are_refused(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        invoke("estimate", *arguments, "--gpu", "v100-16gb", *NAMED)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -142,6 +142,11 @@ def test_people_get_tables(profile: Path) -> None:
         (["--device-memory-gb", "inf"], "--device-memory-gb inf: give a number of GiB, or leave it out"),
         (["--hazard", "inf"], "removals_per_vm_hour is inf: it must be finite"),
         (["--hazard", "1", "--trace", "x.csv"], "--hazard and --trace both"),
+        (
+            ["--morph-s", "9", "--detect-s", "1"],
+            "--morph-s, --detect-s without a hazard would change nothing: give --haz",
+        ),
+        (["--p", "7"], "p=7 is pinned but the model has 6 sections"),
         (["--trace", "nothing.csv"], "cannot read trace nothing.csv: No such file"),
     ],
 )

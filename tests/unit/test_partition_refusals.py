@@ -260,6 +260,4 @@ def test_an_auxiliary_loss_handed_over_in_an_attribute_or_by_a_hook() -> None:
             self.seen.append(y)
             return y.tanh()
 
-    same_as_whole(
-        lambda: Model(lambda m, x: m.b(m.cut(m.outputs(m.a(x)))) + m.outputs.seen[0], outputs=Outputs())
-    )
+    same_as_whole(lambda: Model(lambda m, x: m.b(m.cut(m.outputs(m.a(x)))) + m.outputs.seen[0], outputs=Outputs()))

@@ -95,7 +95,19 @@ def test_the_public_norm_is_the_way_out() -> None:
 
 
 def torchs_optimizers() -> list[tuple[type[Optimizer], dict[str, Any]]]:
-    plain = ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
+    plain = [
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+    ]
     return [
         *((getattr(torch.optim, name), {}) for name in plain),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -178,7 +190,9 @@ def trained() -> tuple[Varuna, Optimizer]:
 def test_clipping_what_a_stage_has_is_refused_where_it_stands() -> None:
     model, _ = trained()
     for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
-        with pytest.raises(RuntimeError, match=rf"{clip.__name__} at test_runtime_.*clip with step\(inputs, clip_grad_"):
+        with pytest.raises(
+            RuntimeError, match=rf"{clip.__name__} at test_runtime_.*clip with step\(inputs, clip_grad_"
+        ):
             clip(model.parameters(), 1.0)
 
 
@@ -205,7 +219,9 @@ def replaced(model: Varuna, optimizer: Optimizer) -> None:
 def test_gradients_changed_after_the_step_that_used_them_are_told_of(change: Callable[..., None]) -> None:
     model, optimizer = trained()
     change(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"changed between step\(\) at .* in trained and step\(\) at .*clip with step"):
+    with pytest.raises(
+        RuntimeError, match=r"changed between step\(\) at .* in trained and step\(\) at .*clip with step"
+    ):
         model.step(BATCH)
 
 

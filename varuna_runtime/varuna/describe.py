@@ -91,9 +91,7 @@ def times_document(profile: Profile, micro_batch: int) -> dict[str, Any]:
 def optimizer_document(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "class": name,
-        "findings": [
-            {"what": x.what, "place": x.place, "way_out": x.way_out, "matters": x.matters} for x in findings
-        ],
+        "findings": [{"what": x.what, "place": x.place, "way_out": x.way_out, "matters": x.matters} for x in findings],
     }
 
 

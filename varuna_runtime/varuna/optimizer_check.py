@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from varuna.error_text import first_line
 from varuna.generators import global_generators_kept
 from varuna.optim import stepping
 from varuna.partition.writes import written
@@ -83,7 +84,7 @@ def check_optimizer(optimizer: Optimizer) -> list[Finding]:
     except Exception as error:  # whatever a stranger's optimizer may raise on copies that it was not made for
         return [
             Finding(
-                f"{name} could not be checked ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
+                f"{name} could not be checked ({type(error).__name__}: {first_line(error)})",
                 "",
                 "see to it that it computes nothing of several parameters at once, or leave the model whole "
                 "(cut_points=0)",

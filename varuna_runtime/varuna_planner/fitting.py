@@ -32,6 +32,12 @@ with measured profiles, is off by 2.6 % on average (its table 7)."""
 HUBER = 1.5
 """Standard deviations beyond which a residual's pull no longer grows."""
 
+ODD_DEVIATIONS = 6
+"""Beyond so many standard deviations (18 %) a row does not belong to the others."""
+
+UNLIKELY_PRIORS = 3
+"""Standard deviations of its prior beyond which a factor is not believed."""
+
 _STEP = 0.05
 _MOST_STEPS = 30
 _ENOUGH = 1e-3
@@ -75,11 +81,13 @@ class FittedScale:
 
     @property
     def verdict(self) -> str:
-        if self.learned < 0.1:
-            return "not identifiable from these observations: the prior stands"
-        if self.learned < 0.5:
+        if self.learned >= 0.5:
+            return "identified"
+        if self.learned >= 0.1:
             return "weakly identified"
-        return "identified"
+        if abs(self.factor - 1) < 0.01:
+            return "next to nothing: the table's number stays"
+        return "next to nothing: a guess that suits the rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +127,25 @@ class Fit:
     @property
     def left_out_errors(self) -> tuple[float, ...]:
         return tuple(abs(row.left_out_error) for row in self.observations if row.left_out_error is not None)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should not be so where rows and table describe the same machines: a line each."""
+        rows = tuple(
+            f"{row.name}: measured {row.measured_s:.4g} s, fitted {row.predicted_s:.4g} s: it hardly counts in the "
+            "fit; check its shape, its seconds and what else ran there"
+            for row in self.observations
+            if abs(np.log(row.predicted_s / row.measured_s)) > ODD_DEVIATIONS * MODEL_ERROR
+        )
+        fields = [field for scale in self.scales for field in scale.fields.items()]
+        capped = [name for name, value in fields if name.endswith("_efficiency") and value >= 1.0]
+        found = list(rows)
+        if capped:
+            found.append(f"{', '.join(capped)} would be above 1: rows are faster than the table's peaks; check either")
+        for scale, known in zip(self.scales, SCALES, strict=True):
+            if abs(np.log(scale.factor)) > UNLIKELY_PRIORS * known.prior:
+                found.append(f"{scale.name} at {scale.factor:.3g} times the table's is no such machine: check the rows")
+        return tuple(found)
 
     @property
     def confidence(self) -> str:

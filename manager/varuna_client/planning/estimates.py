@@ -280,6 +280,7 @@ def calibration_document(found: Fit) -> dict[str, Any]:
         "mean_left_out_error": _mean(found.left_out_errors) if found.left_out_errors else None,
         "worst_left_out_error": max(found.left_out_errors, default=None),
         "confidence": found.confidence,
+        "warnings": list(found.warnings),
     }
 
 
@@ -303,5 +304,6 @@ def calibration_page(document: dict[str, Any]) -> RenderableType:
         low, high = scale["interval"]
         scales.add_row(scale["name"], f"{scale['factor']:.3f}", f"{low:.2f}-{high:.2f}", scale["verdict"])
     summary = f"mean error {document['mean_error']:.1%}, worst {document['worst_error']:.1%}; {document['confidence']}"
+    warnings = [Text(f"but {warning}", style="yellow") for warning in document["warnings"]]
     wrote = Text(f"wrote {document['out']}: use it with --hardware {document['out']}")
-    return Group(rows, "", scales, "", Text(summary), wrote)
+    return Group(rows, "", scales, "", Text(summary), *warnings, wrote)

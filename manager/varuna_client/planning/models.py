@@ -19,7 +19,7 @@ ModelName = Annotated[
     typer.Option(
         "--model",
         metavar="NAME",
-        help="gpt2-355m, -1.5b, -2.5b, -8.3b, -20b, -200b, bert-base, bert-large; or gpt2, bert, llama, t5 and a shape.",
+        help="gpt2-355m, -1.5b, -2.5b, -8.3b, -20b, -200b, bert-base, -large; or gpt2, bert, llama, t5 with a shape.",
     ),
 ]
 Layers = Annotated[

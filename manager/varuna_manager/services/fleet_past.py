@@ -76,18 +76,17 @@ class FleetPast:
             hours = (ended - case((VmRow.created_at > start, VmRow.created_at), else_=start)) / 3600.0
             kind = (VmRow.gpus, VmRow.price_per_hour)
             uses = select(*kind, func.count(), func.sum(hours)).where(hours > 0).group_by(*kind)
-            rows = (await session.execute(uses)).all()
+            rows = [(gpus, price, vms, float(h)) for gpus, price, vms, h in await session.execute(uses)]
             cost_per_hour = await session.scalar(select(func.sum(VmRow.price_per_hour)).where(_IS_THERE))
-        priced = [(vms, hours * price) for _, price, vms, hours in rows if price is not None]
-        vms = sum(vms for _, _, vms, _ in rows)
+        known = [(price, vms, vm_hours) for _, price, vms, vm_hours in rows if price is not None]
         return {
             "since": documents.iso(start),
-            "vms": vms,
-            "vm_hours": sum(hours for _, _, _, hours in rows),
-            "gpu_hours": sum(hours * gpus for gpus, _, _, hours in rows),
-            "cost": sum(cost for _, cost in priced) if priced else None,
+            "vms": sum(vms for _, _, vms, _ in rows),
+            "vm_hours": sum(vm_hours for _, _, _, vm_hours in rows),
+            "gpu_hours": sum(vm_hours * gpus for gpus, _, _, vm_hours in rows),
+            "cost": sum(vm_hours * price for price, _, vm_hours in known) if known else None,
             "cost_per_hour": cost_per_hour,
-            "vms_without_price": vms - sum(vms for vms, _ in priced),
+            "vms_without_price": sum(vms for _, price, vms, _ in rows if price is None),
         }
 
 
@@ -117,5 +116,6 @@ def _whole(session: AsyncSession, quotient: ColumnElement[float]) -> ColumnEleme
 def _left_at(session: AsyncSession) -> ColumnElement[Any]:
     """When a VM that is gone went: the time of the last entry of its history."""
     if session.get_bind().dialect.name == "postgresql":
-        return VmRow.history[-1]["at"].as_float()
+        newest: ColumnElement[Any] = VmRow.history[-1]["at"].as_float()
+        return newest
     return cast(func.json_extract(VmRow.history, "$[#-1].at"), Float)

@@ -90,8 +90,8 @@ def refuse_state(
             where = f" (kept in {held[0]})" if held else ""
             raise PartitionError(
                 f"forward uses at {place} a tensor of shape {value.shape} that an earlier forward left behind{where}, "
-                f"made at {value.place}: each stage and replica would have its own, and no checkpoint holds it. Make it "
-                "a buffer (register_buffer) that forward changes, or pass it in as an input"
+                f"made at {value.place}: each stage and replica would have its own, and no checkpoint holds it. "
+                "Make it a buffer (register_buffer) that forward changes, or pass it in as an input"
             )
     counters = sorted(name for name in moved if isinstance(second[name], _PLAIN))
     if counters and not same_operations:

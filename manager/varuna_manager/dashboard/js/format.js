@@ -17,7 +17,7 @@ export const loss = (value) => (missing(value) ? DASH : number(value, 5));
 export const percent = (share, digits = 0) => (missing(share) ? DASH : `${(100 * share).toFixed(digits)} %`);
 export const signedPercent = (share) => (missing(share) ? DASH : `${share > 0 ? "+" : ""}${(100 * share).toFixed(1)} %`);
 export const shape = (p, d) => (p && d ? `${p}×${d}` : DASH);
-export const money = (value) => (missing(value) ? DASH : value.toFixed(value < 1 ? 3 : 2));
+export const money = (value) => (missing(value) ? DASH : value < 1000 ? value.toFixed(value < 1 ? 3 : 2) : whole.format(value));
 
 export function seconds(value) {
   if (missing(value)) return DASH;
