@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -22,8 +23,8 @@ from varuna.checkpoint import newest_complete
 from varuna.data import Batches
 
 
-def main() -> None:
-    arguments = parse_arguments(description=__doc__)
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(given, description=__doc__)
     writes = os.environ.get("RANK", "0") == "0"
     log = RunLog(arguments.json_summary if writes else None)
     for line in without_effect(arguments):
@@ -109,8 +110,8 @@ def train(
         every = arguments.num_steps_per_checkpoint
         if every and step % every == 0 and step < last:
             save(model, arguments)
-    save(model, arguments)
     if start < last:
+        save(model, arguments)
         took_s = time.monotonic() - began
         rate = (last - start) * batches.global_batch / took_s
         log.end({"e2e_train_time": took_s, "training_sequences_per_second": rate, "final_loss": average})

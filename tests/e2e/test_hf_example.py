@@ -101,7 +101,8 @@ def test_a_folder_of_from_pretrained_goes_in_and_one_comes_out(running_manager: 
     assert max(values_in(output, "loss")[STEPS]) < min(values_in(output, "loss")[1]) - 0.5, "it learns"
 
     out = tmp_path / "exported"
-    done = manager.varuna("export", str(tmp_path / "checkpoints"), "--hf", "--out", str(out), "--tokenizer", str(start))
+    flags = ["--hf", "--out", str(out), "--tokenizer", str(start)]
+    done = manager.varuna("export", str(tmp_path / "checkpoints"), *flags, timeout_s=200)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in out.iterdir()} == {path.name for path in expected.iterdir()}
     assert json.loads((out / "config.json").read_text()) == json.loads((expected / "config.json").read_text())

@@ -1,6 +1,7 @@
 """A training script whose model writes buffers in forward: batch-norm statistics, and a buffer that it computes with.
 
-Its one argument is a JSON file: {"out": folder, "steps": to be done after it, "save": whether to end with a checkpoint}.
+Its one argument is a JSON file: {"out": folder, "steps": to be done when it ends, "save": whether to end with a
+checkpoint, "p": stages, "shares": of each replica, from and to which example}.
 """
 
 from __future__ import annotations

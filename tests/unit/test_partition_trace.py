@@ -436,7 +436,7 @@ def test_state_changed_in_two_stages_is_refused() -> None:
 
     model = Model(body)
     model_map = trace(model, example())
-    with pytest.raises(PartitionError, match=r"offset is changed by forward \(test_partition_trace.py:\d+ in body\) .* \(sections \[0, 1\]\)"):
+    with pytest.raises(PartitionError, match=r"offset is changed by forward .* in body.* \(sections \[0, 1\]\)"):
         build_stage(model, model_map, 0, 1, "cpu")
 
 

@@ -61,7 +61,8 @@ class Assembly:
             for buffers in by_type.values():
                 flat = torch.cat([buffer.flatten() for buffer in buffers])
                 copy_from_first([flat], self.replicas)
-                for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))
 
     @contextmanager

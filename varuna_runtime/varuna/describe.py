@@ -152,8 +152,8 @@ def _long_lived(model_map: ModelMap) -> list[dict[str, Any]]:
             cuts.setdefault(value, []).append(cut)
     values = model_map.graph.values
     uses: dict[int, set[int]] = {}
-    for value in values:
-        uses.setdefault(value.same_as, set()).update(value.used_in)
+    for seen in values:
+        uses.setdefault(seen.same_as, set()).update(seen.used_in)
     return [
         {
             "name": model_map.plan(over[0]).places[index][0].name,

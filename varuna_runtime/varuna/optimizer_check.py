@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ _LONGEST = 4
 """Elements in each dimension of their copies."""
 _STEPS = 2
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""They belong to the step. Bound methods among them are left out, for copying those would copy what they are bound to."""
+"""They belong to the step. Bound methods among them are left out: a copy would copy what they are bound to."""
 _CPU = torch.device("cpu")
 
 
@@ -66,8 +66,8 @@ _NORM = (
     "whole (cut_points=0)"
 )
 _RANDOM = (
-    "the stages and replicas would draw other numbers than one process does, and tied parameters drift apart. Draw from "
-    "a torch.Generator that is seeded for each parameter and step"
+    "the stages and replicas would draw other numbers than one process does, and tied parameters drift apart. Draw "
+    "from a torch.Generator that is seeded for each parameter and step"
 )
 
 
@@ -275,7 +275,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
                 self._set(tensor, mixed)
 
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
         self.mixes_at = self.mixes_at or self._reads_at  # mixed as Python numbers, then
 
     def _mixed(self, leaves: Sequence[Any]) -> frozenset[int]:

@@ -26,6 +26,7 @@ from varuna_planner import balance as cutting
 from varuna_planner.batching import count_micro_batches
 from varuna_planner.candidates import Candidate, Candidates
 from varuna_planner.memory import human, usable_bytes
+from varuna_planner.pins import NO_PINS, Pins
 from varuna_planner.profile import Measurement, Profile, Section
 from varuna_planner.schedule import Policy, require_executable
 from varuna_planner.simulator import simulate
@@ -34,15 +35,6 @@ __all__ = ["Candidate", "Candidates", "Choice", "Pins", "Plan", "choose_plan", "
 
 IMPROVEMENT = 0.03
 """F(m)/m has stopped improving when no larger m betters it by more than this part: the noise of measurement."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pins:
-    """What the user fixes; None leaves it to the planner."""
-
-    p: int | None = None
-    d: int | None = None
-    micro_batch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +81,7 @@ def choose_plan(
     global_batch: int,
     device_memory_bytes: int | None,
     gpus_per_vm: int = 1,
-    pins: Pins = Pins(),
+    pins: Pins = NO_PINS,
     policy: Policy = Policy.WORK_CONSERVING,
 ) -> Choice:
     """The fastest plan for `gpus` equal devices, which may leave some of them unused.
@@ -114,33 +106,11 @@ def choose_plan(
 
 
 def _check(profile: Profile, global_batch: int, gpus_per_vm: int, pins: Pins) -> None:
-    sections = len(profile.sections)
     if global_batch < 1:
         raise ValueError(f"global_batch is {global_batch}: it needs at least 1 example")
     if gpus_per_vm < 1:
         raise ValueError(f"gpus_per_vm is {gpus_per_vm}: a VM needs at least 1")
-    for name, pinned in (("p", pins.p), ("d", pins.d), ("micro_batch", pins.micro_batch)):
-        if pinned is not None and pinned < 1:
-            raise ValueError(f"{name}={pinned} is pinned but must be at least 1")
-    if pins.p is not None and pins.p > sections:
-        raise ValueError(
-            f"p={pins.p} is pinned but the model has {sections} sections, so at most {sections} stages: "
-            f"pin p to at most {sections}, or add cut-points"
-        )
-    if pins.micro_batch is not None and pins.micro_batch > global_batch:
-        raise ValueError(
-            f"micro_batch={pins.micro_batch} is pinned but the global batch has only {global_batch} examples: "
-            f"pin at most {global_batch}, or enlarge the global batch"
-        )
-    if pins.d is not None:
-        # Without a pinned micro-batch it may be as small as the smallest that was measured.
-        smallest = pins.micro_batch or min(global_batch, profile.micro_batches[0])
-        most = count_micro_batches(global_batch, smallest)
-        if pins.d > most:
-            raise ValueError(
-                f"d={pins.d} is pinned but a global batch of {global_batch} has at most {most} micro-batches "
-                f"(of {smallest}), and every replica needs one: pin d to at most {most}, or enlarge the global batch"
-            )
+    pins.check(sections=len(profile.sections), global_batch=global_batch, smallest=profile.micro_batches[0])
 
 
 def warm_up() -> None:
@@ -383,15 +353,20 @@ class _Search:
             return f"{wanted} pinned needs {needed} GPUs and there are {self.gpus}: wait for more, or unpin"
         fitting = self._fewest_stages()
         if fitting is None or pins.p is not None:
-            one = self.sections
+            one, size = self.sections, self.sizes[0]
             alone = np.diff(one.state_bytes) + np.diff(one.activation_bytes[0]) + one.inputs[0] + one.working[0]
+            optimizer = np.array([section.optimizer_bytes for section in self.profile.sections])
             heaviest = int(np.argmax(alone))
+            ways = ["devices with more memory", "more cut-points"]
+            if size > 1:
+                ways.append("a smaller micro-batch")
+            if (alone - optimizer).max() <= self.limits.usable_bytes < alone.max():
+                ways.append("the optimizer on the host (offload_optimizer=True)")
             return (
                 f"the model does not fit devices with {usable} to give, however it is cut"
                 + (f" into p={pins.p} stages" if pins.p is not None else "")
                 + f" (section {self.profile.sections[heaviest].name} alone needs {human(int(alone[heaviest]))} "
-                f"at micro-batch {self.sizes[0]}): use devices with more memory, a smaller micro-batch or more "
-                "cut-points"
+                f"at micro-batch {size}): use {', '.join(ways[:-1])} or {ways[-1]}"
             )
         return (
             f"the model needs at least {fitting * (pins.d or 1)} GPUs with {usable} to give each, "

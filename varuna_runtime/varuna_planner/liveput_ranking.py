@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from varuna_planner.auto_config import Choice, Pins, Plan, choose_plan
+from varuna_planner.auto_config import Choice, Plan, choose_plan
 from varuna_planner.liveput import Costs, Fleet, Hazard, Option, fleet_sizes
+from varuna_planner.pins import NO_PINS, Pins
 from varuna_planner.profile import Profile
 from varuna_planner.schedule import Policy
 
 __all__ = ["LiveputChoice", "RankedPlan", "rank_by_liveput"]
 
-NO_PINS: Final = Pins()
 USUAL_COSTS: Final = Costs()
 HORIZON_S: Final = 3600.0
 """What a plan leads to is looked at for so long: by then most of a spot fleet has changed."""

@@ -15,7 +15,7 @@ class FormatsKnownValues(TorchFunctionMode):
     """Scalars whose value is known are formatted as it, as outside of a dry run; others as fake tensors are."""
 
     def __init__(self, known: Callable[[Tensor], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type its modes
+        super().__init__()
         self._known = known
 
     def __torch_function__(

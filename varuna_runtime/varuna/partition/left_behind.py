@@ -120,5 +120,5 @@ class GlobalDraws:
 
 
 def _numpy_state() -> tuple[int, bytes]:
-    state = np.random.get_state(legacy=True)
-    return int(state[2]), np.asarray(state[1]).tobytes()
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return int(position), np.asarray(keys).tobytes()
