@@ -55,6 +55,11 @@ def options(words: tuple[str, ...]) -> list[str]:
     return [match[1] for word in words if (match := OPTION.fullmatch(word))]
 
 
+def before_script(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Without a script of the user's, and its arguments."""
+    return words[: next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))]
+
+
 @cache
 def group() -> Any:
     return typer.main.get_command(app)
@@ -90,7 +95,7 @@ def test_every_varuna_command_takes_its_options() -> None:
         if hasattr(command, "commands") and rest:
             assert rest[0] in command.commands, said
             command = command.commands[rest[0]]
-        for option in options(rest):
+        for option in options(before_script(rest)):
             assert option in names_of(command), f"{said}: no option {option}"
 
 
@@ -107,8 +112,7 @@ def test_every_script_in_the_docs_is_there_and_knows_its_options(page: str, word
         text = "".join(path.read_text() for path in (ROOT / words[0]).parent.glob("*.py"))
     else:
         return  # a script of the user's
-    own = words[: next((at for at, word in enumerate(words) if at > 1 and word.endswith(".py")), len(words))]
-    for option in options(own[1:]):
+    for option in options(before_script(words[1:])):
         assert re.search(rf"[\"']{option}[\"']|{option[2:].replace('-', '_')}: ", text), f"{page}: {words}: {option}"
 
 

@@ -146,6 +146,17 @@ def test_parameters_changed_by_forward_are_refused() -> None:
         return m.plain(x)
 
     refused(Model(body), r"forward changes parameter a.weight in place at test_partition_refusals.py:\d+ in body")
+
+    def replaced(m: Any, x: Tensor) -> Tensor:
+        m.a.weight.data = m.a.weight.data.clamp(-0.1, 0.1)
+        return m.plain(x)
+
+    def another(m: Any, x: Tensor) -> Tensor:
+        m.b.weight = nn.Parameter(m.b.weight.detach() * 0.5)
+        return m.plain(x)
+
+    refused(Model(replaced), "forward replaces parameter a.weight, or its .data")
+    refused(Model(another), "forward replaces parameter b.weight, or its .data")
     table = nn.Embedding(5, H, max_norm=1.0)  # it shrinks the rows that it is asked for
     refused(
         Model(lambda m, x: m.plain(m.table(x.argmax(1))), table=table),

@@ -164,8 +164,8 @@ def test_a_stage_reads_and_allocates_its_own_parameters_only(tmp_path: Path) -> 
         assert noted.read & set(model_map.parameter_bytes) == set(stage.parameters)
         assert noted.read >= set(held) - {"positions.table"}
         own = sum(tensor.nbytes for tensor in held.values())
-        # Twice: the piece of the file and its tensor. And the small table, statistics that other stages' forwards write,
-        # and each type's one zero.
+        # Twice: the piece of the file and its tensor. And the small table, statistics that the forwards of other stages
+        # write, and each type's one zero.
         little = 4 * hollow.positions.table.nbytes + sum(b.nbytes for b in hollow.buffers()) + 64
         assert own <= allocated.bytes <= 2 * own + little
         assert allocated.bytes < sum(p.nbytes for p in hollow.parameters())

@@ -17,7 +17,7 @@ from varuna.partition.errors import PartitionError
 from varuna.partition.graph import Graph, Kind, TensorLeaf, Value
 from varuna.places import users_code
 
-__all__ = ["Books"]
+__all__ = ["Books", "storage_of"]
 
 
 class Books:
@@ -39,6 +39,7 @@ class Books:
         self._tensors: list[Tensor] = []  # by value index
         self._originals: dict[int, str] = {}  # the user's own tensors, which the dry run must not meet
         self._buffers: dict[str, Tensor] = {}  # the fakes that it began with
+        self._memory: dict[int, int] = {}  # storages of parameters and buffers, by id of the fake
         self._constants_changed = False
         self._born_before = 0  # values of the first of two forwards
         self._left_behind: dict[int, str] = {}  # those of them that the second used, and where
@@ -50,6 +51,7 @@ class Books:
         value = self._record(fake, Kind.PARAMETER, (), dependent=True, place=f"parameter {name}")
         value.weight = name
         self._parameters[name] = value
+        self._memory[id(fake)] = storage_of(fake)
         return fake
 
     def fake_buffer(self, name: str, buffer: Tensor) -> Tensor:
@@ -57,6 +59,7 @@ class Books:
         fake = self._fake(buffer)
         self._record(fake, Kind.GIVEN, (), dependent=False, place=f"buffer {name}").buffer = name
         self._buffers[name] = fake
+        self._memory[id(fake)] = storage_of(fake)
         if not buffer.is_meta:
             self._keep_shadow(fake, buffer.detach().to("cpu", copy=True))
         return fake
@@ -97,7 +100,7 @@ class Books:
         self.graph.values.append(value)
         self._tensors.append(tensor)
         if id(tensor) not in self._known:
-            self._by_storage.setdefault(_storage(tensor), []).append(tensor)
+            self._by_storage.setdefault(storage_of(tensor), []).append(tensor)
         self._known[id(tensor)] = (tensor, value)
         return value
 
@@ -188,7 +191,7 @@ class Books:
         """Tensors changed in place, and all that share their memory, are new values from here on."""
         dependent = random or any(value.dependent for value in inputs)
         for changed in written:
-            for tensor in self._by_storage[_storage(changed)]:
+            for tensor in self._by_storage[storage_of(changed)]:
                 old = self._value(tensor)
                 if old.kind is Kind.PARAMETER:
                     raise PartitionError(
@@ -218,5 +221,5 @@ class Books:
                     self._keep_shadow(tensor, shadow)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

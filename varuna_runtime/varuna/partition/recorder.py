@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from varuna.cut_point import CutPoint
-from varuna.partition.books import Books
+from varuna.partition.books import Books, storage_of
 from varuna.partition.choices import rows_of_any
 from varuna.partition.costs import cost_of
 from varuna.partition.cut_places import PlacedCutPoint
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
         self.graph.loss = value.index
         for value, tensor in zip(self.graph.values, self._tensors, strict=True):
             value.requires_grad = tensor.requires_grad  # known only after the dispatcher has returned to autograd
-        self._note_assigned_buffers()
+        self._note_assigned()
         return self.graph
 
     # A second forward on the same copy, of which nothing is kept: does it use what the first left behind?
@@ -198,22 +198,35 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
             same_operations=operations == self._operations,
         )
 
-    def _note_assigned_buffers(self) -> None:
-        """Buffers that forward has replaced by another tensor: they are changed, too."""
+    def _note_assigned(self) -> None:
+        """What forward has replaced by another tensor: a buffer is changed by that, a parameter must not be."""
         for path, module in self._model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and self._memory.get(id(parameter)) != storage_of(parameter):
+                    raise PartitionError(
+                        f"forward replaces parameter {f'{path}.{key}' if path else key}, or its .data: no optimizer "
+                        "would train it, and replicas would each have their own. Compute another tensor from it"
+                    )
             for key, tensor in module._buffers.items():
                 name = f"{path}.{key}" if path else key
-                if tensor is None or name not in self._buffers or tensor is self._buffers[name]:
-                    continue
-                value = self._value(tensor)
-                if value.requires_grad or tensor.shape != self._buffers[name].shape:
-                    what = "with its autograd history" if value.requires_grad else f"in another shape, {value.shape}"
-                    raise PartitionError(
-                        f"forward keeps the tensor made at {value.place} as buffer {name} {what}: assign x.detach(), "
-                        f"of the buffer's shape {tuple(self._buffers[name].shape)}"
-                    )
-                self.graph.buffers_changed[name] = value.place
-                self.graph.buffers_used.setdefault(name, set()).add(value.section)
+                if tensor is not None and name in self._buffers:
+                    self._note_assigned_buffer(name, tensor)
+
+    def _note_assigned_buffer(self, name: str, tensor: Tensor) -> None:
+        original = self._buffers[name]
+        if tensor is original:
+            if storage_of(tensor) != self._memory[id(tensor)]:
+                self.graph.buffers_changed.setdefault(name, "by its .data")
+            return
+        value = self._value(tensor)
+        if value.requires_grad or tensor.shape != original.shape:
+            what = "with its autograd history" if value.requires_grad else f"in another shape, {value.shape}"
+            raise PartitionError(
+                f"forward keeps the tensor made at {value.place} as buffer {name} {what}: assign x.detach(), of the "
+                f"buffer's shape {tuple(original.shape)}"
+            )
+        self.graph.buffers_changed[name] = value.place
+        self.graph.buffers_used.setdefault(name, set()).add(value.section)
 
     # Operations
 

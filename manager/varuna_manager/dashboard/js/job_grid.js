@@ -13,7 +13,7 @@ export function grid() {
     draw(generation, vms, job) {
       if (!generation) { put(body, h("p", { class: "empty" }, "Not placed yet.")); return; }
       put(note, `generation ${generation.number} (${generation.state}): ${shape(generation.p, generation.d)}, `
-        + `${generation.p} pipeline stages × ${generation.d} replicas`);
+        + `${many(generation.p, "pipeline stage")} × ${many(generation.d, "replica")}`);
       const places = new Map(generation.placement.map((place) => [place.rank, place]));
       // What a worker does now is known to its VM.
       const live = vms.flatMap((vm) => vm.workers).filter((worker) => worker.job_id === job.id && worker.generation === generation.number);
@@ -22,7 +22,7 @@ export function grid() {
       const wordy = generation.p * generation.d <= MOST_WORDY;
       const starts = generation.plan.stage_starts;
       const stages = Array.from({ length: generation.p }, (_, stage) => h("th", { scope: "col" }, `stage ${stage}`,
-        h("br"), stage + 1 < starts.length ? `sections ${starts[stage]}–${starts[stage + 1] - 1}` : `section ${starts[stage]} to the last`));
+        h("br"), sections(starts[stage], starts[stage + 1])));
       const rows = Array.from({ length: generation.d }, (_, replica) => h("tr", {}, h("th", { scope: "row" }, `replica ${replica}`),
         Array.from({ length: generation.p }, (__, stage) => {
           const rank = replica * generation.p + stage;
@@ -33,6 +33,14 @@ export function grid() {
         h("thead", {}, h("tr", {}, h("td", {}), stages)), h("tbody", {}, rows)));
     },
   };
+}
+
+const many = (number, what) => `${count(number)} ${what}${number === 1 ? "" : "s"}`;
+
+/** Those of a stage: from its first one to before that of the next. */
+function sections(first, next) {
+  if (next === undefined) return `section ${first} to the last`;
+  return next - first === 1 ? `section ${first}` : `sections ${first}–${next - 1}`;
 }
 
 /** The worst of what is known: the VM's trouble, else the worker's state. */
