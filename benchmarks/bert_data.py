@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ Result = TypeVar("Result")
 
 _LENGTH, _PREDICTIONS = 128, 20
 _ROWS = 4096
+_COPIES = 3
 
 
 def main() -> None:
@@ -43,16 +45,29 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        prepared = {count: _prepare(Path(folder) / str(count), count) for count in arguments.processes}
-        first = Path(folder) / str(arguments.processes[0])
+        texts, first = Path(folder) / "texts", Path(folder) / str(arguments.processes[0])
+        _write_texts(texts, Path(folder) / "default")
+        prepared = {count: _prepare(texts, Path(folder) / str(count), count) for count in arguments.processes}
         figures = {"prepare": prepared, "one_process": _in_one_process(first), "read": _read(first)}
     print(json.dumps(figures, indent=1) if arguments.json else _table(figures))
 
 
-def _prepare(output: Path, processes: int) -> dict[str, float]:
-    """The whole preparation of the default corpus, by its own clock."""
-    options = ["--output", str(output), "--vocab-size", "4096", "--training-shards", "4", "--processes", str(processes)]
-    parsed = prepare._parser().parse_args(options)
+def _write_texts(texts: Path, output: Path) -> None:
+    """The sentences of the default corpus, several times over, as files to prepare again."""
+    phase = ["--max-seq-length", "128", "--max-predictions-per-seq", "20"]
+    with redirect_stdout(StringIO()):
+        prepare.main(["--output", str(output), "--vocab-size", "4096", "--dupe-factor", "1", *phase])
+    texts.mkdir()
+    for path in (output / "text").glob("*.txt"):
+        for copy in range(_COPIES):
+            shutil.copy(path, texts / f"{path.stem}_{copy}.txt")
+
+
+def _prepare(texts: Path, output: Path, processes: int) -> dict[str, float]:
+    """The whole preparation, by its own clock."""
+    options = ["--vocab-size", "4096", "--training-shards", "4", "--documents-by", "blank-line"]
+    places = ["--input", str(texts), "--output", str(output), "--processes", str(processes)]
+    parsed = prepare._parser().parse_args([*places, *options])
     began = time.perf_counter()
     with redirect_stdout(StringIO()):
         figures = prepare.prepare(parsed)

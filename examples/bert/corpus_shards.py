@@ -1,8 +1,8 @@
 """Documents as shards of sentences: text files of one sentence a line, with an empty line after each document.
 
 Sentences are found by sentencex: rules for some 300 languages, kept by Wikimedia's language team, with no model to
-download. Of the libraries that need none it was the fastest on the default corpus (2 MB/s a process, against 0.5 of
-syntok and 0.06 of pysbd), and it knows abbreviations that an untrained Punkt does not.
+download. Of the libraries that need none it was the fastest on the default corpus (4 times syntok, 30 times pysbd),
+and it knows abbreviations that a Punkt trained on the text itself did not.
 """
 
 from __future__ import annotations

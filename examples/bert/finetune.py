@@ -21,6 +21,7 @@ from torch.optim import AdamW
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
+from arguments import FROM_LAUNCHER
 from corpus_python import python_documents
 from finetune_task import SUBJECTS, encode, make_task
 from model import load_pretrained, read_config
@@ -200,6 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the head, of random weights, and of the order (default: 0)")
     add("--plain", action="store_true", help="train in a loop of PyTorch alone, without Varuna")
     add("--output_dir", help="checkpoint of the result; with --plain, a folder for from_pretrained")
+    for name in FROM_LAUNCHER:
+        add(f"--{name}", help=argparse.SUPPRESS)
     return parser
 
 

@@ -73,8 +73,8 @@ def _text(options: argparse.Namespace, executor: Executor | None) -> tuple[list[
     }
     folder, note = options.output / "text", options.output / "text" / "shards.json"
     known = _read_json(note)
-    if known.get("asked") == asked:
-        shards = [TextShard(**row) for row in known["shards"]]
+    shards = [TextShard(**row) for row in known.get("shards", [])]
+    if known.get("asked") == asked and all((folder / shard.file).is_file() for shard in shards):
         print(f"text: {len(shards)} shards of sentences are there, in {folder}")
         return shards, {"seconds": 0.0, "characters": sum(shard.characters for shard in shards)}
     documents = (

@@ -1,4 +1,6 @@
-"""Imports torch, Varuna and what its arguments name once, then forks the ranks of one world after the other: importing takes longer than a test.
+"""Imports torch, Varuna and what its arguments name, once, then forks the ranks of one world after the other.
+
+Importing takes longer than a test.
 
 In a world that is "fresh" each rank imports for itself.
 

@@ -16,6 +16,7 @@ import torch
 from bert_text import example_modules
 
 MODULES = ("finetune", "finetune_task", "model", "vocabulary", "corpus_reading")
+FROM_LAUNCHER = ("--rank=0", "--local_rank=0", "--chunk_size=4", "--batch-size=24", "--stage_to_rank_map=0")
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -103,7 +104,7 @@ def test_it_learns_and_with_varuna_as_in_plain_pytorch(
     example: dict[str, ModuleType], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = {}
-    for name, more in (("plain", ("--plain",)), ("varuna", ())):
+    for name, more in (("plain", ("--plain",)), ("varuna", FROM_LAUNCHER)):
         example["finetune"].main(options(folder, "--epochs", "16", *more))
         said[name] = re.search(r"accuracy (\S+) on (\d+) passages.*last loss (\S+),", capsys.readouterr().out)
     plain, varuna = said["plain"], said["varuna"]

@@ -187,6 +187,21 @@ def trained() -> tuple[Varuna, Optimizer]:
     return model, optimizer
 
 
+def test_the_public_norm_is_that_of_the_clipped_gradient() -> None:
+    """In one process; over stages, with tied weights, it is `test_bert_lamb.py` that compares."""
+    plain, model = Regression(), Varuna(Regression(), get_batch_fn=BATCH)
+    whole = Lamb(plain.parameters(), global_gradient_norm)
+    model.set_optimizer(Lamb(model.parameters(), global_gradient_norm))
+    for clip in (1e-3, 1e3):
+        whole.zero_grad()
+        plain(**BATCH).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        whole.step()
+        model.step(BATCH, clip_grad_max_norm=clip)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_clipping_what_a_stage_has_is_refused_where_it_stands() -> None:
     model, _ = trained()
     for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
