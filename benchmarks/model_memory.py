@@ -71,7 +71,8 @@ def worker(kind: str, folder: Path) -> Measured:
                 hollow = AutoModelForCausalLM.from_config(config)
             stage = Varuna(hollow, get_batch_fn=batch, weights=folder)
         else:
-            stage = Varuna(AutoModelForCausalLM.from_pretrained(folder, config=config).train(), get_batch_fn=batch)
+            # Not by from_pretrained, which maps the file, and so has in memory only what is copied from it.
+            stage = Varuna(AutoModelForCausalLM.from_config(config), get_batch_fn=batch, weights=folder)
         built = _peak()
         stage.set_optimizer(torch.optim.SGD(stage.parameters(), lr=1e-3))
         for _ in range(STEPS):

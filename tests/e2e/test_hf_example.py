@@ -72,7 +72,7 @@ def kill_one(client: Client, name: str) -> None:
 
 
 def logs_of(manager: RunningManager, generation: int) -> str:
-    done = manager.varuna("logs", "hf", "--all", "--rank", "all", "--generation", str(generation))
+    done = manager.varuna("logs", "hf", "--all", "--rank", "all", "--generation", str(generation), timeout_s=200)
     return done.stdout
 
 
@@ -82,7 +82,7 @@ def test_a_folder_of_from_pretrained_goes_in_and_one_comes_out(running_manager: 
     reference = plain("--model_name_or_path", str(start), "--max_steps", str(STEPS), "--output_dir", str(expected))
     try:
         with Client(manager.url) as client:
-            assert manager.varuna("submit", str(write_job(tmp_path, start))).returncode == 0
+            assert manager.varuna("submit", str(write_job(tmp_path, start)), timeout_s=200).returncode == 0
             kill_one(client, "hf")
             wait_until(lambda: client.job("hf")["state"] in ("succeeded", "failed"), "the job's end", 200)
             generations = [g for g in client.generations("hf", brief=True) if g["started_at"] is not None]

@@ -82,7 +82,8 @@ def _alone(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[dict[st
     slots: dict[str, _Slot] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for part in module.modules():
-        for entries in (part._parameters, part._buffers):
+        held: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for entries in held:
             for key, tensor in entries.items():
                 if tensor is None:
                     continue
