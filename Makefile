@@ -30,7 +30,8 @@ chromium: ## Install the browser that the dashboard's tests need, where there is
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; }
 
 test: venv chromium ## Run all tests
-	$(BIN)/pytest -n 2 --dist loadgroup $(PYTEST_FLAGS)
+	@# Three on two cores: many tests wait for processes.
+	$(BIN)/pytest -n 3 --dist loadgroup $(PYTEST_FLAGS)
 
 soak: venv ## Train the example under random disturbances for some minutes; check every loss (not part of test)
 	$(BIN)/python tests/soak/soak.py $(SOAK)

@@ -19,7 +19,7 @@ from manager_world import ROOT, RunningManager, wait_until
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.timeout(300)]
 
 EXAMPLE = ROOT / "examples" / "bert"
 MODULES = ("arguments", "lamb", "model", "pretraining_data", "recipe", "reference", "schedule")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.xdist_group("e2e")
+pytestmark = pytest.mark.xdist_group("demo")
 
 ROOT = Path(__file__).resolve().parents[2]
 VARUNA = str(Path(sys.executable).parent / "varuna")

@@ -18,7 +18,7 @@ from manager_world import ROOT, RunningManager, wait_until
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.timeout(480)]
 
 EXAMPLE = ROOT / "examples" / "hf"
 STEPS, BATCH = 80, 10

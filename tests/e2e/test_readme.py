@@ -16,7 +16,7 @@ from manager_world import PROGRAMS, ROOT, RunningManager, run_varuna, wait_until
 from varuna_client import Client
 from varuna_client.jobfile import KEYS
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
 
@@ -102,6 +102,7 @@ def test_the_job_files_are_fine(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.xdist_group("e2e")
 def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager) -> None:
     assert "submit" in running_manager.varuna("--help").stdout
     *asking, submit = sorted(varuna_commands("submit"), key=lambda arguments: "--dry-run" not in arguments)
