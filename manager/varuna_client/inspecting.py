@@ -44,11 +44,13 @@ def inspect(
     if importlib.util.find_spec("torch") is None:
         raise UserError("varuna inspect runs the script, which needs the runtime: pip install 'varuna-spot[runtime]'")
     if not script.is_file():
-        raise UserError(f"varuna inspect: no script {script}")
+        raise UserError(f"no script {script}")
+    if script.suffix in (".yaml", ".yml"):
+        raise UserError(f"{script} is a job file: give the script that its `run` starts, and its options")
     if measure and profile is not None:
-        raise UserError("varuna inspect: --time measures, --profile has been measured: give one of them")
+        raise UserError("--time measures, --profile has been measured: give one of them")
     if profile is not None and not profile.is_file():
-        raise UserError(f"varuna inspect: no profile {profile}")
+        raise UserError(f"no profile {profile}")
     times = "measure" if measure else str(profile.absolute()) if profile is not None else ""
     command = ["-u", *(["-m", "varuna.launching.script"] if launcher_arguments else []), str(script)]
     with tempfile.TemporaryDirectory(prefix="varuna-inspect-") as folder:
@@ -95,5 +97,5 @@ def worker_of(report: Path, times: str, micro_batch: int, device: str) -> Worker
 
 def _no_report(script: Path, code: int) -> str:
     if code == 0:
-        return f"varuna inspect: {script} ended without making a Varuna(model, ...): nothing to show"
-    return f"varuna inspect: {script} failed (exit code {code}) before it had made its Varuna(model, ...)"
+        return f"{script} ended without making a Varuna(model, ...): nothing to show"
+    return f"{script} failed (exit code {code}) before it had made its Varuna(model, ...)"

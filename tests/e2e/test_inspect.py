@@ -13,6 +13,8 @@ import pytest
 
 from varuna.describe import text_of
 from varuna.partition import PartitionError
+from varuna_client import inspecting
+from varuna_client.errors import UserError
 from varuna_client.inspecting import worker_of
 
 MODEL = """
@@ -114,7 +116,11 @@ def test_what_is_no_training_script_is_refused(tmp_path: Path) -> None:
     ended = inspect(tmp_path, "print('hello')")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
-        "varuna: varuna inspect: train.py ended without making a Varuna(model, ...): nothing to show"
+        "varuna: train.py ended without making a Varuna(model, ...): nothing to show"
     )
     ended = inspect(tmp_path, "", "--time", "--profile", "p.json")
     assert "give one of them" in ended.stderr
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text("run: python train.py")
+    with pytest.raises(UserError, match="job.yaml is a job file"):
+        inspecting.inspect(job_file)
