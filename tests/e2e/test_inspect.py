@@ -122,5 +122,5 @@ def test_what_is_no_training_script_is_refused(tmp_path: Path) -> None:
     assert "give one of them" in ended.stderr
     job_file = tmp_path / "job.yaml"
     job_file.write_text("run: python train.py")
-    with pytest.raises(UserError, match="job.yaml is a job file"):
+    with pytest.raises(UserError, match=r"job\.yaml is a job file"):
         inspecting.inspect(job_file)
