@@ -98,14 +98,15 @@ async def add_generation(
         )
 
 
-async def generations(database: Database, job_id: str) -> list[dict[str, Any]]:
-    history = JobHistory(database, lambda: 1000.0)
+async def generations(database: Database, job_id: str, registry: VmRegistry | None = None) -> list[dict[str, Any]]:
+    history = JobHistory(database, registry or VmRegistry(), lambda: 1000.0)
     page = await history.generations(job_id, brief=False, descending=False, limit=100, cursor=None)
     return page.items
 
 
 async def checkpoints(database: Database, job_id: str) -> list[dict[str, Any]]:
-    return (await JobHistory(database).checkpoints(job_id, descending=False, limit=100, cursor=None)).items
+    history = JobHistory(database, VmRegistry())
+    return (await history.checkpoints(job_id, descending=False, limit=100, cursor=None)).items
 
 
 async def test_migrations_give_what_the_models_say(database: Database) -> None:
@@ -372,6 +373,18 @@ async def test_a_manager_that_has_just_started_counts_on_the_vms_that_it_has_not
     assert [job.view.returning_vms for job in (await loader.load()).jobs] == [1]
     clock.now += rules.start_settle_s
     assert [job.view.returning_vms for job in (await loader.load()).jobs] == [0]
+
+
+async def test_a_generation_shows_what_is_heard_of_its_own_workers(database: Database, jobs: JobService) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    registry = VmRegistry()
+    registry.hello("vm", rendezvous_port=1, workers=[Health(job_id="other", generation=1, rank=0, step=9)])
+    assert (await generations(database, job_id, registry))[0]["workers"][0]["step"] is None
+    own = Health(job_id=job_id, generation=1, rank=0, step=4, forward_us=20)
+    registry.heartbeat("vm", rendezvous_port=1, workers=[own])
+    worker = (await generations(database, job_id, registry))[0]["workers"][0]
+    assert (worker["step"], worker["forward_us"]) == (4, 20)
 
 
 async def test_an_evaluation_is_progress(database: Database, jobs: JobService, clock: Clock) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -68,10 +68,14 @@ def job_document(job: JobRow, progress: JobProgress) -> Document:
 
 
 def generation_document(
-    generation: GenerationRow, workers: Sequence[WorkerRow], *, brief: bool, now: float
+    generation: GenerationRow, workers: Sequence[WorkerRow], healths: Iterable[Health], *, brief: bool, now: float
 ) -> Document:
-    """`workers`: the generation's, by rank. A `brief` one has no candidates and no workers."""
+    """`workers`: the generation's, by rank. A `brief` one has no candidates and no workers.
+
+    `healths`: what is heard now of workers on the same VMs.
+    """
     plan = generation.plan
+    heard = {(health.job_id, health.generation, health.rank): health for health in healths}
     return {
         "number": generation.number,
         "kind": generation.kind,
@@ -82,7 +86,7 @@ def generation_document(
         "plan": plan,
         "candidates": [] if brief else generation.candidates,
         "placement": [{"rank": w.rank, "vm_id": w.vm_id, "local_rank": w.local_rank} for w in workers],
-        "workers": [worker_document(worker) for worker in workers],
+        "workers": [worker_document(w, heard.get((w.job_id, w.generation, w.rank))) for w in workers],
         "reason": generation.reason,
         "created_at": iso(generation.created_at),
         "started_at": iso(generation.started_at),

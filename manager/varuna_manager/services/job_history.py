@@ -19,6 +19,7 @@ from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import NotFoundError
 from varuna_manager.services.jobs import find
 from varuna_manager.services.paging import Order, Page
+from varuna_manager.services.vm_registry import VmRegistry
 
 _JUDGED_STEPS = 100
 """Of a generation, the newest: by them its plan is judged."""
@@ -29,8 +30,9 @@ _BY_STEP = Order[CheckpointRow](
 
 
 class JobHistory:
-    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, registry: VmRegistry, now: Callable[[], float] = time.time) -> None:
         self._database = database
+        self._registry = registry
         self._now = now
 
     async def generations(
@@ -48,11 +50,7 @@ class JobHistory:
         by_number: dict[int, list[WorkerRow]] = {}
         for worker in workers:
             by_number.setdefault(worker.generation, []).append(worker)
-        now = self._now()
-        found = [
-            documents.generation_document(row, by_number.get(row.number, []), brief=brief, now=now) for row in rows
-        ]
-        return Page(found, following)
+        return Page([self._document(row, by_number.get(row.number, []), brief=brief) for row in rows], following)
 
     async def generation(self, id_or_name: str, number: int) -> Document:
         """Raises NotFoundError."""
@@ -63,7 +61,12 @@ class JobHistory:
             if row is None:
                 raise _no_generation(id_or_name, number, job)
             workers = await _workers(session, job, [number])
-        return documents.generation_document(row, workers, brief=False, now=self._now())
+        return self._document(row, workers, brief=False)
+
+    def _document(self, row: GenerationRow, workers: Sequence[WorkerRow], *, brief: bool) -> Document:
+        running = () if row.ended_at is not None else {worker.vm_id for worker in workers}
+        healths = [health for vm_id in running for health in self._registry.workers(vm_id)]
+        return documents.generation_document(row, workers, healths, brief=brief, now=self._now())
 
     async def plans(self, id_or_name: str, *, limit: int, cursor: str | None) -> Page:
         """The plans by which the job trained, newest first, without what else was considered."""

@@ -30,7 +30,7 @@ class Views:
         return cls(
             events=EventList(database),
             fleet=FleetPast(database),
-            history=JobHistory(database),
+            history=JobHistory(database, registry),
             spending=Spending(database),
             steps=StepMetrics(database),
             traces=Traces(database),
