@@ -5,8 +5,11 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 BIN := .venv/bin
 PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto proto/varuna_proto/v1/identity.proto
 
+CHROMIUM := chromium chromium-browser google-chrome
+PYTEST = $(BIN)/pytest --dist loadgroup
+
 .DEFAULT_GOAL := help
-.PHONY: help venv chromium demo test soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
+.PHONY: help venv chromium browser demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -16,22 +19,37 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 .venv/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "varuna needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,manager,azure,otel,tensorboard,dev]'
-	@# Compiled here, once, the planner takes no processor time from the first job's calibration.
-	$(BIN)/python -c 'from varuna_planner.auto_config import warm_up; warm_up()'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[runtime,manager,azure,otel,tensorboard,dev]'
+	@# What a job imports, and the planner's kernels, are compiled here: once, on two cores, and not by many processes at a time.
+	@$(BIN)/python -c 'from varuna_planner.auto_config import warm_up; warm_up()' & planner=$$!; \
+		$(BIN)/python -c 'import torch.distributed, torch._subclasses.fake_tensor, varuna, varuna_manager.main, varuna_client.cli' && wait $$planner
 	@touch $@
 
 demo: venv ## Train a GPT on four local spot VMs, lose one, gain one, drain one; check every loss
 	$(BIN)/varuna demo
 
-chromium: ## Install the browser that the dashboard's tests need, where there is none
-	@command -v chromium chromium-browser google-chrome >/dev/null || { \
-		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "the dashboard's tests need Chromium: apt-get install chromium (as root), then run make again"; exit 1; }; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; }
+chromium: ## Install the browser that the dashboard's tests need, where there is none (as root)
+	@command -v $(CHROMIUM) >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install Chromium with your package manager as root, such as: sudo apt-get install chromium"; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
-test: venv chromium ## Run all tests
+browser: # As chromium, but whoever cannot install it goes on: the tests that need it are left out and named at the end
+	@command -v $(CHROMIUM) >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory chromium || echo "going on without Chromium"
+
+unit: venv ## Run the tests that start no process, in a minute and a half
+	$(PYTEST) -n 2 -m "not processes and not slow" tests/unit $(PYTEST_FLAGS)
+
+check: lint unit ## What to run before each commit: lint and unit
+
+test: venv browser ## Run the tests, in ten to fifteen minutes on 2 cores
 	@# Three on two cores: many tests wait for processes.
-	$(BIN)/pytest -n 3 --dist loadgroup $(PYTEST_FLAGS)
+	$(PYTEST) -n 3 -m "not slow" $(PYTEST_FLAGS)
+
+test-slow: venv browser ## Run the tests that take long and rarely break
+	$(PYTEST) -n 3 -m slow $(PYTEST_FLAGS)
+
+flakes: venv browser ## Run the tests with processes 50 times beside busy loops (FLAKES="--times 5 tests/e2e")
+	$(BIN)/python tests/soak/flakes.py $(FLAKES)
 
 soak: venv ## Train the example under random disturbances for some minutes; check every loss (not part of test)
 	$(BIN)/python tests/soak/soak.py $(SOAK)

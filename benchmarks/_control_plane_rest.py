@@ -24,6 +24,7 @@ from rich.table import Table
 from sqlalchemy import text
 
 from varuna_manager.db.engine import Database
+from varuna_manager.db.job_progress import sum_up_all
 from varuna_manager.services.step_metrics import roll_up
 
 LONG_JOB = job_id(0)
@@ -99,6 +100,7 @@ async def _fill_past(folder: Path, jobs: int, rows: int) -> None:
         await session.execute(
             text("UPDATE generations SET last_step = :rows WHERE job_id = :job"), {**values, "rows": rows}
         )
+        await sum_up_all(session)
     await database.close()
 
 

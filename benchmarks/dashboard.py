@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "dashboard")]
+sys.path += [str(ROOT / "tests" / folder) for folder in ("integration", "dashboard", "support")]
 
 from playwright.async_api import Browser, Page, async_playwright  # noqa: E402
 

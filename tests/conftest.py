@@ -6,13 +6,16 @@ import os
 import signal
 import tempfile
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import structlog
 from hypothesis import settings
+
+from browsers import chromium
 
 # A busy machine is slow, and no test says anything about time. CI plays the same examples each time; others new ones.
 settings.register_profile("varuna", deadline=None, derandomize="CI" in os.environ)
@@ -28,12 +31,43 @@ structlog.configure(
 )
 
 
+class Need(NamedTuple):
+    """Something of the machine that some tests cannot do without."""
+
+    is_met: Callable[[], bool]
+    way_out: str
+
+
+NEEDS = {
+    "chromium": Need(lambda: chromium() is not None, "needs Chromium: run `make chromium` as root"),
+    "root": Need(lambda: os.geteuid() == 0, "needs root, to start processes as another user: run it as root"),
+}
+"""What `@pytest.mark.needs("chromium")` may name."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Keep each `xdist_group` on one worker: pytest-xdist 3.8 writes it to where pytest 9.2 does not look any more."""
+    """Leave out tests whose needs are not met, and keep each `xdist_group` on one worker.
+
+    For the latter pytest-xdist 3.8 writes the group to where pytest 9.2 no longer looks.
+    """
+    unmet = {name: need.way_out for name, need in NEEDS.items() if not need.is_met()}
     for item in items:
+        for name in [name for marker in item.iter_markers("needs") for name in marker.args]:
+            assert name in NEEDS, f"{item.nodeid} needs {name!r}; known are {', '.join(NEEDS)}"
+            if name in unmet:
+                item.add_marker(pytest.mark.skip(reason=unmet[name]))
         if "_nodeid" in vars(item):
             item._id = type(item._id).parse(item._nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name what was left out, and how to bring it in."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"left out: {count} test{'s' * (count > 1)}, {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,18 @@
-"""Stands between the agent and one worker; run as `python -I -S guard.py LIFE_FD STATUS_FD USER COMMAND...`.
+"""Stands between the agent and one worker; run as
+
+    python -I -S guard.py LIFE_FD STATUS_FD USER GROUP WORKDIR ENVIRONMENT_FD COMMAND...
 
 The worker gets a process group of its own. LIFE_FD is the read end of a pipe whose write end only the agent has: when
 that closes, because the agent wants it or because the agent is gone (SIGKILL included), the guard kills the worker's
 group. The guard is the reaper of all orphans among the worker's descendants, so it also finds those that left the
 group. It ends as the worker ended: same exit code, same signal. On STATUS_FD it writes the number of the group, and at
 last the exit code (negative: the signal), a line each. USER is UID:GID:GROUP,GROUP... for a command that is to run as
-another user, or `-`; the guard itself stays what the agent is, so that the command cannot touch it.
+another user, or `-`; the guard itself stays what the agent is, so that the command cannot touch it. GROUP is the folder
+of the control group that the command runs in, or `-`.
+
+Nothing that a job chooses takes effect before the user has changed. The guard's own environment is the agent's choice;
+the command's comes through ENVIRONMENT_FD as NAME=VALUE with NULs in between, and goes to the command alone. The child
+enters WORKDIR as the job's user, who may or may not be allowed to.
 
 Standard library only, and little of it: one of these starts with every worker. It imports nothing of ours.
 """
@@ -20,18 +27,23 @@ import time
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2
 """At this a worker writes the stacks of its threads (see `stacks.py`); 0 or less: the system has no such signals."""
 
+OOM_SCORE = 500
+"""Of jobs: when memory runs out, the kernel ends these and not the agent, which may have a score far below 0."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_PATIENCE_S = 10.0  # a process in uninterruptible sleep does not die; the exit must be told all the same
 
 
 def main(arguments: list[str]) -> None:
-    life_fd, status_fd, user, command = int(arguments[0]), int(arguments[1]), arguments[2], arguments[3:]
-    fork_worker(life_fd, status_fd, user)
-    _execute(command)
+    life_fd, status_fd, user, group, workdir, environment_fd, *command = arguments
+    with os.fdopen(int(environment_fd), "rb") as file:
+        environment = file.read()
+    fork_worker(int(life_fd), int(status_fd), user, group)
+    _execute(command, workdir, environment)
 
 
-def fork_worker(life_fd: int, status_fd: int, user: str = "-") -> None:
+def fork_worker(life_fd: int, status_fd: int, user: str = "-", group: str = "-") -> None:
     """Fork. Returns in the child only, which is to become the worker; this process is its guard from now on."""
     os.set_inheritable(life_fd, False)
     os.set_inheritable(status_fd, False)
@@ -44,7 +56,7 @@ def fork_worker(life_fd: int, status_fd: int, user: str = "-") -> None:
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _leave_guard(guard, (life_fd, status_fd, wake_fd, signal.set_wakeup_fd(-1)), user)
+        _leave_guard(guard, (life_fd, status_fd, wake_fd, signal.set_wakeup_fd(-1)), user, group)
         return
     _set_group(worker)
     try:
@@ -62,12 +74,15 @@ def fork_worker(life_fd: int, status_fd: int, user: str = "-") -> None:
     os._exit(code)
 
 
-def _leave_guard(guard: int, guards_fds: "tuple[int, ...]", user: str) -> None:
-    """In the child: a group of its own, perhaps a user of its own, and nothing that is the guard's."""
+def _leave_guard(guard: int, guards_fds: "tuple[int, ...]", user: str, group: str) -> None:
+    """In the child: groups of its own, perhaps a user of its own, and nothing that is the guard's."""
     os.setpgid(0, 0)
+    _raise_oom_score()
+    if group != "-":
+        _join_control_group(group)
     if user != "-":
         uid, gid, groups = user.split(":")
-        os.setgroups([int(group) for group in groups.split(",") if group])
+        os.setgroups([int(each) for each in groups.split(",") if each])
         os.setgid(int(gid))
         os.setuid(int(uid))  # before the next line, which it would undo
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the guard itself be killed
@@ -78,16 +93,43 @@ def _leave_guard(guard: int, guards_fds: "tuple[int, ...]", user: str) -> None:
         os.close(fd)
 
 
-def _execute(command: list[str]) -> None:
-    """In the child: turn into the worker."""
+def _raise_oom_score() -> None:
+    """Before the user changes: what root raises with CAP_SYS_RESOURCE, the job cannot lower again."""
     try:
-        for changed in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(changed, signal.SIG_DFL)
-        os.execvp(command[0], command)
+        with open("/proc/self/oom_score_adj", "r+") as file:  # noqa: PTH123 - pathlib would double the start-up time
+            if int(file.read()) < OOM_SCORE:
+                file.seek(0)
+                file.write(str(OOM_SCORE))
+    except OSError:
+        return  # not Linux
+
+
+def _join_control_group(folder: str) -> None:
+    try:
+        with open(os.path.join(folder, "cgroup.procs"), "w") as file:  # noqa: PTH118, PTH123 - as above
+            file.write("0")
     except OSError as error:
-        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
-    finally:
-        os._exit(127)
+        _give_up(f"cannot enter the job's control group {folder}: {error.strerror}")
+
+
+def _execute(command: list[str], workdir: str, environment: bytes) -> None:
+    """In the child: turn into the worker."""
+    for changed in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(changed, signal.SIG_DFL)
+    try:
+        os.chdir(workdir)
+    except OSError as error:
+        _give_up(f"cannot enter the workdir {workdir}: {error.strerror}")
+    variables = (variable.partition(b"=") for variable in environment.split(b"\0") if variable)
+    try:
+        os.execvpe(command[0], command, {name: value for name, _, value in variables})
+    except OSError as error:
+        _give_up(f"{command[0]}: {error.strerror}")
+
+
+def _give_up(text: str) -> None:
+    os.write(2, f"{text}\n".encode(errors="replace"))
+    os._exit(127)
 
 
 def _set_group(worker: int) -> None:

@@ -13,7 +13,7 @@ import os
 import random
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from varuna_agent.backoff import Backoff
+from varuna_agent.channels import open_channel
 from varuna_agent.errors import JoinError
 from varuna_proto.v1 import identity_pb2, identity_pb2_grpc
 
@@ -108,7 +109,11 @@ class AgentIdentity:
         self._chance = chance
 
     async def keep_renewed(self, managers: Sequence[str]) -> None:
-        """Renew before a third of the life is left, without end. Streams that are open go on with the old one."""
+        """Renew before a third of the life is left, without end. Streams that are open go on with the old one.
+
+        What fails is tried again with growing pauses: a manager that is away, and a disk that does not take the new
+        certificate, which counts at once all the same.
+        """
         while True:
             life = self.certificate.life
             await _until(self.certificate.not_after - life * self._chance.uniform(0.34, 0.4))  # a fleet spreads
@@ -119,27 +124,30 @@ class AgentIdentity:
                 await asyncio.sleep(backoff.next_s())
 
     async def _renewed(self, managers: Sequence[str]) -> bool:
-        """Whether one of the managers has given a new certificate."""
+        """Whether one of the managers has given a new certificate, and the disk has it."""
         key = ec.generate_private_key(ec.SECP256R1())
         request = identity_pb2.RenewRequest(request_pem=_signing_request(key))
         reasons = []
         for manager in managers:
             try:
-                async with grpc.aio.secure_channel(manager, self.certificate.channel_credentials()) as channel:
+                async with open_channel(manager, self.certificate.channel_credentials()) as channel:
                     stub: identity_pb2_grpc.IdentityServiceAsyncStub = identity_pb2_grpc.IdentityServiceStub(channel)
                     answer = await stub.Renew(request, timeout=_TIMEOUT_S)
+                renewed = replace(self.certificate, key_pem=_key_pem(key), certificate_pem=answer.certificate_pem)
+                until = renewed.not_after.isoformat()
             except grpc.aio.AioRpcError as error:
                 reasons.append(f"{manager}: {error.code().name}: {error.details()}")
                 continue
-            old = self.certificate
-            self.certificate = VmCertificate(
-                key_pem=_key_pem(key),
-                certificate_pem=answer.certificate_pem,
-                ca_pem=old.ca_pem,
-                token_id=old.token_id,
-            )
-            await asyncio.to_thread(self.certificate.save, self._path)
-            _log.info("the certificate was renewed", until=self.certificate.not_after.isoformat())
+            except ValueError as error:
+                reasons.append(f"{manager} sent no certificate: {error}")
+                continue
+            self.certificate = renewed
+            try:
+                await asyncio.to_thread(renewed.save, self._path)
+            except OSError as error:
+                _log.warning("the renewed certificate could not be kept yet", until=until, reason=str(error))
+                return False
+            _log.info("the certificate was renewed", until=until)
             return True
         _log.warning(
             "the certificate could not be renewed yet", until=self.certificate.not_after.isoformat(), reasons=reasons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from dataclasses import dataclass
@@ -53,11 +54,24 @@ def tail(path: Path, *, lines: int = 40, max_bytes: int = 16_384) -> str:
 
 
 def read_part(path: Path, offset: int, max_bytes: int) -> LogPart:
-    """At most max_bytes from offset on; a negative offset counts from the end. Raises OSError."""
+    """At most max_bytes from offset on; a negative offset counts from the end. Raises OSError.
+
+    Where the log's beginning was freed (see `log_retention.py`), the part begins where the log does now.
+    """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        at = file.seek(max(0, size + offset) if offset < 0 else min(offset, size))
+        at = max(0, size + offset) if offset < 0 else min(offset, size)
+        at = file.seek(_after_hole(file.fileno(), at, size))
         return LogPart(file.read(max_bytes), at, size)
+
+
+def _after_hole(descriptor: int, at: int, size: int) -> int:
+    if at >= size or not hasattr(os, "SEEK_DATA"):
+        return at
+    try:
+        return os.lseek(descriptor, at, os.SEEK_DATA)
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else at  # nothing but the hole, or a file system that has none
 
 
 async def read_when_there(path: Path, offset: int, max_bytes: int, wait_s: float) -> LogPart:

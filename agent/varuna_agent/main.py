@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from varuna_agent.errors import JoinError
+from varuna_agent.errors import CopiesError, JoinError
+from varuna_agent.gpu_type import read_gpu_type
+from varuna_agent.groups import JobGroups, NoGroupsError
 from varuna_agent.isolation import JobUser, hide_this_process, keep_private
 from varuna_agent.metadata_notices import metadata_source
 from varuna_agent.morph_spans import MorphSpans
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hide_this_process()
     try:
         return asyncio.run(_run(settings, user))
-    except (OSError, JoinError) as error:
+    except (OSError, JoinError, CopiesError) as error:
         sys.stderr.write(f"varuna agent: {error}\n")
         return 1
     finally:
@@ -82,6 +84,11 @@ def _parser() -> argparse.ArgumentParser:
         help="address of this VM for the workers of other VMs; auto: the one from which it reaches the manager",
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--gpu-type",
+        default="",
+        help="what the GPUs are, for jobs that ask for some (default: with --device cuda, what NVIDIA's driver says)",
+    )
     parser.add_argument("--reconnect-first-s", type=float, default=0.1, help="backoff to the manager: first wait")
     parser.add_argument("--reconnect-most-s", type=float, default=5.0, help="backoff to the manager: longest wait")
     parser.add_argument(
@@ -120,6 +127,18 @@ def _parser() -> argparse.ArgumentParser:
         "--metrics-port", type=int, default=0, help="have Prometheus read this agent's metrics at this port; 0: not"
     )
     parser.add_argument("--metrics-host", default="127.0.0.1", help="the address of --metrics-port (default: loopback)")
+    parser.add_argument(
+        "--log-bytes",
+        type=int,
+        default=AgentSettings.log_bytes,
+        help="keep so much of each log of a worker or setup, and of the agent's own: the newest (default: 256 MiB)",
+    )
+    parser.add_argument(
+        "--old-logs-bytes",
+        type=int,
+        default=AgentSettings.old_logs_bytes,
+        help="keep so much of the logs of generations that are over, together: the newest (default: 4 GiB)",
+    )
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
     return parser
 
@@ -134,11 +153,14 @@ def _settings(options: argparse.Namespace) -> AgentSettings:
         device_memory_bytes=options.device_memory_bytes,
         host=own_address(options.manager) if options.host == AUTO else options.host,
         device=options.device,
+        gpu_type=options.gpu_type or (read_gpu_type() if options.device == "cuda" else ""),
         reconnect_first_s=options.reconnect_first_s,
         reconnect_most_s=options.reconnect_most_s,
         keep_warm_s=options.keep_warm_s,
         run_as=options.run_as,
         notices=options.notices,
+        log_bytes=options.log_bytes,
+        old_logs_bytes=options.old_logs_bytes,
         metrics_port=options.metrics_port,
         metrics_host=options.metrics_host,
         join_token=_join_token(options.join_token_file),
@@ -157,6 +179,7 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         gpus=settings.gpus,
         device_memory_bytes=settings.device_memory_bytes,
         device=settings.device,
+        gpu_type=settings.gpu_type,
     )
     metrics = _metrics(identity.version) if settings.metrics_port else None
     exporter = spans.exporter(os.environ, "varuna-agent", **{"varuna.vm": settings.vm_id})
@@ -169,6 +192,7 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         manager_identity=manager_identity,
         spans=None if exporter is None else MorphSpans(exporter, settings.vm_id),
         metrics=metrics,
+        groups=_job_groups(),
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -178,6 +202,14 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         code = await runner.run()
     _log.info("agent ends", code=code)
     return code
+
+
+def _job_groups() -> JobGroups | None:
+    try:
+        return JobGroups.open()
+    except NoGroupsError as error:
+        _log.info("jobs run without control groups, and so without limits", reason=str(error))
+        return None
 
 
 def _metrics(version: str) -> AgentMetrics:

@@ -13,6 +13,7 @@ import grpc.aio
 import structlog
 
 from varuna_agent.backoff import Backoff
+from varuna_agent.channels import open_channel
 from varuna_agent.workdirs import WorkdirError
 from varuna_proto.names import is_plain
 from varuna_proto.v1 import agent_pb2, agent_pb2_grpc
@@ -25,13 +26,6 @@ __all__ = ["Backoff", "ManagerLink", "ManagerListener"]
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 _Stream = grpc.aio.StreamStreamCall[agent_pb2.AgentMessage, agent_pb2.ManagerMessage]
-
-_CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # else a new channel shares the backoff of the one before
-    ("grpc.enable_http_proxy", 0),  # the manager is on this machine or in our own network
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-)
 
 
 def _unsafe_job(message: agent_pb2.ManagerMessage) -> str | None:
@@ -145,10 +139,8 @@ class ManagerLink:
         return reason
 
     def _channel(self, address: str) -> grpc.aio.Channel:
-        if self._identity is None:
-            return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        credentials = self._identity.certificate.channel_credentials()
-        return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+        credentials = None if self._identity is None else self._identity.certificate.channel_credentials()
+        return open_channel(address, credentials)
 
     async def _read(self, call: _Stream) -> str:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from varuna_agent.state import Worker, WorkerKey
+from varuna_proto.bounds import MOST_SECONDS, bounded
 from varuna_proto.spans import SpanExporter
 from varuna_proto.trace_context import child
 from varuna_proto.v1 import agent_pb2, worker_pb2
@@ -45,7 +46,9 @@ class MorphSpans:
         if not (own and parent):
             return
         now = time.time()
-        began = now - sum(worker.phases.values()) - sum(phase.seconds for phase in message.phases)
+        began = (
+            now - sum(worker.phases.values()) - sum(bounded(phase.seconds, MOST_SECONDS) for phase in message.phases)
+        )
         self._exporter.add(
             "start rank", began, now, context=own, parent=parent, attributes=self._attributes(worker.key)
         )

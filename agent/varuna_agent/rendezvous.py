@@ -1,7 +1,8 @@
-"""Bound sockets for the rendezvous of coming generations.
+"""Bound sockets for coming generations: MASTER_PORT, on which a script's own init_process_group may listen.
 
 A port number that is only written down may be taken by the time rank 0 listens on it. So the agent keeps the socket and
-hands it over to rank 0.
+hands it over to rank 0. Varuna itself does not listen there: its port follows from the generation's secret
+(`varuna.handshake`).
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, assert_never
 import structlog
 
 from varuna_agent import logs
-from varuna_agent.copies import discard_other_jobs, make_folder_for
+from varuna_agent.copies import CheckpointCopies
+from varuna_agent.groups import JobGroups
 from varuna_agent.isolation import JobUser, worker_environ
+from varuna_agent.log_retention import LogSizes, keep_logs_small
 from varuna_agent.manager_link import Backoff, ManagerLink
 from varuna_agent.morph_spans import MorphSpans
 from varuna_agent.notices import NoticeCancelled, NoticeSource, unix_now_s
@@ -28,7 +30,7 @@ from varuna_agent.rendezvous import RendezvousSockets
 from varuna_agent.seen import SeenGenerations
 from varuna_agent.settings import AgentSettings
 from varuna_agent.stacks import NoStacksError
-from varuna_agent.state import AgentState, Event, Identity, Instruction, Workdir, WorkerKey, stack_dump
+from varuna_agent.state import AgentState, Event, Identity, Instruction, JobLimits, Workdir, WorkerKey, stack_dump
 from varuna_agent.state import stimuli as st
 from varuna_agent.workdirs import WorkdirError, Workdirs
 from varuna_agent.worker_link import WorkerLink, socket_path
@@ -47,6 +49,9 @@ _MAX_LOG_BYTES = 4 * 1024 * 1024
 _MAX_TIMER_S = 1.0
 """The loop's clock stands still while the VM is suspended, `_now` does not: look at it at least this often."""
 _DRAIN_SOCKET_S = 2.0
+_LOOK_AT_LOGS_S = 10.0
+_REOPEN_S = 1.0
+"""Between two attempts to get a port for the next rendezvous."""
 
 
 class AgentRunner:
@@ -58,6 +63,7 @@ class AgentRunner:
         manager_identity: this VM's certificate; None: the manager is an open one.
         spans: told of what traces tell; None: nobody traces.
         metrics: None: nobody asks for them.
+        groups: the jobs' control groups; None: this VM has none.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class AgentRunner:
         manager_identity: AgentIdentity | None = None,
         spans: MorphSpans | None = None,
         metrics: AgentMetrics | None = None,
+        groups: JobGroups | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -84,25 +91,29 @@ class AgentRunner:
         backoff = Backoff(settings.reconnect_first_s, settings.reconnect_most_s, chance or random.Random())
         self._manager = ManagerLink(settings.manager, backoff, _FromManager(self), manager_identity)
         self._link = WorkerLink(socket_path(settings.vm_dir), _FromWorkers(self), user)
-        workdirs = Workdirs(settings.vm_dir / "workdirs", self._fetch_archive, user)
+        workdirs = Workdirs(settings.vm_dir / "workdirs", self._fetch_archive)
         self._processes = WorkerProcesses(
-            self._process_ended, workdirs, settings.keep_warm_s, user, self._preparing, self._prepared
+            self._process_ended, workdirs, settings.keep_warm_s, user, self._preparing, self._prepared, groups
         )
+        self._copies: CheckpointCopies | None = None
         self._rendezvous = RendezvousSockets(settings.host)
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
+        self._reopening: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """The exit code for the process. Workers have ended when this returns, however it does."""
+        """The exit code for the process. Workers have ended when this returns, however it does. Raises CopiesError."""
         self._finished = asyncio.get_running_loop().create_future()
         try:
+            self._copies = CheckpointCopies.open(self._settings.checkpoint_dir or self._settings.vm_dir)
             await self._link.start()
             self.handle(st.RendezvousOpened(self._rendezvous.open()))
             self._spawn(self._manager.run(), "manager link")
             self._spawn(self._watch_notices(), "notices")
+            self._spawn(self._keep_logs_small(), "log sizes")
             code = await self._finished
             if self._spans is not None:  # before the stream ends: then the manager may give this VM back at once
                 await asyncio.to_thread(self._spans.close)
@@ -171,18 +182,28 @@ class AgentRunner:
             case st.Prepare(request):
                 self._prepare(request)
                 return
+            case st.CancelPrepare(job_id):
+                self._processes.cancel_prepare(job_id)
+            case st.KeepFolders(job_ids):
+                self._processes.keep_folders(job_ids)
+                return
             case st.Remember(seen):
                 self._seen.write(seen)
                 return
             case st.StartWorker():
-                self._start_worker(instruction)
+                try:
+                    self._start_worker(instruction)
+                except OSError as error:  # a full disk, no descriptor left, ...: it concerns this worker alone
+                    self.handle(st.ProcessNotStarted(instruction.key, f"cannot start the worker: {error}"))
+            case st.AdmitWorker(key, secret):
+                self._link.admit(key, secret)
             case st.TellWorkerToLeave(key, mode, _):
                 self._link.leave(key, mode)
             case st.KillWorker(key, _):
                 self._processes.kill(key)
             case st.ClaimRendezvous(port):
                 self._rendezvous.claim(port)
-                self.handle(st.RendezvousOpened(self._rendezvous.open()))
+                self._open_rendezvous()
             case st.ReleaseRendezvous(port):
                 self._rendezvous.release(port)
             case st.HangUp():
@@ -194,36 +215,59 @@ class AgentRunner:
                 assert_never(instruction)
         _log.info("agent acts", **_described(instruction))
 
+    def _open_rendezvous(self) -> None:
+        """The next one. While the VM has no port or descriptor left, other VMs have the ranks 0."""
+        try:
+            port = self._rendezvous.open()
+        except OSError as error:
+            _log.warning("no port for the next rendezvous: the agent tries again", error=str(error))
+            self._reopening = asyncio.get_running_loop().call_later(_REOPEN_S, self._open_rendezvous)
+            return
+        self.handle(st.RendezvousOpened(port))
+
     def _start_worker(self, start: st.StartWorker) -> None:
+        """Raises OSError."""
+        assert self._copies is not None
+        job_id = start.key.job_id
         rendezvous = self._rendezvous.take(start.rendezvous_port) if start.rendezvous_port else None
-        jobs = {*self._processes.job_ids, start.key.job_id}
-        copies = (self._settings.checkpoint_dir or self._settings.vm_dir / "checkpoints").resolve()
-        self._spawn(asyncio.to_thread(discard_other_jobs, copies, jobs), "copies of checkpoints")
-        environment = replace(
-            start.environment,
-            local_checkpoint_dir=str(copies / start.key.job_id),
-            agent_socket=str(self._link.path),
-            rendezvous_fd=rendezvous.fileno() if rendezvous is not None else -1,
-        )
-        if self._user is not None:
-            make_folder_for(copies / start.key.job_id, self._user)
-        self._processes.start(
-            ProcessSpec(
-                key=start.key,
-                command=start.command,
-                workdir=start.workdir,
-                environment=self._environ_of(start.extra_environment),
-                contract=environment.to_environ(),
-                log=logs.log_path(self._settings.vm_dir, start.key),
-                rendezvous=rendezvous,
+        try:
+            jobs = {*self._processes.job_ids, job_id}
+            self._spawn(asyncio.to_thread(self._copies.discard_other_jobs, jobs), "copies of checkpoints")
+            if self._user is not None:
+                self._copies.make_folder_for(job_id, self._user)
+            environment = replace(
+                start.environment,
+                local_checkpoint_dir=str(self._copies.folder / job_id),
+                agent_socket=str(self._link.path),
+                secret="",
+                secret_from_agent=bool(start.environment.secret),
+                rendezvous_fd=rendezvous.fileno() if rendezvous is not None else -1,
             )
-        )
+            self._processes.start(
+                ProcessSpec(
+                    key=start.key,
+                    command=start.command,
+                    workdir=start.workdir,
+                    environment=self._environ_of(start.extra_environment),
+                    contract={**start.secrets, **environment.to_environ()},
+                    log=logs.log_path(self._settings.vm_dir, start.key),
+                    limits=start.limits,
+                    rendezvous=rendezvous,
+                )
+            )
+        except OSError:
+            if rendezvous is not None:
+                rendezvous.close()
+            raise
 
     def _prepare(self, request: agent_pb2.Prepare) -> None:
         log = logs.warm_log_path(self._settings.vm_dir, request.job_id)
         environment = self._environ_of(request.environment)
-        workdir = Workdir(path=request.workdir, archive=request.archive, setup=request.setup)
-        self._processes.prepare(request.job_id, request.command, workdir, environment, log)
+        workdir = Workdir(
+            path=request.workdir, archive=request.archive, setup=request.setup, timeout_s=request.setup_timeout_s
+        )
+        limits = JobLimits.from_message(request.limits)
+        self._processes.prepare(request.job_id, request.command, workdir, environment, log, limits)
 
     def _environ_of(self, extra: Mapping[str, str]) -> dict[str, str]:
         """What all workers of a job have in common."""
@@ -237,7 +281,7 @@ class AgentRunner:
         if error is None:
             self.handle(st.Prepared(job_id))
             return
-        _log.warning("a job's workdir cannot be made ready", job=job_id, reason=str(error))
+        _log.warning("a job's workdir is not made ready", job=job_id, reason=str(error))
         self.handle(st.Prepared(job_id, str(error), error.exit_code))
 
     def _fetch_archive(self, sha256: str) -> AsyncIterator[bytes]:
@@ -303,6 +347,16 @@ class AgentRunner:
             _log.warning("this VM will be taken away", notice=notice.notice_id, seconds_left=round(seconds_left, 1))
             self.handle(st.NoticeSeen(notice.notice_id, seconds_left, notice.source))
 
+    async def _keep_logs_small(self) -> None:
+        sizes = LogSizes(each_bytes=self._settings.log_bytes, old_bytes=self._settings.old_logs_bytes)
+        while True:
+            running = {worker.key.generation_key for worker in self._state.workers}
+            try:
+                await asyncio.to_thread(keep_logs_small, self._settings.vm_dir, running, sizes)
+            except OSError as error:
+                _log.warning("logs stay as long as they are", error=str(error))
+            await asyncio.sleep(_LOOK_AT_LOGS_S)
+
     def _measure(self) -> None:
         if self._metrics is not None:
             self._metrics.now(
@@ -339,14 +393,17 @@ class AgentRunner:
             self._finished.set_exception(error)
 
     async def _close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._reopening):
+            if timer is not None:
+                timer.cancel()
         await self._processes.close()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
         self._rendezvous.close()
+        if self._copies is not None:
+            self._copies.close()
 
 
 class _FromManager:

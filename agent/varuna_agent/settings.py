@@ -9,6 +9,7 @@ from varuna_agent.state import Timings
 from varuna_proto.hosts import is_loopback
 from varuna_proto.names import plain
 
+_LEAST_LOG_BYTES = 64 * 1024
 NOTICE_SOURCES = ("file", "azure", "aws", "gcp")
 
 
@@ -31,6 +32,8 @@ class AgentSettings:
     """Address of this VM for the workers of other VMs."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
+    gpu_type: str = ""
+    """What the devices are called; empty: not known."""
     reconnect_first_s: float = 0.1
     reconnect_most_s: float = 5.0
     """Bounds of the backoff between two attempts to reach the manager."""
@@ -48,6 +51,10 @@ class AgentSettings:
     metrics_port: int = 0
     """Where Prometheus reads this agent's metrics, at `metrics_host`; 0: nowhere."""
     metrics_host: str = "127.0.0.1"
+    log_bytes: int = 256 * 1024**2
+    """Kept of each log, the newest; of the agent's own as well, where that is a file."""
+    old_logs_bytes: int = 4 * 1024**3
+    """Kept of the logs of generations that are over, together."""
     notices: str = "file"
     """Who tells of preemptions: one of NOTICE_SOURCES."""
     timings: Timings = field(default_factory=Timings)
@@ -73,6 +80,11 @@ class AgentSettings:
             raise ValueError(f"--metrics-port {self.metrics_port}: expected a port, 1 to 65535, or 0 for none")
         if self.keep_warm_s < 0:
             raise ValueError(f"--keep-warm-s {self.keep_warm_s}: expected 0 (no warmed process) or more")
+        if self.log_bytes < _LEAST_LOG_BYTES or self.old_logs_bytes < 0:
+            raise ValueError(
+                f"--log-bytes {self.log_bytes} and --old-logs-bytes {self.old_logs_bytes}: "
+                f"expected {_LEAST_LOG_BYTES} or more of each log, and 0 or more of old ones"
+            )
         if not 0 < self.reconnect_first_s <= self.reconnect_most_s:
             raise ValueError(
                 f"--reconnect-first-s {self.reconnect_first_s} and --reconnect-most-s {self.reconnect_most_s}: "

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import structlog
 
-from varuna_agent.isolation import JobUser
-from varuna_agent.spawn import ProcessNotStartedError, spawn
+from varuna_agent.spawn import UNCONFINED, Confinement, ProcessNotStartedError, spawn
 from varuna_agent.state import WorkerKey
+from varuna_proto.environment import is_read_early
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -43,9 +43,14 @@ class Recipe:
     """SCRIPT ARGUMENTS... or -m MODULE ARGUMENTS..."""
     workdir: str
     environment: Mapping[str, str]
+    """What is read before a script begins. Each worker gets all of its own when it is forked: the process has neither
+    a job's secrets nor need of them."""
+    confinement: Confinement = UNCONFINED
 
     @classmethod
-    def of(cls, command: str, workdir: str, environment: Mapping[str, str]) -> Recipe | None:
+    def of(
+        cls, command: str, workdir: str, environment: Mapping[str, str], confinement: Confinement = UNCONFINED
+    ) -> Recipe | None:
         """None for a command that is more than one Python script with its arguments: the shell must run that."""
         if _FOR_THE_SHELL.search(command):
             return None
@@ -60,7 +65,14 @@ class Recipe:
         names_code = len(arguments) >= 2 if arguments[:1] == ["-m"] else bool(arguments) and arguments[0][:1] != "-"
         if not names_code:
             return None
-        return cls(interpreter=interpreter, arguments=tuple(arguments), workdir=workdir, environment=dict(environment))
+        early = {name: value for name, value in environment.items() if is_read_early(name)}
+        return cls(
+            interpreter=interpreter,
+            arguments=tuple(arguments),
+            workdir=workdir,
+            environment=early,
+            confinement=confinement,
+        )
 
     def command(self, socket_fd: int) -> list[str]:
         return [self.interpreter, str(_ZYGOTE), str(socket_fd), *self.arguments]
@@ -70,6 +82,7 @@ class WarmProcess:
     """The agent's end of one warmed process. The process itself runs under a guard, like a worker."""
 
     def __init__(self, recipe: Recipe) -> None:
+        """Raises OSError."""
         self.recipe = recipe
         self.job_ids: set[str] = set()
         """Whose workers it is for: jobs may have the same command."""
@@ -84,15 +97,21 @@ class WarmProcess:
         self.ends: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self._decided = asyncio.Event()
-        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._life_read, self._life_write = os.pipe()
+        try:
+            self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            os.close(self._life_read)
+            os.close(self._life_write)
+            raise
         self._is_closed = False
         self._one_at_a_time = asyncio.Lock()
 
-    async def run(self, log: Path, user: JobUser | None, ready: Callable[[], None]) -> None:
+    async def run(self, log: Path, ready: Callable[[], None]) -> None:
         """From its start to its end. `ready` is called when workers can be forked from it."""
-        status_read, status_write = os.pipe()
+        status_read = -1
         try:
+            status_read, status_write = os.pipe()
             try:
                 guard = await spawn(
                     self.recipe.command(self._theirs.fileno()),
@@ -102,7 +121,7 @@ class WarmProcess:
                     life_read=self._life_read,
                     status_write=status_write,
                     inherited=[self._theirs.fileno()],
-                    user=user,
+                    confinement=self.recipe.confinement,
                 )
             finally:
                 os.close(self._life_read)
@@ -114,12 +133,13 @@ class WarmProcess:
             self.has_failed = not self.is_ready and not self._is_closed
             self._decided.set()
             await guard.wait()
-        except ProcessNotStartedError as error:
+        except (ProcessNotStartedError, OSError) as error:
             _log.warning("no warmed process", reason=str(error))
         finally:
             self.close()
             self._ours.close()
-            os.close(status_read)
+            if status_read >= 0:
+                os.close(status_read)
 
     async def _hear_ready(self) -> bool:
         self._ours.setblocking(False)
@@ -176,11 +196,8 @@ class WarmPool:
             workers would start at once, when that changes.
     """
 
-    def __init__(
-        self, keep_s: float, user: JobUser | None, on_preparing: Callable[[frozenset[str], frozenset[str]], None]
-    ) -> None:
+    def __init__(self, keep_s: float, on_preparing: Callable[[frozenset[str], frozenset[str]], None]) -> None:
         self._keep_s = keep_s
-        self._user = user
         self._on_preparing = on_preparing
         self._told: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
         self._all: list[WarmProcess] = []
@@ -191,6 +208,11 @@ class WarmPool:
     def job_ids(self) -> frozenset[str]:
         """The jobs whose workers would start at once."""
         return frozenset(job_id for warm in self._all if warm.is_ready for job_id in warm.job_ids)
+
+    @property
+    def all_job_ids(self) -> frozenset[str]:
+        """The jobs for which a process is kept here, ready or not."""
+        return frozenset(job_id for warm in self._all for job_id in warm.job_ids)
 
     def get(self, job_id: str, recipe: Recipe, log: Path) -> WarmProcess | None:
         """The warmed process for such workers; is started when there is none. None when it cannot be.
@@ -204,7 +226,11 @@ class WarmPool:
             for other in self._all:
                 if not other.workers:
                     other.close()  # two would hold twice the memory
-            warm = WarmProcess(recipe)
+            try:
+                warm = WarmProcess(recipe)
+            except OSError as error:
+                _log.warning("no warmed process", job=job_id, reason=str(error))
+                return None
             self._all.append(warm)
             warm.task = asyncio.create_task(self._run(warm, log), name="warmed process")
         self._keep(warm)
@@ -219,6 +245,12 @@ class WarmPool:
                 warm.workers.discard(key)
                 self._keep(warm)
 
+    def end_process_of(self, key: WorkerKey) -> None:
+        """End the one from which the worker was forked, and with it all that descends from it."""
+        for warm in self._all:
+            if key in warm.workers:
+                warm.close()
+
     async def close(self) -> None:
         """End them all, and wait for that."""
         for warm in self._all:
@@ -227,7 +259,7 @@ class WarmPool:
 
     async def _run(self, warm: WarmProcess, log: Path) -> None:
         try:
-            await warm.run(log, self._user, self._tell)
+            await warm.run(log, self._tell)
         finally:
             self._all.remove(warm)
             if warm.has_failed:

@@ -71,10 +71,15 @@ class WorkerLink:
             if self.path.parent.name.startswith("varuna-"):
                 self.path.parent.chmod(0o711)
 
+    def admit(self, key: WorkerKey, secret: str) -> None:
+        self._send(key, worker_pb2.AgentToWorker(admitted=worker_pb2.Admitted(secret=secret)))
+
     def leave(self, key: WorkerKey, mode: agent_pb2.StopMode.ValueType) -> None:
+        self._send(key, worker_pb2.AgentToWorker(leave=worker_pb2.Leave(mode=mode)))
+
+    def _send(self, key: WorkerKey, message: worker_pb2.AgentToWorker) -> None:
         connection = self._connections.get(key)
         if connection is not None:
-            message = worker_pb2.AgentToWorker(leave=worker_pb2.Leave(mode=mode))
             connection.writer.write(framing.frame(message))
 
     async def drained(self, key: WorkerKey, timeout_s: float) -> None:

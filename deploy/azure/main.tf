@@ -262,7 +262,6 @@ resource "azurerm_role_definition" "fleet" {
       "Microsoft.Network/virtualNetworks/subnets/join/action",
       "Microsoft.Network/networkSecurityGroups/join/action",
       "Microsoft.ManagedIdentity/userAssignedIdentities/assign/action",
-      "Microsoft.ResourceGraph/resources/read", # spot prices and eviction rates
     ]
   }
 
@@ -273,6 +272,22 @@ resource "azurerm_role_assignment" "fleet" {
   scope              = data.azurerm_resource_group.here.id
   role_definition_id = azurerm_role_definition.fleet.role_definition_resource_id
   principal_id       = azurerm_user_assigned_identity.manager.principal_id
+}
+
+# Resource Graph tells eviction rates only to who may read the subscription; its own right alone gives nothing.
+resource "azurerm_role_assignment" "eviction_rates" {
+  count                = var.read_subscription ? 1 : 0
+  scope                = "/subscriptions/${var.subscription_id}"
+  role_definition_name = "Reader"
+  principal_id         = azurerm_user_assigned_identity.manager.principal_id
+}
+
+# Jobs name its secrets as vault:NAME: each of them is for whoever may submit jobs.
+resource "azurerm_role_assignment" "secrets" {
+  count                = var.secrets_vault_id == null ? 0 : 1
+  scope                = var.secrets_vault_id
+  role_definition_name = "Key Vault Secrets User"
+  principal_id         = azurerm_user_assigned_identity.manager.principal_id
 }
 
 resource "azurerm_role_assignment" "checkpoints" {
@@ -350,6 +365,7 @@ resource "azurerm_linux_virtual_machine" "manager" {
     private_ip        = azurerm_network_interface.manager.private_ip_address
     public_ip         = azurerm_public_ip.manager.ip_address
     checkpoint_url    = "abfss://${azurerm_storage_container.checkpoints.name}@${azurerm_storage_account.checkpoints.name}.dfs.core.windows.net/jobs"
+    secrets_vault     = var.secrets_vault_id == null ? "" : "https://${basename(var.secrets_vault_id)}.vault.azure.net"
     max_vms           = var.max_vms
     max_cost_per_hour = var.max_cost_per_hour
     azure_settings = base64encode(yamlencode({

@@ -71,14 +71,21 @@ variable "sizes" {
     name              = string
     gpus              = number
     device_memory_gib = optional(number)
+    gpu_type          = optional(string)
     zones             = optional(list(string), [])
     price_per_hour    = optional(number)
+
+    accelerated_networking = optional(bool)
   }))
   default = [{ name = "Standard_NC24ads_A100_v4", gpus = 1, device_memory_gib = 80 }]
 
   validation {
     condition     = length(var.sizes) > 0 && alltrue([for size in var.sizes : size.gpus >= 1])
     error_message = "sizes: at least one, each with one GPU or more."
+  }
+  validation {
+    condition     = length(distinct([for size in var.sizes : length(size.zones) > 0])) <= 1
+    error_message = "sizes: give every size its zones, or none any. A scale set takes VMs of zones only, or VMs without."
   }
 }
 
@@ -90,6 +97,23 @@ variable "image" {
   validation {
     condition     = startswith(var.image, "/") || length(split(":", var.image)) == 4
     error_message = "image: publisher:offer:sku:version, or a resource id that starts with /."
+  }
+}
+
+variable "read_subscription" {
+  description = "Let the manager read the whole subscription (Reader): Azure then tells it eviction rates too. Spot prices need no such right."
+  type        = bool
+  default     = false
+}
+
+variable "secrets_vault_id" {
+  description = "Id of an Azure Key Vault for the secrets of jobs alone (az keyvault show --query id): the manager may read all its secrets."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.secrets_vault_id == null || can(regex("(?i)^/subscriptions/[^/]+/resourceGroups/[^/]+/providers/Microsoft\\.KeyVault/vaults/[a-z0-9-]{3,24}$", var.secrets_vault_id))
+    error_message = "secrets_vault_id: /subscriptions/.../providers/Microsoft.KeyVault/vaults/NAME, as az keyvault show --query id prints it."
   }
 }
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Put the Varuna agent on machines of your own, over ssh; run it again to upgrade them, one after the other.
+# Put the Varuna agent on machines of your own, over ssh; run it again to upgrade them, one after the other: each is
+# drained first, so that its jobs save and go on elsewhere, and uncordoned when its new agent is ready.
 #
 #   install.sh [options] HOSTS.txt
 #
@@ -21,6 +22,7 @@
 #   --python PROGRAM      on the hosts; default: python3
 #   --only NAME           this host only
 #   --run-as USER         jobs run as this user, who is made when missing; default: varuna-jobs; '' for root
+#   --drain-deadline S    how long a host's jobs may take to save and leave before its agent is upgraded; default: 600
 #   --start WAY           systemd (default); process (a plain process, for hosts without systemd); none
 #   --prefix FOLDER       on the hosts, instead of / (with --start process or none)
 #   --ssh COMMAND         default: ssh; for example 'ssh -J bastion'
@@ -29,14 +31,14 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 manager='' join_url='' wheel='' extras=runtime pip_flags='' python=python3 only='' run_as=varuna-jobs start=systemd prefix='' ssh=ssh
-list='' inventory=''
+list='' inventory='' drain_deadline=600
 
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 2; }
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
-    --manager | --join-url | --wheel | --extras | --pip | --python | --only | --run-as | --start | --prefix | --ssh)
+    --manager | --join-url | --wheel | --extras | --pip | --python | --only | --run-as | --start | --prefix | --ssh | --drain-deadline)
         [ $# -ge 2 ] || fail "$1 needs a value"
         case $1 in
         --manager) manager=$2 ;;
@@ -50,6 +52,7 @@ while [ $# -gt 0 ]; do
         --start) start=$2 ;;
         --prefix) prefix=${2%/} ;;
         --ssh) ssh=$2 ;;
+        --drain-deadline) drain_deadline=$2 ;;
         esac
         shift 2
         ;;
@@ -105,7 +108,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 umask 077
 
-# What goes to host number $1 lies in $work/send afterwards.
+[[ $drain_deadline =~ ^[0-9]+$ ]] || fail "--drain-deadline $drain_deadline: a whole number of seconds"
+
+# What goes to host number $1, for a start in the way $2, lies in $work/send afterwards.
 pack() {
     local flags="--manager $manager --vm-id ${names[$1]} --join-token-file $prefix/etc/varuna/join-token"
     [ -z "$join_url" ] || flags+=" --join-url $join_url"
@@ -119,7 +124,7 @@ pack() {
     printf 'VARUNA_AGENT_FLAGS="%s %s"\n' "$flags" "${options[$1]}" >"$work/send/agent.env"
     {
         printf 'prefix=%q\nextras=%q\npython=%q\npip_flags=%q\n' "$prefix" "${extras:+[$extras]}" "$python" "$pip_flags"
-        printf 'start=%q\nrun_as=%q\n' "$start" "$run_as"
+        printf 'start=%q\nrun_as=%q\n' "$2" "$run_as"
     } >"$work/send/settings"
 }
 
@@ -133,21 +138,61 @@ vms = [vm for vm in json.load(sys.stdin) if vm["id"] == sys.argv[1] and vm["stat
 sys.exit(not any(vm["last_heard_s"] is not None and vm["last_heard_s"] < 3 for vm in vms))' "$1"
 }
 
+# What the manager says of the VM $1: its state, how many workers it has, and whether it is cordoned.
+vm_now() {
+    varuna vms --json | python3 -c '
+import json, sys
+for vm in json.load(sys.stdin):
+    if vm["id"] == sys.argv[1]:
+        print(vm["state"], len(vm["workers"]), "cordoned" if vm.get("cordoned_at") else "open")' "$1"
+}
+
+# Its jobs save, leave and go on elsewhere; nothing new starts there. The new version is installed meanwhile, or before.
+drain_host() {
+    local state workers cordon
+    varuna drain "$1" --deadline "$drain_deadline" >/dev/null
+    for _ in $(seq $((drain_deadline + 60))); do
+        read -r state workers cordon <<<"$(vm_now "$1")"
+        [ "$workers" != 0 ] || return 0
+        sleep 1
+    done
+    printf '%s: still has %s workers: it is left as it is, drained (varuna uncordon %s)\n' "$1" "$workers" "$1" >&2
+    return 1
+}
+
+# The token goes through the connection: nobody sees it in a list of processes, here or there.
+send_to() {
+    tar -C "$work/send" -cf - . | on_host "$1" \
+        "set -e; folder=\$(mktemp -d); trap 'rm -rf \$folder' EXIT; tar -C \$folder -xf -; ${2}sh \$folder/setup.sh"
+}
+
 install_on() {
     local name=${names[$1]} as='' identity=$prefix/var/lib/varuna-agent/identity/identity.json
+    local state='' workers='' cordon='' uncordon=''
     printf '%s: ' "$name"
     [ -n "$prefix" ] || [ "$(on_host "$1" 'id -u' </dev/null)" = 0 ] || as='sudo -n '
-    pack "$1"
     if ! on_host "$1" "${as}test -e $identity" </dev/null; then
+        pack "$1" "$start"
         varuna token create "$name" --join --vm "$name" --ttl 1h >"$work/send/join-token"
+    else
+        [ "$start" = none ] || read -r state workers cordon <<<"$(vm_now "$name")"
+        case $state in
+        ready | suspect | draining)
+            # What takes long comes first, while its jobs still run.
+            pack "$1" none
+            send_to "$1" "$as"
+            [ "$cordon" = cordoned ] || uncordon=yes
+            drain_host "$name"
+            ;;
+        esac
+        pack "$1" "$start"
     fi
-    # The token goes through the connection: nobody sees it in a list of processes, here or there.
-    tar -C "$work/send" -cf - . | on_host "$1" \
-        "set -e; folder=\$(mktemp -d); trap 'rm -rf \$folder' EXIT; tar -C \$folder -xf -; ${as}sh \$folder/setup.sh"
+    send_to "$1" "$as"
     [ "$start" != none ] || return 0
     sleep 4 # what the manager has heard of the agent before is not to count
     for _ in $(seq 180); do
         if is_ready "$name"; then
+            [ -z "$uncordon" ] || varuna uncordon "$name" >/dev/null
             printf '%s: ready\n' "$name"
             return 0
         fi

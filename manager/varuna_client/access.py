@@ -21,7 +21,7 @@ def create(
     name: Annotated[str, typer.Argument(help="Of whoever uses it: the audit record names it.")] = "",
     role: Annotated[str, typer.Option(help="viewer (reads), user (submits and cancels) or admin (all).")] = "user",
     join: Annotated[bool, typer.Option("--join", help="A token with which agents join.")] = False,
-    ttl: Annotated[str, typer.Option(help="How long it is good: 90s, 30m, 1h, 7d; of --join: 1h if not given.")] = "",
+    ttl: Annotated[str, typer.Option(help="How long it is good: 90s, 30m, 1h, 7d; if not given 90d, --join 1h.")] = "",
     single_use: Annotated[bool, typer.Option(help="With --join: one agent joins with it, and no other.")] = True,
     vm: Annotated[str | None, typer.Option(help="With --join: only this VM, also when it has joined before.")] = None,
     manager_url: ManagerUrl = None,
@@ -45,8 +45,9 @@ def all_tokens(manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
     table = Table("id", "name", "for", "created by", "expires", "last used", "revoked", box=None)
     for token in tokens:
         use = token["role"] or f"joining{' of ' + token['vm_id'] if token['vm_id'] else ''}"
-        cells = (token["created_by"], token["expires_at"], token["last_used_at"], token["revoked_at"])
-        table.add_row(token["id"], token["name"], use, *(cell or "–" for cell in cells))
+        cells = (token["last_used_at"] or "–", token["revoked_at"] or "–")
+        # Only a token that an earlier version has made never expires.
+        table.add_row(token["id"], token["name"], use, token["created_by"], token["expires_at"] or "never", *cells)
     emit(tokens, table, as_json)
 
 

@@ -16,6 +16,7 @@ import httpx
 from varuna_client.documents import (
     AuditEntry,
     Checkpoint,
+    Deleted,
     Event,
     Fleet,
     FleetCost,
@@ -127,13 +128,19 @@ def submit(spec: JobSpec, *, idempotency_key: str | None = None) -> Call[Job]:
 
 
 def jobs(
-    *, state: Sequence[str] = (), name: str | None = None, since: str | None = None, limit: int = _PAGE
+    *,
+    state: Sequence[str] = (),
+    name: str | None = None,
+    since: str | None = None,
+    label: Sequence[str] = (),
+    limit: int = _PAGE,
 ) -> Call[list[Job]]:
-    """The jobs, newest first: in one of the states, with `name` in their names, submitted since (ISO 8601).
+    """The jobs, newest first: in one of the states, with `name` in their names, submitted since (ISO 8601), with all
+    labels (KEY=VALUE, or KEY for any value).
 
     `limit`: of a page; all pages are asked for.
     """
-    return _list("/jobs", state=list(state), name=name, since=since, limit=limit)
+    return _list("/jobs", state=list(state), name=name, since=since, label=list(label), limit=limit)
 
 
 def job(job: str) -> Call[Job]:
@@ -155,6 +162,11 @@ def cancel(job: str, *, save: bool = False) -> Call[Job]:
 def retry(job: str) -> Call[Job]:
     """Queue a job that failed or was cancelled once more."""
     return Call(method="POST", path=_of(job, "/retry"), read=_document)
+
+
+def delete(job: str) -> Call[Deleted]:
+    """Forget a job that is over, with its steps, generations and events; its checkpoints stay."""
+    return Call(method="DELETE", path=_of(job), read=_document)
 
 
 def profile(job: str) -> Call[str]:
@@ -325,9 +337,19 @@ def vm_summary() -> Call[VmSummary]:
 
 
 def drain(vm_id: str, *, deadline_s: float | None = None) -> Call[Vm]:
-    """Take a VM out of use: its workers save and leave; it is to be empty within `deadline_s`."""
+    """Take a VM out of use: its workers save and leave; it is to be empty within `deadline_s`. It stays cordoned."""
     body = {"deadline_s": deadline_s}
     return Call(method="POST", path=f"/vms/{_segment(vm_id)}/drain", read=_document, json=body)
+
+
+def cordon(vm_id: str) -> Call[Vm]:
+    """Start nothing new on a VM until it is uncordoned, also when it restarts. What runs there goes on."""
+    return Call(method="POST", path=f"/vms/{_segment(vm_id)}/cordon", read=_document)
+
+
+def uncordon(vm_id: str) -> Call[Vm]:
+    """Use a VM again."""
+    return Call(method="POST", path=f"/vms/{_segment(vm_id)}/uncordon", read=_document)
 
 
 def preempt(vm_id: str, *, notice_s: float) -> Call[None]:

@@ -12,7 +12,8 @@ import typer
 from rich.text import Text
 
 from varuna_client.access import audit, revoke, token_app
-from varuna_client.control import cancel, drain, retry, stacks, submit, watch_job
+from varuna_client.backups import backup, restore
+from varuna_client.control import cancel, cordon, delete, drain, retry, stacks, submit, uncordon, watch_job
 from varuna_client.errors import UserError, VarunaError
 from varuna_client.inspecting import INSPECT_SETTINGS, inspect
 from varuna_client.jobfile import JobFileError, job_schema, load_job
@@ -133,7 +134,10 @@ app.command()(events)
 app.command()(vms)
 app.command()(cancel)
 app.command()(retry)
+app.command()(delete)
 app.command()(drain)
+app.command()(cordon)
+app.command()(uncordon)
 app.command()(stacks)
 app.add_typer(token_app, name="token")
 app.command()(audit)
@@ -146,6 +150,8 @@ app.command()(estimate)
 app.command()(calibrate)
 app.command()(simulate)
 app.command(context_settings=INSPECT_SETTINGS)(inspect)
+app.command()(backup)
+app.command()(restore)
 app.command()(config)
 app.command()(completion)
 

@@ -1,4 +1,4 @@
-"""The commands that steer jobs and VMs: submit, watch, cancel, retry, drain, stacks."""
+"""The commands that steer jobs and VMs: submit, watch, cancel, retry, delete, drain, cordon, stacks."""
 
 from __future__ import annotations
 
@@ -72,6 +72,13 @@ def retry(job: JobName, watch: Watch = False, manager_url: ManagerUrl = None, as
         _told_or_watched(client, client.retry(job_id), before, watch=watch, as_json=as_json)
 
 
+def delete(job: JobName, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
+    """Forget a job that is over, with its steps, generations and events. Its checkpoints stay where they are."""
+    with connect(manager_url) as client:
+        deleted = client.delete(client.job(job)["id"])
+    emit(deleted, Text(f"job {deleted['name']} ({deleted['id']}) is deleted"), as_json)
+
+
 def drain(
     vm: VmName,
     deadline: Annotated[
@@ -80,10 +87,28 @@ def drain(
     manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take a VM out of use: its workers finish the step and save, then it is given back."""
+    """Take a VM out of use: its workers finish the step and save, then it is given back.
+
+    A host of your own stays cordoned when its agent is back: `varuna uncordon` takes it into use again.
+    """
     with connect(manager_url) as client:
         drained = client.drain(vm, deadline_s=deadline)
     emit(drained, Text(f"VM {drained['id']} is {drained['state']}: {drained['reason']}"), as_json)
+
+
+def cordon(vm: VmName, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
+    """Start nothing new on a VM until `varuna uncordon`, also when it restarts; what runs there goes on."""
+    with connect(manager_url) as client:
+        cordoned = client.cordon(vm)
+    busy = ", and its workers go on (varuna drain has them save and leave)" if cordoned["workers"] else ""
+    emit(cordoned, Text(f"VM {vm} is cordoned: nothing new starts there{busy}"), as_json)
+
+
+def uncordon(vm: VmName, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:
+    """Use a VM again that was cordoned or drained."""
+    with connect(manager_url) as client:
+        found = client.uncordon(vm)
+    emit(found, Text(f"VM {vm} may be used again (it is {found['state']})"), as_json)
 
 
 def stacks(

@@ -36,10 +36,16 @@ def is_event(told: Told) -> TypeGuard[tuple[Literal["event"], Event]]:
 def telling_rank(generations: Sequence[Generation], number: int | None) -> int:
     """The rank whose log says most: the first whose script failed, else 0. `number` None: the newest generation.
 
-    The other ranks are stopped when one fails, and may have written nothing by then.
+    The other ranks are stopped when one fails, and may have written nothing by then. One that ended with the same words
+    and exit code before the stop reached it says as much, so the lowest such rank is taken: whoever has followed rank 0
+    does not read the same failure twice.
     """
     for generation in reversed(generations):
         if number in (None, generation["number"]):
-            failed = (worker["rank"] for worker in generation["workers"] if worker["cause"] == "script_failed")
-            return min(failed, default=0)
+            workers = sorted(generation["workers"], key=lambda worker: worker["rank"])
+            failed = next((worker for worker in workers if worker["cause"] == "script_failed"), None)
+            if failed is None:
+                return 0
+            end = (failed["exit_code"], failed["error"])
+            return next(worker["rank"] for worker in workers if (worker["exit_code"], worker["error"]) == end)
     return 0

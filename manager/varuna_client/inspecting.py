@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,23 +77,8 @@ def inspect(
 
 def worker_of(report: Path, times: str, micro_batch: int, device: str) -> WorkerEnvironment:
     """That of a lone worker, which is to report."""
-    return WorkerEnvironment(
-        job_id="inspect",
-        generation=1,
-        mode=Mode.INSPECT,
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        rendezvous_host="127.0.0.1",
-        rendezvous_port=0,
-        p=1,
-        d=1,
-        micro_batch=micro_batch,
-        global_batch=micro_batch,
-        device=device,
-        report_path=str(report),
-        report_times=times,
-    )
+    alone = WorkerEnvironment.alone("inspect", micro_batch=micro_batch, global_batch=micro_batch, device=device)
+    return replace(alone, mode=Mode.INSPECT, report_path=str(report), report_times=times)
 
 
 def _no_report(script: Path, code: int) -> str:

@@ -22,9 +22,18 @@ steps: 10000
 env:
   DATA: s3://bucket/corpus/train.npy
   VARUNA_TENSORBOARD: /shared/curves/bert-large
+setup_timeout_s: 1800                # then the setup has failed on that VM
+secrets:
+  WANDB_API_KEY: file:wandb          # the manager has the file
 resources:
   min_gpus: 8
   max_gpus: 64
+  gpu_type: A100
+  min_gpu_memory_gib: 40
+vm_limits:
+  memory_gib: 480
+  cpus: 90
+  processes: 16384
 checkpoint:
   url: s3://bucket/checkpoints/bert-large
   interval_s: 600
@@ -32,6 +41,12 @@ plan:                                # pins: the planner chooses what is not giv
   micro_batch: 4
 priority: 10
 max_restarts_on_errors: 2
+limits:
+  max_duration_s: 604800             # a week
+  max_cost: 40000
+  queue_timeout_s: 3600
+labels:
+  team: language
 """
 _HEAD = """\
 # The job file

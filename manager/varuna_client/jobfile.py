@@ -57,7 +57,9 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.text}" if self.where else self.text
+        text = f"{self.where}: {self.text}" if self.where else self.text
+        # YAML's escapes can make half a character, and a NUL.
+        return text.replace("\0", r"\0").encode(errors="backslashreplace").decode()
 
 
 class JobFileError(UserError):
@@ -86,7 +88,7 @@ def load_job(path: Path) -> JobFile:
     document = dict(document)
     copies = document.pop("copy_workdir", True)
     workdir = document.get("workdir") or "."
-    spec = {"name": folder.name, **document, "workdir": str((folder / str(workdir)).resolve())}
+    spec = {"name": folder.name, **document, "workdir": _resolved(folder / str(workdir))}
     problems = list(_twice(node))
     if not isinstance(copies, bool):
         problems.append(_problem(node, ("copy_workdir",), f"{copies!r} is neither true nor false"))
@@ -96,6 +98,14 @@ def load_job(path: Path) -> JobFile:
     if problems:
         raise JobFileError(path, sorted(problems))
     return JobFile(spec=spec, copies_workdir=copies)
+
+
+def _resolved(path: Path) -> str:
+    """As it is, where it has characters that no path has: then it is no folder either."""
+    try:
+        return str(path.resolve())
+    except ValueError:
+        return str(path)
 
 
 def job_schema() -> dict[str, Any]:

@@ -45,13 +45,17 @@ _RANK_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 def list_jobs(
     state: Annotated[list[str] | None, typer.Option("--state", help="Only in this state; may be repeated.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="KEY[=VALUE]", help="Only with this label; may be repeated: with all of them."),
+    ] = None,
     manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List the jobs."""
     with connect(manager_url) as client:
-        jobs = client.jobs(state=state or ())
-    nothing = "no such jobs" if state else "no jobs yet: varuna submit JOB.yaml"
+        jobs = client.jobs(state=state or (), label=label or ())
+    nothing = "no such jobs" if state or label else "no jobs yet: varuna submit JOB.yaml"
     emit(jobs, render.jobs_table(jobs, datetime.now(UTC)) if jobs else Text(nothing), as_json)
 
 
@@ -173,6 +177,8 @@ class LogWriter:
         self._as_json = as_json
         self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
         self._rests: dict[tuple[int, int], str] = {}
+        self._source: tuple[int, int] | None = None
+        """The generation and rank of what was written last."""
 
     def write(self, chunk: LogChunk) -> None:
         if not chunk.data:
@@ -187,6 +193,9 @@ class LogWriter:
             *lines, self._rests[source] = (self._rests.get(source, "") + text).split("\n")
             self._tell(source, lines)
         else:
+            if self._source not in (None, source):
+                note(f"== rank {chunk.rank} in generation {chunk.generation}")
+            self._source = source
             sys.stdout.write(text)
             sys.stdout.flush()
 

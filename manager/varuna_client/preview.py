@@ -18,6 +18,8 @@ from varuna_client.api import Client
 from varuna_client.documents import Job, JobSpec, Vm
 from varuna_client.errors import NotFoundError
 from varuna_client.render import ago, duration, rate, shape, total_steps
+from varuna_manager.domain.fitting import fits
+from varuna_manager.domain.spec import Resources
 
 if TYPE_CHECKING:
     from varuna_planner.auto_config import Choice
@@ -61,7 +63,7 @@ class Preview:
 
 def preview(client: Client, spec: JobSpec) -> Preview:
     """What would come of the job now."""
-    free = free_gpus(client.vms())
+    free = free_gpus(client.vms(), spec)
     most = (spec.get("resources") or {}).get("max_gpus")
     gpus = min(free.gpus, most) if most else free.gpus
     earlier = _profiled_before(client, spec)
@@ -84,8 +86,15 @@ def preview(client: Client, spec: JobSpec) -> Preview:
     return Preview(free=free, gpus=gpus, plan=best.to_dict(), profile_of=job, cost_per_hour=cost)
 
 
-def free_gpus(vms: list[Vm]) -> Free:
-    usable = [vm for vm in vms if vm["state"] == "ready" and not vm["quarantined_until"] and not vm["notice_deadline"]]
+def free_gpus(vms: list[Vm], spec: JobSpec | None = None) -> Free:
+    """`spec`: whose job; only GPUs that are as it asks count."""
+    usable = [
+        vm
+        for vm in vms
+        if vm["state"] == "ready"
+        and not (vm["quarantined_until"] or vm["notice_deadline"] or vm.get("cordoned_at"))  # an older manager has none
+        and _is_fitting(vm, spec or {})
+    ]
     left = {vm["id"]: vm["gpus"] - len(vm["workers"]) for vm in usable}
     memories = [vm["device_memory_bytes"] for vm in usable if vm["device_memory_bytes"]]
     priced = [(vm["price_per_hour"], vm["gpus"]) for vm in usable if vm["price_per_hour"] is not None]
@@ -97,6 +106,11 @@ def free_gpus(vms: list[Vm]) -> Free:
         all_gpus=sum(vm["gpus"] for vm in usable),
         price_per_gpu_hour=sum(price for price, _ in priced) / sum(gpus for _, gpus in priced) if priced else None,
     )
+
+
+def _is_fitting(vm: Vm, spec: JobSpec) -> bool:
+    wanted = Resources.model_validate(spec.get("resources") or {})
+    return fits(wanted, gpu_type=vm.get("gpu_type") or "", device_memory_bytes=vm["device_memory_bytes"])
 
 
 def _profiled_before(client: Client, spec: JobSpec) -> tuple[Job, str] | None:

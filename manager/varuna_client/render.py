@@ -47,7 +47,7 @@ STATE_SIGNS = {
 SPARKS = "▁▂▃▄▅▆▇█"
 _BAD = re.compile(r"_(failed|lost|rejected)$|^hang|worker_exited")
 _GOOD = re.compile(r"_(succeeded|ready|released|well|measured)$|^first_step$")
-_ODD = re.compile(r"notice|suspect|slow|quarantined|draining|cancel|preempted|stopping|drift")
+_ODD = re.compile(r"notice|suspect|slow|cordoned|quarantined|draining|cancel|preempted|stopping|drift")
 _STEPS = re.compile(r"(--(?:max|num|train|total)?[-_]?steps)[= ]([0-9]{1,12})\b")
 
 
@@ -200,8 +200,11 @@ def _why(vm: Vm) -> str:
     until, notice = vm.get("quarantined_until"), vm.get("notice_deadline")
     if notice:
         return f"its provider takes it at {clock(notice)}"
+    if vm.get("cordoned_at"):
+        state = "" if vm["state"] == "ready" else f"; {vm.get('reason') or vm['state']}"
+        return f"cordoned since {clock(vm['cordoned_at'])}: varuna uncordon {vm['id']}{state}"
     if until:
-        return f"quarantined as slow until {clock(until)}"
+        return f"quarantined until {clock(until)}"
     if vm.get("slow_ratio"):
         return f"slow: {vm.get('slow_reason')}"
     return vm.get("reason") or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ def _add(archive: tarfile.TarFile, folder: Path, path: Path) -> None:
     info.mode = 0o755 if info.isdir() or info.mode & 0o100 else 0o644
     if info.issym() and not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"workdir {folder}: {path.relative_to(folder)} is a link to {path.resolve()}, outside: copy it")
+    if info.issym():
+        info.linkname = _link_inside(info.linkname, path, depth=info.name.count("/"))
     if info.islnk():  # two names of one file: whole files, or the second would depend on the first's being there
         info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
     if info.isreg():
@@ -77,6 +80,15 @@ def _add(archive: tarfile.TarFile, folder: Path, path: Path) -> None:
             archive.addfile(info, file)
     elif info.isdir() or info.issym():
         archive.addfile(info)
+
+
+def _link_inside(target: str, link: Path, *, depth: int) -> str:
+    """As agents take it: relative, going up at its beginning alone, and no higher than the `depth` folders above it."""
+    parts = [part for part in target.split("/") if part not in ("", ".")]
+    ups = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
+    if target.startswith("/") or ups > depth or ".." in parts[ups:]:
+        return os.path.relpath(link.resolve(), link.parent.resolve())
+    return target
 
 
 def _entries(folder: Path) -> Iterator[Path]:

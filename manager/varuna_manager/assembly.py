@@ -24,6 +24,7 @@ from varuna_manager.controllers.fleet_controller import FleetController
 from varuna_manager.controllers.job_controller import JobController
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.controllers.loop import run_controller
+from varuna_manager.controllers.retention_controller import RetentionController
 from varuna_manager.db.engine import Database
 from varuna_manager.domain.fleet_decision import Limits, Range
 from varuna_manager.errors import StartError
@@ -51,10 +52,13 @@ from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.rates import RateService
 from varuna_manager.services.reports import ReportService
+from varuna_manager.services.retention import Retention
+from varuna_manager.services.secrets import Secrets
 from varuna_manager.services.sessions import AgentSessions
 from varuna_manager.services.stacks import StackService
 from varuna_manager.services.views import Views
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.webhooks import WebhookSender
 from varuna_manager.settings import ManagerSettings, is_wildcard
 from varuna_proto.v1 import agent_pb2_grpc
 
@@ -69,6 +73,7 @@ class Base:
     planning: PlanningService
     instruments: Instruments
     spans: MorphSpans
+    secrets: Secrets
     security: Security | None
     """None: an open manager."""
 
@@ -115,9 +120,11 @@ class Parts:
         self._access = access = Access(base.security, settings, database, self._events, self.sessions)
         chosen = _chosen(base, access)
         self.provider: Provider = MeasuredProvider(chosen.provider, instruments.note_provider)
-        views, board = Views.over(database, registry), ProgressBoard()
+        views, board = Views.over(database, registry, settings.keep_days()), ProgressBoard()
         self._live = LiveFeed(self._events, views.events, board)
-        reports = ReportService(database, self._events, base.planning, self.bell, board=board, spans=base.spans)
+        reports = ReportService(
+            database, self._events, base.planning, self.bell, board=board, spans=base.spans, sessions=self.sessions
+        )
         self.fleet = FleetService(
             database, self._events, registry, self.provider, reports, self.bell, emulated=chosen.emulated
         )
@@ -151,11 +158,14 @@ class Parts:
                 settings.profile_cache(base.data_dir),
                 period_s,
                 spans=base.spans,
+                secrets=base.secrets,
             ),
             self._fleet_controller,
             ComputeController(database, times, base.planning, self._events, self.bell, rules),
         )
-        archives = ArchiveService(database)
+        self._archives = archives = ArchiveService(database, base.data_dir / "archives")
+        keep = settings.keep_days()
+        self._retention = RetentionController(Retention(database, self._events, archives, keep, chosen.emulated))
         self._gateway = AgentGateway(
             fleet=self.fleet,
             reports=reports,
@@ -174,19 +184,23 @@ class Parts:
             live=self._live,
             views=views,
             logs=LogService(database, self.sessions, chosen.emulated),
-            drains=DrainService(database, self.fleet, self.bell),
+            drains=DrainService(database, self.fleet, self._events, self.bell),
             stacks=stacks,
             archives=archives,
             access=access.services,
             agent_wheel=AgentWheel(settings.agent_wheel),
             metrics=MetricsService(
-                instruments, StoreFigures(database, self.provider.name), lambda: len(self.sessions.all())
+                instruments,
+                StoreFigures(database, self.provider.name),
+                lambda: len(self.sessions.all()),
+                self.sessions.first_certificate_end,
             ),
         )
 
     async def begin(self, *, is_start: bool, epoch: int | None) -> None:
         """What a leader does first. `epoch`: of its lease, where there is one."""
         await self._access.begin(self._base.data_dir)
+        await self._archives.begin()
         settings = self._base.settings
         if is_start and settings.vms is not None:
             await self.fleet.set_target(settings.vms)  # not at a takeover: it may have been changed since
@@ -208,7 +222,13 @@ class Parts:
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """What a leader runs, without end."""
-        return [run_controller(controller, self.bell, self._base.instruments.look) for controller in self._controllers]
+        look = self._base.instruments.look
+        deciding = [run_controller(controller, self.bell, look) for controller in self._controllers]
+        beside = [run_controller(self._retention, Bell(), look)]  # which nothing that happens rings for
+        target = self._base.settings.webhook()
+        if target is not None:
+            beside.append(WebhookSender(self._database, self._events, target).run())
+        return [*deciding, *beside]
 
     def hang_up(self) -> None:
         """End every stream: of agents, and of those who follow the events."""
@@ -268,4 +288,6 @@ def _boot(base: Base, access: Access) -> Boot:
 
 def _job_service(base: Base, database: Database, events: EventLog, bell: Bell) -> JobService:
     root = base.settings.checkpoint_root(base.data_dir, is_shared=Database.is_shared(database.url))
-    return JobService(database, events, bell, checkpoint_root=root, needs_checkpoint_url=root is None)
+    return JobService(
+        database, events, bell, checkpoint_root=root, needs_checkpoint_url=root is None, secrets=base.secrets
+    )

@@ -15,6 +15,7 @@ from typing import get_args
 import structlog
 from pydantic import ValidationError
 
+from varuna_manager.db.engine import StoreAwayError
 from varuna_manager.errors import StartError
 from varuna_manager.process import run
 from varuna_manager.settings import ManagerSettings
@@ -28,7 +29,7 @@ def serve(settings: ManagerSettings) -> int:
     collect_seldom()
     try:
         asyncio.run(run(settings))
-    except StartError as error:
+    except (StartError, StoreAwayError) as error:
         sys.stderr.write(f"varuna manager: {error}\n")
         return 1
     return 0

@@ -32,7 +32,8 @@ from varuna_manager.addresses import bind_grpc, remember_place, take_place
 from varuna_manager.api.grpc.limits import MAX_MESSAGE_BYTES, STREAMS_PER_CONNECTION
 from varuna_manager.api.grpc.roles import LeaderInterceptor, StandbyHandler
 from varuna_manager.api.http.access import MAX_HEADER_BYTES
-from varuna_manager.api.http.roles import Standby
+from varuna_manager.api.http.connections import Listener, PatientHttp
+from varuna_manager.api.http.roles import CutOff, Standby
 from varuna_manager.assembly import Base, Parts
 from varuna_manager.db.engine import Database, NotLeaderError, Outage, StoreAwayError
 from varuna_manager.db.schema import TooNewError
@@ -43,8 +44,10 @@ from varuna_manager.services.leadership import Candidate, Leadership, Standing, 
 from varuna_manager.services.metrics.instruments import Instruments
 from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.planning import PlanningService
+from varuna_manager.services.secrets import Secrets
 from varuna_manager.settings import ManagerSettings
 from varuna_proto import spans
+from varuna_proto.hosts import Network, mapped
 
 _SHUTDOWN_S = 3
 _MAX_CONNECTIONS = 1000
@@ -83,6 +86,9 @@ async def run(settings: ManagerSettings) -> None:
             planning=planning,
             instruments=instruments,
             spans=MorphSpans(exporter),
+            secrets=Secrets.of_manager(
+                settings.secrets_dir or data_dir / "secrets", os.environ, settings.secrets_vault
+            ),
             security=security,
         )
         beside = [asyncio.create_task(planning.warm_up()), asyncio.create_task(instruments.watch_loop())]
@@ -98,6 +104,7 @@ async def run(settings: ManagerSettings) -> None:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             place.close()
+            await base.secrets.close()
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
 
@@ -241,10 +248,15 @@ async def _answering(
     add_handlers(server)
     security, place = base.security, base.place
     bind_grpc(server, place, None if security is None else security.grpc_credentials())
-    http = _http_server(app, None if security is None else security.tls.https)
+    http = _http_server(app, None if security is None else security.tls.https, base.settings.proxies)
     await server.start()
-    # The server closes the sockets that it is given: this one is to be used again.
-    serving = asyncio.create_task(http.serve(sockets=[place.http_socket.dup()]))
+    listener = Listener(
+        place.http_socket.dup(),  # the server closes the sockets that it is given: this one is to be used again
+        most=2 * _MAX_CONNECTIONS,  # beyond the half of them the answer is 503
+        most_per_address=base.settings.connections_per_address,
+        proxies=base.settings.proxies,
+    )
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
         yield serving
     finally:
@@ -263,13 +275,15 @@ class _Http(uvicorn.Server):
         yield
 
 
-def _http_server(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Server:
+def _http_server(app: ASGIApp, tls: ssl.SSLContext | None, proxies: Sequence[Network]) -> uvicorn.Server:
     config = uvicorn.Config(
-        app,
+        CutOff(app),
+        http=PatientHttp,
         ssl_context_factory=None if tls is None else lambda config, default: tls,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         limit_concurrency=_MAX_CONNECTIONS,
-        proxy_headers=False,  # else callers could say that they are somebody else
+        proxy_headers=bool(proxies),  # else callers could say that they are somebody else
+        forwarded_allow_ips=[str(network) for network in (*proxies, *filter(None, map(mapped, proxies)))],
         server_header=False,
         log_config=None,
         access_log=False,

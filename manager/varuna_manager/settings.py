@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from varuna_manager.domain.observed import Rules
+from varuna_manager.domain.retention import KeepDays
+from varuna_manager.domain.webhooks import WEBHOOK_EVENTS, WebhookTarget
+from varuna_manager.extras import check_extra
 from varuna_manager.providers.chosen import CHOICES, check_choice, is_cloud
 from varuna_manager.providers.replay import ReplaySettings
-from varuna_proto.hosts import is_loopback
+from varuna_proto.hosts import Network, is_loopback, networks
+
+_SHORTEST_SECRET = 16
 
 
 class ManagerSettings(BaseSettings):
@@ -27,6 +33,14 @@ class ManagerSettings(BaseSettings):
     secure: bool = Field(
         default=False, description="ask for tokens and certificates on a loopback address too; elsewhere always"
     )
+    secrets_dir: Path | None = Field(
+        default=None,
+        description="folder of the files that jobs may name as their secrets; default: secrets in data_dir",
+    )
+    secrets_vault: str = Field(
+        default="",
+        description="https://NAME.vault.azure.net, the Azure Key Vault whose secrets jobs may name; default: none",
+    )
     pki_dir: Path | None = Field(
         default=None,
         description="the authority's key and certificate; several managers share it; default: pki in data_dir",
@@ -39,6 +53,14 @@ class ManagerSettings(BaseSettings):
     )
     tls_key: Path | None = Field(
         default=None, validate_default=True, description="the key of --tls-cert (PEM, no passphrase)"
+    )
+    trusted_proxies: str = Field(
+        default="",
+        description="addresses and networks of the reverse proxies before this manager, separated by commas; only they "
+        "are believed when they say whose call it is (X-Forwarded-For)",
+    )
+    connections_per_address: int = Field(
+        default=200, ge=1, description="connections that one address may hold to REST and dashboard; not a proxy's"
     )
     agent_certificate_ttl_s: float = Field(
         default=7 * 86_400.0, ge=1, description="life of an agent's certificate; the agent renews it in time"
@@ -127,6 +149,35 @@ class ManagerSettings(BaseSettings):
     )
     quarantine_s: float = Field(default=600.0, gt=0, description="for how long a slow VM is left alone at first")
     reconcile_interval_s: float = Field(default=0.5, gt=0, description="between looks when nothing rings")
+    keep_events_days: float = Field(default=30.0, ge=0, description="how long events are kept; 0: for ever, as below")
+    keep_jobs_days: float = Field(
+        default=60.0, ge=0, description="how long a job is kept that is over, with its steps, generations and events"
+    )
+    keep_vms_days: float = Field(
+        default=30.0,
+        ge=0,
+        description="how long a VM is kept that is gone; one that trained for a job, as long as the job",
+    )
+    keep_archives_days: float = Field(
+        default=30.0, ge=0, description="how long a job's packed workdir is kept when it is over: for varuna retry"
+    )
+    keep_logs_days: float = Field(
+        default=7.0,
+        ge=0,
+        description="how long logs of local VMs that are gone are kept, stacks, traces, and the plans not taken",
+    )
+    keep_tokens_days: float = Field(
+        default=7.0, ge=0, description="how long a token is kept that was used up, revoked, or has expired"
+    )
+    webhook_url: str | None = Field(
+        default=None, description="is sent what --webhook-events names, as signed JSON; default: nobody is told"
+    )
+    webhook_secret_file: Path | None = Field(
+        default=None, validate_default=True, description="the signature's key: 16 characters or more, in one line"
+    )
+    webhook_events: str = Field(
+        default=",".join(WEBHOOK_EVENTS), description="what --webhook-url is told of, separated by commas"
+    )
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_format: str = Field(
         default="json", description="of the log on standard error: json (an object a line) or text (to read)"
@@ -136,6 +187,22 @@ class ManagerSettings(BaseSettings):
     @classmethod
     def _known_provider(cls, provider: str) -> str:
         return check_choice(provider)
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _known_proxies(cls, text: str) -> str:
+        networks(text)
+        return text
+
+    @field_validator("secrets_vault")
+    @classmethod
+    def _readable_vault(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if url and (parts.scheme != "https" or url.rstrip("/") != f"https://{parts.netloc}" or "@" in parts.netloc):
+            raise ValueError("expected https://NAME.vault.azure.net")
+        if url:
+            check_extra("azure", "Azure's SDK", "aiohttp", "azure.identity", "azure.keyvault.secrets")
+        return url.rstrip("/")
 
     @field_validator("max_vms")
     @classmethod
@@ -159,10 +226,44 @@ class ManagerSettings(BaseSettings):
             raise ValueError("a certificate needs its key: give both --tls-cert and --tls-key, or neither")
         return key
 
+    @field_validator("webhook_url")
+    @classmethod
+    def _web_address(cls, url: str | None) -> str | None:
+        if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+            raise ValueError("expected http://HOST/... or https://HOST/...")
+        return url
+
+    @field_validator("webhook_secret_file")
+    @classmethod
+    def _readable_secret(cls, path: Path | None, given: ValidationInfo) -> Path | None:
+        if given.data.get("webhook_url") is not None:
+            _webhook_secret(path)
+        return path
+
+    @field_validator("webhook_events")
+    @classmethod
+    def _known_events(cls, names: str) -> str:
+        unknown = _names(names) - WEBHOOK_EVENTS.keys()
+        if unknown or not _names(names):
+            raise ValueError(f"{names!r}: expected some of {', '.join(WEBHOOK_EVENTS)}, separated by commas")
+        return names
+
+    def webhook(self) -> WebhookTarget | None:
+        """Who is told of events; None: nobody."""
+        if self.webhook_url is None:
+            return None
+        secret = _webhook_secret(self.webhook_secret_file)
+        return WebhookTarget(url=self.webhook_url, secret=secret, names=_names(self.webhook_events))
+
     @property
     def is_secure(self) -> bool:
         """Whether agents need certificates and users tokens."""
         return self.secure or not is_loopback(self.host)
+
+    @property
+    def proxies(self) -> tuple[Network, ...]:
+        """What `trusted_proxies` names."""
+        return networks(self.trusted_proxies)
 
     @property
     def names(self) -> list[str]:
@@ -198,6 +299,17 @@ class ManagerSettings(BaseSettings):
             return _as_url(self.default_checkpoint_url)
         return None if is_shared else _as_url(str(data_dir / "checkpoints"))
 
+    def keep_days(self) -> KeepDays:
+        """How long what is over is kept."""
+        return KeepDays(
+            events=self.keep_events_days,
+            jobs=self.keep_jobs_days,
+            vms=self.keep_vms_days,
+            archives=self.keep_archives_days,
+            logs=self.keep_logs_days,
+            tokens=self.keep_tokens_days,
+        )
+
     def rules(self) -> Rules:
         """The thresholds of the decisions."""
         return Rules(
@@ -220,6 +332,23 @@ class ManagerSettings(BaseSettings):
 def is_wildcard(host: str) -> bool:
     """Whether it stands for every address of this machine."""
     return host in ("0.0.0.0", "::")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in text.split(",") if name.strip())
+
+
+def _webhook_secret(path: Path | None) -> bytes:
+    """Raises ValueError."""
+    if path is None:
+        raise ValueError("--webhook-url needs a key for its signatures: give --webhook-secret-file")
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if len(secret) < _SHORTEST_SECRET:
+        raise ValueError(f"{path} has {len(secret)} characters: put {_SHORTEST_SECRET} or more there")
+    return secret
 
 
 def _as_url(place: str) -> str:

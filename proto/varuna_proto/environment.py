@@ -6,8 +6,9 @@ One class with both directions, so that writer and reader cannot drift apart.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 EXIT_GENERATION_ENDED = 75
@@ -15,6 +16,32 @@ EXIT_GENERATION_ENDED = 75
 
 EXIT_PEER_LOST = 76
 """A worker that left because another rank of its generation was gone."""
+
+
+_READ_EARLY = re.compile(
+    "|".join(
+        (
+            # The loader, the C library, the interpreter.
+            r"LD_|GLIBC_|GCONV_PATH|LOCPATH|MALLOC_|LC_|LANG|TZ|_?PYTHON|VIRTUAL_ENV|CONDA|COVERAGE_|COV_CORE_",
+            r"(PATH|HOME|USER|USERNAME|LOGNAME|LNAME|SHELL|TERM|CI|TMPDIR|TMP|TEMP|CC|CXX|NO_COLOR|FORCE_COLOR)$",
+            # Arithmetic on the processor and the device.
+            r"OMP_|GOMP_|KMP_|MKL|OPENBLAS|GOTO_|BLIS_|BLAS|NVPL_|VECLIB|ATEN_|ONEDNN|DNNL|NUMEXPR|NPY_|NUMPY|CUDA|CUDNN",
+            r"CUBLAS|CUSOLVER|NVIDIA|NV_|NCCL|HIP_|HSA_|ROC|MIOPEN|XPU|ZE_|SYCL|ASCEND|XLA|TPU|MPS_|METAL",
+            # torch and what it imports.
+            r"TORCH|PYTORCH|PT2_|PT_|AOT|TRITON|INDUCTOR|FX_|COMPILE_|DUMP_|ENABLE_|DISABLE_|FAKE_|LOG_|PARTITIONER_",
+            r"KINETO|CUTE|CUTLASS|UNSAFE_|SYMPY|MPMATH|SAGE|GMPY|PROTOCOL_BUFFERS|TEMPORARILY_|PSUTIL|PYDANTIC|VARUNA_",
+        )
+    )
+)
+
+
+def is_read_early(variable: str) -> bool:
+    """Whether something may read this environment variable before a job's script begins: the loader, Python, torch.
+
+    A worker that is forked from a process that has done those imports cannot be given another value of it. Of all
+    others it can: that process need not have them.
+    """
+    return _READ_EARLY.match(variable) is not None
 
 
 class Mode(StrEnum):
@@ -63,13 +90,38 @@ class WorkerEnvironment:
     agent_socket: str = ""
     """Unix socket of the agent; empty when no agent runs this worker."""
     rendezvous_fd: int = -1
-    """For rank 0: an inherited socket, already bound to rendezvous_port; -1: bind it yourself."""
+    """For rank 0: an inherited socket that holds rendezvous_port for the script's own process group; -1: none."""
     traceparent: str = ""
     """W3C trace context of this rank's start, for spans under it; empty: nobody traces."""
+    secret: str = field(default="", repr=False)
+    """By which the workers of the generation know each other; empty: anybody who reaches them is taken for one."""
+    secret_from_agent: bool = False
+    """The agent gives the secret over its socket, where neither logs nor children of the script see it."""
+    committed_step: int = 0
+    """Of the newest checkpoint that the manager has recorded: one must be found then. 0: there may be none."""
     report_path: str = ""
     """For Mode.INSPECT: the file that the report goes to, as JSON."""
     report_times: str = ""
     """For Mode.INSPECT: `measure`, or a file with the profile that has the sections' times; empty: no times."""
+
+    @classmethod
+    def alone(cls, job_id: str, *, micro_batch: int, global_batch: int, device: str = "cpu") -> WorkerEnvironment:
+        """That of a worker without peers, which trains."""
+        return cls(
+            job_id=job_id,
+            generation=1,
+            mode=Mode.TRAIN,
+            rank=0,
+            local_rank=0,
+            world_size=1,
+            rendezvous_host="127.0.0.1",
+            rendezvous_port=0,
+            p=1,
+            d=1,
+            micro_batch=micro_batch,
+            global_batch=global_batch,
+            device=device,
+        )
 
     @property
     def stage_to_rank_map(self) -> str:
@@ -102,6 +154,9 @@ class WorkerEnvironment:
             "VARUNA_DEVICE": self.device,
             "VARUNA_AGENT_SOCKET": self.agent_socket,
             "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
+            **({"VARUNA_SECRET": self.secret} if self.secret else {}),
+            **({"VARUNA_SECRET_FROM_AGENT": "1"} if self.secret_from_agent else {}),
+            **({"VARUNA_COMMITTED_STEP": str(self.committed_step)} if self.committed_step else {}),
             **({"VARUNA_REPORT_PATH": self.report_path} if self.report_path else {}),
             **({"VARUNA_REPORT_TIMES": self.report_times} if self.report_times else {}),
             **({"TRACEPARENT": self.traceparent} if self.traceparent else {}),
@@ -142,6 +197,9 @@ class WorkerEnvironment:
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
             rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),
             traceparent=environ.get("TRACEPARENT", ""),
+            secret=environ.get("VARUNA_SECRET", ""),
+            secret_from_agent=environ.get("VARUNA_SECRET_FROM_AGENT", "") == "1",
+            committed_step=int(environ.get("VARUNA_COMMITTED_STEP", "0")),
             report_path=environ.get("VARUNA_REPORT_PATH", ""),
             report_times=environ.get("VARUNA_REPORT_TIMES", ""),
         )

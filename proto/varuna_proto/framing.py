@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_FRAME_BYTES = 12 * 1024 * 1024
+"""A profile of a large model takes a few megabytes; what an agent sends on has to fit a message of 16 MiB."""
 _LENGTH = struct.Struct(">I")
 
 M = TypeVar("M", bound=Message)

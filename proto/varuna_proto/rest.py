@@ -100,6 +100,15 @@ class Job(TypedDict):
 
 
 @_documented
+class Deleted(TypedDict):
+    """A job that nobody sees any more."""
+
+    id: str
+    name: str
+    deleted: bool
+
+
+@_documented
 class Place(TypedDict):
     """Where a rank is: the device `local_rank` of a VM."""
 

@@ -23,6 +23,8 @@ class Vm(TypedDict):
     gpus: int
     device_memory_bytes: int | None
     """Of each GPU."""
+    gpu_type: str | None
+    """What its GPUs are called, as its agent says."""
     host: str | None
     ref: dict[str, Any]
     generation: int | None
@@ -40,6 +42,8 @@ class Vm(TypedDict):
     notice_deadline: Timestamp | None
     """When its provider will take it."""
     drain_deadline: Timestamp | None
+    cordoned_at: Timestamp | None
+    """Since when a user wants nothing new to start there; null: it may."""
     hangs: int
     price_per_hour: float | None
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
 from playwright.async_api import BrowserContext, Page, async_playwright, expect
 
+from browsers import chromium
+from waiting import DEADLINE_S
+
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "test-artifacts" / "dashboard"
-DEADLINE_MS = 60_000.0
+DEADLINE_MS = DEADLINE_S * 1000
 expect.set_options(timeout=DEADLINE_MS)
-
-
-def executable() -> str:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.fail("the dashboard's tests need Chromium: run `make chromium`, or apt-get install chromium")
-    return found
 
 
 @asynccontextmanager
@@ -29,7 +23,7 @@ async def launched() -> AsyncIterator[BrowserContext]:
     """One person's browser: its tabs share what is cached, and no tab has the session of another."""
     flags = ["--no-sandbox", "--disable-dev-shm-usage", "--ignore-certificate-errors"]  # the tests' own authority
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=executable(), args=flags, timeout=DEADLINE_MS)
+        browser = await playwright.chromium.launch(executable_path=chromium(), args=flags, timeout=DEADLINE_MS)
         context = await browser.new_context(viewport={"width": 1360, "height": 900}, reduced_motion="reduce")
         context.set_default_timeout(DEADLINE_MS)
         yield context

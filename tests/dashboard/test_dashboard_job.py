@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from manager_world import all_ready, wait_until
+from manager_world import all_ready
 from restartable_manager import RestartableManager
 from scripted_manager import profile_json
 from varuna_client.demo.processes import DemoProcesses
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
+    pytest.mark.needs("chromium"),
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
 ]
 WORKER = Path(__file__).parents[1] / "e2e" / "counting_worker.py"
 VMS = 2

@@ -16,15 +16,15 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, ViewportSize, expect
 
 from dashboard_world import JOB, SHAPES, fill_fleet, fill_job
-from rest_world import RestWorld, migrated, rest_world
+from rest_world import RestWorld, generation, migrated, rest_world
 from varuna_manager.api.http.app import make_app
 from varuna_manager.api.http.roles import Standby
 from varuna_manager.services.leadership import Leader, Standing
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
+    pytest.mark.needs("chromium"),
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
 ]
 VMS, STEPS = 10_000, 1_000_000
 NO_AGENTS = ("/logs",)  # nobody has the logs of this world's workers
@@ -121,6 +121,29 @@ async def test_a_standby_shows_what_there_is_and_where_the_leader_is(world: Rest
         await expect(banner).to_be_empty()
         await expect(page.get_by_role("heading", level=1)).to_have_text("vm-00007")  # the same page
         assert page.url == f"{world.url}/#/vms/vm-00007"
+
+
+async def test_generations_come_page_by_page_and_older_ones_once(tmp_path: Path, open_page: Any) -> None:
+    await migrated(tmp_path / "manager.db")
+    async with rest_world(tmp_path) as small:
+        await fill_job(small, 600)
+        newest, many = len(SHAPES) + 1, 250
+        await small.add(*(generation(JOB, number, 1000.0 + number) for number in range(newest + 1, many + 1)))
+        asked: list[str] = []
+        async with open_page("about:blank", may_fail=NO_AGENTS, leads_to=small.url) as page:
+            page.on("request", lambda request: asked.append(request.url) if "/generations?" in request.url else None)
+            await page.goto(f"{small.url}/#/jobs/{JOB}")
+            part = page.get_by_role("region", name="Generations", exact=True)
+            await expect(part.locator("header")).to_contain_text(f"{many - 2} morphs")
+            rows = part.locator("tbody tr")
+            await expect(rows).to_have_count(200)  # what it shows of them
+            assert all("limit=50" in url for url in asked)
+            assert {"cursor=" in url for url in asked} == {False, True}
+            asked.clear()
+            await small.add(generation(JOB, many + 1, 2000.0))
+            await small.tell("generation_started", "test", job_id=JOB, generation=many + 1)
+            await expect(rows.first.locator("td").first).to_have_text(str(many + 1))
+            assert not [url for url in asked if "cursor=" in url], "the older ones are known"
 
 
 async def test_an_event_is_seen_as_it_happens_and_as_text(world: RestWorld, open_page: Any) -> None:

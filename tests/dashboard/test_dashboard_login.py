@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, expect
 
-from secure_world import IDLE_VM, SecureManager, secure_manager, wait_until
+from secure_world import IDLE_VM, SecureManager, secure_manager
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
+    pytest.mark.needs("chromium"),
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
 ]
 
 

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from manager_world import RunningManager, all_ready, wait_until
+from manager_world import PATIENT, RunningManager, all_ready
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def running_manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningManager]:
     """`varuna manager` with two VMs, on free ports."""
     folder = tmp_path_factory.mktemp("manager")
-    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "2"]
+    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "2", *PATIENT]
     with DemoProcesses(folder) as processes:
         process = processes.start(["-m", "varuna_client.cli", "manager", *options], folder / "manager.log")
 

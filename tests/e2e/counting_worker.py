@@ -39,7 +39,8 @@ def main() -> None:
 
     def listen() -> None:
         while (message := framing.receive(agent, worker_pb2.AgentToWorker)) is not None:
-            told.append(message.leave.mode)
+            if message.HasField("leave"):  # and not the generation's secret
+                told.append(message.leave.mode)
         os._exit(1)  # the agent is gone
 
     say(

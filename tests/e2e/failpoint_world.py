@@ -13,16 +13,16 @@ from typing import Any
 import psutil
 
 from counting_worker import loss_of
-from manager_world import all_ready, wait_until
+from manager_world import all_ready
 from restartable_manager import RestartableManager
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
 from varuna_client.errors import VarunaError
 from varuna_proto.failpoints import VARIABLE
+from waiting import wait_until
 
 VMS = 3
 """One is taken away, a failpoint kills another: one is left that has made the same steps."""
-DEADLINE_S = 90.0
 WORKER = Path(__file__).with_name("counting_worker.py")
 
 
@@ -50,7 +50,7 @@ class FailpointWorld:
             except VarunaError:
                 return False
 
-        return wait_until(holds, what, DEADLINE_S)
+        return wait_until(holds, what)
 
     def submit(self) -> None:
         # For the shell, so that no process is warmed for it: that would take longer than the worker itself.

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import httpx
 
-from manager_world import wait_until
+from manager_world import PATIENT
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
+from waiting import wait_until
 
 
 class RestartableManager:
@@ -25,7 +26,7 @@ class RestartableManager:
         self.folder = folder
         self._environment = environment
         self._processes = processes
-        self._options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", *options]
+        self._options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", *PATIENT, *options]
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.is_up = False

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from manager_world import RunningManager, run_varuna
+from waiting import DEADLINE_S
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xdist_group("e2e")
 
 
 def job_file(folder: Path, script: str, **spec: Any) -> Path:
@@ -48,7 +49,7 @@ def test_a_script_that_raises_fails_the_job_with_its_traceback_and_is_not_starte
     running_manager: RunningManager, tmp_path: Path
 ) -> None:
     path = job_file(tmp_path, "def learn():\n    raise RuntimeError('no such corpus')\n\nlearn()\n", name="raises")
-    result = running_manager.varuna("submit", str(path), "--watch", timeout_s=120)
+    result = running_manager.varuna("submit", str(path), "--watch", timeout_s=DEADLINE_S)
     assert result.returncode == 1
     assert "RuntimeError: no such corpus" in one_line(result.stderr)
     page = running_manager.varuna("show", "raises").stdout
@@ -68,7 +69,7 @@ def test_the_log_shown_is_that_of_the_rank_whose_script_failed(running_manager: 
         time.sleep(600)
     """
     path = job_file(tmp_path, script, name="raises-on-one")
-    assert running_manager.varuna("submit", str(path), "--watch", timeout_s=120).returncode == 1
+    assert running_manager.varuna("submit", str(path), "--watch", timeout_s=DEADLINE_S).returncode == 1
     assert "only here" in running_manager.varuna("logs", "raises-on-one").stdout
     assert "only here" in running_manager.varuna("logs", "raises-on-one", "--follow").stdout
     assert running_manager.varuna("logs", "raises-on-one", "--rank", "0").stdout == ""
@@ -109,7 +110,7 @@ def test_a_model_without_a_place_to_cut_trains_with_one_stage(running_manager: R
             print(step, model.step(batch))
     """
     path = job_file(tmp_path, script, name="uncut")
-    result = running_manager.varuna("submit", str(path), "--watch", timeout_s=200)
+    result = running_manager.varuna("submit", str(path), "--watch", timeout_s=DEADLINE_S)
     assert result.returncode == 0, result.stdout + result.stderr
     job = json.loads(running_manager.varuna("show", "uncut", "--json").stdout)
     trained = [generation for generation in job["generations"] if generation["kind"] == "training"]

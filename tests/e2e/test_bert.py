@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,34 +11,32 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from example_modules import BERT, example_modules
 
 from bert_shards import write_config, write_shard
-from manager_world import ROOT, RunningManager, wait_until
+from manager_world import RunningManager
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
+from waiting import wait_until
 
-pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.slow]
 
-EXAMPLE = ROOT / "examples" / "bert"
 MODULES = ("arguments", "lamb", "model", "pretraining_data", "recipe", "reference", "schedule")
 STEPS_1, STEPS_2, KILLED_AFTER = 80, 12, 3
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The example's modules, as its scripts import them; forgotten again afterwards."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
     torch.set_num_threads(1)
-    yield {name: importlib.import_module(name) for name in MODULES}
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with example_modules(monkeypatch, BERT, *MODULES) as modules:
+        yield modules
 
 
 def write_job(folder: Path, phase: int, *, tokens: int, predictions: int, steps: int, more: str = "") -> Path:
     data = write_shard(folder / f"data{phase}", examples=64, tokens=tokens, predictions=predictions).parent
     job = {
         "name": f"bert-{phase}",
-        "workdir": str(EXAMPLE),
+        "workdir": str(BERT),
         "run": f"python train.py --input_dir {data} --config_file {write_config(folder / 'config.json')} "
         f"--max_seq_length {tokens} --max_predictions_per_seq {predictions} --max_steps {steps} --seed 3 "
         f"--learning_rate 0.02 --warmup_proportion 0.2 --json-summary {folder / f'summary{phase}'}{more}",
@@ -69,7 +65,7 @@ def submit(manager: RunningManager, job: Path) -> str:
 
 def ended(manager: RunningManager, client: Client, name: str) -> None:
     """Waits for it; it must have succeeded."""
-    wait_until(lambda: client.job(name)["state"] in ("succeeded", "failed"), f"the end of {name}", 120)
+    wait_until(lambda: client.job(name)["state"] in ("succeeded", "failed"), f"the end of {name}")
     assert client.job(name)["state"] == "succeeded", manager.varuna("logs", name).stdout
 
 

@@ -17,17 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from manager_world import PROGRAMS, RunningManager, wait_until
+from manager_world import PROGRAMS, RunningManager
 from scripted_manager import profile_json
 from varuna_client import Client
 from varuna_client.render import STATE_SIGNS
+from waiting import DEADLINE_S, wait_until
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("e2e")
 
 WORKER = Path(__file__).with_name("counting_worker.py")
 COLUMNS = 80
-BUSY_S = 120.0
-"""So long may it take on a machine that has much else to do."""
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -64,12 +63,12 @@ class Terminal:
         return bool(piece)
 
     def until(self, text: str) -> None:
-        wait_until(lambda: (self.read(), text in self.text)[1], f"{text!r} in the terminal", BUSY_S)
+        wait_until(lambda: (self.read(), text in self.text)[1], f"{text!r} in the terminal")
 
     def end(self) -> int:
         """Its exit code."""
-        wait_until(lambda: not self.read(), "the command's end", BUSY_S)
-        return self._process.wait(BUSY_S)
+        wait_until(lambda: not self.read(), "the command's end")
+        return self._process.wait(DEADLINE_S)
 
     def press_ctrl_c(self) -> None:
         os.write(self._ours, b"\x03")
@@ -162,6 +161,7 @@ def test_a_job_is_watched_left_followed_and_shown(
         events = start(running_manager, "events", "counting", "-f", "--kind", "first_step", "--json")
         watch = start(running_manager, "watch", "counting")
         piped += [logs, events, watch]
+        wait_until(lambda: all(vm["workers"] for vm in client.vms()), "the workers of the training generation")
         planned = running_manager.varuna("submit", str(job), "--dry-run").stdout
         assert "0 of 2 free" in planned
         assert "no GPU is free" in planned
@@ -171,12 +171,12 @@ def test_a_job_is_watched_left_followed_and_shown(
         assert watch.stdout is not None
         assert any("/100000  loss" in line for line in watch.stdout), "progress, though the job goes on"
         end_at(folder, client.job("counting")["step"] + 5)
-        lines, errors = watch.communicate(timeout=BUSY_S)
+        lines, errors = watch.communicate(timeout=DEADLINE_S)
         assert (watch.returncode, errors) == (0, "")
         assert "\x1b" not in lines
         assert "✔ succeeded counting: step" in lines.splitlines()[-1]
 
-        output, _ = logs.communicate(timeout=BUSY_S)
+        output, _ = logs.communicate(timeout=DEADLINE_S)
         assert logs.returncode == 0
         ranks = len(client.generation("counting", 2)["placement"])
         assert {line for line in output.splitlines() if line.startswith("g2 ")} == {
@@ -209,9 +209,9 @@ def test_a_job_is_watched_left_followed_and_shown(
 def test_a_followed_jobs_failure_is_the_commands(running_manager: RunningManager, tmp_path: Path) -> None:
     job = write_job(tmp_path / "dies", run="echo last words; exit 7")
     assert running_manager.varuna("submit", str(job)).returncode == 0
-    followed = running_manager.varuna("logs", "dies", "-f", timeout_s=BUSY_S)
+    followed = running_manager.varuna("logs", "dies", "-f", timeout_s=DEADLINE_S)
     assert (followed.returncode, followed.stdout) == (7, "last words\n")
-    watched = running_manager.varuna("watch", "dies", "--json", timeout_s=BUSY_S)
+    watched = running_manager.varuna("watch", "dies", "--json", timeout_s=DEADLINE_S)
     assert watched.returncode == 7
     assert [json.loads(line)["state"] for line in watched.stdout.splitlines()] == ["failed"]
     assert running_manager.varuna("show", "nobody").returncode == 1
@@ -230,7 +230,7 @@ def test_the_shell_completes_jobs_and_vms(running_manager: RunningManager) -> No
             "_VARUNA_COMPLETE": "complete_bash",
         }
         done = subprocess.run(
-            [str(PROGRAMS / "varuna")], env=environ, capture_output=True, text=True, timeout=BUSY_S, check=False
+            [str(PROGRAMS / "varuna")], env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         return done.stdout.split()
 
@@ -242,4 +242,4 @@ def test_the_shell_completes_jobs_and_vms(running_manager: RunningManager) -> No
         script = running_manager.varuna("completion", shell).stdout
         assert "_VARUNA_COMPLETE" in script
         if shutil.which(shell):
-            subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=BUSY_S, env=environ)
+            subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=DEADLINE_S, env=environ)

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from waiting import DEADLINE_S
+
 pytestmark = pytest.mark.xdist_group("demo")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,14 +35,13 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.timeout(420)
 def test_the_demo_morphs_three_times_and_every_loss_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     folder, out = tmp_path / "demo-out", tmp_path / "report.json"
     result = subprocess.run(
         [VARUNA, "demo", "--short", "--dir", str(folder), "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=DEADLINE_S,
         check=False,
         cwd=ROOT,
     )
@@ -95,6 +96,7 @@ def trains(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, number: int, code: int) -> None:
     folder = tmp_path / "demo-out"

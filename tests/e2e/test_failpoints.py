@@ -9,9 +9,10 @@ import pytest
 from failpoint_world import failpoint_world
 from scripted_manager import profile_json
 
-pytestmark = [pytest.mark.timeout(400)]
-
 # `make soak-failpoints` goes through all of them.
+pytestmark = pytest.mark.slow
+
+
 MANAGER = ["manager.StopGeneration.committed", "manager.LaunchKey.told"]
 AGENT = ["agent.stop.received", "agent.StartWorker.before"]
 

@@ -14,11 +14,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from manager_world import ROOT, RunningManager, wait_until
+from manager_world import ROOT, RunningManager
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
+from waiting import DEADLINE_S, wait_until
 
-pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.slow]
 
 EXAMPLE = ROOT / "examples" / "hf"
 STEPS, BATCH = 80, 10
@@ -33,7 +34,7 @@ def plain(*flags: str) -> subprocess.Popen[str]:
 
 def output_of(process: subprocess.Popen[str]) -> str:
     try:
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
     assert process.returncode == 0
@@ -65,14 +66,14 @@ def write_job(folder: Path, start: Path) -> Path:
 
 def kill_one(client: Client, name: str) -> None:
     """A VM on which the job runs, once that has done a step."""
-    wait_until(lambda: (client.job(name)["step"] or 0) > 0, "the first step", 200)
+    wait_until(lambda: (client.job(name)["step"] or 0) > 0, "the first step")
     workers = client.generations(name, brief=False)[-1]["workers"]
     pids = {vm["id"]: int(vm["ref"]["pid"]) for vm in client.vms()}
     kill_group(pids[workers[-1]["vm_id"]])
 
 
 def logs_of(manager: RunningManager, generation: int) -> str:
-    done = manager.varuna("logs", "hf", "--all", "--rank", "all", "--generation", str(generation), timeout_s=200)
+    done = manager.varuna("logs", "hf", "--all", "--rank", "all", "--generation", str(generation), timeout_s=DEADLINE_S)
     return done.stdout
 
 
@@ -82,9 +83,9 @@ def test_a_folder_of_from_pretrained_goes_in_and_one_comes_out(running_manager: 
     reference = plain("--model_name_or_path", str(start), "--max_steps", str(STEPS), "--output_dir", str(expected))
     try:
         with Client(manager.url) as client:
-            assert manager.varuna("submit", str(write_job(tmp_path, start)), timeout_s=200).returncode == 0
+            assert manager.varuna("submit", str(write_job(tmp_path, start)), timeout_s=DEADLINE_S).returncode == 0
             kill_one(client, "hf")
-            wait_until(lambda: client.job("hf")["state"] in ("succeeded", "failed"), "the job's end", 200)
+            wait_until(lambda: client.job("hf")["state"] in ("succeeded", "failed"), "the job's end")
             generations = [g for g in client.generations("hf", brief=True) if g["started_at"] is not None]
             logs = "".join(logs_of(manager, generation["number"]) for generation in generations)
             assert client.job("hf")["state"] == "succeeded", logs
@@ -102,7 +103,7 @@ def test_a_folder_of_from_pretrained_goes_in_and_one_comes_out(running_manager: 
 
     out = tmp_path / "exported"
     flags = ["--hf", "--out", str(out), "--tokenizer", str(start)]
-    done = manager.varuna("export", str(tmp_path / "checkpoints"), *flags, timeout_s=200)
+    done = manager.varuna("export", str(tmp_path / "checkpoints"), *flags, timeout_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in out.iterdir()} == {path.name for path in expected.iterdir()}
     assert json.loads((out / "config.json").read_text()) == json.loads((expected / "config.json").read_text())

@@ -16,6 +16,7 @@ from varuna.partition import PartitionError
 from varuna_client import inspecting
 from varuna_client.errors import UserError
 from varuna_client.inspecting import worker_of
+from waiting import DEADLINE_S
 
 MODEL = """
 import sys, torch
@@ -58,7 +59,9 @@ def inspect(folder: Path, text: str, *options: str) -> subprocess.CompletedProce
     (folder / "train.py").write_text(text)
     command = [str(Path(sys.executable).with_name("varuna")), "inspect", *options, "train.py", "--steps", "3"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environ, text=True, capture_output=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environ, text=True, capture_output=True, timeout=DEADLINE_S, check=False
+    )
 
 
 def test_a_report_of_everything_that_was_found(tmp_path: Path) -> None:

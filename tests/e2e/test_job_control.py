@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manager_world import all_ready, run_varuna
-from manager_world import wait_until as wait_until_within
 from restartable_manager import RestartableManager
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
+from waiting import DEADLINE_S, wait_until
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("e2e")
 
 SCRIPT = """
     import os
@@ -64,11 +64,6 @@ def manager(tmp_path: Path) -> Iterator[RestartableManager]:
         yield manager
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """The condition's first true value, however busy the machine."""
-    return wait_until_within(condition, what, deadline_s=120)
-
-
 def job_file(folder: Path, **spec: Any) -> str:
     folder.mkdir()
     path = folder / "job.yaml"  # YAML knows all of JSON
@@ -84,13 +79,13 @@ def events(client: Client, kind: str) -> list[Any]:
 def go_on(client: Client, steps: int = 5) -> int:
     """Wait for so many more steps; the newest."""
     at_least = client.job("small")["step"] + steps
-    until(lambda: client.job("small")["step"] >= at_least, f"step {at_least}")
+    wait_until(lambda: client.job("small")["step"] >= at_least, f"step {at_least}")
     return at_least
 
 
 def test_a_job_hangs_gives_way_is_drained_cancelled_and_retried(manager: RestartableManager, tmp_path: Path) -> None:
     def varuna(*arguments: str) -> str:
-        result = run_varuna(*arguments, url=manager.url, timeout_s=120)
+        result = run_varuna(*arguments, url=manager.url, timeout_s=DEADLINE_S)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -98,11 +93,11 @@ def test_a_job_hangs_gives_way_is_drained_cancelled_and_retried(manager: Restart
     path = job_file(workdir, name="small", run="python train.py", plan={"p": 2})
     (workdir / "train.py").write_text(textwrap.dedent(SCRIPT))
     with manager.client() as client:
-        until(lambda: all_ready(client, 2), "two VMs")
+        wait_until(lambda: all_ready(client, 2), "two VMs")
         varuna("submit", path)
 
         # It hangs: the rank that the other waits for is named, with its stack, and the job goes on.
-        hang = until(lambda: events(client, "hang"), "the hang")[0]
+        hang = wait_until(lambda: events(client, "hang"), "the hang")[0]
         assert hang["data"]["rank"] == 1
         assert "does not wait for other ranks" in hang["message"]
         assert "in get_stuck" in hang["data"]["stack"]
@@ -118,24 +113,24 @@ def test_a_job_hangs_gives_way_is_drained_cancelled_and_retried(manager: Restart
             max_restarts_on_errors=1,
             resources={"min_gpus": 2},
         )
-        watched = run_varuna("submit", urgent, "--watch", url=manager.url, timeout_s=120)
+        watched = run_varuna("submit", urgent, "--watch", url=manager.url, timeout_s=DEADLINE_S)
         assert watched.returncode == 7
         assert client.job("urgent")["exit_code"] == 7
         assert len(client.generations("urgent")) == 2
         (preempted,) = events(client, "job_preempted")
         assert "urgent (priority 1)" in preempted["message"]
-        until(lambda: client.generations("small")[-1]["last_step"], "the first step after it")
+        wait_until(lambda: client.generations("small")[-1]["last_step"], "the first step after it")
         assert client.generations("small")[-1]["steps_redone"] == 0
 
         # One of its VMs is drained.
         drained = client.generations("small")[-1]["placement"][0]["vm_id"]
         assert "draining" in varuna("drain", drained)
-        until(lambda: all(vm["id"] != drained for vm in client.vms()), "the drained VM's end")
+        wait_until(lambda: all(vm["id"] != drained for vm in client.vms()), "the drained VM's end")
         go_on(client)
 
         # Cancelled with a last checkpoint, and retried, it goes on from there as the same job.
         assert "cancelling" in varuna("cancel", "small", "--save")
-        cancelled = until(lambda: (job := client.job("small"))["state"] == "cancelled" and job, "the cancelling")
+        cancelled = wait_until(lambda: (job := client.job("small"))["state"] == "cancelled" and job, "the cancelling")
         saved = max(checkpoint["step"] for checkpoint in client.checkpoints("small"))
         assert saved == cancelled["step"]
         (workdir / "end.part").write_text(str(saved + 3))

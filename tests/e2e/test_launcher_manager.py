@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from manager_world import DEADLINE_S, RunningManager, wait_until
+from manager_world import RunningManager
 from test_launcher_run import SEEDS_SCRIPT
 from varuna_client import Client
 from varuna_client.documents import Pipeline
 from varuna_proto.rest import END_STATES, StageTrace
+from waiting import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.slow
+
+
 INTEGRATION = Path(__file__).resolve().parents[1] / "integration"
 
 
@@ -26,7 +29,7 @@ def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager
 
     with Client(running_manager.url) as client:
         # Two generations with the start of PyTorch in each: minutes, where other tests have the processors.
-        wait_until(lambda: client.job(name)["state"] in END_STATES, "the job's end", 240)
+        wait_until(lambda: client.job(name)["state"] in END_STATES, "the job's end")
         assert client.job(name)["state"] == "succeeded", running_manager.varuna("logs", name).stdout
         assert (tmp_path / "store" / "varuna_ckpt_3" / "manifest.json").exists()
         check_pipeline(client.pipeline(name))

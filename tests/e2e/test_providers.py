@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from manager_world import run_varuna, wait_until
+from manager_world import run_varuna
 from restartable_manager import RestartableManager
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
+from waiting import wait_until
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.xdist_group("e2e")
 
 
 def states(client: Client) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manager_world import PROGRAMS, ROOT, RunningManager, run_varuna, wait_until
+from manager_world import PROGRAMS, ROOT, RunningManager, run_varuna
 from varuna_client import Client
 from varuna_client.jobfile import KEYS
-
-pytestmark = pytest.mark.timeout(300)
+from waiting import DEADLINE_S, wait_until
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
 
@@ -66,17 +65,21 @@ def test_the_first_screen_has_both_commands() -> None:
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        ["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith("make ")])
 def test_every_make_target_exists(command: str) -> None:
     program, *arguments = shlex.split(command)
     done = subprocess.run(
-        [program, "-n", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        [program, "-n", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    targets = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    targets = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    ).stdout
     assert f"make {arguments[0]} " in targets
 
 
@@ -112,7 +115,7 @@ def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager)
         assert done.returncode == 0, done.stderr
         assert "profile" in done.stdout, "what would run"
     with Client(running_manager.url) as client:
-        wait_until(lambda: client.job("gpt")["step"] > 0, "the first step", 180)
+        wait_until(lambda: client.job("gpt")["step"] > 0, "the first step")
 
     following = []
     for arguments in varuna_commands(*ASKING, "watch"):
@@ -128,14 +131,14 @@ def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager)
     with Client(running_manager.url) as client:
         before = client.job("gpt")["generation"]
         assert running_manager.varuna(*drain).returncode == 0
-        wait_until(lambda: _trains_after(client, before), "the first step in another shape", 180)
+        wait_until(lambda: _trains_after(client, before), "the first step in another shape")
 
     (cancel,) = varuna_commands("cancel")
     assert running_manager.varuna(*cancel).returncode == 0
     with Client(running_manager.url) as client:
         wait_until(lambda: client.job("gpt")["state"] == "cancelled", "the job's end")
     for process in following:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=DEADLINE_S)
         is_log = "logs" in process.args  # type: ignore[operator]
         assert process.returncode == (0 if is_log else 1), "a job that was cancelled did not succeed"
         assert ("step 1 loss" if is_log else "gpt: step ") in output
@@ -152,10 +155,16 @@ def start(manager: RunningManager, arguments: list[str]) -> subprocess.Popen[str
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in commands() if command.startswith(".venv/bin/python ")])
 def test_the_python_commands_run(command: str) -> None:
     done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *shlex.split(command)[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -169,7 +178,9 @@ def test_the_job_of_your_own_trains_in_a_plain_process(tmp_path: Path) -> None:
     assert run_varuna("validate", str(tmp_path / "job.yaml")).returncode == 0
     command = [sys.executable, "train.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == yaml.safe_load((tmp_path / "job.yaml").read_text())["steps"]

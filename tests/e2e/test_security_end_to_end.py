@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from secure_world import secure_manager, wait_until
+from secure_world import secure_manager
 from varuna_client import Client
+from waiting import DEADLINE_S, wait_until
+
+pytestmark = pytest.mark.slow
+
 
 SCRIPT = """
     import os, sys, time
@@ -43,7 +47,6 @@ SCRIPT = """
 """
 
 
-@pytest.mark.timeout(600)  # it waits for many things one after another
 def test_a_job_goes_on_while_its_vm_gets_a_new_certificate(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
     enough = tmp_path / "enough"
@@ -51,7 +54,7 @@ def test_a_job_goes_on_while_its_vm_gets_a_new_certificate(tmp_path: Path) -> No
     flags += ["--lost-after-s", "120", "--lease-s", "300", "--hang-minimum-s", "300"]  # a busy machine is slow
     with (
         secure_manager(tmp_path / "data", *flags) as manager,
-        Client(manager.url, token=manager.admin_token, ca=str(manager.ca_file), timeout_s=60) as client,
+        Client(manager.url, token=manager.admin_token, ca=str(manager.ca_file), timeout_s=DEADLINE_S) as client,
     ):
         wait_until(lambda: [vm["state"] for vm in client.vms()] == ["ready"], "the VM")
         identity = manager.data_dir / "vms" / client.vms()[0]["id"] / "identity" / "identity.json"

@@ -15,12 +15,13 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from manager_world import all_ready, run_varuna, wait_until
+from manager_world import all_ready, run_varuna
 from restartable_manager import RestartableManager
 from varuna_client.demo.processes import DemoProcesses
 from varuna_proto.trace_context import traceparent
+from waiting import wait_until
 
-pytestmark = [pytest.mark.xdist_group("e2e"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.xdist_group("e2e")
 
 SCRIPT = """
     import os
@@ -54,6 +55,10 @@ SCRIPT = """
             break  # on every rank at the same step
         time.sleep(0.02)
 """
+
+
+STARTING = {"wait", "process", "meet", "trace", "script", "load", "first step"}
+"""The parts of a rank's start."""
 
 
 class Span(NamedTuple):
@@ -152,20 +157,34 @@ def test_a_morph_is_traced_and_the_curves_go_on(
     with manager.client() as client:
         wait_until(lambda: all_ready(client, 2), "two VMs")
         assert run_varuna("submit", str(workdir / "job.yaml"), url=manager.url).returncode == 0
-        wait_until(lambda: client.job("small")["step"] > 20, "the first steps", 120)
+        wait_until(lambda: client.job("small")["step"] > 20, "the first steps")
         number = (client.job("small")["generation"] or 0) + 1
         drained = next(vm["id"] for vm in client.vms() if vm["workers"])
         assert run_varuna("drain", drained, url=manager.url).returncode == 0
-        wait_until(lambda: client.job("small")["generation"] == number, "the morph", 120)
+        wait_until(lambda: client.job("small")["generation"] == number, "the morph")
         at = client.job("small")["step"] or 0
-        wait_until(lambda: (client.job("small")["step"] or 0) > at + 10, "steps after the morph", 120)
+        wait_until(lambda: (client.job("small")["step"] or 0) > at + 10, "steps after the morph")
         last = client.job("small")["step"] + 20
         (workdir / "end").write_text(str(last))
-        wait_until(lambda: client.job("small")["state"] == "succeeded", "the job's end", 120)
+        wait_until(lambda: client.job("small")["state"] == "succeeded", "the job's end")
         job_id = client.job("small")["id"]
 
     check_trace(receiver, job_id, number, workdir)
     check_curves(tmp_path / "curves", last)
+
+
+def is_whole(spans: list[Span]) -> bool:
+    """Whether all has come: manager, agents and workers each send their parts on their own, in any order."""
+    ids = {span.span_id for span in spans}
+    names = {(span.service, span.name) for span in spans}
+    starts = [span for span in spans if span.name == "start rank"]
+    manager = {("varuna-manager", name) for name in ("morph", "stop", "launch", "step")}
+    return (
+        names >= manager | {("varuna-agent", "stop rank")}
+        and bool(starts)
+        and all({span.name for span in spans if span.parent_id == start.span_id} >= STARTING for start in starts)
+        and all(span.parent_id in ids for span in spans if span.name != "morph")
+    )
 
 
 def check_trace(receiver: Receiver, job_id: str, number: int, workdir: Path) -> None:
@@ -175,11 +194,7 @@ def check_trace(receiver: Receiver, job_id: str, number: int, workdir: Path) -> 
     def spans() -> list[Span]:
         return [span for span in receiver.spans if span.trace_id == trace_id]
 
-    def has(service: str, name: str) -> bool:
-        return any((span.service, span.name) == (service, name) for span in spans())
-
-    wait_until(lambda: has("varuna-manager", "morph") and has("varuna-worker", "first step"), "the trace")
-    wait_until(lambda: has("varuna-agent", "start rank") and has("varuna-agent", "stop rank"), "the agents' spans")
+    wait_until(lambda: is_whole(spans()), "the trace")
     found = spans()
     (root,) = [span for span in found if span.name == "morph"]
     assert (root.span_id, root.parent_id) == (root_id, "")
@@ -191,12 +206,10 @@ def check_trace(receiver: Receiver, job_id: str, number: int, workdir: Path) -> 
     manager_parts = [span for span in found if span.service == "varuna-manager" and span is not root]
     names = [span.name for span in manager_parts]  # a part that took no time is left out
     assert names == [name for name in ("notice", "stop", "plan", "launch", "step") if name in names]
-    assert {"stop", "launch", "step"} <= set(names)
     assert all(root.begin_ns <= span.begin_ns <= span.end_ns <= root.end_ns + 1000 for span in manager_parts)
     for start in [span for span in found if span.name == "start rank"]:
         assert start.parent_id == root_id
         own = [span for span in found if span.parent_id == start.span_id]
-        assert {span.name for span in own} >= {"wait", "process", "meet", "trace", "script", "load", "first step"}
         assert {span.service for span in own} == {"varuna-agent", "varuna-worker"}
         # The worker itself could have added spans of its own there.
         told = (workdir / f"context-{number}-{start.attributes['varuna.rank']}").read_text()

@@ -12,12 +12,15 @@ from types import TracebackType
 
 from varuna_proto import framing
 from varuna_proto.v1 import agent_pb2, worker_pb2
+from waiting import DEADLINE_S
 
 
 class AgentEnd:
     """Takes one worker's connection and keeps what it says."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: str = "") -> None:
+        """`secret`: of the generation, which the worker is told; "": it expects none."""
+        self._secret = secret
         # A Unix socket's path must be short; pytest's folders may not be.
         self._folder = tempfile.TemporaryDirectory()
         self.path = str(Path(self._folder.name) / "agent.sock")
@@ -47,6 +50,9 @@ class AgentEnd:
             return  # nobody ever came
         with worker:
             self._worker = worker
+            if self._secret:
+                admitted = worker_pb2.Admitted(secret=self._secret)
+                worker.sendall(framing.frame(worker_pb2.AgentToWorker(admitted=admitted)))
             while (message := framing.receive(worker, worker_pb2.WorkerMessage)) is not None:
                 with self._heard:
                     self.said.append(message)
@@ -67,7 +73,7 @@ class AgentEnd:
     def wait_for(self, matches: Callable[[worker_pb2.WorkerMessage], bool]) -> worker_pb2.WorkerMessage:
         """The first message that matches, as soon as there is one."""
         with self._heard:
-            assert self._heard.wait_for(lambda: any(map(matches, self.said)), 90), f"not said: {self.said}"
+            assert self._heard.wait_for(lambda: any(map(matches, self.said)), DEADLINE_S), f"not said: {self.said}"
             return next(message for message in self.said if matches(message))
 
     def steps(self) -> list[worker_pb2.StepDone]:

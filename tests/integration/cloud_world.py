@@ -34,10 +34,11 @@ SETTINGS = AzureSettings(
     subscription_id="00000000-0000-0000-0000-000000000000",
     resource_group="training",
     location="westeurope",
-    sizes=(AzureSize(name=A100, gpus=1, zones=("1", "2")), AzureSize(name=V100, gpus=1)),
+    sizes=(AzureSize(name=A100, gpus=1, zones=("1", "2")), AzureSize(name=V100, gpus=1, zones=("1",))),
     image="Canonical:ubuntu-24_04-lts:server:latest",
     subnet_id="/subnets/vms",
     ssh_public_key="ssh-ed25519 AAAA",
+    retail_prices_url="",
 )
 BOOT_S = 60.0
 _LOOKS_IN_A_ROW = 20

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from scripted_manager import RunningManager
-from secure_world import IDLE_VM, SecureManager, secure_manager, wait_until
+from secure_world import IDLE_VM, SecureManager, secure_manager
 from training_world import Zygote
+from waiting import wait_until
 
 torch.set_num_threads(1)  # two for so small a model, on cores that other tests use too, only wait for each other
 

@@ -1,8 +1,9 @@
 """A small Azure Resource Manager: scale sets, spot VMs, evictions, long-running operations, all that it refuses.
 
 It speaks the REST API's own JSON over HTTP, as far as the SDK's calls of the provider go, and keeps state as Azure
-does: a VM whose allocation fails stays as a failed resource, a request's outcome is told by an operation that has to be
-asked for, and lists come in pages.
+does: a VM whose allocation fails stays as a failed resource, a VM that runs may be a failed resource too, a request's
+outcome is told by an operation that has to be asked for, and lists come in pages. The public list of prices is here
+too.
 """
 
 from __future__ import annotations
@@ -97,6 +98,10 @@ class FakeVm:
     body: dict[str, Any]
     created_at: float
     state: str = "Creating"
+    power: str = ""
+    """running, stopped, deallocated; empty: it has never been started, or Azure does not say."""
+    error_code: str = ""
+    """Of the operation that failed."""
 
     @property
     def size(self) -> str:
@@ -111,6 +116,12 @@ class FakeVm:
         properties = {**self.body["properties"], "provisioningState": self.state, "timeCreated": created}
         properties["osProfile"] = {key: value for key, value in properties["osProfile"].items() if key != "customData"}
         return {**self.body, "id": f"{group}/virtualMachines/{self.name}", "name": self.name, "properties": properties}
+
+    def instance_view(self) -> dict[str, Any]:
+        error = f"/{self.error_code}" if self.error_code else ""
+        codes = [f"ProvisioningState/{self.state.lower()}{error}"]
+        codes += [f"PowerState/{self.power}"] if self.power else []
+        return {"statuses": [{"code": code, "level": "Info"} for code in codes]}
 
 
 @dataclass
@@ -140,6 +151,14 @@ class FakeArm:
     """The same for deletions of the scale set's VMs."""
     failures: list[int] = field(default_factory=list)
     """Status codes of the next requests of any kind."""
+    unaccelerated: set[str] = field(default_factory=set)
+    """Sizes without accelerated networking."""
+    locked: set[str] = field(default_factory=set)
+    """VMs that may not be deleted."""
+    retail: dict[str, float] = field(default_factory=dict)
+    """Spot prices of the public list, by size as it is written there."""
+    retail_status: int = 200
+    may_read_subscription: bool = True
     hidden: set[str] = field(default_factory=set)
     """VMs that lists do not show yet."""
     slow_operations: int = 1
@@ -193,6 +212,9 @@ class FakeArm:
                 text = f"Operation could not be completed as it results in exceeding approved quota. Current: {used}"
                 return _error(409, "OperationNotAllowed", text)
             vm = FakeVm(name, body, self.clock())
+            invalid = self._invalid(vm)
+            if invalid is not None:
+                return invalid
             full = self._is_full(vm)
             if full and self.refuses_at_once:
                 return _error(409, "SkuNotAvailable", f"The requested VM size {vm.size} is currently not available")
@@ -201,6 +223,23 @@ class FakeArm:
             error = {"code": "AllocationFailed", "message": "Allocation failed. We do not have sufficient capacity"}
             operation = Operation(self.slow_operations, self.clock() + self.create_s, error if full else None, vm)
             return JSONResponse(vm.document(self._group()), 201, headers=self._operation(operation))
+
+    def _invalid(self, vm: FakeVm) -> Response | None:
+        """The answer to a request that can never be granted."""
+        properties = vm.body["properties"]
+        scale_set = self.scale_sets.get(properties["virtualMachineScaleSet"]["id"].rpartition("/")[2], {})
+        zones, allowed = vm.body.get("zones", []), scale_set.get("zones", [])
+        if bool(zones) != bool(allowed) or not {*zones} <= {*allowed}:
+            text = f"VM of zones {zones} cannot be attached to Virtual Machine Scale Set of zones {allowed}"
+            return _error(400, "BadRequest", text)
+        terminate = properties.get("scheduledEventsProfile", {}).get("terminateNotificationProfile", {})
+        if terminate.get("enable") and properties["priority"] == "Spot":
+            return _error(400, "InvalidParameter", "Terminate notifications can't be enabled on Spot instances")
+        interface = properties["networkProfile"]["networkInterfaceConfigurations"][0]["properties"]
+        if interface["enableAcceleratedNetworking"] and vm.size in self.unaccelerated:
+            text = f"VM {vm.name} has size {vm.size}, which does not support accelerated networking"
+            return _error(400, "VMSizeIsNotPermittedToEnableAcceleratedNetworking", text)
+        return None
 
     def _again(self, vm: FakeVm, only_new: bool) -> Response:
         if vm.state == "Deleting":
@@ -224,6 +263,9 @@ class FakeArm:
             unknown = [name for name in names if name not in self.vms]
             if unknown:
                 return _error(404, "ResourceNotFound", f"The entity {unknown[0]} was not found")
+            if self.locked.intersection(names):
+                text = f"The scope '{names}' cannot perform delete operation because following scope(s) are locked"
+                return _error(409, "ScopeLocked", text)
             for name in names:
                 self.vms[name].state = "Deleting"
             operation = Operation(self.slow_operations, self.clock() + self.delete_s, deletes=tuple(names))
@@ -251,7 +293,9 @@ class FakeArm:
         for name in operation.deletes:
             self.vms.pop(name, None)
         if operation.vm is not None and operation.vm.state == "Creating":
-            operation.vm.state = "Failed" if operation.error else "Succeeded"
+            vm = operation.vm
+            vm.state, vm.error_code = ("Failed", operation.error["code"]) if operation.error else ("Succeeded", "")
+            vm.power = "" if operation.error else "running"
 
     def settle(self) -> None:
         """What has taken its time has happened, whether anybody asks for it or not."""
@@ -266,17 +310,52 @@ class FakeArm:
     def _group(self) -> str:
         return GROUP.format(subscription="s", group="g")
 
-    def list_vms(self, skip: int) -> dict[str, Any]:
+    def fail(self, name: str, code: str = "VMExtensionProvisioningError", power: str = "running") -> None:
+        """An operation on its description fails. `power`: of the machine, which has nothing to do with that."""
+        with self._lock:
+            vm = self.vms[name]
+            vm.state, vm.error_code, vm.power = "Failed", code, power
+
+    def list_vms(self, skip: int, *, with_views: bool = False) -> dict[str, Any]:
         with self._lock:
             everything = sorted((vm for vm in self.vms.values() if vm.name not in self.hidden), key=lambda vm: vm.name)
-            page = [vm.document(self._group()) for vm in everything[skip : skip + PAGE]]
+            shown = everything[skip : skip + PAGE]
+            page = [vm.document(self._group()) for vm in shown]
+            for vm, document in zip(shown, page, strict=True):
+                if with_views:
+                    document["properties"]["instanceView"] = vm.instance_view()
             more = len(everything) > skip + PAGE
-            path = f"{self.url}{self._group()}/virtualMachines?api-version=2024-03-01&skip={skip + PAGE}"
+            views = "&$expand=instanceView" if with_views else ""
+            path = f"{self.url}{self._group()}/virtualMachines?api-version=2024-03-01&skip={skip + PAGE}{views}"
             return {"value": page, **({"nextLink": path} if more else {})}
 
-    def graph(self, query: str) -> dict[str, Any]:
-        index = 0 if "skuspotpricehistory" in query else 1
-        return {"data": [{"size": size, "value": said[index]} for size, said in self.market.items()]}
+    def graph(self, body: dict[str, Any]) -> Response:
+        """`SpotResources` belongs to no subscription, and only who may read one may ask."""
+        if not self.may_read_subscription:
+            return _error(403, "AccessDenied", "Access is denied to the requested resource")
+        index = 0 if "skuspotpricehistory" in body["query"] else 1
+        rows = [] if "subscriptions" in body else [*self.market.items()]
+        return JSONResponse({"data": [{"size": size, "value": said[index]} for size, said in rows]})
+
+    def retail_page(self, query: str) -> Response:
+        """Prices of one size, with those that are no Linux spot prices among them."""
+        if self.retail_status != 200:
+            return Response(status_code=self.retail_status)
+        size = query.partition("armSkuName eq '")[2].partition("'")[0]
+        if size not in self.retail:
+            return JSONResponse({"Items": [], "NextPageLink": None, "Count": 0})
+        price, series = self.retail[size], f"Virtual Machines {size} Series"
+        meters = [
+            ("x Spot", series, price),
+            ("x Spot", f"{series} Windows", price * 3),
+            ("x Low Priority", series, 0.01),
+        ]
+        items = [
+            {"meterName": meter, "productName": product, "retailPrice": cost, "unitOfMeasure": "1 Hour",
+             "currencyCode": "USD", "armSkuName": size}
+            for meter, product, cost in meters
+        ]  # fmt: skip
+        return JSONResponse({"Items": items, "NextPageLink": None, "Count": len(items)})
 
 
 def _error(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> Response:
@@ -294,7 +373,7 @@ def _app(arm: FakeArm) -> FastAPI:
     @app.middleware("http")
     async def refuse(request: Request, call_next: Any) -> Response:
         arm.requests.append((request.method, request.url.path))
-        if arm.failures:
+        if arm.failures and "/retail/" not in request.url.path:
             return _error(arm.failures.pop(0), "InternalServerError", "try again")
         if arm.throttle and request.method in ("PUT", "POST") and "virtualMachines" in request.url.path:
             return _too_many(arm.throttle.pop(0))
@@ -319,10 +398,10 @@ def _app(arm: FakeArm) -> FastAPI:
         return arm.delete((await request.json())["instanceIds"])
 
     @app.get(base + "/virtualMachines")
-    async def list_vms(skip: int = 0) -> Response:
+    async def list_vms(request: Request, skip: int = 0) -> Response:
         if not arm.scale_sets:
             return _error(404, "ResourceNotFound", "no such scale set")
-        return JSONResponse(arm.list_vms(skip))
+        return JSONResponse(arm.list_vms(skip, with_views=request.query_params.get("$expand") == "instanceView"))
 
     @app.put(base + "/virtualMachines/{name}")
     async def put_vm(name: str, request: Request) -> Response:
@@ -350,7 +429,11 @@ def _app(arm: FakeArm) -> FastAPI:
 
     @app.post("/providers/Microsoft.ResourceGraph/resources")
     async def graph(request: Request) -> Response:
-        return JSONResponse(arm.graph((await request.json())["query"]))
+        return arm.graph(await request.json())
+
+    @app.get("/api/retail/prices")
+    async def retail(request: Request) -> Response:
+        return arm.retail_page(request.query_params["$filter"])
 
     return app
 

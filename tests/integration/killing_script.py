@@ -1,5 +1,8 @@
 """`training_script`, of which one rank kills itself at a stated point: "kill": {"rank", "at", ...} in its JSON file.
 
+It waits for all ranks to have met first. A rank that comes when another has died already, and rank 0 has left for that,
+can tell a store that is gone from one that is not there yet only by its time limit; there the agent tells it to leave.
+
 `at` is one of `PHASES`. A phase is entered by wrapping a function of the runtime in this process, so nothing of it is
 there for the tests' sake. "count": at which call of it, from 1. "step", for what is in a training step: in which.
 """
@@ -28,6 +31,8 @@ from varuna.optim import GradientReducer
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.timing import PassTimer
 from varuna.pipeline.transport import Inbox, Outbox
+from varuna.presence import Presence
+from waiting import wait_until
 
 
 def die() -> None:
@@ -89,6 +94,20 @@ class Killer:
         PassTimer.measure = measure_or_die  # type: ignore[method-assign]
 
 
+def meet_before(victim: int) -> None:
+    """Let every rank count itself once it has joined; the victim goes on when all have."""
+    join = Presence.join
+
+    def join_and_count(rank: int, world_size: int, store: Any, *others: Any) -> Presence:
+        presence = join(rank, world_size, store, *others)
+        store.add("met", 1)
+        if rank == victim:
+            wait_until(lambda: store.add("met", 0) == world_size, "all ranks")
+        return presence
+
+    Presence.join = join_and_count  # type: ignore[method-assign, assignment]
+
+
 def arm(at: str, *, count: int = 1, step: int = 0, op: str = "F", micro_batch: int = 0, after: bool = False) -> None:
     killer = Killer(count, step)
     if at == "op":
@@ -98,7 +117,7 @@ def arm(at: str, *, count: int = 1, step: int = 0, op: str = "F", micro_batch: i
 
 
 PHASES: dict[str, Callable[[Killer], None]] = {
-    # Building: all ranks have met in the store.
+    # Building its links.
     "building": lambda killer: killer.at(Rendezvous, "gloo"),
     "built": lambda killer: killer.at(Rendezvous, "gloo", after=True),
     "copying parameters": lambda killer: killer.at(Group, "broadcast"),
@@ -120,6 +139,8 @@ PHASES: dict[str, Callable[[Killer], None]] = {
 
 if __name__ == "__main__":
     wanted = json.loads(Path(sys.argv[1]).read_text())["kill"]
-    if wanted.pop("rank") == int(os.environ["RANK"]):
+    victim = wanted.pop("rank")
+    meet_before(victim)
+    if victim == int(os.environ["RANK"]):
         arm(**wanted)
     training_script.main()

@@ -14,7 +14,6 @@ import httpx
 import uvicorn
 from sqlalchemy import delete
 
-from scripted_manager import until
 from varuna_manager.api.http.access import AccessServices, Limits
 from varuna_manager.api.http.app import Services, make_app
 from varuna_manager.db.engine import Database
@@ -41,6 +40,7 @@ from varuna_manager.services.stacks import StackService
 from varuna_manager.services.views import Views
 from varuna_manager.services.vm_registry import VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
+from waiting import DEADLINE_S, until
 
 SPEC = {"name": "gpt", "workdir": "/w", "run": "true", "global_batch": 8}
 
@@ -100,15 +100,17 @@ async def rest_world(folder: Path, url: str | None = None) -> AsyncIterator[Rest
     reports = ReportService(database, events, PlanningService(), bell, board=board)
     provider = LocalProvider(folder, "127.0.0.1:1", LocalMachine(), None)
     fleet = FleetService(database, events, registry, provider, reports, bell, emulated=provider)
+    archives = ArchiveService(database, folder / "archives")
+    await archives.begin()
     services = Services(
         jobs=JobService(database, events, bell, checkpoint_root="file:///checkpoints"),
         fleet=fleet,
         live=live,
         views=views,
         logs=LogService(database, sessions, provider),
-        drains=DrainService(database, fleet, bell),
+        drains=DrainService(database, fleet, events, bell),
         stacks=StackService(database, sessions, bell),
-        archives=ArchiveService(database),
+        archives=archives,
         access=AccessServices(audit=AuditLog(database), tokens=None, enrolments=None, limits=Limits()),
         agent_wheel=AgentWheel(None),
         metrics=MetricsService(instruments, StoreFigures(database, "local"), lambda: 0),
@@ -120,7 +122,7 @@ async def rest_world(folder: Path, url: str | None = None) -> AsyncIterator[Rest
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started, "the server")
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        http = httpx.AsyncClient(base_url=address, trust_env=False, timeout=60.0)
+        http = httpx.AsyncClient(base_url=address, trust_env=False, timeout=DEADLINE_S)
         try:
             yield RestWorld(database, provider, events, reports, live, services, server, address, http)
         finally:
@@ -170,6 +172,8 @@ def worker(job_id: str, number: int, rank: int, vm_id: str, state: str = "exited
 def vm(vm_id: str, created_at: float = 1000.0, state: str = "ready", **changes: Any) -> VmRow:
     history = [{"at": created_at, "state": state, "reason": "test"}]
     values: dict[str, Any] = {"gpus": 1, "ref": {}, "host": "127.0.0.1", "history": history, **changes}
+    if state == "gone":
+        values.setdefault("gone_at", values["history"][-1]["at"])
     return VmRow(id=vm_id, provider="local", state=state, created_at=created_at, **values)
 
 

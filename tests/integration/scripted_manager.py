@@ -14,19 +14,18 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import psutil
-import pytest
 
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
+from waiting import DEADLINE_S, until
 
-DEADLINE_S = 80.0
 IDLE_VM = json.dumps(["/bin/sh", "-c", "exec sleep 600", "vm"])
 
 
@@ -69,27 +68,11 @@ def profile_json(sections: int = 8) -> str:
     )
 
 
-async def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait for a true value of a function (or coroutine function); fail after the deadline."""
-    value: Any = None
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                value = condition()
-                if asyncio.iscoroutine(value):
-                    value = await value
-                if value:
-                    return value
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        pytest.fail(f"waited {DEADLINE_S} s for {what}; last seen: {value!r}")
-
-
 class ScriptedAgent:
     """One VM's agent: connects, heartbeats, keeps every command, and reports what the test says."""
 
-    def __init__(self, address: str, vm_id: str, port: int) -> None:
-        self.address, self.vm_id, self.port = address, vm_id, port
+    def __init__(self, address: str, vm_id: str, port: int, gpu_type: str = "") -> None:
+        self.address, self.vm_id, self.port, self.gpu_type = address, vm_id, port, gpu_type
         self.incarnation = str(uuid.uuid4())
         self.received: list[pb.ManagerMessage] = []
         self.acked = 0
@@ -119,6 +102,7 @@ class ScriptedAgent:
             host="127.0.0.1",
             gpus=1,
             device_memory_bytes=2**30,
+            gpu_type=self.gpu_type,
             rendezvous_port=self.port,
             workers=self.running,
             seen_generations=self.seen,
@@ -229,8 +213,9 @@ class RunningManager:
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir
         self.real_agents = False
+        self.program: tuple[str, ...] = ("-m", "varuna_manager.main")
         self.process: subprocess.Popen[bytes] | None = None
-        self.rest = httpx.AsyncClient(trust_env=False, timeout=20)
+        self.rest = httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S)
         self.agents: dict[str, ScriptedAgent] = {}
 
     async def start(self, *flags: str) -> None:
@@ -243,7 +228,7 @@ class RunningManager:
 
     def _spawn(self, arguments: list[str]) -> subprocess.Popen[bytes]:
         with (self.data_dir.parent / "manager.log").open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", "varuna_manager.main", *arguments], stderr=log)
+            return subprocess.Popen([sys.executable, *self.program, *arguments], stderr=log)
 
     async def _ready(self) -> bool:
         assert self.process is not None
@@ -268,8 +253,8 @@ class RunningManager:
         assert response.status_code == 200, response.text
         return response.json()
 
-    async def connect_vms(self, count: int) -> list[ScriptedAgent]:
-        """Dial in as each VM that the provider has."""
+    async def connect_vms(self, count: int, *, gpu_types: Sequence[str] = ()) -> list[ScriptedAgent]:
+        """Dial in as each VM that the provider has. `gpu_types`: of the first ones; "" of the others."""
 
         async def new() -> list[Any]:
             return [vm for vm in await self.get("vms") if vm["state"] != "gone" and vm["id"] not in self.agents]
@@ -280,7 +265,8 @@ class RunningManager:
 
         agents = []
         for vm in await until(enough, f"{count} VMs"):
-            agent = ScriptedAgent(self.grpc, vm["id"], 20_000 + 100 * len(self.agents))
+            gpu_type = gpu_types[len(agents)] if len(agents) < len(gpu_types) else ""
+            agent = ScriptedAgent(self.grpc, vm["id"], 20_000 + 100 * len(self.agents), gpu_type)
             self.agents[vm["id"]] = agent
             agents.append(agent)
             await agent.connect()
@@ -322,11 +308,16 @@ class RunningManager:
 
 
 async def start_training(
-    manager: RunningManager, vms: int, *, first_steps: tuple[int, ...] = (1, 2, 3), flags: tuple[str, ...] = ()
+    manager: RunningManager,
+    vms: int,
+    *,
+    first_steps: tuple[int, ...] = (1, 2, 3),
+    flags: tuple[str, ...] = (),
+    job: dict[str, Any] | None = None,
 ) -> list[Any]:
     """A job in generation 2 with some steps done: [(agent, its launch)]."""
     await manager.start("--vms", str(vms), *flags)
-    await manager.submit()
+    await manager.submit(**(job or {}))
     agents = await manager.connect_vms(vms)
     launches = await manager.calibrate()
     pairs = list(zip(agents, launches, strict=True))

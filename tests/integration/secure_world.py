@@ -10,8 +10,7 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -28,19 +27,10 @@ from cryptography.x509 import CertificateSigningRequestBuilder, Name
 from varuna_manager.services.authority import AgentSubject, Authority, agent_subject, open_authority
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc, identity_pb2, identity_pb2_grpc
+from waiting import DEADLINE_S, wait_until
 
-DEADLINE_S = 120.0
 IDLE_VM = json.dumps(["/bin/sh", "-c", "exec sleep 3600", "vm"])
 _callers = count(1)
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """The condition's first true value."""
-    give_up = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < give_up, f"{what}: not within {DEADLINE_S} s"
-        time.sleep(0.05)
-    return value
 
 
 class Key:

@@ -20,10 +20,10 @@ import pytest_asyncio
 from test_agent_with_manager import Manager, agents, ended, launch, start_agent
 from varuna_agent.isolation import JobUser, worker_environ
 from varuna_proto.v1 import agent_pb2 as pb
+from waiting import until
 
 __all__ = ["agents"]
 
-DEADLINE_S = 60.0
 SECRETS = ("VARUNA_JOIN_TOKEN_X", "VARUNA_API_TOKEN", "AZURE_CLIENT_SECRET", "PGPASSWORD", "DATABASE_URL")
 
 LOOKS_AROUND = """
@@ -72,13 +72,15 @@ class Agent:
         await self.manager.until(lambda: len(self.manager.hellos) > known)
         return psutil.Process(agent.pid)
 
-    def launch(self, command: str, generation: int, agent: psutil.Process) -> None:
+    def launch(self, command: str, generation: int, agent: psutil.Process, *, local_rank: int = 0, **more: Any) -> None:
         (self.folder / "train.py").write_text(LOOKS_AROUND)
         (self.folder / "varuna").mkdir(exist_ok=True)  # nothing that takes long is imported ahead
         (self.folder / "varuna" / "__init__.py").touch()
         (self.folder / "varuna" / "preload.py").touch()
-        environment = {"VM_DIR": str(self.vm_dir), "AGENT": str(agent.pid)}
-        told = launch(self.folder, "", generation=generation, command=command, environment=environment)
+        environment = {"VM_DIR": str(self.vm_dir), "AGENT": str(agent.pid), **more.pop("environment", {})}
+        workers = [pb.WorkerAssignment(rank=1, local_rank=local_rank)]
+        fields = {"command": command, "environment": environment, "workers": workers, **more}
+        told = launch(self.folder, "", generation=generation, **fields)
         self.manager.say(launch=told)
 
     async def found(self, generation: int) -> dict[str, Any]:
@@ -86,12 +88,6 @@ class Agent:
         await until(lambda: log.exists() and log.read_text().endswith("}\n"))
         found: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
         return found
-
-
-async def until(probe: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not probe():  # noqa: ASYNC110 - the condition lies in another process
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -122,7 +118,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes as another user")
+@pytest.mark.needs("root")
 @pytest.mark.parametrize(
     "command", ["python3 train.py", "cd . && python3 train.py"], ids=["from a warmed process", "from a shell"]
 )

@@ -16,8 +16,7 @@ import pytest
 
 from varuna_agent.metadata_notices import metadata_source
 from varuna_agent.notices import Notice, NoticeCancelled
-
-WAIT_S = 30.0
+from waiting import DEADLINE_S
 
 
 @dataclass
@@ -83,7 +82,7 @@ async def collect(
             if len(said) == count:
                 return
 
-    await asyncio.wait_for(listen(), WAIT_S)
+    await asyncio.wait_for(listen(), DEADLINE_S)
     return said
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from varuna_agent.isolation import worker_environ
 from varuna_agent.processes import (
@@ -28,9 +30,8 @@ from varuna_agent.state import Workdir, WorkerKey
 from varuna_agent.worker_link import WorkerLink, socket_path
 from varuna_proto import framing
 from varuna_proto.v1 import agent_pb2, worker_pb2
+from waiting import DEADLINE_S, until
 from workdirs_in_place import workdirs_in_place
-
-DEADLINE_S = 60.0
 
 
 class Workers:
@@ -72,12 +73,6 @@ async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
     yield workers
     await workers.processes.close()
     assert [p for p in psutil.Process().children() if "guard.py" in " ".join(p.cmdline())] == []
-
-
-async def until(probe: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not probe():  # noqa: ASYNC110 - the condition lies in another process
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0), ("exit 75", 75), ("kill -SEGV $$", -11), ("nope", 127)])
@@ -249,6 +244,39 @@ async def test_strangers_are_turned_away(link: tuple[WorkerLink, Listener], firs
     with suppress(ConnectionError):
         await writer.wait_closed()
     assert [event for event in listener.heard if event[0] != "connected"] == []
+
+
+FRAMES = st.one_of(
+    st.binary(max_size=64),
+    st.binary(max_size=64).map(lambda body: len(body).to_bytes(4, "big") + body),
+    st.integers(framing.MAX_FRAME_BYTES + 1, 2**32 - 1).map(lambda length: length.to_bytes(4, "big")),
+)
+
+
+async def test_whatever_bytes_a_worker_sends_the_others_are_heard(link: tuple[WorkerLink, Listener]) -> None:
+    server, listener = link
+    sent: list[tuple[bool, bytes]] = []
+
+    @settings(max_examples=80, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(greets=st.booleans(), data=st.lists(FRAMES, max_size=3).map(b"".join))
+    def play(greets: bool, data: bytes) -> None:
+        sent.append((greets, data))
+
+    play()
+    for greets, data in sent:
+        reader, writer = await asyncio.open_unix_connection(server.path)
+        writer.write((hello(KEY) if greets else b"") + data)
+        writer.write_eof()
+        async with asyncio.timeout(DEADLINE_S):
+            with suppress(ConnectionError):
+                assert await reader.read() == b"", "it is not answered, and the connection ends"
+        writer.close()
+        await server.drained(KEY, timeout_s=DEADLINE_S)
+    listener.heard.clear()
+    _, writer = await asyncio.open_unix_connection(server.path)
+    writer.write(hello(KEY) + framing.frame(worker_pb2.WorkerMessage(ready=worker_pb2.WorkerReady())))
+    await until(lambda: "ready" in listener.heard)
+    writer.close()
 
 
 async def test_a_second_connection_of_the_same_rank_does_not_disturb_the_first(

@@ -15,9 +15,9 @@ import pytest_asyncio
 from varuna_agent.processes import ProcessEnd, ProcessNotStartedError, ProcessSpec, WorkerProcesses
 from varuna_agent.stacks import MAX_TEXT_BYTES, NoStacksError
 from varuna_agent.state import Workdir, WorkerKey
+from waiting import DEADLINE_S
 from workdirs_in_place import workdirs_in_place
 
-DEADLINE_S = 60.0
 KEY = WorkerKey("job", 1, 0)
 
 SLEEPS = """

@@ -21,9 +21,8 @@ import pytest_asyncio
 from varuna_agent.processes import ProcessEnd, ProcessNotStartedError, ProcessSpec, WorkerProcesses
 from varuna_agent.state import Workdir, WorkerKey
 from varuna_agent.warm import Recipe
+from waiting import DEADLINE_S, until
 from workdirs_in_place import workdirs_in_place
-
-DEADLINE_S = 60.0
 
 SCRIPT = """
 import json, os, random, signal, sys, threading
@@ -116,10 +115,9 @@ class World:
         await until(lambda: self.processes.prepared_job_ids == {"job"})
 
 
-async def until(probe: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not probe():  # noqa: ASYNC110 - the condition lies in another process
-            await asyncio.sleep(0.01)
+def zygotes() -> list[psutil.Process]:
+    """Without their guards."""
+    return [p for p in psutil.Process().children(recursive=True) if "zygote.py" in "".join(p.cmdline()[1:2])]
 
 
 @pytest_asyncio.fixture
@@ -162,6 +160,25 @@ async def test_a_worker_from_a_warmed_process_is_like_one_from_cold(world: World
     assert warm.pop("random") != cold.pop("random")
     assert warm == cold
     assert world.log(1).read_text().splitlines() == ["said on stdout", "said on stderr"]
+
+
+async def test_a_warmed_process_knows_no_secret_of_the_job_and_its_worker_does(world: World) -> None:
+    await world.warm_up()
+    world.environment = {**world.environment, "HF_TOKEN": "a secret"}
+    assert (await world.end(world.start(1))).exit_code == 0
+    found = await world.result(1)
+    assert found["parent_is_warm"]
+    assert found["environ"]["HF_TOKEN"] == "a secret"
+    (zygote,) = zygotes()
+    assert "HF_TOKEN" not in zygote.environ()
+
+
+async def test_a_worker_is_not_forked_from_a_process_that_has_read_another_value(world: World) -> None:
+    await world.warm_up()
+    world.environment = {**world.environment, "PYTHONHASHSEED": "7"}
+    assert (await world.end(world.start(1))).exit_code == 0
+    assert (await world.result(1))["environ"]["PYTHONHASHSEED"] == "7"
+    assert "7" in [zygote.environ().get("PYTHONHASHSEED") for zygote in zygotes()]
 
 
 async def test_two_workers_of_one_warmed_process_draw_different_numbers(world: World) -> None:
@@ -210,7 +227,7 @@ async def test_the_first_worker_of_a_job_comes_from_a_warmed_process_too(world: 
 
 async def test_a_warmed_process_that_has_died_is_replaced(world: World) -> None:
     await world.warm_up()
-    (zygote,) = [p for p in psutil.Process().children(recursive=True) if "zygote.py" in p.cmdline()[1]]
+    (zygote,) = zygotes()
     zygote.kill()
     await until(lambda: not world.processes.prepared_job_ids)
     assert (await world.end(world.start(1, CODE="5"))).exit_code == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -26,9 +27,9 @@ from varuna_agent.settings import AgentSettings
 from varuna_agent.state import Identity, Timings, WorkerKey
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
+from waiting import DEADLINE_S, until
 
 T = TypeVar("T")
-DEADLINE_S = 60.0
 
 PREAMBLE = """
 import os, socket, subprocess, sys
@@ -272,8 +273,47 @@ async def test_the_script_runs_in_a_clean_environment_with_the_agents_python(tmp
     assert log_of(tmp_path) == f"cpu 8 None 2\n{Path(sys.executable).parent} yes\n"
 
 
+async def test_a_worker_hears_the_secret_over_its_socket_and_its_environment_does_not_show_it(tmp_path: Path) -> None:
+    script = """
+        admitted = framing.receive(agent, w.AgentToWorker).admitted
+        print(admitted.secret[::-1], env.secret_from_agent, env.committed_step, "5ec3e7" in repr(os.environ))
+    """
+    async with running(tmp_path) as (manager, _vm):
+        manager.say(launch=launch(tmp_path, script, secret="5ec3e7", committed_step=7))
+        await manager.fact("worker_exited")
+    assert log_of(tmp_path) == "7e3ce5 True 7 False\n"
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+async def test_secrets_reach_the_script_and_nothing_of_the_agents(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], *, is_warm: bool
+) -> None:
+    script = """
+        import hashlib
+        print(hashlib.sha256(os.environ["HF_TOKEN"].encode()).hexdigest(), os.environ["MINE"], env.rank)
+        print("setup saw", open("seen").read())
+    """
+    environment, secrets = {"MINE": "yes"}, {"HF_TOKEN": "s3cr3t-value", "VARUNA_RANK": "7"}
+    setup = 'printf "%s" "${HF_TOKEN:-nothing}" > seen'
+    async with running(tmp_path) as (manager, _vm):
+        told = launch(tmp_path, script, environment=environment, secrets=secrets, setup=setup)
+        if is_warm:
+            about = {"job_id": "job", "workdir": told.workdir, "environment": environment, "setup": setup}
+            manager.say(prepare=pb.Prepare(command=told.command, **about))
+            await manager.until(lambda: "job" in manager.heartbeats[-1].warm_jobs)
+        manager.say(launch=told)
+        exited = (await manager.fact("worker_exited"))[0]
+    assert (exited.cause, exited.error_text) == (pb.EXIT_CAUSE_FINISHED, "")
+    digest = hashlib.sha256(b"s3cr3t-value").hexdigest()
+    assert log_of(tmp_path) == f"{digest} yes 1\nsetup saw nothing\n"
+    told_of = capsys.readouterr()
+    assert "s3cr3t-value" not in told_of.out + told_of.err + caplog.text
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t-value" in path.read_bytes()]
+    assert not kept
+
+
 async def test_copies_of_checkpoints_stay_on_the_vm_until_another_job_has_it(tmp_path: Path) -> None:
-    copies = tmp_path.resolve() / "checkpoints" / "job"
+    copies = tmp_path.resolve() / "varuna-checkpoints" / "job"
     script = "os.makedirs(env.local_checkpoint_dir + '/varuna_ckpt_1', exist_ok=True)\nprint(env.local_checkpoint_dir)"
     async with running(tmp_path) as (manager, _vm):
         for generation in (1, 2):
@@ -284,7 +324,7 @@ async def test_copies_of_checkpoints_stay_on_the_vm_until_another_job_has_it(tmp
         manager.say(launch=launch(tmp_path, script, generation=3, job_id="another"))
         await manager.until(lambda: not copies.exists())
         await manager.fact("worker_exited", 3)
-    assert [folder.name for folder in copies.parent.iterdir()] == ["another"]
+    assert sorted(path.name for path in copies.parent.iterdir()) == [".varuna-agent", "another"]
 
 
 async def test_the_traceback_of_a_script_arrives(tmp_path: Path) -> None:
@@ -369,7 +409,7 @@ async def test_rank_0_gets_the_socket_that_the_agent_has_held(tmp_path: Path) ->
 
         manager.say(launch=launch(tmp_path, script, generation=2, **rank_0))
         exited = (await manager.fact("worker_exited", 2))[1]
-        assert exited.cause == pb.EXIT_CAUSE_LAUNCH_FAILED
+        assert exited.cause == pb.EXIT_CAUSE_LAUNCH_REFUSED
         assert "rendezvous port stale" in exited.error_text
 
 
@@ -401,7 +441,7 @@ async def test_training_goes_on_without_the_manager(tmp_path: Path) -> None:
         first.acks = False
         await first.stop()
         (tmp_path / "cut").touch()
-        await _until(lambda: (tmp_path / "told").exists())
+        await until(lambda: (tmp_path / "told").exists())
 
         second = Manager()
         await second.start(first.port)
@@ -443,12 +483,12 @@ async def test_workers_end_with_the_lease_and_that_is_reported_later(tmp_path: P
         pid = (await manager.fact("worker_started"))[0].pid
         key = WorkerKey("job", 1, 1)
         await manager.stop()
-        await _until(lambda: not psutil.pid_exists(pid))
+        await until(lambda: not psutil.pid_exists(pid))
         # Its guard tells the agent a moment later; from then on no Hello names it.
-        await _until(lambda: key not in [worker.key for worker in vm.runner._state.workers])
+        await until(lambda: key not in [worker.key for worker in vm.runner._state.workers])
         await manager.start(manager.port)
         exited = (await manager.fact("worker_exited"))[0]
-        assert exited.cause == pb.EXIT_CAUSE_KILLED
+        assert exited.cause == pb.EXIT_CAUSE_LEASE_OVER
         assert "lease is over" in exited.error_text
         assert list(manager.hellos[-1].workers) == []
 
@@ -574,13 +614,6 @@ async def test_a_silent_manager_is_dialled_again(tmp_path: Path) -> None:
         await manager.stop()
 
 
-async def _until(probe: Callable[[], bool]) -> None:
-    """For conditions outside of this process: poll them."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not probe():  # noqa: ASYNC110 - the condition lies in another process
-            await asyncio.sleep(0.01)
-
-
 # ---------------------------------------------------------------- the agent as a process of its own
 
 
@@ -647,7 +680,7 @@ async def test_no_orphan_survives_a_kill_of_the_agents_process_group(
 
         os.killpg(agent.pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        await _until(lambda: not any(_runs(process) for process in family))
+        await until(lambda: not any(_runs(process) for process in family))
         assert time.monotonic() - killed_at < 2.0
         await agent.communicate()
     finally:
@@ -671,7 +704,7 @@ async def test_sigterm_ends_the_workers_and_the_agent(tmp_path: Path, agents: li
         await manager.fact("worker_started")
         agent.terminate()
         exited = (await manager.fact("worker_exited"))[0]
-        assert exited.cause == pb.EXIT_CAUSE_GENERATION_ENDED
+        assert exited.cause == pb.EXIT_CAUSE_AGENT_ENDED
         code, errors = await ended(agent)
         assert code == 0
         assert all(json.loads(line)["vm"] == "vm-1" for line in errors.splitlines())
@@ -730,7 +763,7 @@ async def test_prometheus_reads_an_agents_metrics(tmp_path: Path, agents: list[a
     async def shows(**wanted: float) -> None:
         """`connected` is varuna_agent_connected."""
         names = {f"varuna_agent_{name}": value for name, value in wanted.items()}
-        await _until(lambda: names.items() <= read().items())
+        await until(lambda: names.items() <= read().items())
 
     try:
         await manager.until(lambda: manager.heartbeats)

@@ -6,14 +6,17 @@ import asyncio
 import hashlib
 import io
 import os
+import signal
 import tarfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from varuna_agent import workdirs
+from varuna_agent.processes import WorkerProcesses
 from varuna_agent.state import Workdir
 from varuna_agent.workdirs import WorkdirError, Workdirs
 
@@ -45,6 +48,13 @@ class World:
     async def ready(self, data: bytes, setup: str = "", **environment: str) -> Path:
         wanted = Workdir(path="/nowhere", archive=hashlib.sha256(data).hexdigest(), setup=setup)
         return Path(await self.workdirs.ready(wanted, {**os.environ, **environment}))
+
+
+async def first_pid(file: Path, making: asyncio.Future[str]) -> int:
+    while not file.exists():
+        assert not making.done()
+        await asyncio.sleep(0.02)
+    return int(file.read_text().split()[0])
 
 
 @pytest.fixture
@@ -85,7 +95,7 @@ async def test_what_does_not_arrive_whole_is_asked_for_again(world: World) -> No
 async def test_an_archive_that_leaves_its_folder_is_refused(world: World, tmp_path: Path) -> None:
     data = archive_of(_UP_evil="x")
     world.answers = [data]
-    with pytest.raises(WorkdirError, match=r"cannot be unpacked: .*outside the destination"):
+    with pytest.raises(WorkdirError, match=r"cannot be unpacked: .*evil.* leads out of the folder"):
         await world.ready(data)
     assert not list(tmp_path.rglob("evil"))
 
@@ -111,14 +121,89 @@ async def test_a_folder_that_is_there_is_only_set_up(world: World, tmp_path: Pat
 async def test_a_setup_ends_with_its_agent(world: World, tmp_path: Path) -> None:
     wanted = Workdir(path=str(tmp_path), setup="echo $$ > pid.part; mv pid.part pid; sleep 1000")
     making = asyncio.create_task(world.workdirs.ready(wanted, dict(os.environ)))
-    while not (tmp_path / "pid").exists():
-        assert not making.done()
-        await asyncio.sleep(0.02)
-    pid = int((tmp_path / "pid").read_text())
+    pid = await first_pid(tmp_path / "pid", making)
     await world.workdirs.close()
     assert not psutil.pid_exists(pid)
     with pytest.raises(asyncio.CancelledError):
         await making
+
+
+async def test_a_setup_has_a_limit_after_which_it_is_killed(world: World, tmp_path: Path) -> None:
+    wanted = Workdir(path=str(tmp_path), setup="echo $$ > pid; echo loading the data; sleep 1000", timeout_s=3)
+    with pytest.raises(WorkdirError, match=r"(?s)not ended after 3 s \(setup_timeout_s\).*loading") as caught:
+        await world.workdirs.ready(wanted, dict(os.environ))
+    assert caught.value.exit_code == -signal.SIGKILL
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    await world.workdirs.ready(replace(wanted, setup="true"), dict(os.environ))
+
+
+async def test_an_archive_that_does_not_come_has_the_same_limit(world: World, tmp_path: Path) -> None:
+    async def fetch(sha256: str) -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    places = Workdirs(tmp_path / "others", fetch)
+    wanted = Workdir(path="/nowhere", archive="0" * 64, setup="true", timeout_s=0.2)
+    with pytest.raises(WorkdirError, match=r"not here and unpacked after 0.2 s \(setup_timeout_s\)") as caught:
+        await places.ready(wanted, dict(os.environ))
+    assert caught.value.exit_code == 0
+
+
+async def test_a_setup_goes_on_while_anybody_waits_and_ends_with_the_last(world: World, tmp_path: Path) -> None:
+    setup = "echo $$ >> pids.part; cp pids.part pids; test -e go || sleep 1000"
+    wanted = Workdir(path=str(tmp_path), setup=setup)
+    first, second = (asyncio.create_task(world.workdirs.ready(wanted, dict(os.environ))) for _ in range(2))
+    pid = await first_pid(tmp_path / "pids", first)
+    first.cancel()
+    await asyncio.wait([first])
+    assert psutil.pid_exists(pid), "the other one needs it"
+    second.cancel()
+    await asyncio.wait([second])
+    assert not psutil.pid_exists(pid)
+    (tmp_path / "go").touch()
+    assert await world.workdirs.ready(wanted, dict(os.environ)) == str(tmp_path)
+    assert len((tmp_path / "pids").read_text().split()) == 2
+
+
+async def test_each_preparation_is_told_of_once_whatever_ends_it(world: World, tmp_path: Path) -> None:
+    told: asyncio.Queue[tuple[str, str | None]] = asyncio.Queue()
+
+    async def ended(key: object, end: object) -> None: ...
+
+    def note(job_id: str, error: WorkdirError | None) -> None:
+        told.put_nowait((job_id, None if error is None else str(error)))
+
+    processes = WorkerProcesses(ended, world.workdirs, on_prepared=note)
+
+    def prepare(job_id: str, path: Path, setup: str) -> None:
+        wanted = Workdir(path=str(path), setup=setup)
+        processes.prepare(job_id, "./run", wanted, dict(os.environ), tmp_path / "warm.log")
+
+    prepare("a", tmp_path, "true")
+    assert await told.get() == ("a", None)
+    prepare("b", tmp_path / "missing", "true")
+    assert await told.get() == ("b", f"workdir '{tmp_path}/missing' is not a folder on this VM")
+    prepare("c", tmp_path, "echo $$ > pid.part; mv pid.part pid; sleep 1000")
+    pid = await first_pid(tmp_path / "pid", asyncio.get_running_loop().create_future())
+    processes.cancel_prepare("c")
+    assert await told.get() == ("c", "it is not wanted any more")
+    assert not psutil.pid_exists(pid)
+    await processes.close()
+    assert told.empty()
+
+
+async def test_a_folder_that_no_job_uses_any_more_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workdirs, "_KEPT", 0)
+    world, paths = World(tmp_path), []
+    for job_id in ("over", "runs", "new"):
+        data = archive_of(train=job_id)
+        world.answers = [data]
+        if job_id == "new":
+            assert all(path.exists() for path in paths)
+            world.workdirs.keep_only({"runs", "new"})
+        wanted = Workdir(path="/nowhere", archive=hashlib.sha256(data).hexdigest())
+        paths.append(Path(await world.workdirs.ready(wanted, {}, job_id=job_id)))
+    assert [path.exists() for path in paths] == [False, True, True]
 
 
 async def test_only_the_newest_of_what_nobody_uses_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

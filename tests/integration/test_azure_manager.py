@@ -19,10 +19,11 @@ import pytest
 import yaml
 
 from fake_arm import FakeArm, fake_arm
-from secure_world import SecureManager, secure_manager, wait_until
+from secure_world import SecureManager, secure_manager
 from varuna_manager.errors import StartError
 from varuna_manager.process import run
 from varuna_manager.settings import ManagerSettings
+from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("azure")
 
@@ -37,6 +38,7 @@ SETTINGS = {
     "ssh_public_key": "ssh-ed25519 AAAA",
     "device": "cpu",
     "list_every_s": 0.2,
+    "retail_prices_url": "",
     "pip_options": "--no-index --no-deps",  # here nothing is fetched from elsewhere
 }
 
@@ -46,7 +48,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel, as `make wheel` makes it."""
     folder = tmp_path_factory.mktemp("wheels")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
     shutil.copy(ROOT / "constraints.txt", folder)
     return folder
 
@@ -103,7 +105,7 @@ class VmFolder:
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=DEADLINE_S,
                 check=False,
             )
             assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from azure.core.exceptions import HttpResponseError
 
 from fake_arm import FakeArm, fake_arm
 from varuna_manager.domain.fleet_decision import RefusalKind
@@ -21,11 +22,15 @@ SETTINGS = AzureSettings(
     subscription_id="00000000-0000-0000-0000-000000000000",
     resource_group="training",
     location="westeurope",
-    sizes=(AzureSize(name=A100, gpus=1, device_memory_gib=80, zones=("1", "2")), AzureSize(name=V100, gpus=1)),
+    sizes=(
+        AzureSize(name=A100, gpus=1, device_memory_gib=80, zones=("1", "2")),
+        AzureSize(name=V100, gpus=1, zones=("1",)),
+    ),
     image="Canonical:ubuntu-24_04-lts:server:latest",
     subnet_id="/subscriptions/s/resourceGroups/g/providers/Microsoft.Network/virtualNetworks/n/subnets/vms",
     ssh_public_key="ssh-ed25519 AAAA",
     list_every_s=0,
+    retail_prices_url="",
 )
 
 
@@ -130,7 +135,7 @@ async def test_without_capacity_the_next_zone_and_size_are_tried_and_nothing_is_
     arm: FakeArm, provider: AzureProvider, at_once: bool
 ) -> None:
     arm.refuses_at_once = at_once
-    arm.capacity = {(A100, "1"): 4, (A100, "2"): 2, (V100, None): 3}
+    arm.capacity = {(A100, "1"): 4, (A100, "2"): 2, (V100, "1"): 3}
     created = await provider.create(12, "r")
     assert len(created.vms) == 9
     assert created.refusal is not None
@@ -145,7 +150,7 @@ async def test_a_place_that_refused_is_left_alone_for_a_while(
     arm: FakeArm, clock: Clock, provider: AzureProvider
 ) -> None:
     arm.refuses_at_once = True
-    arm.capacity = {(A100, "1"): 0, (A100, "2"): 0, (V100, None): 0}
+    arm.capacity = {(A100, "1"): 0, (A100, "2"): 0, (V100, "1"): 0}
     assert (await provider.create(1, "a")).refusal is not None
     asked = len(arm.writes("virtualMachines/"))
     at_once = await provider.create(1, "a")
@@ -222,13 +227,100 @@ async def test_deletes_go_in_batches_and_may_be_slow_or_repeated(arm: FakeArm, p
     assert len(arm.writes("virtualMachineScaleSets/varuna/delete")) == left + 1
 
 
-async def test_a_vm_that_fails_late_is_cleared_away(arm: FakeArm, provider: AzureProvider) -> None:
+@pytest.mark.parametrize(("code", "power"), [("AllocationFailed", ""), ("OSProvisioningTimedOut", "deallocated")])
+async def test_a_vm_that_fails_late_is_cleared_away(
+    arm: FakeArm, provider: AzureProvider, code: str, power: str
+) -> None:
     await provider.create(2, "r")
-    arm.vms["varuna-r-001"].state = "Failed"
+    arm.fail("varuna-r-001", code, power)
     assert [vm.id for vm in await provider.list()] == ["varuna-r-000"]
     while "varuna-r-001" in arm.vms:
         await provider.list()
     assert sorted(arm.vms) == ["varuna-r-000"]
+
+
+@pytest.mark.parametrize("power", ["running", "starting", ""])
+async def test_a_vm_that_runs_is_not_deleted_for_an_operation_that_failed(
+    arm: FakeArm, provider: AzureProvider, power: str
+) -> None:
+    await provider.create(2, "r")
+    arm.fail("varuna-r-001", "VMExtensionProvisioningError", power)
+    for _ in range(3):
+        assert [vm.id for vm in await provider.list()] == ["varuna-r-000", "varuna-r-001"]
+    assert sorted(arm.vms) == ["varuna-r-000", "varuna-r-001"]
+    assert not arm.writes("/delete")
+
+
+async def test_a_failed_vm_that_azure_does_not_delete_hides_no_other(
+    arm: FakeArm, clock: Clock, provider: AzureProvider
+) -> None:
+    await provider.create(3, "r")
+    arm.fail("varuna-r-001", "AllocationFailed", "")
+    arm.locked = {"varuna-r-001"}
+    for _ in range(5):
+        assert [vm.id for vm in await provider.list()] == ["varuna-r-000", "varuna-r-002"]
+    assert len(arm.writes("/delete")) == 1, "it is not asked again with each look"
+    assert len((await provider.create(3, "s")).vms) == 3
+    arm.locked = set()
+    clock.now += 120.0
+    while "varuna-r-001" in arm.vms:
+        await provider.list()
+
+
+async def test_a_vm_that_azure_does_not_delete_keeps_no_other(
+    arm: FakeArm, clock: Clock, provider: AzureProvider
+) -> None:
+    await provider.create(4, "r")
+    names = sorted(arm.vms)
+    arm.locked = {names[1]}
+    with pytest.raises(HttpResponseError, match="locked"):
+        await provider.delete(names)
+    while len(arm.vms) > 1:
+        await provider.list()
+    assert sorted(arm.vms) == [names[1]]
+    asked = len(arm.writes("/delete"))
+    await provider.delete(names[1:2])
+    assert len(arm.writes("/delete")) == asked, "it is left alone for a while"
+    arm.locked = set()
+    clock.now += 120.0
+    await provider.delete(names[1:2])
+    while arm.vms:
+        await provider.list()
+
+
+async def test_a_size_without_accelerated_networking_is_made_without(arm: FakeArm, provider: AzureProvider) -> None:
+    arm.unaccelerated = {A100}
+    created = await provider.create(3, "r")
+    assert created.refusal is None
+    assert {arm.vms[vm.id].place for vm in created.vms} == {(A100, "1")}
+    asked = len(arm.vm_writes())
+    await provider.create(2, "s")
+    assert len(arm.vm_writes()) == asked + 2, "what Azure has said of the size is remembered"
+
+
+async def test_accelerated_networking_can_be_turned_off_for_a_size(arm: FakeArm, clock: Clock) -> None:
+    arm.unaccelerated = {A100}
+    sizes = (SETTINGS.sizes[0].model_copy(update={"accelerated_networking": False}),)
+    told = provider_on(arm, clock, SETTINGS.model_copy(update={"sizes": sizes}))
+    assert (await told.create(1, "r")).refusal is None
+    assert len(arm.vm_writes()) == 1
+    await told.close(end_vms=False)
+
+
+async def test_a_scale_set_of_other_zones_is_named_before_azure_refuses_each_vm(arm: FakeArm, clock: Clock) -> None:
+    arm.scale_sets["varuna"] = {"name": "varuna", "id": "x/varuna", "zones": ["2", "3"]}
+    unfit = provider_on(arm, clock)
+    created = await unfit.create(2, "r")
+    assert created.refusal is not None
+    assert "scale set varuna has zones 2, 3 and the sizes of the settings zones 1, 2" in created.refusal.reason
+    assert not arm.vm_writes()
+    await unfit.close(end_vms=False)
+
+
+def test_sizes_with_and_without_zones_do_not_go_into_one_scale_set() -> None:
+    mixed = {**SETTINGS.model_dump(), "sizes": [{"name": A100, "gpus": 1, "zones": ["1"]}, {"name": V100, "gpus": 1}]}
+    with pytest.raises(ValueError, match=f"{V100} has no zones and others have.*give every size its zones, or none"):
+        AzureSettings.model_validate(mixed)
 
 
 async def test_prices_and_evictions_make_the_offer(arm: FakeArm, provider: AzureProvider) -> None:
@@ -244,6 +336,31 @@ async def test_a_market_that_says_nothing_is_no_error(arm: FakeArm, provider: Az
     arm.failures = [403]
     offer = await provider.offer()
     assert (offer.price_per_hour, offer.hazard_per_hour) == (None, None)
+
+
+async def test_prices_come_from_the_public_list_where_the_subscription_may_not_be_read(
+    arm: FakeArm, clock: Clock
+) -> None:
+    arm.may_read_subscription = False
+    arm.retail = {A100: 0.81, V100: 0.35}
+    settings = SETTINGS.model_copy(update={"retail_prices_url": f"{arm.url}/api/retail/prices"})
+    thrifty = provider_on(arm, clock, settings, needs_prices=True)
+    assert (await thrifty.offer()).price_per_hour == 0.81
+    created = await thrifty.create(2, "r")
+    assert created.refusal is None
+    assert [vm.price_per_hour for vm in created.vms] == [0.81, 0.81]
+    await thrifty.close(end_vms=False)
+
+
+async def test_a_list_of_prices_that_cannot_be_read_is_asked_again_soon(arm: FakeArm, clock: Clock) -> None:
+    arm.may_read_subscription, arm.retail_status, arm.retail = False, 503, {A100: 0.81}
+    settings = SETTINGS.model_copy(update={"retail_prices_url": f"{arm.url}/api/retail/prices"})
+    thrifty = provider_on(arm, clock, settings, needs_prices=True)
+    assert (await thrifty.offer()).price_per_hour is None
+    arm.retail_status = 200
+    clock.now += 60.0
+    assert (await thrifty.offer()).price_per_hour == 0.81
+    await thrifty.close(end_vms=False)
 
 
 async def test_vms_are_listed_only_so_often(arm: FakeArm, clock: Clock) -> None:
@@ -284,7 +401,7 @@ async def test_a_place_that_refused_is_asked_for_one_vm_before_the_others(
     arm: FakeArm, clock: Clock, provider: AzureProvider
 ) -> None:
     arm.refuses_at_once = True
-    arm.capacity = {(A100, "1"): 0, (A100, "2"): 0, (V100, None): 0}
+    arm.capacity = {(A100, "1"): 0, (A100, "2"): 0, (V100, "1"): 0}
     await provider.create(8, "a")
     for _ in range(4):
         clock.now += 60.0

@@ -12,6 +12,9 @@ from small_gpt import Examples, Task, make_model, states_of
 from training_world import World, Zygote
 from varuna.data import Batches
 
+pytestmark = pytest.mark.slow
+
+
 SCRIPT = Path(__file__).with_name("bert_lamb_script.py")
 TASK = Task(tied=True, steps=6, learning_rate=0.02)
 

@@ -18,6 +18,7 @@ from varuna.calibration.links import (
     measure_links,
     rings_to_measure,
 )
+from waiting import DEADLINE_S
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def on_every_rank(world_size: int, measure: Callable[[int, Connect], T]) -> list
         def connect(name: str, ranks: Sequence[int]) -> GlooGroup:
             members = list(ranks)
             group_store = PrefixStore(name, store)
-            wait = timedelta(seconds=60)
+            wait = timedelta(seconds=DEADLINE_S)
             return connect_group(group_store, members.index(rank), len(members), address="127.0.0.1", timeout=wait)
 
         return measure(rank, connect)

@@ -22,9 +22,9 @@ from small_gpt import Task, make_model, train_plainly
 from training_world import World, Zygote
 from varuna.checkpoint import Checkpointer, TrainingState, load, newest_complete, on_one_disk, read_manifest, resume
 from varuna.checkpoint.export import export
+from waiting import DEADLINE_S
 
 TASK = Task(steps=4, tied=True)
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def test_rank_0_hears_at_once_of_another_ranks_failed_write(tmp_path: Path) -> N
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # a write beyond it fails, as on a full disk
     try:
         assert ranks[1].save(1, one_rank_state(2, 1, 1 << 20))
-        outcomes = [checkpointer.wait(WAIT_S) for checkpointer in ranks]
+        outcomes = [checkpointer.wait(DEADLINE_S) for checkpointer in ranks]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [outcome and outcome.result for outcome in outcomes] == ["failed", "failed"]
@@ -286,7 +286,7 @@ def test_of_racing_generations_exactly_one_commits_and_no_file_is_shared(tmp_pat
     for step in range(1, 9):
         with ThreadPoolExecutor(len(racers)) as pool:
             assert all(pool.map(lambda pair, s=step: pair[0].save(s, pair[1]), zip(racers, states, strict=True)))
-        outcomes = [racer.wait(WAIT_S) for racer in racers]
+        outcomes = [racer.wait(DEADLINE_S) for racer in racers]
         results = [outcome.result for outcome in outcomes if outcome is not None]
         assert results.count("committed") == 1
         assert results.count("dropped") == len(racers) - 1

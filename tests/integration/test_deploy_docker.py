@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from secure_world import wait_until
+from waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -96,7 +96,7 @@ class World:
         """Whether the image's health check finds the container well."""
         program, *arguments = instruction(dockerfile, "CMD") if dockerfile.startswith("agent") else _manager_check()
         command = [str(PROGRAMS / program), *(self.here(part, data) for part in arguments)]
-        return subprocess.run(command, env=self._environment, capture_output=True, timeout=60).returncode == 0
+        return subprocess.run(command, env=self._environment, capture_output=True, timeout=DEADLINE_S).returncode == 0
 
     def run(self, command: list[str], **environment: str) -> str:
         done = subprocess.run(
@@ -104,7 +104,7 @@ class World:
             env=self._environment | {name: self.here(text, self.data) for name, text in environment.items()},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -162,7 +162,9 @@ def test_the_composed_containers_find_each_other(world: World) -> None:
 def test_the_images_command_is_one_of_the_manager() -> None:
     command = instruction("manager.Dockerfile", "CMD")
     assert command[0] == "manager"
-    usage = subprocess.run([str(PROGRAMS / "varuna"), "manager", "--help"], capture_output=True, text=True, timeout=60)
+    usage = subprocess.run(
+        [str(PROGRAMS / "varuna"), "manager", "--help"], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert all(flag in usage.stdout for flag in command if flag.startswith("--"))
 
 

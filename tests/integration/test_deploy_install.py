@@ -6,6 +6,7 @@ With both, in an empty environment: `make soak-install`.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,10 @@ from cryptography.x509 import load_pem_x509_certificate
 from secure_world import SecureManager
 from varuna_manager.providers.static import read_hosts
 from varuna_manager.services.authority import pin_of
+from waiting import DEADLINE_S
+
+pytestmark = pytest.mark.slow
+
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = ROOT / "deploy" / "hosts" / "install.sh"
@@ -29,7 +34,7 @@ PROGRAMS = Path(sys.executable).parent
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*command, str(ROOT)], check=True, timeout=120)
+    subprocess.run([*command, str(ROOT)], check=True, timeout=DEADLINE_S)
     (found,) = folder.glob("varuna_spot-*.whl")
     return found
 
@@ -58,7 +63,7 @@ def install(*arguments: str, manager: SecureManager | None = None) -> subprocess
         environment |= {"VARUNA_MANAGER_URL": manager.url, "VARUNA_CA": str(manager.ca_file)}
         environment["VARUNA_TOKEN_FILE"] = str(manager.data_dir / "admin-token")
     return subprocess.run(
-        [str(INSTALL), *arguments], env=environment, capture_output=True, text=True, check=False, timeout=170
+        [str(INSTALL), *arguments], env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
     )
 
 
@@ -97,6 +102,57 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path: Path, line: str, arguments
     assert answer.returncode == 2
     assert len(answer.stderr.splitlines()) == 1
     assert problem in answer.stderr
+
+
+VARUNA = """#!/usr/bin/env python3
+import json, pathlib, sys
+folder = pathlib.Path(__file__).parent
+vm = json.loads((folder / "vm.json").read_text())
+with (folder / "log").open("a") as log:
+    if sys.argv[1] == "vms":
+        print(json.dumps([vm]))
+        if vm["state"] == "draining" and vm["workers"]:
+            vm["workers"].pop()
+    else:
+        print(" ".join(sys.argv[1:]), len(vm["workers"]), file=log)
+    if sys.argv[1] == "drain":
+        vm |= {"state": "draining", "cordoned_at": "now"}
+(folder / "vm.json").write_text(json.dumps(vm))
+"""
+SSH = """#!/bin/sh
+case $2 in
+*setup.sh*)
+    start=$(tar -xOf - ./settings | grep ^start=)
+    echo "setup $start" >>{folder}/log
+    [ "$start" = start=none ] || sed -i s/draining/ready/ {folder}/vm.json ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("cordoned_at", [None, "yesterday"])
+def test_an_upgrade_drains_the_host_and_leaves_its_cordon_as_it_was(tmp_path: Path, cordoned_at: str | None) -> None:
+    (tmp_path / "bin").mkdir()
+    folder = tmp_path / "bin"
+    for name, text in (("varuna", VARUNA), ("ssh", SSH.replace("{folder}", str(folder)))):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    vm = {"id": "one", "state": "ready", "workers": [1, 2], "last_heard_s": 0.1, "cordoned_at": cordoned_at}
+    (folder / "vm.json").write_text(json.dumps(vm))
+    (tmp_path / "hosts.txt").write_text("one me@nowhere\n")
+    (tmp_path / "varuna_spot-1.whl").write_text("")
+    options = ["--manager", "m:1", "--wheel", str(tmp_path / "varuna_spot-1.whl"), "--drain-deadline", "30"]
+    answer = subprocess.run(
+        [str(INSTALL), *options, "--ssh", str(folder / "ssh"), str(tmp_path / "hosts.txt")],
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert answer.returncode == 0, answer.stderr
+    log = (folder / "log").read_text().splitlines()
+    expected = ["setup start=none", "drain one --deadline 30 2", "setup start=systemd"]
+    assert log == [*expected, *(["uncordon one 0"] if cordoned_at is None else [])]
 
 
 def test_a_host_gets_the_wheel_a_token_of_its_own_and_the_unit(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from varuna_planner.schedule import Policy
+from waiting import DEADLINE_S
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
 
@@ -20,7 +21,7 @@ def test_the_pipeline_benchmark_compares_all_systems(tmp_path: Path) -> None:
     condition = "--latency-ms 1 --jitter-ms 1 --compute-noise 0.05 --run-ahead 2"
     options = f"--stages 2 --micro-batches 3 --rounds 1 {times} {condition}".split()
     command = [sys.executable, str(SCRIPT), *options, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
 
     found = json.loads(out.read_text())

@@ -10,11 +10,10 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from scripted_manager import RunningManager, ScriptedAgent, until
+from scripted_manager import RunningManager, ScriptedAgent
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
-
-pytestmark = [pytest.mark.timeout(180)]
+from waiting import DEADLINE_S, until
 
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 METHOD = "/varuna.v1.AgentService/Connect"
@@ -48,7 +47,7 @@ async def answer_to(address: str, *messages: bytes) -> tuple[list[pb.ManagerMess
         )(requests())
         said: list[pb.ManagerMessage] = []
         try:
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(DEADLINE_S):
                 async for message in call:
                     said.append(message)
                 return said, await call.code()
@@ -80,7 +79,7 @@ async def send_random_bytes(address: str, preface: bytes) -> None:
     for _ in range(10):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(preface + os.urandom(4096))
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(DEADLINE_S):
             with suppress(ConnectionError):
                 while await reader.read(4096):
                     pass

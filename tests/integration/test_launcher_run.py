@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from small_gpt import Examples, Task, make_model, make_optimizer
-from training_world import wait_for
 from varuna.data import Batches
+from waiting import DEADLINE_S, wait_until
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 90
 SIZES = ("--nstages", "2", "--batch_size", "8", "--chunk_size", "2")
 
 PROBE = """
@@ -58,7 +57,7 @@ def run(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> 
         env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=DEADLINE_S,
         check=False,
     )
 
@@ -118,21 +117,21 @@ def test_a_signal_ends_all_and_no_rank_is_orphaned(folder: Path, number: signal.
     with subprocess.Popen(
         command(*SIZES, "probe.py"), cwd=folder, env={**os.environ, "STAY": "1"}, stderr=subprocess.PIPE
     ) as running:
-        wait_for(lambda: len(said(folder)) == 4)
+        wait_until(lambda: len(said(folder)) == 4)
         running.send_signal(number)
-        code = running.wait(TIMEOUT_S)
+        code = running.wait(DEADLINE_S)
     assert code == (-number if number is signal.SIGKILL else 128 + number)
-    wait_for(lambda: all_gone(folder))
+    wait_until(lambda: all_gone(folder))
 
 
 def test_a_killed_launcher_takes_its_ranks_along(folder: Path) -> None:
     with subprocess.Popen(
         command(*SIZES, "probe.py"), cwd=folder, env={**os.environ, "STAY": "1"}, stderr=subprocess.PIPE
     ) as running:
-        wait_for(lambda: len(said(folder)) == 4)
+        wait_until(lambda: len(said(folder)) == 4)
         psutil.Process(said(folder)[2]["pid"]).parent().kill()
-        assert running.wait(TIMEOUT_S) == 128 + signal.SIGKILL
-    wait_for(lambda: all_gone(folder))
+        assert running.wait(DEADLINE_S) == 128 + signal.SIGKILL
+    wait_until(lambda: all_gone(folder))
 
 
 def test_other_machines_are_reached_through_ssh(folder: Path) -> None:
@@ -172,7 +171,7 @@ def test_a_run_is_resumed_with_the_flags_that_it_was_started_with(folder: Path) 
     # From elsewhere, with the machine that is left, and with another micro-batch.
     (folder / "machines").write_text("127.0.0.1\n")
     resume = [sys.executable, "-m", "varuna.run_varuna", "--resume", "--code_dir", str(folder), "--chunk_size", "1"]
-    result = subprocess.run(resume, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    result = subprocess.run(resume, cwd="/", capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert result.returncode == 0, result.stderr
     assert "P=2 stages x D=1 replicas on 1 of 1 machines" in result.stderr
     again = said(folder)[:2]

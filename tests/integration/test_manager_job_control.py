@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -11,10 +13,12 @@ from sqlalchemy import select
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import EventRow, GenerationRow, JobRow, VmRow
-from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.fleet_decision import decide_vm
+from varuna_manager.domain.observed import Plan, Rules, VmView
 from varuna_manager.domain.spec import JobSpec
-from varuna_manager.domain.states import JobState
+from varuna_manager.domain.states import JobState, VmState
 from varuna_manager.providers.local import LocalMachine, LocalProvider
+from varuna_manager.providers.static import Host, StaticProvider
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.drains import DrainService
 from varuna_manager.services.errors import ConflictError, NotFoundError
@@ -26,6 +30,7 @@ from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_manager.services.stacks import StackService
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.vm_rows import VmRows
 from varuna_proto.v1 import agent_pb2 as pb
 
 SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
@@ -155,7 +160,7 @@ async def test_a_vm_is_drained_once_and_only_while_it_is_there(database: Databas
     provider = LocalProvider(tmp_path, "127.0.0.1:1", machine, None)
     reports = ReportService(database, events, PlanningService(), bell)
     fleet = FleetService(database, events, registry, provider, reports, bell)
-    drains = DrainService(database, fleet, bell, lambda: NOW)
+    drains = DrainService(database, fleet, events, bell, lambda: NOW)
     async with database.write() as session:
         for name, state in (("a", "ready"), ("b", "gone")):
             session.add(VmRow(id=name, provider="local", state=state, history=[], gpus=1, ref={}, created_at=1.0))
@@ -168,6 +173,85 @@ async def test_a_vm_is_drained_once_and_only_while_it_is_there(database: Databas
         await drains.drain("b", None)
     with pytest.raises(NotFoundError, match="VM 'c' does not exist"):
         await drains.drain("c", None)
+
+
+# ---------------------------------------------------------------- cordons
+
+
+class Hosts:
+    """A manager of two hosts of one's own, and what they say."""
+
+    def __init__(self, database: Database) -> None:
+        self.database, self.registry, events, bell = database, VmRegistry(), EventLog(database), Bell()
+        provider = StaticProvider([Host(name="a"), Host(name="b")], began_at=1.0)
+        reports = ReportService(database, events, PlanningService(), bell)
+        self.fleet = FleetService(database, events, self.registry, provider, reports, bell)
+        self.drains = DrainService(database, self.fleet, events, bell, lambda: NOW)
+
+    async def hello(self, vm_id: str, incarnation: str) -> None:
+        """As the gateway and the fleet's controller do."""
+        hello = pb.Hello(vm_id=vm_id, incarnation=incarnation, gpus=1, host=vm_id)
+        assert await self.fleet.admit(hello) is None
+        self.registry.hello(vm_id, rendezvous_port=1, workers=())
+        await self.judge(vm_id)
+
+    async def judge(self, vm_id: str, **observed: Any) -> VmView:
+        async with self.database.write() as session:
+            facts = (await VmRows().read(session))[vm_id]
+            seen = self.registry.view(facts, now=lambda: NOW, workers=0)
+            view = VmView(**{field.name: getattr(seen, field.name) for field in fields(VmView)} | observed)
+            verdict = decide_vm(NOW, view, Rules())
+            if verdict is not None:
+                await self.fleet.move_vm(session, await session.get_one(VmRow, vm_id), verdict.state, verdict.reason)
+            facts = (await VmRows().read(session))[vm_id]
+        return self.registry.view(facts, now=lambda: NOW, workers=0)
+
+
+async def test_a_cordon_outlasts_silence_and_reboots_until_it_is_lifted(database: Database) -> None:
+    hosts = Hosts(database)
+    await hosts.hello("a", "first")
+    assert (await hosts.drains.cordon("a"))["cordoned_at"] == "1970-01-01T00:01:40+00:00"
+    await hosts.drains.cordon("a")
+    assert not (await hosts.judge("a")).usable
+    lost = await hosts.judge("a", silent_s=11.0)
+    assert lost.state is VmState.LOST
+    await hosts.hello("a", "after a reboot")
+    back = await hosts.judge("a")
+    assert (back.state, back.cordoned, back.usable) == (VmState.READY, True, False)
+    assert (await hosts.drains.uncordon("a"))["cordoned_at"] is None
+    assert (await hosts.judge("a")).usable
+    await hosts.drains.uncordon("a")
+    told = [kind for kind in await kinds(database) if "cordoned" in kind]
+    assert told == ["vm_cordoned", "vm_uncordoned"], "each once"
+
+
+@pytest.mark.parametrize("silent_s", [11.0, 0.1], ids=["slowly", "quickly"])
+async def test_a_host_that_was_drained_is_back_but_not_used(database: Database, silent_s: float) -> None:
+    hosts = Hosts(database)
+    await hosts.hello("a", "first")
+    assert (await hosts.drains.drain("a", 30.0))["state"] == "draining"
+    await hosts.judge("a", silent_s=silent_s)
+    await hosts.hello("a", "upgraded")
+    back = await hosts.judge("a")
+    assert (back.state, back.usable, back.leave_by) == (VmState.READY, False, None)
+    await hosts.drains.uncordon("a")
+    assert (await hosts.judge("a")).usable
+
+
+async def test_a_drain_that_gives_a_vm_back_cannot_be_lifted(database: Database, tmp_path: Path) -> None:
+    events, bell, registry = EventLog(database), Bell(), VmRegistry()
+    machine = LocalMachine(gpus=1, device_memory_bytes=1, host="127.0.0.1", agent_command=("true",))
+    provider = LocalProvider(tmp_path, "127.0.0.1:1", machine, None)
+    reports = ReportService(database, events, PlanningService(), bell)
+    drains = DrainService(database, FleetService(database, events, registry, provider, reports, bell), events, bell)
+    async with database.write() as session:
+        session.add(VmRow(id="a", provider="local", state="ready", history=[], gpus=1, ref={}, created_at=1.0))
+    await drains.drain("a", None)
+    with pytest.raises(ConflictError, match=r"VM 'a' is draining .* cannot be kept"):
+        await drains.uncordon("a")
+    for change in (drains.cordon, drains.uncordon):
+        with pytest.raises(NotFoundError, match="VM 'c' does not exist"):
+            await change("c")
 
 
 # ---------------------------------------------------------------- stacks
@@ -201,7 +285,7 @@ async def test_stacks_are_asked_for_and_kept_and_an_agent_speaks_for_its_own_ran
         1: ("", True),
     }
     assert not rung.is_set()
-    answer(2, "t\0wo")
+    answer(2, "t\0wo")  # whose NUL PostgreSQL takes in no text
     assert rung.is_set(), "all have answered"
     async with database.write() as session:
         stacks.keep(session, job_id, 2)
@@ -209,7 +293,7 @@ async def test_stacks_are_asked_for_and_kept_and_an_agent_speaks_for_its_own_ran
     assert [(one["rank"], one["vm_id"], one["text"]) for one in kept] == [
         (0, "a", "zero"),
         (1, "away", ""),
-        (2, "a", "two"),
+        (2, "a", "t\ufffdwo"),
     ]
     assert "out of reach" in kept[1]["error"]
     assert await stacks.read("train", 1) == []

@@ -15,6 +15,7 @@ from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
 from varuna_manager.db.models import EventRow, LeadershipRow
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.leadership import Candidate, Leader, Leadership, Standing, Term, connection_name
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.xdist_group("postgres")
 
@@ -157,7 +158,7 @@ async def test_a_leader_renews_its_lease(rivals: Rivals) -> None:
 
 
 async def until(condition: Callable[[], Awaitable[bool]], task: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         while not await condition():
             assert not task.done(), task.exception()
             await asyncio.sleep(0.05)
@@ -186,7 +187,7 @@ async def test_a_leader_that_stands_still_within_a_transaction_neither_delays_th
             _, successor = await rivals.leads(second)
             await note(successor, "of the next leader")
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         with pytest.raises((NotLeaderError, StoreAwayError)):
             await write_slowly()
     assert await messages(rivals.database()) == ["of the next leader"]

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from scripted_manager import RunningManager, start_training, until
+from scripted_manager import RunningManager, start_training
 from secure_world import SecureManager
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, EventRow, FleetRow, GenerationRow, JobRow, MetricRow, VmRow
@@ -20,6 +20,7 @@ from varuna_manager.services.events import EventLog
 from varuna_manager.services.metrics.exposition import MetricsService, page
 from varuna_manager.services.metrics.from_store import FAMILIES, JOBS_SHOWN, StoreFigures
 from varuna_manager.services.metrics.instruments import KNOWN, Instruments
+from waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = 1000.0
@@ -174,6 +175,13 @@ async def test_a_store_that_is_away_is_told(tmp_path: Path) -> None:
     assert value(samples, "varuna_store_up") == 0
     assert value(samples, "varuna_agents_connected") == 3
     assert value(samples, "varuna_jobs", state="running") is None
+
+
+async def test_the_first_certificate_that_ends_is_told(database: Database) -> None:
+    instruments, figures = Instruments("1.2.3"), StoreFigures(database, "local", lambda: NOW)
+    for end, days in ((None, None), (NOW + 86_400, 1.0), (NOW - 43_200, -0.5)):
+        service = MetricsService(instruments, figures, lambda: 1, lambda end=end: end, lambda: NOW)
+        assert value(await read(service), "varuna_agent_certificate_days_left") == days
 
 
 async def test_events_are_counted_when_they_are_committed(database: Database) -> None:

@@ -28,7 +28,8 @@ from sqlalchemy.types import Boolean, Float, Integer
 
 from varuna_manager.db import schema
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import Base
+from varuna_manager.db.models import Base, JobProgressRow, JobVmRow
+from varuna_manager.services.job_bills import job_bill
 from varuna_manager.services.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.xdist_group("postgres")
@@ -126,6 +127,30 @@ async def test_steps_that_an_earlier_version_stored_are_summed_up_for_charts(url
     assert chart["step_s"]["mean"] == [one["step_s"]] * 3
     assert chart["examples_per_s"]["max"] == [one["examples"] / one["step_s"]] * 3
     await database.close()
+
+
+async def test_what_jobs_of_an_earlier_version_used_is_billed(url: str) -> None:
+    database = Database(url)
+    before = await as_of(database, "0016")
+    async with database.engine.begin() as connection:
+        of_these = {name: await connection.run_sync(_table, name) for name in ("generations", "workers")}
+        first, rank = before["generations"][0], before["workers"][0]
+        lives = [(8, 10.0, 110.0), (9, 200.0, None)]  # behind number 7, which lasted no time
+        rows = [{**first, "id": n, "number": n, "created_at": at, "ended_at": ended} for n, at, ended in lives]
+        await connection.execute(of_these["generations"].insert(), rows)
+        ranks = [{**rank, "generation": number, "rank": each} for number, each in ((8, 0), (8, 1), (9, 0))]
+        await connection.execute(of_these["workers"].insert(), ranks)
+    await database.migrate()
+    async with database.read() as session:
+        bill = await job_bill(session, first["job_id"], 300.0)
+        assert (await session.scalars(select(JobProgressRow.billed))).all() == [8]
+        billed = (await session.scalars(select(JobVmRow.gpu_seconds))).all()
+    assert (billed, bill.gpu_hours) == ([200.0], pytest.approx(300.0 / 3600))
+    await database.close()
+
+
+def _table(connection: Connection, name: str) -> Table:
+    return Table(name, MetaData(), autoload_with=connection)
 
 
 async def test_a_migration_that_breaks_off_leaves_the_store_as_it_was(url: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from scripted_manager import DEADLINE_S, RunningManager, ScriptedAgent, profile_json, start_training, until
+from scripted_manager import RunningManager, ScriptedAgent, profile_json, start_training
 from varuna_proto.v1 import agent_pb2 as pb
+from waiting import DEADLINE_S, until
 
 
 async def test_a_job_calibrates_then_trains_by_the_planners_plan_and_succeeds(manager: RunningManager) -> None:
@@ -264,6 +265,52 @@ async def test_cancel_stops_the_workers_and_ends_the_job(manager: RunningManager
     await manager.job_in("cancelled")
 
 
+async def test_secrets_are_read_for_each_launch_and_go_nowhere_else(
+    manager: RunningManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VARUNA_MANAGER_SECRET_WANDB", "of-a-variable-4711")
+    file = manager.data_dir / "secrets" / "hf-token"
+    file.parent.mkdir(parents=True)
+    file.write_text("of-a-file-4711\n")
+    references = {"HF_TOKEN": "file:hf-token", "WANDB_API_KEY": "env:WANDB"}
+    await manager.start("--vms", "2")
+    spec = {"name": "train", "workdir": "/tmp", "run": "true", "global_batch": 8}
+    refused = await manager.rest.post("jobs", json={**spec, "secrets": {"A": "file:other"}})
+    assert (refused.status_code, "secrets/other" in refused.json()["detail"]) == (422, True)
+    written_out = await manager.rest.post("jobs", json={**spec, "secrets": {"A": "of-a-file-4711"}})
+    assert (written_out.status_code, "of-a-file-4711" in written_out.text) == (422, False)
+    await manager.submit(secrets=references, resources={"max_gpus": 1})
+    agents = await manager.connect_vms(2)
+    agent = await until(lambda: next((one for one in agents if one.commands("launch")), None), "a launch")
+    (first,) = agent.commands("launch")
+    assert first.secrets == {"HF_TOKEN": "of-a-file-4711", "WANDB_API_KEY": "of-a-variable-4711"}
+    assert "of-a-file-4711" not in first.environment.values()
+    (other,) = (one for one in agents if one is not agent)
+    await until(lambda: other.commands("prepare"), "the idle VM to be told to prepare")
+
+    file.unlink()
+    agent.exited(first, pb.EXIT_CAUSE_KILLED)  # its calibration is to be repeated
+
+    async def waits() -> bool:
+        return "secret 'file:hf-token'" in ((await manager.get("jobs/train"))["reason"] or "")
+
+    await until(waits, "the job to wait for its secret")
+    file.write_text("rotated-4711")
+    launches = await until(
+        lambda: [each for one in agents for each in one.commands("launch") if each.generation == 2], "the next launch"
+    )
+    assert launches[0].secrets["HF_TOKEN"] == "rotated-4711"
+    assert (await manager.get("jobs/train"))["spec"]["secrets"] == references
+
+    other_messages = [m for one in agents for m in one.received if m.WhichOneof("body") != "launch"]
+    shown = [message.SerializeToString() for message in other_messages]
+    for path in ("jobs", "events?limit=10000", "vms", "jobs/train/generations", "../../metrics"):
+        shown.append((await manager.rest.get(path)).content)
+    shown += [path.read_bytes() for path in manager.data_dir.rglob("*") if path.is_file() and path != file]
+    shown.append((manager.data_dir.parent / "manager.log").read_bytes())
+    assert not [text for text in shown if b"4711" in text]
+
+
 async def test_an_unknown_vm_is_refused(manager: RunningManager) -> None:
     await manager.start()
     stranger = ScriptedAgent(manager.grpc, "stranger", 20_000)
@@ -351,3 +398,41 @@ async def test_a_real_vm_with_notice_leaves_and_its_worker_with_it(manager: Runn
     assert "waiting for more" in job["reason"]
     notices = [e for e in await manager.get("events") if e["kind"] == "preemption_notice"]
     assert len(notices) == 1
+
+
+async def test_a_generation_has_a_secret_that_its_workers_alone_are_told(manager: RunningManager) -> None:
+    pairs = await start_training(manager, 2)
+    (second,) = {launch.secret for _, launch in pairs}
+    assert len(second) == 64
+    for agent, launch in pairs:
+        agent.exited(launch, pb.EXIT_CAUSE_KILLED)
+    third = (await pairs[0][0].launch(3)).secret
+    assert len({first.secret for agent, _ in pairs for first in agent.commands("launch")} | {second, third}) == 3
+    shown = [await manager.rest.get(path) for path in ("jobs", "jobs/train", "jobs/train/generations", "events", "vms")]
+    assert all(answer.status_code == 200 for answer in shown)
+    everything = "".join(answer.text for answer in shown) + (manager.data_dir.parent / "manager.log").read_text()
+    assert second not in everything
+    assert third not in everything
+
+
+async def test_a_job_must_find_the_checkpoints_that_were_recorded(manager: RunningManager) -> None:
+    pairs = await start_training(manager, 2)
+    rank0, first = next((a, m) for a, m in pairs if m.workers[0].rank == 0)
+    assert first.committed_step == 0
+    for step, url in ((3, first.checkpoint_url), (9, "file:///elsewhere")):
+        fact = pb.CheckpointCommitted(
+            job_id=first.job_id, generation=2, step=step, url=f"{url}/varuna_ckpt_{step}", total_bytes=9
+        )
+        rank0.report(checkpoint_committed=fact)
+    await until(lambda: not rank0.unacked, "the checkpoints to be stored")
+    for agent, launch in pairs:
+        agent.exited(launch, pb.EXIT_CAUSE_KILLED)
+    again = [(agent, await agent.launch(3)) for agent, _ in pairs]
+    assert {launch.committed_step for _, launch in again} == {3}
+    for agent, launch in again:
+        agent.started(launch, resumed_step=2)
+    [event] = await until(
+        lambda: manager.get("events?kind=checkpoint_passed_over"), "the event that a checkpoint was passed over"
+    )
+    assert event["data"] == {"resumed_step": 2, "committed_step": 3}
+    assert "goes on from step 2, although step 3 was saved" in event["message"]

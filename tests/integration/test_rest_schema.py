@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import status_code_conformance
 
 from scripted_manager import RunningManager
 
-pytestmark = [pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 
 @schemathesis.serializer("application/gzip")

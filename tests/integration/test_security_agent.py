@@ -8,7 +8,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from varuna_agent.manager_link import ManagerLink
 from varuna_manager.services.authority import AgentSubject, open_authority
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
+from waiting import DEADLINE_S
 
 VM = "local-1"
 pytestmark = pytest.mark.xdist_group("secure")  # one manager for all
@@ -115,7 +116,7 @@ def test_the_agent_says_in_one_line_that_it_is_not_taken(manager: SecureManager,
         [*command, "--join-token-file", str(tmp_path / "token")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert ended.returncode == 1
@@ -163,7 +164,7 @@ async def linked(
 
 
 async def heard(listener: Listener, reasons: int = 0, welcomes: int = 0) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         while len(listener.reasons) < reasons or listener.welcomes < welcomes:
             listener.news.clear()
             await listener.news.wait()
@@ -254,3 +255,65 @@ async def test_an_agent_that_does_not_fit_its_manager_says_so(manager: SecureMan
     assert "not from the authority that this VM joined" in listener.reasons[0]
     async with linked(manager.grpc, identity) as listener:
         await heard(listener, welcomes=1)
+
+
+# ---------------------------------------------------------------- renewing
+
+
+def nearly_over(manager: SecureManager, path: Path) -> AgentIdentity:
+    """With a certificate that its agent renews in a moment."""
+    joined = manager.same_with_life(manager.joined(VM), timedelta(seconds=3))
+    certificate = VmCertificate(
+        key_pem=joined.key.pem.decode(),
+        certificate_pem=joined.certificate.decode(),
+        ca_pem=joined.ca.decode(),
+        token_id="x",
+    )
+    return AgentIdentity(certificate, path, random.Random(1))
+
+
+@contextlib.asynccontextmanager
+async def renewing(identity: AgentIdentity, manager: SecureManager) -> AsyncIterator[None]:
+    keeping = asyncio.create_task(identity.keep_renewed([manager.grpc]))
+    try:
+        async with asyncio.timeout(60):
+            yield
+    finally:
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+
+
+async def is_true(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the condition lies on the disk
+        await asyncio.sleep(0.02)
+
+
+async def test_renewal_passes_by_the_proxy_as_the_stream_does(
+    manager: SecureManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        identity = nearly_over(manager, tmp_path / "identity.json")
+        until = identity.certificate.not_after
+        async with renewing(identity, manager):
+            await is_true((tmp_path / "identity.json").exists)
+    assert identity.certificate.not_after > until
+
+
+async def test_a_renewed_certificate_that_cannot_be_kept_counts_and_is_tried_again(
+    manager: SecureManager, tmp_path: Path
+) -> None:
+    path = tmp_path / "identity" / "identity.json"  # no such folder: no disk takes it
+    identity = nearly_over(manager, path)
+    until = identity.certificate.not_after
+    async with renewing(identity, manager):
+        await is_true(lambda: identity.certificate.not_after > until)
+        path.parent.mkdir()
+        await is_true(path.exists)
+    assert VmCertificate.load(path) == identity.certificate
+    assert manager.hello(VM, identity.certificate.channel_credentials()) == "welcome"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,10 +16,11 @@ import httpx
 import pytest
 from cryptography import x509
 
-from secure_world import DEADLINE_S, Certified, Key, SecureManager, wait_until
+from secure_world import Certified, Key, SecureManager
 from varuna_manager.services.authority import AgentSubject, agent_subject, open_authority
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
+from waiting import DEADLINE_S, wait_until
 
 VM = "local-1"
 pytestmark = pytest.mark.xdist_group("secure")  # one manager for all
@@ -134,6 +136,30 @@ def test_a_stream_outlives_the_certificate_that_it_was_opened_with(manager: Secu
         call.cancel()
 
 
+def test_the_manager_tells_how_long_its_agents_certificates_last(manager: SecureManager) -> None:
+    short = manager.same_with_life(manager.joined(VM), timedelta(minutes=5))
+    viewer = manager.client(manager.token(name="certificates", role="viewer"))
+    spoken = threading.Event()
+
+    def days_left() -> float:
+        lines = viewer.get(f"{manager.url}/metrics").text.splitlines()
+        (line,) = [line for line in lines if line.startswith("varuna_agent_certificate_days_left ")]
+        return float(line.split()[1])
+
+    def words() -> Iterator[pb.AgentMessage]:
+        yield pb.AgentMessage(hello=pb.Hello(vm_id=VM, incarnation="1", gpus=1, host="127.0.0.1"))
+        spoken.wait(DEADLINE_S)
+
+    with manager.channel(short.credentials()) as channel:
+        call = agent_pb2_grpc.AgentServiceStub(channel).Connect(words(), timeout=DEADLINE_S)
+        assert next(call).HasField("welcome")
+        assert 0 < days_left() < 5 / 24 / 60
+        manager.renewed(short)
+        assert days_left() > 5 / 24 / 60, "the stream goes on, and so would the alert"
+        spoken.set()
+        call.cancel()
+
+
 def test_an_expired_certificate_is_not_renewed(manager: SecureManager) -> None:
     with pytest.raises(grpc.RpcError):
         manager.renewed(expired(manager, manager.joined(VM)))
@@ -154,7 +180,7 @@ def test_garbage_and_plain_text_on_the_tls_ports_do_no_harm(manager: SecureManag
     for address in (manager.grpc, manager.url.removeprefix("https://")):
         host, _, port = address.rpartition(":")
         for content in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", os.urandom(2000), b"\x16\x03\x01\x02\x00\x01"):
-            with socket.create_connection((host, int(port)), timeout=20) as raw:
+            with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as raw:
                 raw.sendall(content)
     assert manager.client().get("/healthz").status_code == 200
     assert manager.hello("local-2", manager.joined("local-2").credentials()) == "welcome"

@@ -6,15 +6,17 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from secure_world import Key, SecureManager, wait_until
+from secure_world import Key, SecureManager
 from varuna_client import Client, RefusedError, UnreachableError
 from varuna_client.errors import TlsError
+from waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("secure")  # one manager for all
 SPEC = {"name": "train", "workdir": "/tmp", "run": "true", "global_batch": 8}
@@ -61,6 +63,31 @@ def test_a_role_may_do_its_own_and_no_more(
     assert client.get("/tokens").status_code == administers
     assert client.get("/audit").status_code == administers
     assert client.post("/no/such/thing").status_code == (405 if role == "admin" else 403)
+
+
+def test_a_viewer_reads_no_values_of_environment_variables(manager: SecureManager) -> None:
+    spec = {**SPEC, "name": "with-env", "env": {"WANDB_API_KEY": "k-17", "EMPTY": ""}}
+    user = manager.client(manager.token(name="env-user", role="user"))
+    job = user.post("/jobs", json=spec).json()["id"]
+    viewer = manager.client(manager.token(name="env-viewer", role="viewer"))
+    try:
+        paths = (f"/jobs/{job}", "/jobs/with-env", "/jobs", f"/jobs/{job}/events", "/events", "/generations", "/vms")
+        answers = [viewer.get(path) for path in paths]
+        assert not [answer.text for answer in answers if "k-17" in answer.text]
+        assert answers[0].json()["spec"]["env"] == {"WANDB_API_KEY": "(hidden)", "EMPTY": "(hidden)"}
+        assert user.get(f"/jobs/{job}").json()["spec"]["env"] == spec["env"]
+        assert "k-17" not in manager.log
+    finally:
+        user.post(f"/jobs/{job}/cancel")
+
+
+def test_tokens_expire_if_nobody_says_when(manager: SecureManager) -> None:
+    manager.token(name="ageless", role="user")
+    manager.token(name="null", role="user", ttl_s=None)
+    tokens = {token["name"]: token for token in manager.admin().get("/tokens").json()}
+    for name in ("ageless", "null", "bootstrap-admin"):
+        life = datetime.fromisoformat(tokens[name]["expires_at"]) - datetime.fromisoformat(tokens[name]["created_at"])
+        assert life == timedelta(days=90), name
 
 
 def test_tokens_that_expired_were_revoked_or_never_were_open_nothing(manager: SecureManager) -> None:
@@ -126,10 +153,15 @@ def test_who_guesses_has_to_wait_and_others_do_not(manager: SecureManager) -> No
     answer = wait_until(lambda: found if (found := guesser.get("/jobs")).status_code == 429 else None, "a refusal")
     assert int(answer.headers["retry-after"]) >= 1
     assert manager.admin().get("/jobs").status_code == 200
+    own = {"Authorization": f"Bearer {manager.admin_token}"}
+    assert guesser.get("/jobs", headers=own).status_code == 200, "from the same address"
+    assert [guesser.get(path).status_code for path in ("/healthz", "/readyz")] == [200, 200]
     joins = manager.client("vj1.0.0.0")
     body = {"vm_id": "vm-1", "request": Key().request}
     assert [joins.post("/join", json=body).status_code for _ in range(10)] == [401] * 10
     wait_until(lambda: joins.post("/join", json=body).status_code == 429, "a refusal")
+    own = {"Authorization": f"Bearer {manager.token(name='behind', join=True)}"}
+    assert joins.post("/join", json={**body, "vm_id": "vm-behind"}, headers=own).status_code == 200
 
 
 def test_large_bodies_and_headers_are_refused(manager: SecureManager) -> None:

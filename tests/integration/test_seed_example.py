@@ -18,9 +18,9 @@ from training_world import World, Zygote
 from varuna_agent.rendezvous import RendezvousSockets
 from varuna_planner.profile import Profile
 from varuna_proto.environment import Mode, WorkerEnvironment
+from waiting import DEADLINE_S
 
 SCRIPT = Path(seed_example_script.__file__)
-TIMEOUT_S = 150
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -56,7 +56,7 @@ def launch(folder: Path, *arguments: str) -> list[dict[str, Any]]:
         env=ENVIRON,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -119,7 +119,7 @@ def test_an_agent_starts_it_too(tmp_path: Path, plain: dict[str, Any]) -> None:
                 )
             )
         try:
-            errors = [rank.communicate(timeout=TIMEOUT_S)[1] for rank in ranks]
+            errors = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sleeping_script import BLOCKS as P
 from sleeping_script import N
@@ -17,6 +18,9 @@ from varuna.pipeline.timeline import merge
 from varuna_planner.actions import Action, Schedule, check
 from varuna_planner.schedule import Op, Policy
 from varuna_planner.simulator import Course, Pipeline, fixed_order, simulate
+
+pytestmark = pytest.mark.slow
+
 
 STEPS = 6
 ERROR = 0.02

@@ -50,6 +50,26 @@ def test_save_first_reaches_every_rank_and_nothing_is_lost(zygote: Zygote, tmp_p
     assert all(step.forward_us > 0 and step.backward_us > 0 for step in done)
 
 
+def test_ranks_with_the_secret_of_their_agents_train_together(zygote: Zygote, tmp_path: Path) -> None:
+    ends = [AgentEnd("5ec3e7") for _ in range(2)]
+    with (
+        ends[0],
+        ends[1],
+        World(
+            zygote,
+            tmp_path,
+            Task(steps=2),
+            2,
+            1,
+            agent_socket=[end.path for end in ends].__getitem__,
+            environ={"VARUNA_SECRET_FROM_AGENT": "1"},
+        ) as world,
+    ):
+        outcome = world.finish()
+    assert outcome.losses == pytest.approx(train_plainly(Task(steps=2)).losses, rel=1e-5)
+    assert "5ec3e7" not in world.logs()
+
+
 def test_leave_now_and_a_closed_socket_end_workers_at_once(zygote: Zygote, tmp_path: Path) -> None:
     forever = {"forever": True}
     with (

@@ -20,6 +20,9 @@ from training_matrix import (
 )
 from training_world import Zygote
 
+pytestmark = pytest.mark.slow
+
+
 ROWS = [Configuration(**row, pair=number) for number, row in enumerate(covering_rows(FACTORS, wanted_meetings()))]
 
 

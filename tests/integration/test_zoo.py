@@ -11,7 +11,7 @@ import pytest
 from zoo import ARTIFACT, ZOO, Row, as_expected, table, train_cut_and_whole
 from zoo_models import CHEAP, MODELS
 
-pytestmark = pytest.mark.xdist_group("zoo")  # one process imports transformers
+pytestmark = [pytest.mark.xdist_group("zoo"), pytest.mark.slow]  # one process imports transformers
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from small_gpt import Task
 from training_world import Outcome, World, Zygote
 from zoo_training import GLOBAL_BATCH, MICRO_BATCH, train_plainly
 
-pytestmark = pytest.mark.xdist_group("zoo")  # one process imports transformers
+pytestmark = [pytest.mark.xdist_group("zoo"), pytest.mark.slow]  # one process imports transformers
 
 MODELS = ("T5", "Mixtral")
 """An encoder-decoder with tied weights, and experts."""

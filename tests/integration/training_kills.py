@@ -73,7 +73,10 @@ def make_checkpoint(zygote: Zygote, folder: Path) -> str:
 
 
 def seconds_until_survivors_left(zygote: Zygote, folder: Path, kill: Kill, checkpoint: str) -> list[float]:
-    """From the kill to the end of each survivor's process. Fails when one ends otherwise than for a lost peer."""
+    """From the kill to the end of each survivor's process.
+
+    Fails when one ends otherwise than for a lost peer, or notices the loss only by a time limit's end.
+    """
     loads = kill.at in ("loading", "loaded")
     wanted = {
         "kill": {"rank": kill.rank, "at": kill.at, **kill.details},
@@ -98,4 +101,5 @@ def seconds_until_survivors_left(zygote: Zygote, folder: Path, kill: Kill, check
     assert died["code"] == -signal.SIGKILL, f"{kill}: {died}\n{world.logs()}"
     codes = [end["code"] for end in ends.values()]
     assert codes == [EXIT_PEER_LOST] * len(codes), f"{kill}: exit codes {codes}\n{world.logs()}"
+    assert "timed out" not in world.logs(), f"{kill}\n{world.logs()}"
     return [end["at"] - died["at"] for end in ends.values()]

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,19 +19,10 @@ from torch import Tensor
 
 from small_gpt import Task
 from varuna_proto.environment import Mode, WorkerEnvironment
+from waiting import DEADLINE_S, wait_until
 
 SCRIPT = Path(__file__).with_name("training_script.py")
 ZYGOTE = Path(__file__).with_name("training_zygote.py")
-DEADLINE_S = 90.0
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """What `condition` returns as soon as that is true. Fails when it is not in time."""
-    ends_s = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < ends_s, f"waited {DEADLINE_S} s in vain"
-        time.sleep(0.02)
-    return value
 
 
 class Zygote:
@@ -133,7 +123,7 @@ class World:
 
     def ends(self) -> dict[int, dict[str, Any]]:
         """By rank: its exit code, and when it ended on the monotonic clock. Waits for all ranks."""
-        return wait_for(lambda: ends if len(ends := self._events("code")) == self.p * self.d else None)
+        return wait_until(lambda: ends if len(ends := self._events("code")) == self.p * self.d else None)
 
     def _pids(self) -> dict[int, int] | None:
         started = self._events("pid")

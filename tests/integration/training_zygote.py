@@ -88,6 +88,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     trace(make_model(Task()), example_batch(2))  # imports what torch imports at the first use of fake tensors
     assert varuna.Varuna
+    sys.path.append(str(Path(__file__).parents[1] / "support"))  # of scripts that wait as tests do
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.freeze()  # what is shared with the ranks is looked at by none of their collections, the last one either

@@ -20,7 +20,7 @@ H, BATCH = 4, 10
 
 
 class Moving(nn.Module):
-    """Moves a buffer towards what it sees and multiplies by it."""
+    """Moves its buffer towards what it sees and multiplies by it, for which backward needs the buffer as it was."""
 
     def __init__(self) -> None:
         super().__init__()

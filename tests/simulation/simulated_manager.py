@@ -170,7 +170,7 @@ class ManagerEnd:
         self.jobs = JobService(
             database, self.events, self.bell, now, new_id=lambda: f"{self._chance.getrandbits(32):08x}"
         )
-        self.drains = DrainService(database, self.fleet, self.bell, now)
+        self.drains = DrainService(database, self.fleet, self.events, self.bell, now)
         self.loader = SnapshotLoader(database, self.registry, rules, now)
         stacks = StackService(database, self.sessions, self.bell, now)
         self._controllers = (
@@ -249,7 +249,8 @@ class ManagerEnd:
         else:
             raise AssertionError(f"the {controller.name} controller never comes to rest")
         if isinstance(controller, JobController):
-            assert not controller._defects, controller._defects
+            defects = {**controller._defects.known, **controller._loader._defects.known, **controller._flaws}
+            assert not defects, defects
 
     async def _meanwhile(self) -> None:
         if self._chance.random() < 0.2:

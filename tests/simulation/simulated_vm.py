@@ -174,7 +174,15 @@ class SimulatedVm:
                 self.end()
             case agent.Remember(seen):
                 self._remembered = dict(seen)
-            case agent.ReleaseRendezvous() | agent.ReadLogs() | agent.ReadStacks() | agent.Prepare():
+            case (
+                agent.ReleaseRendezvous()
+                | agent.ReadLogs()
+                | agent.ReadStacks()
+                | agent.Prepare()
+                | agent.AdmitWorker()
+            ):
+                pass
+            case agent.CancelPrepare() | agent.KeepFolders():
                 pass
 
     def _open_rendezvous(self) -> None:

@@ -13,6 +13,7 @@ import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -22,6 +23,9 @@ from simulated_manager import ManagerEnd
 from simulated_vm import SimulatedVm
 from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import ConflictError, NotFoundError
+
+pytestmark = pytest.mark.slow
+
 
 PICK = strategies.integers(0, 1000)
 

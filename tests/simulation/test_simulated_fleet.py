@@ -9,6 +9,8 @@ import pytest
 from disturbed_fleet import QUICK, books_are_right, disturbed, whole_trace
 from fleet_world import fleet_world
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_job_trains_to_its_end(tmp_path: Path) -> None:
     async with fleet_world(tmp_path, seed=1, rules=QUICK) as world:
@@ -28,7 +30,6 @@ async def test_disturbed_jobs_come_to_the_same_end_and_the_same_seed_gives_the_s
     assert stories[0] == stories[1]
 
 
-@pytest.mark.timeout(900)
 async def test_half_of_a_recorded_day_of_a_spot_market(tmp_path: Path) -> None:
     """The whole of it: make soak-fleets SOAK="--trace --seeds 1"."""
     print(await whole_trace(tmp_path, 7, share=0.5))

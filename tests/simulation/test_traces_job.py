@@ -25,6 +25,8 @@ from varuna_manager.domain.observed import (
     FinishJob,
     GenerationView,
     JobView,
+    NoteDeath,
+    Quarantine,
     Rules,
     StartGeneration,
     StopGeneration,
@@ -315,6 +317,11 @@ class Job(RuleBasedStateMachine):
                 self.past.append(past)
             case FinishJob(state=state):
                 self.move_job(state)
+            case NoteDeath(vm_id=vm_id, deaths=deaths):
+                self.vms[vm_id] = replace(self.vms[vm_id], deaths=deaths, last_death_at=self.now)
+            case Quarantine(vm_ids=vm_ids):
+                assert generation is not None
+                assert set(vm_ids) < set(generation.vm_ids), "never all that it has"
             case _:
                 raise AssertionError(f"{action} was not expected here")
 

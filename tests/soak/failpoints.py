@@ -14,10 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "e2e"), str(Path(__file__).parents[1] / "integration")]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "e2e"), str(TESTS / "integration"), str(TESTS / "support")]
 
-from failpoint_world import failpoint_world  # noqa: E402 - the path comes first
-from scripted_manager import profile_json  # noqa: E402
+from failpoint_world import failpoint_world
+from scripted_manager import profile_json
 
 MANAGER = (
     "manager.StopGeneration.decided",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "simulation")]
 
-from disturbed_fleet import disturbed, whole_trace  # noqa: E402 - the path comes first
+from disturbed_fleet import disturbed, whole_trace
 
 
 def main() -> int:

@@ -13,7 +13,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "support")]
 
 from training_kills import SHAPES, make_checkpoint, op_kills, phase_kills, seconds_until_survivors_left
 from training_world import Zygote

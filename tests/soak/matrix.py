@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "support")]
 
 from training_matrix import Configuration, assert_equal, full_product, plainly, run
 from training_world import Outcome, Zygote

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/e2e")]
+sys.path[:0] = [str(ROOT / "tests/e2e"), str(ROOT / "tests/support")]
 
-from manager_world import all_ready, wait_until  # noqa: E402
-from restartable_manager import RestartableManager  # noqa: E402
-from varuna_client.demo.processes import DemoProcesses  # noqa: E402
-from varuna_client.errors import UnreachableError  # noqa: E402
+from manager_world import all_ready
+from restartable_manager import RestartableManager
+from varuna_client.demo.processes import DemoProcesses
+from varuna_client.errors import UnreachableError
+from waiting import wait_until
 
 RUNS_S = 0.02
 """At a time; in between it stands still. Longer than the turn that the kernel gives a process which has just slept: on
@@ -113,17 +114,17 @@ def main() -> int:
             wait_until(lambda: all_ready(client, 3), "three VMs")
             spec = {"workdir": str(folder / "job"), "run": "python train.py", "global_batch": 6 * MICRO_BATCH}
             job = client.submit({"name": "wide", "plan": {"p": 1, "micro_batch": MICRO_BATCH}, **spec})["id"]
-            wait_until(lambda: client.job(job)["step"] >= 5, "five steps", DEADLINE_S)
+            wait_until(lambda: client.job(job)["step"] >= 5, "five steps")
             first = client.generations(job)[-1]
             assert first["d"] == 3, first
             victim = first["workers"][-1]
             say(f"making VM {victim['vm_id']} slow (rank {victim['rank']}, process {victim['pid']})")
             with slowed(victim["pid"], given.slowdown):
-                found = wait_until(lambda: events(client, job, "vm_quarantined"), "the quarantine", DEADLINE_S)
-            without = wait_until(lambda: stepping(client, job, first["number"]), "a step without it", DEADLINE_S)
-            wait_until(lambda: events(client, job, "vm_released"), "its probation", DEADLINE_S)
-            back = wait_until(lambda: stepping(client, job, without["number"]), "a step with it", DEADLINE_S)
-            wait_until(lambda: client.job(job)["step"] >= back["last_step"] + STEPS_AFTER, "more steps", DEADLINE_S)
+                found = wait_until(lambda: events(client, job, "vm_quarantined"), "the quarantine")
+            without = wait_until(lambda: stepping(client, job, first["number"]), "a step without it")
+            wait_until(lambda: events(client, job, "vm_released"), "its probation")
+            back = wait_until(lambda: stepping(client, job, without["number"]), "a step with it")
+            wait_until(lambda: client.job(job)["step"] >= back["last_step"] + STEPS_AFTER, "more steps")
             for event in client.events():
                 if event["kind"] in TOLD:
                     say(f"{event['kind']}: {event['message']}")

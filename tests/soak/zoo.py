@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "unit"), str(TESTS / "support")]
 
 from zoo import ARTIFACT, ZOO, as_expected, summary, table, train_cut_and_whole
 

@@ -1,30 +1,11 @@
-"""Small corpora for the tests of the BERT example, and its modules as its scripts import them."""
+"""Small corpora for the tests of the BERT example."""
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
-import pytest
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bert"
 _SYLLABLES = ("ba", "de", "ki", "lo", "mu", "ne", "po", "ra", "su", "ti", "vo", "za")
-
-
-@contextmanager
-def example_modules(patch: pytest.MonkeyPatch, *names: str) -> Iterator[dict[str, ModuleType]]:
-    """The modules of that name in examples/bert; all that were loaded from there are forgotten again afterwards."""
-    patch.syspath_prepend(str(EXAMPLE))
-    try:
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        for path in EXAMPLE.glob("*.py"):
-            sys.modules.pop(path.stem, None)
 
 
 def write_texts(folder: Path, documents: int, seed: int = 0) -> Path:

@@ -222,6 +222,68 @@ def test_stacks_are_asked_of_each_worker_of_the_generation_that_has_a_process() 
     assert vm.says(dump_stacks=pb.DumpStacks(job_id="job", generation=9, request_id="t")) == []
 
 
+def prepare(vm: Vm, job_id: str, **changes: Any) -> list[str]:
+    """The jobs whose folder the agent begins to make ready."""
+    wish = pb.Prepare(job_id=job_id, archive="a", **changes)
+    return [told.request.job_id for told in of(st.Prepare, vm.says(prepare=wish))]
+
+
+def prepared(vm: Vm, job_id: str, error: str = "") -> list[str]:
+    return [told.request.job_id for told in of(st.Prepare, vm.handle(st.Prepared(job_id, error)))]
+
+
+def last_beat(vm: Vm) -> Any:
+    return sent(vm.told, "heartbeat")[-1]
+
+
+def test_folders_are_made_ready_one_at_a_time_in_the_order_of_the_wishes() -> None:
+    vm = Vm()
+    assert prepare(vm, "a") == ["a"]
+    assert prepare(vm, "b") == prepare(vm, "c") == prepare(vm, "a") == []
+    assert list(last_beat(vm).setting_up_jobs) == ["a", "b", "c"]
+    assert prepared(vm, "a") == ["b"]
+    assert prepared(vm, "b", "no disk") == ["c"]
+    assert [fact.error_text for fact in sent(vm.told, "setup_failed")] == ["no disk"]
+    assert prepared(vm, "c") == []
+    assert (list(last_beat(vm).prepared_jobs), list(last_beat(vm).setting_up_jobs)) == (["a", "c"], [])
+    assert prepare(vm, "a") == ["a"], "for its imports: the folder is ready"
+    assert list(last_beat(vm).prepared_jobs) == ["a", "c"], "it stays so meanwhile"
+
+
+def test_what_the_manager_keeps_no_more_is_cancelled_and_forgotten() -> None:
+    vm = Vm()
+    for job_id in ("done", "under way", "waits", "stays"):
+        prepare(vm, job_id)
+    prepared(vm, "done")
+    told = vm.says(keep_prepared=pb.KeepPrepared(job_ids=["stays", "elsewhere"]))
+    assert of(st.CancelPrepare, told) == [st.CancelPrepare("under way")]
+    assert of(st.KeepFolders, told) == [st.KeepFolders(frozenset({"stays", "elsewhere"}))]
+    assert (list(last_beat(vm).prepared_jobs), list(last_beat(vm).setting_up_jobs)) == ([], ["stays"])
+    assert prepare(vm, "under way") == [], "the one before has to end first"
+    assert prepared(vm, "under way", "cancelled") == ["stays"]
+    assert sent(vm.told, "setup_failed") == [], "it was not the job's fault"
+    assert prepared(vm, "stays") == ["under way"]
+
+
+def test_a_cancelled_preparation_that_was_done_already_does_not_count() -> None:
+    vm = Vm()
+    prepare(vm, "a")
+    vm.says(keep_prepared=pb.KeepPrepared())
+    prepared(vm, "a")
+    assert list(last_beat(vm).prepared_jobs) == []
+
+
+def test_heartbeats_do_not_grow_with_the_jobs_that_were_ever_prepared() -> None:
+    vm = Vm()
+    sizes = set()
+    for number in range(100, 400):
+        prepare(vm, f"job-{number}")
+        prepared(vm, f"job-{number}")
+        vm.says(keep_prepared=pb.KeepPrepared(job_ids=[f"job-{number}"]))
+        sizes.add(len(last_beat(vm).prepared_jobs))
+    assert max(sizes) <= 2
+
+
 def test_the_next_heartbeat_says_for_which_jobs_it_prepares() -> None:
     vm = Vm()
     wish = pb.Prepare(job_id="job", command="python train.py")
@@ -285,7 +347,7 @@ def test_a_stale_rendezvous_port_fails_the_launch() -> None:
             workers=[pb.WorkerAssignment(rank=0, local_rank=2), pb.WorkerAssignment(rank=1, local_rank=3)],
         )
     )  # the port is spoken for
-    assert exits(told) == [(1, 0, "LAUNCH_FAILED"), (1, 1, "LAUNCH_FAILED")]
+    assert exits(told) == [(1, 0, "LAUNCH_REFUSED"), (1, 1, "LAUNCH_REFUSED")]
     assert "rendezvous port stale" in sent(told, "worker_exited")[0].error_text
 
 
@@ -503,7 +565,9 @@ def test_the_lease_runs_from_the_sending_of_the_acknowledged_heartbeat() -> None
     assert vm.state.next_deadline() is None  # nothing more to wait for but the process
     vm.ended(key(), -9)
     assert exits(vm.told) == []
-    assert exits(vm.connect()) == [(1, 1, "KILLED")]
+    (exited,) = sent(vm.connect(), "worker_exited")
+    assert exited.cause == pb.EXIT_CAUSE_LEASE_OVER
+    assert "the lease is over" in exited.error_text
 
 
 def test_a_lease_that_ran_out_while_the_vm_was_suspended_is_not_revived_by_a_welcome() -> None:
@@ -588,3 +652,60 @@ def test_a_refused_agent_kills_and_fails() -> None:
     (exit_agent,) = of(st.ExitAgent, vm.ended(key(), -9))
     assert exit_agent.code == 1
     assert "unknown VM" in exit_agent.reason
+
+
+# ---------------------------------------------------------------- ends that are nobody's fault
+
+
+@pytest.mark.parametrize("code", [75, -9])
+def test_workers_that_end_with_their_agent_are_not_the_jobs_failure(code: int) -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.handle(st.Terminate("the agent is to end (SIGTERM)"))
+    (exited,) = sent(vm.ended(key(), code), "worker_exited")
+    assert exited.cause == pb.EXIT_CAUSE_AGENT_ENDED
+    assert exited.error_text == "the agent is to end (SIGTERM)"
+
+
+def test_a_script_that_fails_while_its_agent_ends_has_still_failed() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.worker_says(key(), failure=w.WorkerFailure(traceback="ValueError: x"))
+    vm.handle(st.Terminate("SIGTERM"))
+    assert exits(vm.ended(key(), 1)) == [(1, 1, "SCRIPT_FAILED")]
+
+
+def test_a_save_is_timed_where_it_happens_and_only_when_it_was_one() -> None:
+    def saved_s(code: int, *stops: pb.Stop) -> float:
+        vm = Vm(timings=Timings(silence_s=1000.0))
+        vm.says(launch=launch())
+        vm.ready(key())
+        for one in stops:
+            vm.says(stop=one)
+        vm.now += 2.5
+        (exited,) = sent(vm.ended(key(), code), "worker_exited")
+        return float(exited.save_s)
+
+    saves, leaves = stop(mode=pb.STOP_MODE_SAVE_FIRST, grace_s=30), stop(grace_s=30)
+    assert saved_s(75, saves) == 2.5
+    assert saved_s(75, leaves) == saved_s(75, saves, leaves) == saved_s(76, saves) == saved_s(75) == 0.0
+
+
+def test_a_worker_that_could_not_reach_a_peer_is_reported_with_it() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.handle(st.WorkerConnected(key(), 77))
+    vm.worker_says(key(), unreached=pb.Unreached(rank=3, error="timed out"))
+    (exited,) = sent(vm.ended(key(), 76), "worker_exited")
+    assert (exited.HasField("unreached"), exited.unreached.rank) == (True, 3)
+
+
+def test_a_worker_that_connects_is_given_the_secret_of_its_generation() -> None:
+    vm = Vm()
+    vm.says(launch=launch(secret="5ec3e7"))
+    (start,) = of(st.StartWorker, vm.told)
+    (admit,) = of(st.AdmitWorker, vm.handle(st.WorkerConnected(key(), 77)))
+    assert (admit.key, admit.secret) == (key(), "5ec3e7")
+    assert "5ec3e7" not in repr((start, admit))

@@ -73,6 +73,7 @@ def check_shell(text: str) -> None:
 # ---------------------------------------------------------------- a spot VM
 
 
+@pytest.mark.processes
 def test_a_spot_vms_document_is_valid_and_keeps_its_token_to_root() -> None:
     document = check_cloud_config(cloud_init(ORIGIN, SETTINGS, "varuna-r-000", SIZE, TOKEN))
     files = files_of(document)
@@ -175,7 +176,32 @@ def test_the_fleets_role_can_do_nothing_beyond_its_vms() -> None:
     assert "Microsoft.Compute/virtualMachines/simulateEviction/action" in actions
 
 
-def rendered_manager() -> str:
+def test_the_manager_reads_the_subscription_only_where_somebody_says_so() -> None:
+    (grant,) = [
+        block['"azurerm_role_assignment"']['"eviction_rates"']
+        for block in loaded()["resource"]
+        if '"eviction_rates"' in block.get('"azurerm_role_assignment"', {})
+    ]
+    assert plain(grant["role_definition_name"]) == "Reader"
+    assert "var.read_subscription" in grant["count"]
+    (variable,) = [block for block in loaded()["variable"] if '"read_subscription"' in block]
+    assert variable['"read_subscription"']["default"] is False
+
+
+def test_the_manager_reads_a_vaults_secrets_only_where_somebody_names_the_vault() -> None:
+    (grant,) = [
+        block['"azurerm_role_assignment"']['"secrets"']
+        for block in loaded()["resource"]
+        if '"secrets"' in block.get('"azurerm_role_assignment"', {})
+    ]
+    assert plain(grant["role_definition_name"]) == "Key Vault Secrets User"
+    assert "var.secrets_vault_id == null ? 0 : 1" in grant["count"]
+    assert grant["scope"] == "${var.secrets_vault_id}"
+    (variable,) = [block for block in loaded()["variable"] if '"secrets_vault_id"' in block]
+    assert variable['"secrets_vault_id"']["default"] in (None, "null")
+
+
+def rendered_manager(*, secrets_vault: str = "") -> str:
     """The template, as Terraform's templatefile fills it in: it has no directives."""
     template = TEMPLATE.read_text()
     assert "%{" not in template
@@ -191,6 +217,7 @@ def rendered_manager() -> str:
         "client_id": "00000000-0000-0000-0000-000000000000",
         "private_ip": "10.20.0.10",
         "public_ip": "203.0.113.7",
+        "secrets_vault": secrets_vault,
         "max_vms": "8",
         "max_cost_per_hour": "12.5",
         "checkpoint_url": "abfss://checkpoints@account.dfs.core.windows.net/jobs",
@@ -198,10 +225,12 @@ def rendered_manager() -> str:
     return re.sub(r"\$\{(\w+)\}", lambda found: values[found.group(1)], template)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("secrets_vault", ["", "https://training-jobs.vault.azure.net"])
 def test_the_managers_document_is_valid_and_its_settings_are_the_managers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secrets_vault: str
 ) -> None:
-    files = files_of(check_cloud_config(rendered_manager()))
+    files = files_of(check_cloud_config(rendered_manager(secrets_vault=secrets_vault)))
     check_shell(files["/usr/local/sbin/varuna-install"][0])
     (tmp_path / "azure.yaml").write_text(files["/etc/varuna/azure.yaml"][0])
     environment = dict(line.split("=", 1) for line in files["/etc/varuna/manager.env"][0].splitlines())
@@ -213,6 +242,7 @@ def test_the_managers_document_is_valid_and_its_settings_are_the_managers(
     settings = ManagerSettings()
     assert settings.is_secure
     assert settings.provider == f"azure:{tmp_path}/azure.yaml"
+    assert settings.secrets_vault == secrets_vault
     assert (settings.max_vms, settings.max_cost_per_hour) == (8, 12.5)
     assert settings.rules().request_timeout_s == 1200.0
     unit = files["/etc/systemd/system/varuna-manager.service"][0]

@@ -15,7 +15,8 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bert_text import example_modules, write_texts
+from bert_text import write_texts
+from example_modules import BERT, example_modules
 from transformers import BertTokenizer
 
 from varuna.data import Batches
@@ -27,7 +28,7 @@ ONE_PHASE = ("--max-seq-length", "32", "--max-predictions-per-seq", "5", "--voca
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[dict[str, ModuleType]]:
-    with pytest.MonkeyPatch.context() as patch, example_modules(patch, *MODULES) as modules:
+    with pytest.MonkeyPatch.context() as patch, example_modules(patch, BERT, *MODULES) as modules:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         yield modules
 
@@ -217,6 +218,7 @@ def test_the_dataset_gives_what_the_shards_hold_with_labels_at_their_places(
     assert (step, batch["input_ids"].shape, batch["next_sentence_labels"].shape) == (1, (6, 32), (6,))
 
 
+@pytest.mark.processes
 def test_the_dataset_is_read_in_forks_and_copies_and_from_compressed_files(
     example: dict[str, ModuleType], prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

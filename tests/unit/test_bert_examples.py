@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bert_text import example_modules
+from example_modules import BERT, example_modules
 
 LENGTH = 64
 ROOM = LENGTH - 3
@@ -24,7 +24,7 @@ WORDS = 500
 def example() -> Iterator[dict[str, ModuleType]]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        example_modules(patch, "prepare_pairs", "prepare_masks", "vocabulary") as modules,
+        example_modules(patch, BERT, "prepare_pairs", "prepare_masks", "vocabulary") as modules,
     ):
         yield modules
 

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from bert_text import example_modules
+from example_modules import BERT, example_modules
+
+pytestmark = pytest.mark.slow
+
 
 MODULES = ("finetune", "finetune_task", "model", "vocabulary", "corpus_reading")
 FROM_LAUNCHER = ("--rank=0", "--local_rank=0", "--chunk_size=4", "--batch-size=24", "--stage_to_rank_map=0")
@@ -29,7 +32,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[dict[str, ModuleType]]:
-    with pytest.MonkeyPatch.context() as patch, example_modules(patch, *MODULES) as modules:
+    with pytest.MonkeyPatch.context() as patch, example_modules(patch, BERT, *MODULES) as modules:
         torch.set_num_threads(1)
         yield modules
 

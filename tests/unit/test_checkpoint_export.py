@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from varuna import CutPoint, Varuna
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.export import export, main
+from waiting import DEADLINE_S
 
 
 class Model(nn.Module):
@@ -111,6 +112,7 @@ def test_of_a_store_the_newest_that_can_be_read_is_taken(tmp_path: Path, capsys:
     assert "holds no complete checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("checkpoint", "out", "says"),
     [
@@ -127,7 +129,7 @@ def test_the_command_explains_itself_in_one_line(tmp_path: Path, checkpoint: str
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert result.returncode == 1

@@ -28,8 +28,8 @@ from varuna.checkpoint import (
 from varuna.checkpoint.loading import Loaded
 from varuna.checkpoint.local import on_one_disk
 from varuna.checkpoint.store import CheckpointStore
+from waiting import DEADLINE_S
 
-WAIT_S = 60.0
 SECTIONS = 4
 
 
@@ -73,7 +73,7 @@ class VM:
         for rank, checkpointer in enumerate(self._ranks):
             mine = {f"weight{section}": values[f"weight{section}"] for section in range(each * rank, each * (rank + 1))}
             assert checkpointer.save(step, state_of(mine, {"scale": torch.tensor(step)}))
-        outcomes = [checkpointer.wait(WAIT_S) for checkpointer in self._ranks]
+        outcomes = [checkpointer.wait(DEADLINE_S) for checkpointer in self._ranks]
         assert all(outcome is not None for outcome in outcomes)
         return [outcome for outcome in outcomes if outcome is not None]
 
@@ -219,7 +219,7 @@ def test_one_save_may_have_its_copies_elsewhere(vm: VM, tmp_path: Path) -> None:
     [checkpointer] = VM(Path(vm.store), vm.copies, p=1)._ranks
     for step, folder in ((1, None), (2, str(tmp_path / "other")), (3, "")):
         assert checkpointer.save(step, state_of(weights(step)), local=folder)
-        checkpointer.wait(WAIT_S)
+        checkpointer.wait(DEADLINE_S)
     assert {path.name for path in vm.copies.iterdir()} == {"varuna_ckpt_1"}
     assert {path.name for path in (tmp_path / "other").iterdir()} == {"varuna_ckpt_2"}
     assert load_into(vm, 2)[0].store_bytes == 0
@@ -234,7 +234,7 @@ def test_ranks_of_one_vm_share_the_folder(tmp_path: Path) -> None:
         results = set()
         for step in range(1, 13):
             assert vm._ranks[rank].save(step, state_of({f"weight{rank}": weights(step)[f"weight{rank}"]}))
-            outcome = vm._ranks[rank].wait(WAIT_S)
+            outcome = vm._ranks[rank].wait(DEADLINE_S)
             assert outcome is not None
             results.add(outcome.result)
         return results
@@ -261,7 +261,7 @@ def test_training_goes_on_while_the_store_is_slow(tmp_path: Path, ram: Path, mon
     def slow(self: CheckpointStore, path: str, data: bytes | Iterator[memoryview]) -> None:
         if self.url.endswith("/store"):
             asked.set()
-            assert answers.wait(WAIT_S)
+            assert answers.wait(DEADLINE_S)
         put(self, path, data)
 
     monkeypatch.setattr(CheckpointStore, "put", slow)
@@ -273,7 +273,7 @@ def test_training_goes_on_while_the_store_is_slow(tmp_path: Path, ram: Path, mon
         assert model.checkpoint(store, tmpdir=str(ram))
         for _ in range(3):
             model.step({"x": torch.ones(4, 2)})
-        assert asked.wait(WAIT_S)
+        assert asked.wait(DEADLINE_S)
         assert list((ram / "varuna_ckpt_1").glob("*.safetensors")), "the copies come first"
         assert newest_complete(store) is None
     finally:

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from waiting import DEADLINE_S
+
+pytestmark = pytest.mark.processes
+
 VARUNA = [sys.executable, "-m", "varuna_client.cli"]
 
 
@@ -18,7 +22,7 @@ def run(*arguments: str, url: str = "http://127.0.0.1:9") -> subprocess.Complete
         [*VARUNA, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
         env={"VARUNA_MANAGER_URL": url, "PATH": "/usr/bin:/bin"},
     )
@@ -69,4 +73,4 @@ def test_the_client_needs_no_torch() -> None:
         "import sys, varuna_client.cli, varuna_client.demo.run; "
         "sys.exit(bool({'torch', 'varuna', 'numpy'} & sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, check=False).returncode == 0

@@ -114,6 +114,7 @@ def test_a_bad_profile_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.processes
 def test_other_commands_start_without_numba() -> None:
     script = "import sys, varuna_client.cli; sys.exit(any(name in sys.modules for name in ('numba', 'varuna_planner')))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import psutil
@@ -10,12 +9,14 @@ import pytest
 
 from varuna_client import UserError
 from varuna_client.demo.processes import MARK, DemoProcesses, fresh_folder, kill_group
+from waiting import wait_until
 
 SLEEPER = "import time; time.sleep(600)"
 FAMILY = f"""
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True)
+environment = {{}} if "without-mark" in sys.argv else None
+child = subprocess.Popen([sys.executable, "-c", {SLEEPER!r}], start_new_session=True, env=environment)
 open(sys.argv[1] + ".part", "w").write(str(child.pid))
 import os; os.rename(sys.argv[1] + ".part", sys.argv[1])
 time.sleep(600)
@@ -23,10 +24,7 @@ time.sleep(600)
 
 
 def wait_for(path: Path) -> str:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.02)
+    wait_until(path.exists, f"{path}")
     return path.read_text()
 
 
@@ -37,9 +35,13 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_everything_with_the_mark_ends_also_what_ignores_the_request_and_left_the_session(tmp_path: Path) -> None:
+@pytest.mark.processes
+@pytest.mark.parametrize("mark", ["with-mark", "without-mark"])
+def test_everything_with_the_mark_ends_also_what_ignores_the_request_and_left_the_session(
+    tmp_path: Path, mark: str
+) -> None:
     with DemoProcesses(tmp_path) as processes:
-        parent = processes.start(["-c", FAMILY, str(tmp_path / "pid")], tmp_path / "log")
+        parent = processes.start(["-c", FAMILY, str(tmp_path / "pid"), mark], tmp_path / "log")
         child = int(wait_for(tmp_path / "pid"))
         assert {process.pid for process in processes.marked()} == {parent.pid, child}
         processes.end_all(grace_s=0.2)
@@ -47,6 +49,7 @@ def test_everything_with_the_mark_ends_also_what_ignores_the_request_and_left_th
         assert gone(child)
 
 
+@pytest.mark.processes
 def test_an_error_in_between_ends_them_too(tmp_path: Path) -> None:
     pids = []
 
@@ -60,6 +63,7 @@ def test_an_error_in_between_ends_them_too(tmp_path: Path) -> None:
     assert gone(pids[0])
 
 
+@pytest.mark.processes
 def test_a_group_is_killed_as_one_and_a_missing_one_is_no_error(tmp_path: Path) -> None:
     with DemoProcesses(tmp_path) as processes:
         started = processes.start(["-c", SLEEPER], tmp_path / "log")
@@ -68,6 +72,7 @@ def test_a_group_is_killed_as_one_and_a_missing_one_is_no_error(tmp_path: Path) 
         kill_group(started.pid)
 
 
+@pytest.mark.processes
 def test_our_interpreters_programs_come_first_on_the_path(tmp_path: Path) -> None:
     with DemoProcesses(tmp_path) as processes:
         code = f"import os; print(os.environ['PATH'].split(os.pathsep)[0], os.environ[{MARK!r}])"
@@ -91,6 +96,7 @@ def test_only_a_demos_own_folder_is_emptied(tmp_path: Path) -> None:
     assert (mine / "thesis.txt").exists()
 
 
+@pytest.mark.processes
 def test_a_folder_in_which_a_demo_runs_is_left_alone(tmp_path: Path) -> None:
     fresh_folder(tmp_path / "out")
     with DemoProcesses(tmp_path) as processes:

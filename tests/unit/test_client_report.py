@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from rich.console import Console
 
-from varuna_client.demo.report import Played, Report, closing_table, make_report, verdict
+from varuna_client.demo.other_load import OtherLoad
+from varuna_client.demo.report import Played, Report, busy_note, closing_table, make_report, verdict
 from varuna_client.demo.scenario import Observation
 
 STEPS = 8
@@ -135,3 +139,55 @@ def test_the_closing_table_has_a_row_for_each_generation() -> None:
     text = out.getvalue()
     assert all(f"reason {number}" in text for number in (2, 3, 4, 5))
     assert "0.25 (0.20)" in text
+
+
+def with_load(shares: dict[int, float | None]) -> Report:
+    """Step times are 25 % above their predictions in every generation."""
+    return report_of(played=replace(PLAYED, other_load=shares))
+
+
+def test_step_times_far_from_their_predictions_are_put_down_to_a_busy_machine_only_when_it_was_busy() -> None:
+    assert busy_note(report_of().document) is None, "nothing is known of other programs"
+    assert busy_note(with_load({2: 0.02, 3: 0.05, 4: None, 5: 0.0}).document) is None
+    note = busy_note(with_load({2: 0.02, 3: 0.71, 4: 0.4, 5: 0.0}).document)
+    assert note is not None
+    assert "up to 71%" in note
+    assert "generations 3, 4 " in note
+
+
+def test_step_times_as_predicted_need_no_explanation() -> None:
+    document = with_load(dict.fromkeys(range(2, 6), 0.9)).document
+    for one in document["generations"]:
+        one["predicted_minibatch_s"] = one["minibatch_s"]
+    assert busy_note(document) is None
+
+
+class Program(NamedTuple):
+    """A process that has used `used_s` so far."""
+
+    pid: int
+    used_s: float
+
+    def cpu_times(self) -> SimpleNamespace:
+        return SimpleNamespace(user=self.used_s, system=0.0)
+
+
+def test_the_load_of_other_programs_is_what_ours_did_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours: list[Program] = []
+    all_s = 0.0
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(user=all_s, nice=0.0, system=0.0))
+    monkeypatch.setattr(psutil, "Process", lambda: Program(1, 0.0))
+    load = OtherLoad(lambda: ours)
+    for now, running, used_s in (
+        (0.0, [Program(2, 0.0)], 100.0),
+        (10.0, [Program(2, 6.0), Program(3, 4.0)], 120.0),  # two processors, 10 s of each: half of it is ours
+        (20.0, [Program(3, 14.0)], 130.0),  # one of ours has ended, the other had a processor, the rest was idle
+    ):
+        ours, all_s = running, used_s
+        load.sample(now)
+        load.sample(now + 0.5)  # too soon to look again
+    assert load.share(0.0, 10.0) == pytest.approx(0.5)
+    assert load.share(10.0, 20.0) == pytest.approx(0.0)
+    assert load.share(0.0, 20.0) == pytest.approx(0.25)
+    assert load.share(0.0, 9.0) is None, "one look tells nothing"

@@ -10,8 +10,9 @@ from rich.console import Console
 from test_client_render import JOB
 
 from varuna_client.calls import LogChunk
-from varuna_client.documents import Event, Job, Progress
+from varuna_client.documents import Event, Generation, Job, Progress
 from varuna_client.errors import UserError
+from varuna_client.follow import telling_rank
 from varuna_client.looking import LogWriter, _moment, _ranks, is_wanted
 from varuna_client.watching import LineWatch, Watched, summary
 
@@ -127,3 +128,33 @@ def test_events_are_filtered_as_they_come() -> None:
     assert is_wanted(lost, ["vm_ready", "vm_lost"], "vm-1")
     assert not is_wanted(lost, ["vm_ready"], None)
     assert not is_wanted(lost, None, "vm-2")
+
+
+def test_a_log_of_another_rank_is_announced_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = LogWriter(has_prefix=False, as_json=False)
+    for rank, data in ((0, b"zero\n"), (0, b"more\n"), (3, b"three\n")):
+        writer.write(LogChunk(generation=2, rank=rank, data=data, offset=0, next_offset=0, size=0))
+    written = capsys.readouterr()
+    assert written.out == "zero\nmore\nthree\n"
+    assert written.err.splitlines() == ["== rank 3 in generation 2"]
+
+
+def ended(number: int, *ends: tuple[str, int, str]) -> Generation:
+    """A generation whose ranks ended so: cause, exit code, error."""
+    workers = [
+        {"rank": rank, "cause": cause, "exit_code": code, "error": error}
+        for rank, (cause, code, error) in enumerate(ends)
+    ]
+    return Generation(number=number, workers=workers)  # type: ignore[typeddict-item]
+
+
+def test_the_log_that_tells_a_failure_is_of_the_first_rank_that_ended_in_those_words() -> None:
+    peer_lost, ended_by_manager = ("peer_lost", 76, ""), ("generation_ended", 75, "")
+    failed = ("script_failed", 7, "last words")
+    assert telling_rank([ended(1, peer_lost, failed, ended_by_manager)], None) == 1
+    # Rank 0 failed, too, when the stop had already been sent: its log says the same.
+    assert telling_rank([ended(1, ("generation_ended", 7, "last words"), failed)], None) == 0
+    assert telling_rank([ended(1, ("generation_ended", 7, "other words"), failed)], None) == 1
+    assert telling_rank([ended(1, peer_lost, peer_lost)], None) == 0
+    assert telling_rank([ended(1, peer_lost, failed), ended(2, failed)], 1) == 1
+    assert telling_rank([], None) == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from varuna_agent.unpack import unpack
 from varuna_client import UserError, workdir
 from varuna_client.workdir import pack
 
@@ -28,6 +29,31 @@ def packed(folder: Path) -> tuple[str, dict[str, tarfile.TarInfo]]:
     out.seek(0)
     with tarfile.open(fileobj=out) as archive:
         return made.sha256, {info.name: info for info in archive}
+
+
+def test_links_within_the_folder_come_along_as_agents_take_them(tmp_path: Path) -> None:
+    folder = put(tmp_path / "job", {"pkg/data/tokens": "x", "train.py": "x"})
+    for name, target in (
+        ("plain", "pkg/data"),
+        ("up", "pkg/../train.py"),
+        ("pkg/absolute", str(folder / "pkg" / "data" / "tokens")),
+        ("pkg/around", "../../job/train.py"),
+        ("dangling", "pkg/nothing"),
+    ):
+        (folder / name).symlink_to(target)
+    out = io.BytesIO()
+    pack(folder, out)
+    out.seek(0)
+    copy = tmp_path / "vm"
+    copy.mkdir()
+    unpack(out, copy)
+    assert {str(path.relative_to(copy)): str(path.readlink()) for path in copy.rglob("*") if path.is_symlink()} == {
+        "plain": "pkg/data",
+        "up": "train.py",
+        "pkg/absolute": "data/tokens",
+        "pkg/around": "../train.py",
+        "dangling": "pkg/nothing",
+    }
 
 
 def test_the_same_files_make_the_same_archive_whenever_and_wherever(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+from varuna_agent.guard import OOM_SCORE
 from varuna_manager.services.metrics.from_store import FAMILIES
 from varuna_manager.services.metrics.instruments import KNOWN, Instruments
+from waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -29,7 +31,7 @@ _GROUPED = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -137,21 +139,25 @@ def test_the_dashboard_is_whole() -> None:
 # ---------------------------------------------------------------- docker, systemd, scripts
 
 
+@pytest.mark.processes
 def test_the_dockerfiles_pass_hadolint() -> None:
     run(str(PROGRAMS / "hadolint"), *(str(path) for path in sorted((ROOT / "docker").glob("*.Dockerfile"))))
 
 
+@pytest.mark.processes
 def test_the_compose_file_is_one() -> None:
     command = (str(PROGRAMS / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec")
     run(*command, str(ROOT / "docker" / "compose.yaml"))
 
 
+@pytest.mark.processes
 def test_the_scripts_pass_shellcheck() -> None:
     scripts = sorted((ROOT / "deploy").rglob("*.sh"))
     assert len(scripts) >= 2
     run(str(PROGRAMS / "shellcheck"), *map(str, scripts))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 def test_the_units_start_what_there_is(path: Path, tmp_path: Path) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
@@ -181,3 +187,13 @@ def test_the_units_run_nothing_as_root_but_the_agent() -> None:
     assert "\nNoNewPrivileges=yes\n" in by_name["varuna-manager"]
     assert "\nCapabilityBoundingSet=\n" in by_name["varuna-manager"]
     assert re.search(r"^CapabilityBoundingSet=(?!.*SYS_ADMIN).+$", by_name["varuna-agent"], re.MULTILINE)
+
+
+def test_the_agents_unit_lets_it_hold_jobs_in_groups_below_its_own_and_end_them_first() -> None:
+    unit = (ROOT / "deploy" / "systemd" / "varuna-agent.service").read_text()
+    assert "\nDelegate=cpu memory pids\n" in unit
+    assert "ProtectControlGroups=yes" not in unit
+    assert re.search(r"^CapabilityBoundingSet=.*CAP_SYS_RESOURCE", unit, re.MULTILINE), "or jobs lower their score"
+    score = re.search(r"^OOMScoreAdjust=(-\d+)$", unit, re.MULTILINE)
+    assert score is not None
+    assert int(score[1]) < OOM_SCORE

@@ -19,6 +19,7 @@ import typer
 
 from varuna_client.cli import app
 from varuna_client.setup_commands import PROGRAM
+from waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
@@ -71,13 +72,14 @@ def own_options(name: str) -> str:
     if name in SOURCES:
         return (ROOT / SOURCES[name]).read_text()
     command = [sys.executable, "-m", "varuna_manager.main", "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout
 
 
 def names_of(command: Any) -> set[str]:
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
 
 
+@pytest.mark.processes
 def test_every_varuna_command_takes_its_options() -> None:
     tried = commands(PROGRAM, f".venv/bin/{PROGRAM}")
     assert len(tried) > 50

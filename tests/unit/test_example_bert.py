@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from example_modules import BERT, example_modules
 from torch import Tensor
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bert"
 MODULES = ("arguments", "lamb", "model", "run_log", "schedule")
 GIVEN = ["--input_dir", "data", "--config_file", "config.json"]
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The example's modules, as its scripts import them; forgotten again afterwards."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
     torch.set_num_threads(1)
-    yield {name: importlib.import_module(name) for name in MODULES}
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with example_modules(monkeypatch, BERT, *MODULES) as modules:
+        yield modules
 
 
 # The model
 
 
 def small_config(folder: Path, **changes: float) -> Path:
-    sizes = json.loads((EXAMPLE / "configs" / "tiny.json").read_text())
+    sizes = json.loads((BERT / "configs" / "tiny.json").read_text())
     sizes |= {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 21}
     path = folder / "config.json"
     path.write_text(json.dumps(sizes | changes))
@@ -92,7 +87,7 @@ def test_masked_places_come_in_order_and_are_filled_up(example: dict[str, Module
 
 @pytest.mark.parametrize(("name", "parameters"), [("base", 110e6), ("large", 336e6)])
 def test_the_papers_sizes(example: dict[str, ModuleType], name: str, parameters: float) -> None:
-    config = example["model"].read_config(EXAMPLE / "configs" / f"{name}.json", 30522)
+    config = example["model"].read_config(BERT / "configs" / f"{name}.json", 30522)
     assert config.vocab_size == 30528, "a multiple of 8"
     with torch.device("meta"):
         model = example["model"].BertPretraining(config, max_predictions=20)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from example_modules import BERT, example_modules
 
 from bert_shards import write_config, write_shard
 from varuna.checkpoint import read_parameters
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bert"
-MODULES = ("arguments", "lamb", "model", "pretraining_data", "recipe", "run_log", "schedule", "train")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The script; it and what it imports are forgotten again afterwards."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
     torch.set_num_threads(1)
-    yield importlib.import_module("train")
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with example_modules(monkeypatch, BERT, "train") as modules:
+        yield modules["train"]
 
 
 class Runs:

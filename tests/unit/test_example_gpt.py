@@ -3,7 +3,6 @@ large configurations are those that the planner plans for."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -15,25 +14,23 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from example_modules import GPT, example_modules
 
 from varuna import CutPoint
 from varuna.data import replica_indices
 from varuna.partition import build_stage, trace
 from varuna_planner.models import NAMED_MODELS
 from varuna_planner.shapes import Family
+from waiting import DEADLINE_S
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
 MODULES = ("model", "corpus", "recipe", "reference")
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The example's modules, as its scripts import them; forgotten again afterwards."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
     torch.set_num_threads(1)
-    yield {name: importlib.import_module(name) for name in MODULES}
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with example_modules(monkeypatch, GPT, *MODULES) as modules:
+        yield modules
 
 
 def test_the_model_has_cut_points_after_its_embedding_and_each_block(example: dict[str, ModuleType]) -> None:
@@ -135,10 +132,11 @@ def test_targets_are_the_bytes_that_follow(example: dict[str, ModuleType]) -> No
         example["corpus"].Windows(np.zeros(5, dtype=np.uint8), 5)
 
 
+@pytest.mark.processes
 def test_the_reference_is_plain_training_over_the_steps_samples(example: dict[str, ModuleType], tmp_path: Path) -> None:
     out = tmp_path / "losses.json"
-    command = [sys.executable, str(EXAMPLE / "reference.py"), "--steps", "3", "--global-batch", "4", "--out", str(out)]
-    subprocess.run(command, check=True, timeout=120, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"})
+    command = [sys.executable, str(GPT / "reference.py"), "--steps", "3", "--global-batch", "4", "--out", str(out)]
+    subprocess.run(command, check=True, timeout=DEADLINE_S, env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"})
     losses = json.loads(out.read_text())["losses"]
     assert len(losses) == 3
 
@@ -152,7 +150,7 @@ def test_the_reference_is_plain_training_over_the_steps_samples(example: dict[st
 
 
 def test_the_job_file_runs_the_script_on_a_batch_that_not_every_d_divides() -> None:
-    spec = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
+    spec = yaml.safe_load((GPT / "job.yaml").read_text())
     assert "train.py" in spec["run"]
     assert spec["global_batch"] % 3
     assert spec["global_batch"] % 4

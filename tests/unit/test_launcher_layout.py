@@ -19,6 +19,7 @@ from varuna.launching.machines import is_here, launcher_command, read_env_file, 
 from varuna.launching.submit import job_document, manager_url
 from varuna_manager.domain.spec import JobSpec
 from varuna_proto.environment import Mode, WorkerEnvironment
+from waiting import DEADLINE_S
 
 
 def environment(layout: Layout, rank: int) -> WorkerEnvironment:
@@ -176,11 +177,14 @@ def test_the_job_is_one_that_the_manager_takes(tmp_path: Path) -> None:
     assert spec.name.startswith("train-it-")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("mode", Mode)
 def test_workers_of_a_manager_get_the_same_arguments(tmp_path: Path, mode: Mode) -> None:
     (tmp_path / "echo.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     layout = Layout(machines=1, gpus_per_node=4, p=2, global_batch=8, micro_batch=2)
     told = {**os.environ, **environment(layout, 1).to_environ(), "VARUNA_MODE": mode.value}
     command = [sys.executable, "-m", "varuna.launching.script", "echo.py", "--own"]
-    result = subprocess.run(command, cwd=tmp_path, env=told, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=told, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
     assert json.loads(result.stdout) == [*script_arguments(environment(layout, 1), None), "--own"]

@@ -13,10 +13,10 @@ def health(rank: int, step: int, *, generation: int = 1, forward_us: int = 10, j
 def test_a_look_waits_for_enough_steps_of_every_rank() -> None:
     times = ComputeTimes()
     for step in range(1, STEPS_NEEDED + 1):
-        assert times.look("job", 1, 2) is None
-        times.note([health(0, step), health(0, step), health(1, step, forward_us=1000 if step == 1 else 30)])
-    assert times.look("job", 1, 3) is None, "a rank is silent"
-    found = times.look("job", 1, 2)
+        assert times.look("job", 1, ["vm", "vm"]) is None
+        times.note("vm", [health(0, step), health(0, step), health(1, step, forward_us=1000 if step == 1 else 30)])
+    assert times.look("job", 1, ["vm", "vm", "silent"]) is None, "a rank is silent"
+    found = times.look("job", 1, ["vm", "vm"])
     assert found is not None
     assert {rank: took.median_us for rank, took in found.items()} == {0: 30, 1: 50}, "the slow first step is outvoted"
     assert found[1].mad_us == 0
@@ -25,37 +25,47 @@ def test_a_look_waits_for_enough_steps_of_every_rank() -> None:
 def test_every_look_is_at_new_steps() -> None:
     times = ComputeTimes()
     for step in range(1, STEPS_NEEDED + 1):
-        times.note([health(0, step)])
-    assert times.look("job", 1, 1) is not None
+        times.note("vm", [health(0, step)])
+    assert times.look("job", 1, ["vm"]) is not None
     for step in range(STEPS_NEEDED + 1, 2 * STEPS_NEEDED + 1):
-        assert times.look("job", 1, 1) is None
-        times.note([health(0, step)])
-    assert times.look("job", 1, 1) is not None
+        assert times.look("job", 1, ["vm"]) is None
+        times.note("vm", [health(0, step)])
+    assert times.look("job", 1, ["vm"]) is not None
 
 
 def test_the_same_step_told_again_is_one_step() -> None:
     times = ComputeTimes()
     for _ in range(100):
-        times.note([health(0, 3)])
-    assert times.look("job", 1, 1) is None
+        times.note("vm", [health(0, 3)])
+    assert times.look("job", 1, ["vm"]) is None
 
 
 def test_a_new_generation_starts_anew_and_a_late_word_of_the_old_does_no_harm() -> None:
     times = ComputeTimes()
     for step in range(1, 20):
-        times.note([health(0, step)])
-    times.note([health(0, 20, generation=2)])
-    times.note([health(0, 21)])
-    assert times.look("job", 1, 1) is None
-    assert times.look("job", 2, 1) is None
+        times.note("vm", [health(0, step)])
+    times.note("vm", [health(0, 20, generation=2)])
+    times.note("vm", [health(0, 21)])
+    assert times.look("job", 1, ["vm"]) is None
+    assert times.look("job", 2, ["vm"]) is None
 
 
 def test_what_was_booked_and_jobs_that_are_over_are_forgotten() -> None:
     times = ComputeTimes()
     for step in range(1, 20):
-        times.note([health(0, step), health(0, step, job="other")])
+        times.note("vm", [health(0, step), health(0, step, job="other")])
     times.forget("job")
-    assert times.look("job", 1, 1) is None
-    assert times.look("other", 1, 1) is not None
+    assert times.look("job", 1, ["vm"]) is None
+    assert times.look("other", 1, ["vm"]) is not None
     times.keep_only(set())
-    assert times.look("other", 1, 1) is None
+    assert times.look("other", 1, ["vm"]) is None
+
+
+def test_an_agent_speaks_for_the_workers_on_its_own_vm_only() -> None:
+    times = ComputeTimes()
+    for step in range(1, STEPS_NEEDED + 1):
+        times.note("good", [health(0, step)])
+        times.note("liar", [health(0, step, forward_us=10**9), health(0, step, generation=10**6), health(1, step)])
+    found = times.look("job", 1, ["good", "liar"])
+    assert found is not None
+    assert {rank: took.median_us for rank, took in found.items()} == {0: 30, 1: 30}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from varuna_manager.domain import states
@@ -67,8 +69,28 @@ def test_agents_are_told_what_they_lack() -> None:
 
 def test_the_cost_of_a_morph() -> None:
     assert seconds_without_progress(last_progress_at=10.0, first_step_at=14.5) == 4.5
-    assert steps_redone(last_step_before=12, resumed_step=10) == 2
-    assert steps_redone(last_step_before=None, resumed_step=0) == 0
+    assert steps_redone([(0, 12)], 10) == 2
+    assert steps_redone([], 0) == 0
+
+
+def test_a_step_that_is_lost_counts_once_however_quick_the_next_morph_is() -> None:
+    assert steps_redone([(0, 100)], 60) == 40
+    assert steps_redone([(0, 100), (60, 65)], 60) == 5, "66 to 100 were lost before"
+    assert steps_redone([(0, 100), (60, 65)], 65) == 0
+    assert steps_redone([(0, 100), (60, 65)], 50) == 15, "and 51 to 60 are lost only now"
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8))
+def test_all_steps_that_are_lost_are_those_that_were_done_too_often(lives: list[tuple[int, int]]) -> None:
+    generations: list[tuple[int, int]] = []
+    best = lost = 0
+    for saved, steps in lives:
+        resumed = min(saved, best)
+        lost += steps_redone(generations, resumed)
+        generations.append((resumed, resumed + steps))
+        best = resumed + steps
+    done = sum(last - resumed for resumed, last in generations)
+    assert done - lost == best
 
 
 @pytest.mark.parametrize(

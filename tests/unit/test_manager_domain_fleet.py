@@ -85,3 +85,12 @@ def test_a_smaller_target_drains_the_idle_first_and_gives_back_the_empty() -> No
     drained = vm("b", state=VmState.DRAINING)
     busy = vm("a", state=VmState.DRAINING, workers=1)
     assert decide_fleet(NOW, FleetView(target=0, vms=(drained, busy)), RULES).delete == ("b",)
+
+
+def test_nothing_new_starts_on_a_cordoned_vm_and_another_takes_its_place() -> None:
+    cordoned = vm("a", cordoned=True)
+    assert not cordoned.usable
+    fleet = FleetView(target=2, vms=(cordoned, vm("b")))
+    assert decide_fleet(NOW, fleet, RULES).create == 1
+    enough = FleetView(target=1, vms=(cordoned, vm("b")))
+    assert decide_fleet(NOW, enough, RULES) == replace(decide_fleet(NOW, enough, RULES), create=0, drain=(), delete=())

@@ -152,6 +152,31 @@ def test_who_is_silent_or_busy_is_suspected(answers: tuple[str | None, ...], sus
     assert why in found.why
 
 
+def waits_in(call: str) -> RankStack:
+    frame = f'  File "/site-packages/varuna/training.py", line 9 in {call}\n  File "/home/u/train.py"'
+    return RankStack(text=WAITS.replace('  File "/home/u/train.py"', frame))
+
+
+@pytest.mark.parametrize(
+    ("calls", "suspect", "why"),
+    [
+        (("step", "checkpoint", "step"), 1, "it is in checkpoint() and 2 others in step(), unlike the other 2"),
+        (("checkpoint", "step"), 0, "it is in checkpoint() and 1 other in step(), unlike the other 1"),
+        (("checkpoint", "checkpoint", "step"), 2, "it is in step() and 2 others in checkpoint(), unlike the other 2"),
+    ],
+)
+def test_where_all_wait_the_one_in_another_call_is_suspected(calls: tuple[str, ...], suspect: int, why: str) -> None:
+    found = find_suspect(hanging(*(5 for _ in calls)), told(*map(waits_in, calls)))
+    assert found is not None
+    assert found.rank == suspect
+    assert found.why.startswith(why)
+
+
+def test_where_all_wait_in_one_call_it_says_nothing() -> None:
+    assert find_suspect(hanging(5, 5), told(waits_in("step"), waits_in("step"))) is None
+    assert find_suspect(hanging(5, 5), told(waits_in("step"), RankStack(text=WAITS))) is None
+
+
 def test_where_all_wait_the_one_behind_is_suspected_and_else_nobody() -> None:
     everyone = told(*(RankStack(text=WAITS) for _ in range(3)))
     found = find_suspect(hanging(6, 6, 5), everyone)

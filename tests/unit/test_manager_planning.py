@@ -15,6 +15,7 @@ from varuna_manager.domain.observed import Device, Plan
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.services.planning import PlanningService, Question
 from varuna_planner.profile import Measurement, Profile, Section
+from waiting import DEADLINE_S
 
 SPEC = JobSpec(name="n", workdir="/", run="true", global_batch=4)
 MEASURED = Measurement(
@@ -82,6 +83,7 @@ async def test_a_defect_of_the_planner_fails_a_new_job_and_lets_a_trained_one_wa
     assert trained.possible
 
 
+@pytest.mark.processes
 def test_a_machine_where_numba_may_write_nowhere_uses_the_data_directory(tmp_path: Path) -> None:
     script = """
 import sys
@@ -93,7 +95,7 @@ load_planner(Path(sys.argv[1]))
 import varuna_planner.auto_config
 """
     cache = tmp_path / "numba"
-    subprocess.run([sys.executable, "-c", script, str(cache)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script, str(cache)], check=True, timeout=DEADLINE_S)
     assert cache.is_dir()
 
 

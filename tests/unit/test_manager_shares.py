@@ -18,6 +18,7 @@ from varuna_manager.domain.states import JobState
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.rates import RateQuestion, RateService
 from varuna_planner.profile import Measurement, Profile, Section
+from waiting import DEADLINE_S
 
 MEASURED = Measurement(
     micro_batch=1,
@@ -37,9 +38,7 @@ def loaded(name: str, *, has: tuple[str, ...] = (), priority: int = 0, min_gpus:
     resources = Resources(min_gpus=min_gpus)
     spec = JobSpec(name=name, workdir="/", run="true", global_batch=8, priority=priority, resources=resources)
     row = JobRow(id=name, name=name, spec=spec.model_dump(), state="running" if has else "queued", profile_json=PROFILE)
-    workers = tuple(
-        WorkerFacts(name, 1, rank, vm_id, 0, "running", None, None, None, None) for rank, vm_id in enumerate(has)
-    )
+    workers = tuple(WorkerFacts(name, 1, rank, vm_id, 0, "running", *[None] * 5) for rank, vm_id in enumerate(has))
     live = generation(*(worker(rank, vm_id) for rank, vm_id in enumerate(has))) if has else None
     view: JobView = replace(job(live), id=name, name=name, min_gpus=min_gpus, created_at=float(ord(name)))
     assert view.state is (JobState.RUNNING if has else JobState.QUEUED)
@@ -61,6 +60,18 @@ def test_a_job_gets_its_own_devices_first_and_what_is_taken_is_not_given_again()
     assert pool.for_job("y", None)[0] == free
     pool.take([own, free[0], Device("c", 0)])
     assert pool.for_job("y", None) == ((free[1],), ())
+
+
+def test_whoever_takes_any_gpu_leaves_those_that_others_ask_for() -> None:
+    vms = [vm("a", gpu_type="NVIDIA A100"), vm("b", gpu_type="Tesla V100"), vm("c", gpu_type="NVIDIA A100")]
+    asked = loaded("x")
+    choosy = replace(asked, spec=asked.spec.model_copy(update={"resources": Resources(gpu_type="A100")}))
+    shown = snapshot(vms, loaded("y"), choosy)
+    pool = DevicePool(shown)
+    assert pool.for_job("y", 1)[0] == (Device("b", 0),)
+    assert pool.for_job("x", None, resources=choosy.spec.resources)[0] == (Device("a", 0), Device("c", 0))
+    assert pool.unfit(choosy.spec.resources) == 1
+    assert (shown.gpus, shown.gpus_for(choosy.spec.resources)) == (3, 2)
 
 
 def test_gpus_that_can_be_shared_out_are_the_usable_ones_and_those_in_use() -> None:
@@ -88,7 +99,7 @@ async def test_a_job_alone_has_no_share_and_two_get_theirs_by_the_planners_rates
 
 async def until(shares: ShareOut, snapshot: Snapshot, wanted: dict[str, int]) -> Shares:
     """The planner is loaded first, and answers in its time: until then nobody's GPUs are moved for its sake."""
-    async with asyncio.timeout(150):  # it may have to be compiled
+    async with asyncio.timeout(DEADLINE_S):  # it may have to be compiled
         while True:
             given = await shares.of(snapshot)
             if {name: share.gpus for name, share in given.by_job.items()} == wanted:

@@ -39,6 +39,9 @@ def facts(name: str, version: int, state: str = "ready", quarantined_until: floa
         quarantined_until=quarantined_until,
         quarantines=0,
         hangs=0,
+        deaths=0,
+        last_death_at=None,
+        cordoned_at=None,
         request=None,
         price_per_hour=None,
     )

@@ -10,46 +10,20 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from varuna import CutPoint
 from varuna._gloo import GlooGroup, connect_group
 from varuna.departure import Departure
 from varuna.partition import Stage, build_stage, trace
 from varuna.pipeline.engine import Engine, Links, MicroBatch, Position
 from varuna.pipeline.transport import Inbox, Outbox
 from varuna_planner.schedule import Policy
+from waiting import DEADLINE_S
+from written_buffers_script import H, Model
 
-H, N = 4, 5
-LIMIT = timedelta(seconds=60)
-
-
-class Codebook(nn.Module):
-    """Moves its buffer towards what it sees and multiplies by it, for which backward needs the buffer as it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(H, H)
-        self.register_buffer("centre", torch.ones(H))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.seen += 1
-        self.centre.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        return y * self.centre
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.norm, self.last = Codebook(), nn.BatchNorm1d(H), Codebook()
-        self.cut = CutPoint()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.cut(self.norm(self.first(x)).tanh())).square().mean()
+N = 5
+LIMIT = timedelta(seconds=DEADLINE_S)
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -83,7 +57,7 @@ def run_two_stages(stages: list[Stage], *, recompute: bool) -> float:
         return engine.train(micro_batches, global_batch=3 * N, seed=0, step=1).loss_sum
 
     with ThreadPoolExecutor(2) as pool:
-        return sum(future.result(timeout=60) for future in [pool.submit(run, stage) for stage in range(2)])
+        return sum(future.result(timeout=DEADLINE_S) for future in [pool.submit(run, stage) for stage in range(2)])
 
 
 @pytest.mark.parametrize("recompute", [False, True])

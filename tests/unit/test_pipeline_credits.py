@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from varuna._gloo import NEVER, connect_group
 from varuna_planner.schedule import Op, Policy, stash_cap
 from varuna_planner.simulator import Jitter, Simulation, simulate, uniform
+from waiting import DEADLINE_S
 
 EXECUTABLE = [policy for policy in Policy if policy.executable]
 
@@ -58,7 +59,7 @@ def test_no_policy_ever_sends_what_there_is_no_room_for(
 
 @pytest.mark.parametrize("elements", [1, 1 << 20])
 def test_what_is_sent_before_there_is_room_stays_with_its_sender(elements: int) -> None:
-    store, limit = HashStore(), timedelta(seconds=60)
+    store, limit = HashStore(), timedelta(seconds=DEADLINE_S)
     with ThreadPoolExecutor(2) as pool:
         made = [pool.submit(connect_group, store, rank, 2, address="127.0.0.1", timeout=limit) for rank in range(2)]
         sender, receiver = (future.result() for future in made)

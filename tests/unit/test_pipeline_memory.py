@@ -18,9 +18,10 @@ from varuna.departure import Departure
 from varuna.pipeline.engine import Engine, Links, MicroBatch, Position
 from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
 from varuna_planner.schedule import Policy, stash_cap
+from waiting import DEADLINE_S
 
 WIDTH = 8
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=DEADLINE_S)
 
 
 @dataclass(frozen=True)
@@ -121,4 +122,4 @@ def test_a_stage_never_has_more_buffers_than_its_stash_allows(policy: Policy, ru
 
     with ThreadPoolExecutor(p) as pool:
         for future in [pool.submit(run, stage) for stage in range(p)]:
-            future.result(timeout=60)
+            future.result(timeout=DEADLINE_S)

@@ -16,9 +16,10 @@ from varuna._gloo import GlooGroup, connect_group
 from varuna.departure import Departure
 from varuna.launch import Group
 from varuna.optim import GradientReducer
+from waiting import DEADLINE_S
 
 REPLICAS = 3
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=DEADLINE_S)
 
 
 def gloo_groups(size: int) -> list[GlooGroup]:

@@ -144,6 +144,17 @@ class Exhaustive:
 weight_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
+def test_the_chosen_plan_heads_the_candidates_also_where_another_is_as_fast() -> None:
+    # 17 examples on 3 replicas: three parts of 2 take the busiest as long as two parts of 4.
+    link = Link(latency_us=0.0, bandwidth_bytes_per_s=1e6)
+    links = Links(same_vm=link, other_vm=link)
+    choice = choose(make_profile([15], fixed_us=200.0, links=links), 3, 17)
+    first, second, plan = choice.candidates[0], choice.candidates[1], choice.best
+    assert plan is not None
+    assert first.predicted_minibatch_s == second.predicted_minibatch_s
+    assert (first.p, first.d, first.micro_batch) == (plan.p, plan.d, plan.micro_batch)
+
+
 def test_equal_sections_put_the_longer_stages_first() -> None:
     plan = choose(make_profile([1] * 10), 4, 8, pins=Pins(p=4)).best
     assert plan is not None

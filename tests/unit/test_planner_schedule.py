@@ -303,6 +303,7 @@ def test_a_policy_that_is_not_known_is_refused_with_those_that_are() -> None:
         parse_policy("fifo")
 
 
+@pytest.mark.processes
 def test_what_workers_import_needs_no_numba_and_no_torch() -> None:
     script = (
         "import sys, varuna_planner.schedule, varuna_planner.actions, varuna_planner.batching;"
@@ -311,6 +312,7 @@ def test_what_workers_import_needs_no_numba_and_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+@pytest.mark.processes
 def test_a_new_process_finds_the_loops_compiled() -> None:
     fixed_order(uniform(2, 2), simulate(uniform(2, 2), Policy.VARUNA).actions)  # compiles what nobody has yet
     script = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from varuna.offload import HostParameters
 from varuna.partition import PartitionError, build_stage, trace
 from varuna.precision import Precision
 from varuna.profiler import calibrate
-from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.environment import WorkerEnvironment
 
 
 class Classifier(nn.Module):
@@ -241,21 +242,8 @@ def test_a_checkpoint_goes_to_the_jobs_store_by_default(tmp_path: Path, monkeypa
     assert (tmp_path / "given" / "varuna_ckpt_1" / "manifest.json").exists()
     assert (tmp_path / "given" / "varuna_ckpt_5" / "manifest.json").exists()
 
-    job = WorkerEnvironment(
-        job_id="test",
-        generation=1,
-        mode=Mode.TRAIN,
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        rendezvous_host="127.0.0.1",
-        rendezvous_port=0,
-        p=1,
-        d=1,
-        micro_batch=2,
-        global_batch=4,
-        checkpoint_url=str(tmp_path / "own"),
-    )
+    alone = WorkerEnvironment.alone("test", micro_batch=2, global_batch=4)
+    job = replace(alone, checkpoint_url=str(tmp_path / "own"))
     for name, value in job.to_environ().items():
         monkeypatch.setenv(name, value)
     model = wrapped()

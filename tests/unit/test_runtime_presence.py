@@ -12,8 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from varuna.departure import Departure, GenerationEnded, PeerLost
 from varuna.presence import Presence
-
-WAIT_S = 30.0
+from waiting import DEADLINE_S
 
 
 class Rank:
@@ -29,7 +28,7 @@ class Rank:
             connection.shutdown(socket.SHUT_RDWR)
 
     def reason(self) -> str:
-        assert self.ended.wait(WAIT_S)
+        assert self.ended.wait(DEADLINE_S)
         with pytest.raises(PeerLost) as lost:
             self.departure.check()
         return lost.value.reason
@@ -83,13 +82,25 @@ def test_leaving_a_generation_that_is_over_is_a_goodbye_and_leaving_for_a_lost_p
 
 def test_strangers_are_turned_away(ranks: list[Rank]) -> None:
     listener = ranks[0].presence._sockets[0]
-    with socket.create_connection(listener.getsockname(), WAIT_S) as stranger:
+    with socket.create_connection(listener.getsockname(), DEADLINE_S) as stranger:
         stranger.sendall(b"x" * 37)
         assert stranger.recv(1) == b""
     ranks[2].die()
     assert ranks[0].reason() == "rank 2 is gone: its process has ended"
 
 
+def test_strangers_who_say_little_keep_no_news_back(ranks: list[Rank]) -> None:
+    listener = ranks[0].presence._sockets[0]
+    strangers = [socket.create_connection(listener.getsockname(), DEADLINE_S) for _ in range(40)]
+    for stranger in strangers:
+        stranger.sendall(b"x")  # and no more: to wait a second for each would be to hear of nothing else
+    ranks[2].die()
+    assert ranks[0].reason() == ranks[1].reason() == "rank 2 is gone: its process has ended"
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12, about threads
 def test_a_forked_child_keeps_no_connection(ranks: list[Rank]) -> None:
     kept, told = os.pipe()

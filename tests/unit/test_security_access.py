@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -19,14 +21,17 @@ from varuna_client.access import _seconds
 from varuna_client.errors import UserError
 from varuna_manager.api.grpc.limits import MAX_MESSAGE_BYTES, excess
 from varuna_manager.api.http.access import AccessMiddleware, AccessServices, Limits, required_role
+from varuna_manager.api.http.roles import CutOff
 from varuna_manager.db.engine import Database
 from varuna_manager.domain.access import Role
+from varuna_manager.process import _http_server
 from varuna_manager.providers.base import UnknownVmError
 from varuna_manager.providers.local import LocalMachine, LocalProvider
 from varuna_manager.services.audit import AuditLog
 from varuna_manager.services.buckets import Buckets
 from varuna_manager.services.tokens import TokenService
 from varuna_manager.settings import ManagerSettings
+from varuna_proto.hosts import caller_of
 from varuna_proto.names import is_plain, plain
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -148,8 +153,8 @@ def test_no_key_gets_more_than_its_burst_and_its_rate(per_s: float, burst: int, 
             assert wait_s <= 1 / per_s + 1e-6
         assert taken <= burst + per_s * now + 1e-6
     assert buckets.take("b") == 0.0
-    now += burst / per_s
-    assert buckets.wait_s("a") <= 1e-6
+    now += burst / per_s + 1e-6
+    assert buckets.take("a") == 0.0
 
 
 def test_buckets_forget_the_keys_used_longest_ago() -> None:
@@ -204,6 +209,82 @@ async def test_changes_have_a_rate_and_reads_have_none(database: Database) -> No
         assert (await client.get("/api/v1/jobs")).json() == {"who": "ann"}
     audit = await AuditLog(database).after(0, 100)
     assert [(entry["who"], entry["address"], entry["status"]) for entry in audit] == [("ann", "10.0.0.7", 200)] * 3
+
+
+async def test_the_record_says_what_a_call_that_is_cut_off_was_answered(database: Database) -> None:
+    called = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        called.set()
+        await asyncio.Event().wait()
+
+    services = AccessServices(audit=AuditLog(database), tokens=None, enrolments=None, limits=Limits())
+    transport = httpx.ASGITransport(CutOff(AccessMiddleware(wait, services)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        asking = asyncio.create_task(client.post("/api/v1/jobs"))
+        await called.wait()
+        asking.cancel()
+        assert (await asking).status_code == 503
+    assert [entry["status"] for entry in await AuditLog(database).after(0, 9)] == [503]
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def test_wrong_tokens_lock_out_nobody_else_at_the_same_address(database: Database) -> None:
+    tokens = TokenService(database, pin="")
+    good = (await tokens.create_access("ann", Role.VIEWER, None, by="test"))["token"]
+    join = (await tokens.create_join("vm", 3600.0, single_use=True, vm_id=None, by="test"))["token"]
+    async with caller(database, tokens, Limits(failures=Buckets(0.001, 10))) as client:
+        wrong = [await client.get("/api/v1/jobs", headers=bearer("vt1.0.0")) for _ in range(12)]
+        assert [answer.status_code for answer in wrong] == [401] * 10 + [429] * 2
+        assert int(wrong[-1].headers["retry-after"]) >= 1
+        assert (await client.get("/api/v1/jobs", headers=bearer(good))).status_code == 200
+        for path in ("/healthz", "/readyz", "/api/v1/healthz", "/api/v1/readyz", "/", "/api/v1/ca"):
+            assert (await client.get(path)).status_code == 200, path
+        assert (await client.post("/api/v1/join", headers=bearer(join))).status_code == 200
+        assert (await client.post("/api/v1/join", headers=bearer("vj1.0.0.0"))).status_code == 429
+        assert (await client.get("/api/v1/jobs")).status_code == 401, "who shows no token hears that one is asked for"
+    assert len(await AuditLog(database).after(0, 100)) == 10, "the record does not grow with every guess"
+
+
+async def test_a_machine_that_guesses_from_all_its_ipv6_addresses_is_one_caller() -> None:
+    assert caller_of("2001:db8::1") == caller_of("2001:db8::ffff:1") != caller_of("2001:db8:0:1::1")
+    assert caller_of("::ffff:10.0.0.7") == caller_of("10.0.0.7") != caller_of("10.0.0.8")
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "address"),
+    [
+        ("10.0.0.1", "203.0.113.9", "203.0.113.9"),
+        ("10.0.0.1", "1.2.3.4, 203.0.113.9", "203.0.113.9"),  # what the caller itself sent comes first
+        ("10.0.0.1", "1.2.3.4, 203.0.113.9, 10.1.2.3", "203.0.113.9"),
+        ("10.0.0.1", "2001:db8::1", "2001:db8::1"),
+        ("10.0.0.1", "\0junk" * 100, "unknown"),
+        ("10.0.0.1", None, "10.0.0.1"),
+        ("::ffff:10.0.0.1", "203.0.113.9", "203.0.113.9"),
+        ("10.0.0.2", "203.0.113.9", "10.0.0.2"),  # no proxy of ours
+    ],
+)
+async def test_a_callers_address_is_what_trusted_proxies_say(
+    database: Database, peer: str, forwarded: str | None, address: str
+) -> None:
+    trusted = ManagerSettings(trusted_proxies="10.0.0.1, 10.1.0.0/16").proxies
+    services = AccessServices(audit=AuditLog(database), tokens=None, enrolments=None, limits=Limits())
+    config = _http_server(AccessMiddleware(answer, services), None, trusted).config
+    config.load()
+    transport = httpx.ASGITransport(config.loaded_app, client=(peer, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        sent = [] if forwarded is None else [(b"x-forwarded-for", forwarded.encode())]
+        assert (await client.post("/api/v1/jobs", headers=sent)).status_code == 200
+    assert [entry["address"] for entry in await AuditLog(database).after(0, 9)] == [address]
+
+
+@pytest.mark.parametrize("text", ["*", "proxy.example", "10.0.0.1,", "10.0.0.1/8", "10.0.0.1 10.0.0.2"])
+def test_trusted_proxies_are_addresses_and_networks(text: str) -> None:
+    with pytest.raises(ValidationError, match="is neither an address nor a network"):
+        ManagerSettings(trusted_proxies=text)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8750", "localhost:8750", "[::1]:8750", "127.8.8.8"])

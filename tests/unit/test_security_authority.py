@@ -7,7 +7,6 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from varuna_manager.security import server_names
 from varuna_manager.services.authority import AgentSubject, Authority, AuthorityError, agent_subject, open_authority
 from varuna_manager.services.server_tls import OperatorFiles, ServerTls
 from varuna_manager.settings import ManagerSettings
+from waiting import DEADLINE_S, until
 
 HOUR = timedelta(hours=1)
 
@@ -32,8 +32,8 @@ def authority(tmp_path: Path) -> Authority:
 def shown_by(tls: ServerTls, ca_pem: bytes | str, name: str = "localhost") -> x509.Certificate:
     """The certificate that a client gets who trusts this authority. Raises ssl.SSLError."""
     here, there = socket.socketpair()
-    here.settimeout(60)
-    there.settimeout(60)
+    here.settimeout(DEADLINE_S)
+    there.settimeout(DEADLINE_S)
 
     def serve() -> None:
         with contextlib.suppress(ssl.SSLError, OSError), tls.https.wrap_socket(there, server_side=True) as wrapped:
@@ -51,12 +51,6 @@ def shown_by(tls: ServerTls, ca_pem: bytes | str, name: str = "localhost") -> x5
         here.close()
         thread.join()
         there.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - another task makes it true
-            await asyncio.sleep(0.05)
 
 
 def test_an_authority_is_made_once(tmp_path: Path) -> None:

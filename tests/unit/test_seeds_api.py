@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import varuna
 from varuna import CutPoint, Profiler, Varuna, get_this_rank_config_varuna, get_varuna_config
+from waiting import DEADLINE_S
 
 
 class Scorer(nn.Module):
@@ -76,6 +77,7 @@ def test_arguments_come_in_the_documented_order_with_the_documented_defaults(
     assert defaults == [default for _, equals, default in promised if equals]
 
 
+@pytest.mark.processes
 def test_everything_can_be_imported_from_varuna_before_there_is_a_process_group() -> None:
     code = (
         "from varuna import CutPoint, Varuna, Profiler, get_varuna_config, get_this_rank_config_varuna\n"
@@ -84,7 +86,7 @@ def test_everything_can_be_imported_from_varuna_before_there_is_a_process_group(
         "x = torch.ones(2)\n"
         "assert CutPoint()(x) is x and not CutPoint().state_dict()\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=90)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=DEADLINE_S)
     assert set(varuna.__all__) >= {"CutPoint", "Varuna", "Profiler", "get_varuna_config", "get_this_rank_config_varuna"}
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from varuna_proto import spans
-from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.environment import WorkerEnvironment
 from varuna_proto.trace_context import child, traceparent
+from waiting import DEADLINE_S
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 
@@ -48,9 +50,10 @@ assert spans.exporter(os.environ, "varuna-test") is None
 """
 
 
+@pytest.mark.processes
 def test_missing_packages_are_told_and_cost_the_traces_alone() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], env=ENDPOINT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WITHOUT], env=ENDPOINT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "pip install 'varuna-spot[otel]'" in done.stdout
@@ -65,8 +68,11 @@ assert not [name for name in sys.modules if name.startswith(("opentelemetry.sdk"
 """
 
 
+@pytest.mark.processes
 def test_without_them_nothing_is_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", NOTHING], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", NOTHING], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -90,18 +96,5 @@ def test_a_worker_gets_its_context_where_others_look_for_it() -> None:
 
 
 def worker_environment(context: str) -> WorkerEnvironment:
-    return WorkerEnvironment(
-        job_id="job-1",
-        generation=2,
-        mode=Mode.TRAIN,
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        rendezvous_host="127.0.0.1",
-        rendezvous_port=0,
-        p=1,
-        d=1,
-        micro_batch=1,
-        global_batch=1,
-        traceparent=context,
-    )
+    alone = WorkerEnvironment.alone("job-1", micro_batch=1, global_batch=1)
+    return replace(alone, generation=2, traceparent=context)

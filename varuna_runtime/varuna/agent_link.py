@@ -36,6 +36,8 @@ class AgentLink:
         self._departure = departure
         self._sending = threading.Lock()
         self._socket: socket.socket | None = None
+        self.secret = environment.secret
+        """Of the generation."""
         self._evaluated = 0
         self._evaluated_said_s = -math.inf
         if not environment.agent_socket:
@@ -57,6 +59,8 @@ class AgentLink:
                 )
             )
         )
+        if environment.secret_from_agent:
+            self.secret = _receive_secret(self._socket)
         threading.Thread(target=self._read, args=(self._socket,), name="varuna-agent-link", daemon=True).start()
 
     def ready(self, resumed_step: int, took_s: Mapping[str, float]) -> None:
@@ -97,6 +101,10 @@ class AgentLink:
         """The script failed: its traceback."""
         self._send(worker_pb2.WorkerMessage(failure=worker_pb2.WorkerFailure(traceback=text)))
 
+    def unreached(self, rank: int, error: str) -> None:
+        """This worker leaves because it cannot reach that rank."""
+        self._send(worker_pb2.WorkerMessage(unreached=agent_pb2.Unreached(rank=rank, error=error)))
+
     def _send(self, message: worker_pb2.WorkerMessage) -> None:
         if self._socket is None:
             return
@@ -114,6 +122,15 @@ class AgentLink:
             elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:
                 self._departure.leave(GenerationEnded("the agent said to leave now"))
         end_process(EXIT_GENERATION_ENDED)
+
+
+def _receive_secret(connection: socket.socket) -> str:
+    """What the agent answers to a worker of its own; it turns all others away, and then this process ends."""
+    message = framing.receive(connection, worker_pb2.AgentToWorker)
+    if message is None:
+        end_process(EXIT_GENERATION_ENDED)
+        raise SystemExit(EXIT_GENERATION_ENDED)
+    return message.admitted.secret
 
 
 def install_excepthook(link: AgentLink) -> None:

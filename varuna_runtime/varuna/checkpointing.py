@@ -140,7 +140,8 @@ class Checkpointing:
     def resume(self, state: TrainingState) -> Loaded | None:
         """Fills `state` from the job's newest checkpoint that all ranks can read; None when there is none.
 
-        Raises PeerLost when another rank went away meanwhile.
+        Raises PeerLost when another rank went away meanwhile, CheckpointError when the manager has recorded checkpoints
+        and none of them can be read.
         """
         environment, rendezvous, departure = self._worker.environment, self._worker.rendezvous, self._worker.departure
         if not environment.checkpoint_url:
@@ -153,6 +154,7 @@ class Checkpointing:
                 store=rendezvous.store,
                 rank=environment.rank,
                 world_size=environment.world_size,
+                committed_step=environment.committed_step,
                 report=lambda step, fault: _log.warning("checkpoint passed over", step=step, fault=fault),
             )
         except torch.distributed.DistError as error:

@@ -36,11 +36,15 @@ class GenerationEnded(SystemExit):
 
 
 class PeerLost(SystemExit):
-    """Another rank of the generation is gone, so no further step can be finished. The process exits with code 76."""
+    """Another rank of the generation is gone, so no further step can be finished. The process exits with code 76.
 
-    def __init__(self, reason: str) -> None:
+    `unreached`: that rank, when it is there but cannot be reached from here.
+    """
+
+    def __init__(self, reason: str, unreached: int | None = None) -> None:
         super().__init__(EXIT_PEER_LOST)
         self.reason = reason
+        self.unreached = unreached
 
 
 def end_process(code: int) -> None:
@@ -67,6 +71,7 @@ class Departure:
         self._exit: GenerationEnded | PeerLost | None = None
         self._failure: BaseException | None = None
         self._save_first = False
+        self._on_unreached: Callable[[int, str], None] = lambda rank, reason: None
 
     @property
     def exit_code(self) -> int | None:
@@ -84,6 +89,10 @@ class Departure:
             self._save_first = True
             self.condition.notify_all()
 
+    def report_unreached_to(self, report: Callable[[int, str], None]) -> None:
+        """Who is told of a rank that cannot be reached, before this worker leaves because of it."""
+        self._on_unreached = report
+
     def leave(self, exit_: GenerationEnded | PeerLost) -> None:
         """Makes every wait raise `exit_` and ends the process after the grace period. The first reason stands."""
         with self.condition:
@@ -92,6 +101,8 @@ class Departure:
             self._exit = exit_
             self.condition.notify_all()
         _log.warning("leaving the generation", reason=exit_.reason, exit_code=exit_.code)
+        if isinstance(exit_, PeerLost) and exit_.unreached is not None:
+            self._on_unreached(exit_.unreached, exit_.reason)
         watchdog = threading.Timer(self._grace_s, self._end, args=(int(str(exit_.code)),))
         watchdog.daemon = True
         watchdog.start()

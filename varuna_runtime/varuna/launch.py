@@ -1,18 +1,23 @@
 """How this process meets its peers: its environment, the rendezvous store, and the process groups of its generation.
 
 The groups are made directly over gloo and keyed by job and generation, apart from `torch.distributed`'s default group,
-so that the script may or may not call `init_process_group`, and two generations can never meet in one group.
+so that the script may or may not call `init_process_group`, and two generations can never meet in one group. Only
+processes that know the generation's secret take part: they alone reach the store, and each proves itself to the others
+in every group before anything else goes over it.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
+import structlog
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
@@ -21,12 +26,15 @@ from torch._C._distributed_c10d import (
     HashStore,
     PrefixStore,
     Store,
-    TCPStore,
 )
 
 from varuna._gloo import NEVER, GlooGroup, Work, connect_group
 from varuna.departure import Departure, PeerLost
 from varuna.error_text import first_line
+from varuna.handshake import MeetingKey
+from varuna.peer_proof import prove_peers
+from varuna.reach import ReachablePort, UnreachedError, is_out_of_reach, try_connect
+from varuna.rendezvous_store import RendezvousServer, RendezvousStore
 from varuna_proto.environment import Mode, WorkerEnvironment, parse_stage_to_rank_map
 
 __all__ = [
@@ -38,8 +46,13 @@ __all__ = [
     "worker_environment",
 ]
 
+_log = structlog.get_logger("varuna")
+
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 """How long the ranks of a generation wait for each other to come up."""
+STORE_REACH_S = 60.0
+"""How long rank 0's machine may be silent. It is shorter, so that this is told before the others have given up."""
+_RETRY_S = 0.5
 
 
 class KeyValueStore(Protocol):
@@ -99,7 +112,12 @@ def worker_environment(
                 f"stage_to_rank_map={stage_to_rank_map!r} has more than one rank, but this process was not started by "
                 "the varuna launcher: submit the script as a job, or leave the argument out to run as a single process"
             )
-        return _single_process(batch_size or 0, chunk_size or batch_size or 0)
+        return WorkerEnvironment.alone(
+            "local",
+            micro_batch=chunk_size or batch_size or 0,
+            global_batch=batch_size or 0,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+        )
     if environment.mode is not Mode.TRAIN:
         return environment  # sizes and shape of the coming plan are what is being found out
     for name, value, known in (
@@ -113,24 +131,6 @@ def worker_environment(
                 + (" or submit the job with this global batch" if name == "batch_size" else "")
             )
     return environment
-
-
-def _single_process(global_batch: int, micro_batch: int) -> WorkerEnvironment:
-    return WorkerEnvironment(
-        job_id="local",
-        generation=1,
-        mode=Mode.TRAIN,
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        rendezvous_host="127.0.0.1",
-        rendezvous_port=0,
-        p=1,
-        d=1,
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-    )
 
 
 class Group:
@@ -207,27 +207,48 @@ class Rendezvous:
         """Connects to the store, which rank 0 serves. Raises PeerLost when it cannot be reached in time."""
         self._environment = environment
         self._departure = departure
+        self._key = MeetingKey.derive(
+            environment.secret,
+            environment.job_id,
+            environment.generation,
+            environment.rendezvous_host,
+            environment.rendezvous_port,
+        )
         self.store: Store = HashStore()
+        self._port: ReachablePort | None = None
         if environment.world_size > 1:
+            self._reach_store()
             self.store = PrefixStore(f"varuna/{environment.job_id}/{environment.generation}", self._connect())
+            self._port = ReachablePort(self.store, environment.rank, environment.world_size, self.own_address())
+
+    def _reach_store(self) -> None:
+        """Leaves when nothing at all answers from rank 0's machine. That refuses connections until rank 0 is up."""
+        environment = self._environment
+        if environment.rank == 0:
+            return
+        deadline_s = time.monotonic() + STORE_REACH_S
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                try_connect(environment.rendezvous_host, environment.rendezvous_port, max(left_s, 0.1))
+            except OSError as error:
+                if not is_out_of_reach(error):
+                    return  # it may come up later: the store waits for that
+                if left_s <= 0:
+                    self._leave_unreached(UnreachedError(0, f"{environment.rendezvous_host}: {first_line(error)}"))
+                    raise
+                time.sleep(_RETRY_S)  # some errors come at once
+            else:
+                return
 
     def _connect(self) -> Store:
-        environment = self._environment
-        serves = environment.rank == 0
-        # Passing the agent's own socket closes the gap in which another process could take the port.
-        fd = environment.rendezvous_fd if serves and environment.rendezvous_fd >= 0 else None
+        host = self._environment.rendezvous_host
         try:
-            return TCPStore(
-                environment.rendezvous_host,
-                environment.rendezvous_port,
-                environment.world_size,
-                serves,
-                RENDEZVOUS_TIMEOUT,
-                wait_for_workers=False,
-                multi_tenant=True,  # the script's own init_process_group may share it
-                master_listen_fd=fd,
-            )
-        except RuntimeError as error:
+            if self._environment.rank == 0:
+                warn_without_secret(self._environment)
+                RendezvousServer(host, self._key)
+            return RendezvousStore(host, self._key, RENDEZVOUS_TIMEOUT)
+        except (OSError, RuntimeError) as error:
             self._unreachable(error)
             raise
 
@@ -240,8 +261,15 @@ class Rendezvous:
         own = list(ranks).index(self._environment.rank)
         self._departure.check()
         try:
+            if self._port is not None:
+                self._port.reach(rank for rank in ranks if rank != self._environment.rank)
             store = PrefixStore(name, self.store)
-            return connect_group(store, own, len(ranks), address=self.own_address(), timeout=RENDEZVOUS_TIMEOUT)
+            group = connect_group(store, own, len(ranks), address=self.own_address(), timeout=RENDEZVOUS_TIMEOUT)
+            prove_peers(group, self._key, name, ranks, own)
+            return group
+        except UnreachedError as error:
+            self._leave_unreached(error)
+            raise
         except RuntimeError as error:
             self._unreachable(error)
             raise
@@ -263,7 +291,27 @@ class Rendezvous:
             address: str = probe.getsockname()[0]
             return address
 
-    def _unreachable(self, error: RuntimeError) -> None:
+    def _leave_unreached(self, error: UnreachedError) -> None:
+        self._departure.leave(PeerLost(str(error), unreached=error.rank))
+        self._departure.check()
+
+    def _unreachable(self, error: OSError | RuntimeError) -> None:
         where = f"{self._environment.rendezvous_host}:{self._environment.rendezvous_port}"
         self._departure.leave(PeerLost(f"the ranks did not find each other through {where}: {first_line(error)}"))
         self._departure.check()
+
+
+def warn_without_secret(environment: WorkerEnvironment) -> None:
+    """Logs it where processes of other machines could take part in the run."""
+    if not environment.secret and not _is_loopback(environment.rendezvous_host):
+        _log.warning(
+            "this run has no secret: whoever reaches its ports can take part in it; start all launchers with the same "
+            "VARUNA_SECRET in their environments, or through run_varuna"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

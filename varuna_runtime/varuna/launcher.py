@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from varuna.launching.children import Children, Ended, Stop, dies_with_parent
@@ -34,6 +36,7 @@ _GRACE_S = 5.0
 _LAST_LINES_S = 1.0
 """How long the last lines of a rank that has ended may take to get here."""
 _ORPHANED = 143
+_SECRET_BYTES = 32
 
 
 def add_plan_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -126,6 +129,7 @@ def _start_ranks(
     ranks = layout.ranks(given.node_rank)
     listening = _listen(given.master_addr, given.master_port) if 0 in ranks else None
     port = listening.getsockname()[1] if listening else given.master_port
+    secret = environ.get("VARUNA_SECRET") or (secrets.token_hex(_SECRET_BYTES) if given.nservers == 1 else "")
     try:
         for rank in ranks:
             environment = layout.environment(
@@ -137,6 +141,7 @@ def _start_ranks(
                 checkpoint_url=given.checkpoint_url or environ.get("VARUNA_CHECKPOINT_URL", ""),
                 device=_device(given.device, environ),
             )
+            environment = replace(environment, secret=secret)
             passed = [] if given.no_arguments else script_arguments(environment, given.resume_step)
             command = [sys.executable, "-u", given.training_script, *passed, *given.training_script_args]
             contract = environment.to_environ()
@@ -172,7 +177,7 @@ def _start_ranks(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket bound for rank 0, which listens on it: between finding a port and using it, nobody can take it."""
+    """A socket bound for rank 0: until the script's own init_process_group listens there, nobody can take the port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from varuna.departure import Departure, PeerLost
 from varuna.error_text import first_line
+from varuna.reach import is_out_of_reach
 from varuna_proto.environment import EXIT_GENERATION_ENDED
 
 __all__ = ["Presence"]
@@ -29,6 +31,9 @@ __all__ = ["Presence"]
 _MESSAGE = struct.Struct("!cI")
 _KEY = "presence"
 _CONNECT_S = 60.0
+_MOST_STRANGERS = 256
+"""Connections, beyond the ranks' own, that have not shown the token yet; one more ends the oldest of them."""
+_ACCEPT_AGAIN_S = 0.02
 _KEEP_ALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that vanishes closes nothing. Its peers notice by themselves in half a minute; the manager is faster."""
 
@@ -56,7 +61,7 @@ class Presence:
             listener = socket.create_server((address, 0), backlog=min(world_size, 4096))
             presence._sockets.append(listener)
             store.set(_KEY, f"{token} {listener.getsockname()[1]} {address}")
-            presence._start(lambda: presence._serve(listener, token.encode()))
+            presence._start(lambda: presence._serve(listener, token.encode(), world_size + _MOST_STRANGERS))
             return presence
         try:
             token, port, host = store.get(_KEY).decode().split()
@@ -66,6 +71,8 @@ class Presence:
             presence._sockets.append(connection)
             connection.sendall(token.encode() + _MESSAGE.pack(b"h", rank))
         except (OSError, RuntimeError) as error:  # the store's errors are RuntimeErrors
+            if isinstance(error, OSError) and is_out_of_reach(error):
+                departure.leave(PeerLost(f"rank 0 cannot be reached from here: {first_line(error)}", unreached=0))
             departure.leave(PeerLost(f"rank 0 is gone: {first_line(error)}"))
             departure.check()
             raise
@@ -88,7 +95,8 @@ class Presence:
         lost = 0 if message is None else message[1]
         self._departure.leave(PeerLost(f"rank {lost} is gone: its process has ended"))
 
-    def _serve(self, listener: socket.socket, token: bytes) -> None:
+    def _serve(self, listener: socket.socket, token: bytes, most_strangers: int) -> None:
+        strangers: dict[socket.socket, bytes] = {}  # what each has said so far; the oldest first
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while True:
@@ -97,22 +105,42 @@ class Presence:
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
                     if connection is listener:
-                        self._admit(listener, token, selector)
-                        continue
-                    message = _receive(connection)
-                    selector.unregister(connection)
-                    if message is None and not self._over:
-                        self._send_all(b"l", rank or 0)
-                        self._departure.leave(PeerLost(f"rank {rank} is gone: its process has ended"))
+                        if len(strangers) >= most_strangers:
+                            _forget(next(iter(strangers)), strangers, selector)
+                        _accept(listener, strangers, selector)
+                    elif connection in strangers:
+                        self._admit(connection, token, strangers, selector)
+                    elif connection.fileno() >= 0:
+                        message = _receive(connection)
+                        selector.unregister(connection)
+                        if message is None and not self._over:
+                            self._send_all(b"l", rank or 0)
+                            self._departure.leave(PeerLost(f"rank {rank} is gone: its process has ended"))
 
-    def _admit(self, listener: socket.socket, token: bytes, selector: selectors.BaseSelector) -> None:
-        connection, _ = listener.accept()
-        connection.settimeout(1.0)  # whoever knows the token sends it at once; strangers shall not keep others waiting
-        said = _receive_exactly(connection, len(token) + _MESSAGE.size)
-        if said is None or not secrets.compare_digest(said[: len(token)], token):
-            connection.close()
+    def _admit(
+        self,
+        connection: socket.socket,
+        token: bytes,
+        strangers: dict[socket.socket, bytes],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        """Hears a stranger out, without waiting for it; who knows the token is a rank."""
+        wanted = len(token) + _MESSAGE.size
+        try:
+            part = connection.recv(wanted - len(strangers[connection]))
+        except BlockingIOError:
             return
-        connection.settimeout(None)
+        except OSError:
+            part = b""
+        said = strangers[connection] = strangers[connection] + part
+        if part and len(said) < wanted:
+            return
+        if len(said) < wanted or not secrets.compare_digest(said[: len(token)], token):
+            _forget(connection, strangers, selector)
+            return
+        del strangers[connection]
+        selector.unregister(connection)
+        connection.setblocking(True)
         _keep_alive(connection)
         _, rank = _MESSAGE.unpack(said[len(token) :])
         with self._sending:
@@ -137,6 +165,23 @@ class Presence:
     def _close(self) -> None:
         for connection in self._sockets:
             connection.close()
+
+
+def _accept(listener: socket.socket, strangers: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+    try:
+        connection, _ = listener.accept()
+    except OSError:  # it has gone again, or this process has no more file descriptors
+        time.sleep(_ACCEPT_AGAIN_S)
+        return
+    connection.setblocking(False)
+    strangers[connection] = b""
+    selector.register(connection, selectors.EVENT_READ)
+
+
+def _forget(connection: socket.socket, strangers: dict[socket.socket, bytes], selector: selectors.BaseSelector) -> None:
+    del strangers[connection]
+    selector.unregister(connection)
+    connection.close()
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import uuid
@@ -160,6 +161,8 @@ def _run_here(given: argparse.Namespace, env: dict[str, str], code_dir: Path, ur
         *(("--resume_step", str(resume_step)) if resume_step is not None else ()),
         *(("--no_arguments",) if given.no_arguments else ()),
     ]
+    # Through standard input, where nobody else on the machines sees it.
+    env = {"VARUNA_SECRET": secrets.token_hex(32), **env}
     nodes = _Nodes(machines, given.python, flags, [given.training_script, *given.training_script_args], env)
     return nodes.run(layout.machines_used)
 

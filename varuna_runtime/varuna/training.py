@@ -415,6 +415,7 @@ class Varuna(nn.Module):
         """Loads the newest complete checkpoint of the job; returns the number of steps it has behind it, 0 for none.
 
         Called by all ranks, after `set_optimizer`. Continue with step `resume() + 1`.
+        Raises varuna.checkpoint.CheckpointError when the manager has recorded checkpoints and none can be read.
         """
         self._require_optimizer("resume")
         self._resumed = True

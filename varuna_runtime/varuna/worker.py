@@ -6,7 +6,7 @@ import atexit
 import ctypes
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -50,9 +50,11 @@ class Worker:
         # A process that leaves has threads inside gloo, for which interpreter shutdown would wait: it ends before that.
         atexit.register(_at_exit, departure)
         link = AgentLink(environment, departure)
+        departure.report_unreached_to(link.unreached)
         phases = Phases()
         if environment.world_size > 1 or environment.agent_socket:
             install_excepthook(link)
+        environment = replace(environment, secret=link.secret)
         rendezvous = Rendezvous(environment, departure)
         if environment.world_size > 1:
             presence = Presence.join(

@@ -188,7 +188,7 @@ class _Search:
             others = shapes.state != _tables.SIMULATED
             shapes.time_us[others] = np.maximum(shapes.time_us[others], time_us)
         simulated = shapes.state == _tables.SIMULATED
-        candidates = Candidates(shapes.p, shapes.time_us, simulated, rough_us, self._row, self._look_closer)
+        candidates = Candidates(shapes.p, shapes.time_us, simulated, rough_us, best, self._row, self._look_closer)
         if best < 0:
             return Choice(best=None, candidates=candidates, reason=self._why_none())
         self.best_index, drawn = best, self._draw(best, level)

@@ -32,7 +32,10 @@ class Candidate:
 
 
 class Candidates(Sequence[Candidate]):
-    """Best first. There may be hundreds of thousands, so order and words are made on demand."""
+    """Best first, and of those that are equally fast the chosen one.
+
+    There may be hundreds of thousands, so order and words are made on demand.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Candidates(Sequence[Candidate]):
         time_us: npt.NDArray[np.float64],
         simulated: npt.NDArray[np.bool_],
         rough_us: npt.NDArray[np.float64],
+        chosen: int,
         row: Callable[[int], Candidate],
         simulate: Callable[[int], float],
     ):
@@ -50,10 +54,12 @@ class Candidates(Sequence[Candidate]):
             time_us: of each, or a lower bound, or infinite when it does not fit.
             simulated: which of them it is.
             rough_us: another bound, for the order of those with the same.
+            chosen: the number of the shape that is the answer, or -1.
             row: words shape number i.
             simulate: its time.
         """
         self._p, self._time_us, self._simulated, self._rough_us = p, time_us, simulated, rough_us
+        self._chosen = chosen
         self._row, self._simulate = row, simulate
         self._order: npt.NDArray[np.int64] | None = None
 
@@ -89,5 +95,7 @@ class Candidates(Sequence[Candidate]):
 
     def _ordered(self) -> npt.NDArray[np.int64]:
         if self._order is None:
-            self._order = np.lexsort((self._rough_us, self._time_us, ~self._simulated, np.isinf(self._time_us)))
+            is_other = np.arange(len(self)) != self._chosen
+            fits_not = np.isinf(self._time_us)
+            self._order = np.lexsort((self._rough_us, is_other, self._time_us, ~self._simulated, fits_not))
         return self._order

@@ -30,8 +30,13 @@ __all__ = [
 
 SCHEMA: Literal["varuna.profile/1"] = "varuna.profile/1"
 
-Microseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
+# Far beyond what is measured, and such that no sum or quotient of them is infinite: a profile comes from a job.
+_MOST_US = 1e12
+_MOST_BYTES = 2**60
+_MOST_COUNT = 2**31 - 1
+
+Microseconds = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, le=_MOST_BYTES)]
 
 
 class _Frozen(BaseModel):
@@ -42,7 +47,7 @@ class _Frozen(BaseModel):
 class Measurement(_Frozen):
     """One section at one micro-batch size; all is per micro-batch."""
 
-    micro_batch: Annotated[int, Field(ge=1)]
+    micro_batch: Annotated[int, Field(ge=1, le=_MOST_COUNT)]
     """Examples."""
     forward_us: Microseconds
     """Keeping what the backward needs."""
@@ -102,7 +107,7 @@ class Link(_Frozen):
 
     latency_us: Microseconds
     """Of a message without content, on a link at rest."""
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    bandwidth_bytes_per_s: Annotated[float, Field(ge=1e-3, le=_MOST_BYTES, allow_inf_nan=False)]
     """Of a large message, on top of the latency."""
     jitter_us: Microseconds = 0.0
     """Mean of what comes on top of latency_us."""
@@ -120,13 +125,13 @@ class Links(_Frozen):
 class AllReduceMeasurement(_Frozen):
     """One all-reduce over a ring of workers, while others like it run over the same VMs' network."""
 
-    ranks: Annotated[int, Field(ge=2)]
+    ranks: Annotated[int, Field(ge=2, le=_MOST_COUNT)]
     """Workers in the ring."""
-    bytes: Annotated[int, Field(ge=1)]
+    bytes: Annotated[int, Field(ge=1, le=_MOST_BYTES)]
     """What each of them brings."""
-    us: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    us: Annotated[float, Field(gt=0, le=_MOST_US, allow_inf_nan=False)]
     """From its start to its end, in microseconds."""
-    rings: Annotated[int, Field(ge=1)] = 1
+    rings: Annotated[int, Field(ge=1, le=_MOST_COUNT)] = 1
     """Rings at once, this one among them: those of the stages whose workers share their VMs' network."""
 
 

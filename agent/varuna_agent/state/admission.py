@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from varuna_agent.state.limits import JobLimits
 from varuna_agent.state.stimuli import StartWorker, WorkerKey
 from varuna_agent.state.workdir import Workdir
 from varuna_agent.state.worker import Phase, Worker
@@ -35,6 +36,8 @@ class Identity:
     device_memory_bytes: int = 0
     device: str = "cpu"
     """`cpu` or `cuda`; a worker's device is `cuda:<local rank>`."""
+    gpu_type: str = ""
+    """What the devices are called; empty: not known."""
 
 
 def flaw_of(launch: agent_pb2.Launch, identity: Identity) -> str | None:
@@ -93,14 +96,20 @@ def new_worker(
         checkpoint_interval_s=launch.checkpoint_interval_s,
         stops_per_hour=launch.stops_per_hour,
         device=f"cuda:{assignment.local_rank}" if device == "cuda" else device,
+        secret=launch.secret,
+        committed_step=launch.committed_step,
         traceparent=child(launch.traceparent, f"rank {assignment.rank}"),
     )
     start = StartWorker(
         key=key,
         environment=environment,
         extra_environment=dict(launch.environment),
+        secrets=dict(launch.secrets),
         command=launch.command,
-        workdir=Workdir(path=launch.workdir, archive=launch.archive, setup=launch.setup),
+        workdir=Workdir(
+            path=launch.workdir, archive=launch.archive, setup=launch.setup, timeout_s=launch.setup_timeout_s
+        ),
         rendezvous_port=launch.rendezvous_port if assignment.rank == 0 else 0,
+        limits=JobLimits.from_message(launch.limits),
     )
     return Worker(key=key, local_rank=assignment.local_rank, start=start, reports_steps=reports_steps)

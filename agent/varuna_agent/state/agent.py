@@ -9,6 +9,7 @@ from typing import assert_never
 from varuna_agent.state import messages
 from varuna_agent.state.admission import Identity, device_in_use, flaw_of, new_worker
 from varuna_agent.state.conversation import Conversation
+from varuna_agent.state.preparations import Preparations
 from varuna_agent.state.reports import Reports
 from varuna_agent.state.stimuli import (
     ClaimRendezvous,
@@ -18,7 +19,6 @@ from varuna_agent.state.stimuli import (
     Instruction,
     ManagerSaid,
     NoticeSeen,
-    Prepare,
     Prepared,
     Preparing,
     ProcessEnded,
@@ -38,6 +38,7 @@ from varuna_agent.state.stimuli import (
 )
 from varuna_agent.state.worker import Worker
 from varuna_agent.state.workers import Workers
+from varuna_proto.bounds import NAME_CHARS, clean_text
 from varuna_proto.v1 import agent_pb2
 
 
@@ -93,7 +94,7 @@ class AgentState:
         self._rendezvous_port = 0
         self._preparing: frozenset[str] = frozenset()
         self._warm: frozenset[str] = frozenset()
-        self._prepared: set[str] = set()
+        self._preparations = Preparations()
         self._notices: set[str] = set()
         self._no_launches = ""
         self._leaving: _Leaving | None = None
@@ -156,8 +157,7 @@ class AgentState:
                 yield from self._workers.process_not_started(key, reason, now)
             case RendezvousOpened(port):
                 self._rendezvous_port = port
-                self._conversation.heartbeat_now(now)
-                yield from self._tick(now)
+                yield from self._send_heartbeat(now)
             case NoticeSeen():
                 yield from self._notice_seen(event)
             case StreamOpened():
@@ -169,8 +169,7 @@ class AgentState:
                 yield from self._tick(now)
             case Preparing(job_ids, warm):
                 self._preparing, self._warm = job_ids, warm
-                self._conversation.heartbeat_now(now)
-                yield from self._tick(now)
+                yield from self._send_heartbeat(now)
             case Prepared():
                 yield from self._folder_prepared(event, now)
             case Terminate(reason):
@@ -202,7 +201,9 @@ class AgentState:
                 yield from self._workers.dump_stacks(message.dump_stacks)
             case "prepare":
                 if not self._no_launches:
-                    yield Prepare(message.prepare)
+                    yield from self._prepare(self._preparations.request(message.prepare), now)
+            case "keep_prepared":
+                yield from self._prepare(self._preparations.keep_only(message.keep_prepared.job_ids), now)
             case "refused":
                 reason = f"the manager refused this VM: {message.refused.reason}"
                 yield from self._leave(_Leaving(reason, 1, 0.0), 0.0, now)
@@ -216,13 +217,7 @@ class AgentState:
             return  # a repetition: its workers run, or their exits are reported
         refusal = self._refusal(launch, now)
         if refusal is not None:
-            yield from self._reports.report(
-                agent_pb2.Report(
-                    command_refused=agent_pb2.CommandRefused(
-                        job_id=launch.job_id, generation=launch.generation, reason=refusal
-                    )
-                )
-            )
+            yield from self._reports.report(messages.refused(launch.job_id, launch.generation, refusal))
             return
         self._launched[launch.job_id] = launch.generation
         yield from self._see(launch.job_id, launch.generation)
@@ -237,13 +232,21 @@ class AgentState:
         yield from self._admit(launch, now)
 
     def _folder_prepared(self, event: Prepared, now: float) -> Iterator[Instruction]:
-        if event.error:
-            self._prepared.discard(event.job_id)
+        if event.error and self._preparations.is_wanted(event.job_id):
             yield from self._reports.report(messages.setup_failed(event.job_id, event.exit_code, event.error))
-        else:
-            self._prepared.add(event.job_id)
-            self._conversation.heartbeat_now(now)
-            yield from self._tick(now)
+        yield from self._prepare(self._preparations.finish(event.job_id, is_ready=not event.error), now)
+
+    def _prepare(self, instructions: Iterator[Instruction], now: float) -> Iterator[Instruction]:
+        """Follow what the preparations want done; the manager hears at once what that changes."""
+        before = self._preparations.ready, self._preparations.unfinished
+        yield from instructions
+        if (self._preparations.ready, self._preparations.unfinished) != before:
+            yield from self._send_heartbeat(now)
+
+    def _send_heartbeat(self, now: float) -> Iterator[Instruction]:
+        """Say how things are, without waiting for the next one to be due."""
+        self._conversation.heartbeat_now(now)
+        yield from self._tick(now)
 
     def _see(self, job_id: str, generation: int) -> Iterator[Instruction]:
         if generation <= self._seen.get(job_id, 0):
@@ -251,7 +254,9 @@ class AgentState:
         self._seen.pop(job_id, None)
         self._seen[job_id] = generation
         while len(self._seen) > _MAX_SEEN_JOBS:
-            del self._seen[next(iter(self._seen))]
+            forgotten = next(iter(self._seen))
+            del self._seen[forgotten]
+            self._launched.pop(forgotten, None)
         yield Remember(dict(self._seen))
 
     def _refusal(self, launch: agent_pb2.Launch, now: float) -> str | None:
@@ -279,7 +284,7 @@ class AgentState:
                 f"VM {self.identity.vm_id} holds {self._rendezvous_port} now"
             )
             for worker in workers:
-                exited = worker.never_ran(agent_pb2.EXIT_CAUSE_LAUNCH_FAILED, reason)
+                exited = worker.never_ran(agent_pb2.EXIT_CAUSE_LAUNCH_REFUSED, reason)
                 yield from self._reports.report(agent_pb2.Report(worker_exited=exited))
             return
         if has_rank_0:
@@ -296,8 +301,7 @@ class AgentState:
         key = (stop.job_id, stop.generation)
         if all(worker.key.generation_key != key for worker in self.workers):
             reason = f"generation {stop.generation} was stopped, and nothing of it runs on VM {self.identity.vm_id}"
-            refused = agent_pb2.CommandRefused(job_id=stop.job_id, generation=stop.generation, reason=reason)
-            yield from self._reports.report(agent_pb2.Report(command_refused=refused))
+            yield from self._reports.report(messages.refused(stop.job_id, stop.generation, reason))
         yield from self._see(stop.job_id, stop.generation)
         yield from self._workers.end(
             lambda worker: worker.key.job_id == stop.job_id and worker.key.generation <= stop.generation,
@@ -318,7 +322,14 @@ class AgentState:
         self._no_launches = leaving.reason
         self._leaving = leaving
         self._exit_at = None
-        yield from self._workers.end(lambda worker: True, agent_pb2.STOP_MODE_LEAVE_NOW, grace_s, leaving.reason, now)
+        yield from self._workers.end(
+            lambda worker: True,
+            agent_pb2.STOP_MODE_LEAVE_NOW,
+            grace_s,
+            leaving.reason,
+            now,
+            excuse=agent_pb2.EXIT_CAUSE_AGENT_ENDED,
+        )
 
     # ------------------------------------------------------------ talking
 
@@ -334,7 +345,9 @@ class AgentState:
         yield from self._reports.report(
             agent_pb2.Report(
                 preemption_notice=agent_pb2.PreemptionNotice(
-                    notice_id=notice.notice_id, seconds_left=notice.seconds_left, source=notice.source
+                    notice_id=clean_text(notice.notice_id, NAME_CHARS),
+                    seconds_left=notice.seconds_left,
+                    source=clean_text(notice.source, NAME_CHARS),
                 )
             )
         )
@@ -344,7 +357,14 @@ class AgentState:
     def _enforce_lease(self, now: float) -> Iterator[Instruction]:
         if self._conversation.is_lease_over(now):
             reason = f"the lease is over: nothing was heard from the manager for {self._conversation.lease_s:g} s"
-            yield from self._workers.end(lambda worker: True, agent_pb2.STOP_MODE_LEAVE_NOW, 0.0, reason, now)
+            yield from self._workers.end(
+                lambda worker: True,
+                agent_pb2.STOP_MODE_LEAVE_NOW,
+                0.0,
+                reason,
+                now,
+                excuse=agent_pb2.EXIT_CAUSE_LEASE_OVER,
+            )
 
     def _tick(self, now: float) -> Iterator[Instruction]:
         yield from self._workers.kill_overdue(now)
@@ -359,7 +379,8 @@ class AgentState:
                 workers=[worker.health for worker in self.workers],
                 preparing_jobs=sorted(self._preparing),
                 warm_jobs=sorted(self._warm),
-                prepared_jobs=sorted(self._prepared),
+                prepared_jobs=sorted(self._preparations.ready),
+                setting_up_jobs=sorted(self._preparations.unfinished),
             )
             yield Send(agent_pb2.AgentMessage(heartbeat=heartbeat))
 

@@ -1,4 +1,7 @@
-"""What the agent tells the manager, put together from what it knows and what its workers say."""
+"""What the agent tells the manager, put together from what it knows and what its workers say.
+
+A worker is the job's own code: what it says is cleaned and cut here, so that every report can be sent and stored.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from collections.abc import Iterable, Mapping
 from varuna_agent.state.admission import Identity
 from varuna_agent.state.stimuli import WorkerKey
 from varuna_agent.state.worker import Worker
+from varuna_proto.bounds import ERROR_CHARS, NAME_CHARS, URL_CHARS, clean_text
 from varuna_proto.v1 import agent_pb2, worker_pb2
+
+_MOST_PHASES = 32
+_STACK_CHARS = 70_000
+_MOST_OPS = 20_000
+_MOST_SUMS = 1_000
+_SUM_CHARS = 64
+"""Of gradients, and of their names. With so many ops they fit a message."""
 
 
 def hello(
@@ -34,32 +45,47 @@ def hello(
             agent_pb2.SeenGeneration(job_id=job_id, generation=generation) for job_id, generation in seen.items()
         ],
         first_report=first_report,
+        gpu_type=identity.gpu_type,
     )
 
 
 def started(worker: Worker, ready: worker_pb2.WorkerReady) -> agent_pb2.Report:
+    said = [agent_pb2.Phase(name=clean_text(phase.name, NAME_CHARS), seconds=phase.seconds) for phase in ready.phases]
+    own = [agent_pb2.Phase(name=name, seconds=took) for name, took in worker.phases.items()]
     fact = agent_pb2.WorkerStarted(
         job_id=worker.key.job_id,
         generation=worker.key.generation,
         rank=worker.key.rank,
         pid=worker.pid,
         resumed_step=ready.resumed_step,
-        phases=[agent_pb2.Phase(name=name, seconds=took) for name, took in worker.phases.items()] + list(ready.phases),
+        phases=[*own, *said[:_MOST_PHASES]],
     )
     return agent_pb2.Report(worker_started=fact)
 
 
 def committed(key: WorkerKey, done: worker_pb2.CheckpointDone) -> agent_pb2.Report:
     fact = agent_pb2.CheckpointCommitted(
-        job_id=key.job_id, generation=key.generation, step=done.step, url=done.url, total_bytes=done.total_bytes
+        job_id=key.job_id,
+        generation=key.generation,
+        step=done.step,
+        url=clean_text(done.url, URL_CHARS),
+        total_bytes=done.total_bytes,
     )
     return agent_pb2.Report(checkpoint_committed=fact)
 
 
 def traced(key: WorkerKey, done: agent_pb2.StepTraced) -> agent_pb2.Report:
-    fact = agent_pb2.StepTraced()
-    fact.CopyFrom(done)
-    fact.job_id, fact.generation, fact.rank = key.job_id, key.generation, key.rank
+    fact = agent_pb2.StepTraced(
+        job_id=key.job_id,
+        generation=key.generation,
+        rank=key.rank,
+        step=done.step,
+        begin_us=done.begin_us,
+        ops=done.ops[:_MOST_OPS],
+        all_reduce=done.all_reduce[:_MOST_SUMS],
+    )
+    for one in fact.all_reduce:
+        one.name = clean_text(one.name, _SUM_CHARS)
     return agent_pb2.Report(step_traced=fact)
 
 
@@ -71,8 +97,14 @@ def measured(key: WorkerKey, done: worker_pb2.ProfileDone) -> agent_pb2.Report:
 
 
 def setup_failed(job_id: str, exit_code: int, error: str) -> agent_pb2.Report:
-    fact = agent_pb2.SetupFailed(job_id=job_id, exit_code=exit_code, error_text=error)
+    fact = agent_pb2.SetupFailed(job_id=job_id, exit_code=exit_code, error_text=clean_text(error, ERROR_CHARS))
     return agent_pb2.Report(setup_failed=fact)
+
+
+def refused(job_id: str, generation: int, reason: str) -> agent_pb2.Report:
+    """A command that the agent does not follow."""
+    fact = agent_pb2.CommandRefused(job_id=job_id, generation=generation, reason=clean_text(reason, ERROR_CHARS))
+    return agent_pb2.Report(command_refused=fact)
 
 
 def report(numbered: agent_pb2.Report) -> agent_pb2.AgentMessage:
@@ -86,7 +118,7 @@ def stack_dump(request_id: str, key: WorkerKey, *, text: str = "", error: str = 
         job_id=key.job_id,
         generation=key.generation,
         rank=key.rank,
-        text=text,
-        error=error,
+        text=clean_text(text, _STACK_CHARS),
+        error=clean_text(error, ERROR_CHARS),
     )
     return agent_pb2.AgentMessage(stack_dump=dump)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from varuna_agent.state.limits import NO_LIMITS, JobLimits
 from varuna_agent.state.workdir import Workdir
 from varuna_proto.environment import WorkerEnvironment
 from varuna_proto.v1 import agent_pb2, worker_pb2
@@ -121,7 +122,7 @@ class Preparing:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The folder of a job's workers is ready on this VM, or cannot be made so."""
+    """The folder of a job's workers is ready on this VM, or cannot be made so, or is not wanted any more."""
 
     job_id: str
     error: str = ""
@@ -164,15 +165,26 @@ class HangUp:
 
 
 @dataclass(frozen=True)
+class AdmitWorker:
+    """Give a worker that has connected the secret of its generation."""
+
+    key: WorkerKey
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
 class StartWorker:
     key: WorkerKey
     environment: WorkerEnvironment
     """Without agent_socket and rendezvous_fd: those are for whoever starts the process."""
-    extra_environment: Mapping[str, str]
+    extra_environment: Mapping[str, str] = field(repr=False)
+    secrets: Mapping[str, str] = field(repr=False)
+    """Further variables, which the job names and the manager has."""
     command: str
     workdir: Workdir
     rendezvous_port: int
     """The claimed port whose socket this worker inherits; 0: none."""
+    limits: JobLimits = NO_LIMITS
 
 
 @dataclass(frozen=True)
@@ -221,9 +233,24 @@ class ReadStacks:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Have a process at hand from which such workers start at once."""
+    """Make the folder of such workers ready, where there is something to make, and then have a process at hand from
+    which they start at once. Where there is, `Prepared` follows."""
 
     request: agent_pb2.Prepare
+
+
+@dataclass(frozen=True)
+class CancelPrepare:
+    """The folder of the job is not wanted any more; `Prepared` follows."""
+
+    job_id: str
+
+
+@dataclass(frozen=True)
+class KeepFolders:
+    """The folders of these jobs, and of those that have workers here, stay; others may go when there are many."""
+
+    job_ids: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -243,6 +270,7 @@ Instruction = (
     Send
     | HangUp
     | StartWorker
+    | AdmitWorker
     | TellWorkerToLeave
     | KillWorker
     | ClaimRendezvous
@@ -250,6 +278,8 @@ Instruction = (
     | ReadLogs
     | ReadStacks
     | Prepare
+    | CancelPrepare
+    | KeepFolders
     | Remember
     | ExitAgent
 )

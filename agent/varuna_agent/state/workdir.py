@@ -16,6 +16,8 @@ class Workdir:
     """SHA-256 of the packed folder."""
     setup: str = ""
     """Run by /bin/sh -c in the folder, once."""
+    timeout_s: float = 0.0
+    """For making it ready, from the first byte of the archive to the end of the setup; 0: as long as it takes."""
 
     @property
     def needs_work(self) -> bool:

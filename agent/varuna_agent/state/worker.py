@@ -13,12 +13,13 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from varuna_agent.state.stimuli import StartWorker, WorkerKey
+from varuna_proto.bounds import ERROR_CHARS, clean_text
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2
 
-MAX_ERROR_TEXT_CHARS = 16_000
 _SHELL_CANNOT_RUN = (126, 127)
 
 
@@ -79,6 +80,14 @@ _TRANSITIONS: dict[Phase, dict[Stimulus, Phase]] = {
 }
 
 
+class Excuse(NamedTuple):
+    """Why the agent ends a worker where neither the manager nor the job is the reason."""
+
+    cause: agent_pb2.ExitCause.ValueType
+    """Of the exit that is reported."""
+    reason: str
+
+
 _ENDS_PHASE = {Stimulus.START: "wait", Stimulus.HELLO: "process"}
 """Of a start."""
 
@@ -109,6 +118,11 @@ class Worker:
     kill_at: float | None = None
     end_reason: str = ""
     """Why the agent ends it; empty: the agent does not."""
+    excuse: Excuse | None = None
+    saving_since: float | None = None
+    """When it was told to save and leave; None: it was not, or not only that."""
+    unreached: agent_pb2.Unreached | None = None
+    """The peer that it could not reach."""
     has_reported_step: bool = False
     phases: dict[str, float] = field(default_factory=dict)
     """What its start took so far, in seconds: its wait for a device, then its process until that connects."""
@@ -151,17 +165,20 @@ class Worker:
         leaves_at_once = self.phase is Phase.LEAVING and self.leave_mode == agent_pb2.STOP_MODE_LEAVE_NOW
         return kind != "cpu" or not (leaves_at_once or self.phase is Phase.KILLED)
 
-    def exited(self, exit_code: int, log_tail: str) -> agent_pb2.WorkerExited:
+    def exited(self, exit_code: int, log_tail: str, now: float) -> agent_pb2.WorkerExited:
         """What to report about its end."""
         code = _signal_of_shell(exit_code)
         cause = self._cause(code)
+        since = self.saving_since if code == EXIT_GENERATION_ENDED else None
         return agent_pb2.WorkerExited(
             job_id=self.key.job_id,
             generation=self.key.generation,
             rank=self.key.rank,
             cause=cause,
             exit_code=code,
-            error_text=self._error_text(cause, code, log_tail)[-MAX_ERROR_TEXT_CHARS:],
+            error_text=clean_text(self._error_text(cause, code, log_tail), ERROR_CHARS),
+            save_s=0.0 if since is None else now - since,
+            unreached=self.unreached if cause == agent_pb2.EXIT_CAUSE_PEER_LOST else None,
         )
 
     def never_ran(self, cause: agent_pb2.ExitCause.ValueType, reason: str) -> agent_pb2.WorkerExited:
@@ -170,10 +187,14 @@ class Worker:
             generation=self.key.generation,
             rank=self.key.rank,
             cause=cause,
-            error_text=reason,
+            error_text=clean_text(reason, ERROR_CHARS),
         )
 
     def _cause(self, code: int) -> agent_pb2.ExitCause.ValueType:
+        cause = self._own_cause(code)
+        return self.excuse.cause if self.excuse is not None and cause in _MADE_TO_END else cause
+
+    def _own_cause(self, code: int) -> agent_pb2.ExitCause.ValueType:
         if code in _CAUSES:
             return _CAUSES[code]
         if code < 0 or self.phase is Phase.KILLED:
@@ -189,6 +210,8 @@ class Worker:
     def _error_text(self, cause: agent_pb2.ExitCause.ValueType, code: int, log_tail: str) -> str:
         if cause == agent_pb2.EXIT_CAUSE_FINISHED:
             return ""
+        if self.excuse is not None and cause == self.excuse.cause:
+            return self.failure or self.excuse.reason
         if self.phase is Phase.KILLED:
             return self.failure or self.end_reason
         if code == EXIT_GENERATION_ENDED:
@@ -207,6 +230,10 @@ _CAUSES: dict[int, agent_pb2.ExitCause.ValueType] = {
     EXIT_GENERATION_ENDED: agent_pb2.EXIT_CAUSE_GENERATION_ENDED,
     EXIT_PEER_LOST: agent_pb2.EXIT_CAUSE_PEER_LOST,
 }
+
+
+_MADE_TO_END = frozenset({agent_pb2.EXIT_CAUSE_KILLED, agent_pb2.EXIT_CAUSE_GENERATION_ENDED})
+"""Exits of workers that somebody had end."""
 
 
 def _signal_of_shell(exit_code: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from varuna_agent.state import messages
 from varuna_agent.state.reports import Reports
 from varuna_agent.state.stimuli import (
+    AdmitWorker,
     Instruction,
     KillWorker,
     ReadStacks,
@@ -15,7 +16,8 @@ from varuna_agent.state.stimuli import (
     TellWorkerToLeave,
     WorkerKey,
 )
-from varuna_agent.state.worker import Phase, Stimulus, Worker
+from varuna_agent.state.worker import Excuse, Phase, Stimulus, Worker
+from varuna_proto.bounds import ERROR_CHARS, clean_text
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 
@@ -87,10 +89,17 @@ class Workers:
         grace_s: float,
         reason: str,
         now: float,
+        *,
+        excuse: agent_pb2.ExitCause.ValueType | None = None,
     ) -> Iterator[Instruction]:
-        """Those that are `concerned` have `grace_s` to leave; 0: they are killed."""
+        """Those that are `concerned` have `grace_s` to leave; 0: they are killed.
+
+        `excuse`: the cause of their exits, where neither the manager nor the job is the reason.
+        """
         for worker in self.all:
             if concerned(worker):
+                if excuse is not None and worker.excuse is None:
+                    worker.excuse = Excuse(excuse, reason)
                 yield from self._end_one(worker, mode, grace_s, reason, now)
 
     def kill_overdue(self, now: float) -> Iterator[Instruction]:
@@ -102,11 +111,12 @@ class Workers:
     def cancel_waiting(self, reason: str, now: float) -> Iterator[Instruction]:
         for worker in self.all:
             if worker.phase is Phase.WAITING:
+                worker.excuse = Excuse(agent_pb2.EXIT_CAUSE_LAUNCH_REFUSED, reason)
                 yield from self._cancel(worker, reason, now)
 
     def process_ended(self, key: WorkerKey, exit_code: int, log_tail: str, now: float) -> Iterator[Instruction]:
         worker = self._by_key[key]
-        yield from self._gone(worker, worker.exited(exit_code, log_tail), Stimulus.EXIT, now)
+        yield from self._gone(worker, worker.exited(exit_code, log_tail, now), Stimulus.EXIT, now)
 
     def process_not_started(self, key: WorkerKey, reason: str, now: float) -> Iterator[Instruction]:
         worker = self._by_key[key]
@@ -132,6 +142,8 @@ class Workers:
                 worker.end_reason = f"{reason}; it had not left after {grace_s:g} s and was killed"
             if is_more_urgent:
                 worker.leave_mode = mode
+                saves = mode == agent_pb2.STOP_MODE_SAVE_FIRST and worker.connected
+                worker.saving_since = now if saves else None
                 if worker.connected:
                     yield TellWorkerToLeave(worker.key, mode, reason)
 
@@ -144,7 +156,8 @@ class Workers:
     def _cancel(self, worker: Worker, reason: str, now: float) -> Iterator[Instruction]:
         if worker.start.rendezvous_port:
             yield ReleaseRendezvous(worker.start.rendezvous_port)
-        exited = worker.never_ran(agent_pb2.EXIT_CAUSE_GENERATION_ENDED, f"{reason}; it had not started yet")
+        cause = agent_pb2.EXIT_CAUSE_GENERATION_ENDED if worker.excuse is None else worker.excuse.cause
+        exited = worker.never_ran(cause, f"{reason}; it had not started yet")
         yield from self._gone(worker, exited, Stimulus.CANCEL, now)
 
     def _gone(
@@ -165,6 +178,8 @@ class Workers:
         worker.move(Stimulus.HELLO, now)
         worker.connected = worker.has_connected = True
         worker.pid = pid
+        if worker.start.environment.secret:
+            yield AdmitWorker(key, worker.start.environment.secret)
         if worker.phase is Phase.LEAVING:
             yield TellWorkerToLeave(key, worker.leave_mode, "it was to leave before it had connected")
 
@@ -194,8 +209,10 @@ class Workers:
                 yield from self._reports.report(messages.committed(worker.key, message.checkpoint_done))
             case "profile_done":
                 yield from self._reports.report(messages.measured(worker.key, message.profile_done))
+            case "unreached":
+                worker.unreached = message.unreached
             case "failure":
-                worker.failure = message.failure.traceback
+                worker.failure = clean_text(message.failure.traceback, ERROR_CHARS)
                 worker.failed_before_leave = worker.phase in (Phase.CONNECTED, Phase.READY)
             case _:
                 pass  # a second hello, or a newer library's message

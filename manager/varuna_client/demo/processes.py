@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -70,13 +70,18 @@ class DemoProcesses:
         return process
 
     def marked(self) -> list[psutil.Process]:
-        """Every living process with our mark."""
-        found = []
+        """Every living process with our mark, and what these have started: agents warm workers up without the mark."""
+        living: dict[int, psutil.Process] = {}
+        parents: dict[int, int] = {}
+        ours: set[int] = set()
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                living[process.pid], parents[process.pid] = process, process.ppid()
+                if process.environ().get(MARK) == self.mark:
+                    ours.add(process.pid)
+        return [process for pid, process in living.items() if any(each in ours for each in _line(pid, parents))]
 
     def end_all(self, *, grace_s: float = 5.0, deadline_s: float = 10.0) -> None:
         """Ask the started ones to end, then kill what is left. Raises VarunaError when something survives."""
@@ -98,6 +103,15 @@ class DemoProcesses:
             psutil.wait_procs(left, timeout=1.0)
         for process in self._started:
             process.wait()
+
+
+def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    """A process, its parent, and so on."""
+    seen: set[int] = set()
+    while pid in parents and pid not in seen:
+        yield pid
+        seen.add(pid)
+        pid = parents[pid]
 
 
 def fresh_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,10 @@ from varuna_client.render import shape
 TOLERANCE = 1e-4
 """Greatest relative difference of a step's loss to the uninterrupted run's (fp32)."""
 MIN_MORPHS = 3
+_FAR_OFF = 0.2
+"""A step time this far from its prediction, relatively, needs an explanation."""
+_BUSY = 0.15
+"""The share of the processors that, used by other programs, explains it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,8 @@ class Played:
     """Each with kind, story, step, generation and, for the notice, `left_after_s` and `notice_s`."""
     problems: tuple[str, ...] = ()
     """What went wrong outside the training: a deadline passed, a process that would not end."""
+    other_load: Mapping[int, float | None] = field(default_factory=dict)
+    """By generation: the share of the processors, from 0 to 1, that other programs used while it trained."""
     elapsed_s: float = 0.0
 
 
@@ -60,8 +66,8 @@ def make_report(steps: int, observed: Observation, reference: Sequence[float], p
         "steps": steps,
         "max_loss_difference": largest,
         "tolerance": TOLERANCE,
-        "generations": [_generation(g, observed) for g in trained],
-        "calibration": [_generation(g, observed) for g in observed.generations if g["kind"] == "calibration"],
+        "generations": [_generation(g, observed, played.other_load.get(g["number"])) for g in trained],
+        "calibration": [_generation(g, observed, None) for g in observed.generations if g["kind"] == "calibration"],
         "disturbances": list(played.disturbances),
         "elapsed_s": round(played.elapsed_s, 1),
         "losses": losses,
@@ -171,7 +177,27 @@ def _morph_failures(trained: Sequence[Generation], played: Played) -> list[str]:
     return failures
 
 
-def _generation(generation: Generation, observed: Observation) -> dict[str, Any]:
+def busy_note(document: dict[str, Any]) -> str | None:
+    """One line when step times are far from their predictions while other programs used the processors; else None."""
+    off = [generation for generation in document["generations"] if _is_explained_by_load(generation)]
+    if not off:
+        return None
+    numbers = ", ".join(str(generation["number"]) for generation in off)
+    share = max(generation["other_programs_share"] for generation in off)
+    return (
+        f"this machine was busy: other programs used up to {share:.0%} of its processors, so the step times of "
+        f"generation{'s' if len(off) > 1 else ''} {numbers} and the seconds without progress say little"
+    )
+
+
+def _is_explained_by_load(generation: Mapping[str, Any]) -> bool:
+    actual, predicted = generation["minibatch_s"], generation["predicted_minibatch_s"]
+    if not actual or not predicted or abs(actual - predicted) / predicted < _FAR_OFF:
+        return False
+    return (generation["other_programs_share"] or 0.0) >= _BUSY
+
+
+def _generation(generation: Generation, observed: Observation, other_share: float | None) -> dict[str, Any]:
     times = [metric["step_s"] for metric in observed.metrics if metric["generation"] == generation["number"]]
     return {
         "number": generation["number"],
@@ -185,4 +211,5 @@ def _generation(generation: Generation, observed: Observation) -> dict[str, Any]
         "steps": len(times),
         "minibatch_s": statistics.median(times) if times else None,
         "predicted_minibatch_s": generation["plan"].get("predicted_minibatch_s"),
+        "other_programs_share": None if other_share is None else round(other_share, 2),
     }

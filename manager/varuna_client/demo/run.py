@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 
 from varuna_client.api import Client
+from varuna_client.demo.other_load import OtherLoad
 from varuna_client.demo.processes import DemoProcesses, fresh_folder, kill_group
-from varuna_client.demo.report import Played, Report, closing_table, make_report, verdict
+from varuna_client.demo.report import Played, Report, busy_note, closing_table, make_report, verdict
 from varuna_client.demo.scenario import (
     FULL_FLEET,
     Disturbance,
@@ -37,10 +38,11 @@ FULL_STEPS, SHORT_STEPS = 120, 60
 DEVICE_MEMORY_BYTES = 34 * 1024 * 1024
 """Of each emulated device: less than the model with its gradients and Adam's state, so one device cannot hold it."""
 POLL_S = 0.25
-MANAGER_DEADLINE_S = 60.0
-FLEET_DEADLINE_S = 60.0
-JOB_DEADLINE_S = 270.0
-REFERENCE_DEADLINE_S = 180.0
+MANAGER_DEADLINE_S = 300.0
+FLEET_DEADLINE_S = 300.0
+STALLED_S = 300.0
+"""The job is given up when nothing at all has happened to it for this long: no step, no event."""
+REFERENCE_DEADLINE_S = 1800.0
 
 
 def run_demo(*, out: Path, folder: Path, steps: int | None, short: bool, as_json: bool) -> bool:
@@ -58,7 +60,7 @@ def run_demo(*, out: Path, folder: Path, steps: int | None, short: bool, as_json
     with DemoProcesses(folder) as processes, make_view(console, steps) as view:
         url = _start_manager(processes, view)
         with Client(url) as client:
-            stage = Stage(client, view, steps_between)
+            stage = Stage(client, view, steps_between, OtherLoad(processes.marked))
             observed = stage.play(job_spec(example, steps))
             reference = _reference(processes, example, observed, steps, view)
         view.say("ending the manager, the VMs and their workers")
@@ -66,6 +68,7 @@ def run_demo(*, out: Path, folder: Path, steps: int | None, short: bool, as_json
         played = Played(
             disturbances=tuple(stage.disturbances),
             problems=tuple(stage.problems),
+            other_load=stage.other_load_by_generation(),
             elapsed_s=time.monotonic() - began,
         )
         report = make_report(steps, observed, reference, played)
@@ -98,29 +101,47 @@ class Stage:
     client: Client
     view: View
     steps_between: int
+    other_load: OtherLoad
     disturbances: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _metrics: list[Metric] = field(default_factory=list)
     _events: list[Event] = field(default_factory=list)
     _noticed_at: float = 0.0
+    _trained: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By generation: when it was first and last seen running, on the monotonic clock."""
 
     def play(self, spec: JobSpec) -> Observation:
-        """From the fleet's first VMs to the job's end, or to the deadline."""
+        """From the fleet's first VMs to the job's end, or until nothing happens any longer."""
         self._await_fleet()
         job = self.client.submit(spec)
         self.view.say(f"submitted {spec['name']}: {spec['run']} (global batch {spec['global_batch']})")
-        deadline = time.monotonic() + JOB_DEADLINE_S
+        seen, changed_at = (0, 0), time.monotonic()
         while True:
             observed = self._observe(job)
+            self._note_load(observed, time.monotonic())
             self.view.show(observed)
             self._watch_leaving()
             if observed.over:
                 return observed
-            if time.monotonic() > deadline:
-                self.problems.append(f"the job was not over after {JOB_DEADLINE_S:.0f} s")
+            news = (len(observed.metrics), len(observed.events))
+            if news != seen:
+                seen, changed_at = news, time.monotonic()
+            if time.monotonic() > changed_at + STALLED_S:
+                self.problems.append(f"nothing happened to the job for {STALLED_S:.0f} s")
                 return observed
             self._disturb(observed)
             time.sleep(POLL_S)
+
+    def other_load_by_generation(self) -> dict[int, float | None]:
+        """The share of the processors that other programs used while each generation trained."""
+        return {number: self.other_load.share(*times) for number, times in self._trained.items()}
+
+    def _note_load(self, observed: Observation, now: float) -> None:
+        self.other_load.sample(now)
+        generation = observed.training
+        if generation is not None and generation["state"] == "running":
+            first, _ = self._trained.get(generation["number"], (now, now))
+            self._trained[generation["number"]] = (first, now)
 
     def _await_fleet(self) -> None:
         self.view.say(f"waiting for {FULL_FLEET} spot VMs")
@@ -260,6 +281,9 @@ def _close(report: Report, console: Console, out: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.document))
     console.print(closing_table(report.document))
+    busy = busy_note(report.document)
+    if busy is not None:
+        console.print(busy, style="yellow", soft_wrap=True)
     console.print(verdict(report), style="bold green" if report.ok else "bold red", soft_wrap=True)
     console.print(f"took {report.document['elapsed_s']:.0f} s; all of it is in {out}", soft_wrap=True)
     sys.stdout.flush()

@@ -60,7 +60,7 @@ class ComputeController:
         live = {(running.job_id, running.generation) for running in all_running}
         self._watched = {key: watched for key, watched in self._watched.items() if key in live}
         for running in all_running:
-            took = self._times.look(running.job_id, running.generation, len(running.vm_ids))
+            took = self._times.look(running.job_id, running.generation, running.vm_ids)
             if took is not None:
                 medians = {rank: each.median_us for rank, each in took.items()}
                 examined = await self._planning.examine(running.profile_json, running.plan, medians)

@@ -15,6 +15,7 @@ from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow
 from varuna_manager.domain.fleet_decision import Limits, decide_vm
 from varuna_manager.domain.observed import Rules, VmView
+from varuna_manager.domain.silence import silent_together
 from varuna_manager.domain.states import VmState
 from varuna_manager.providers.base import Notice, Provider, ProviderVm
 from varuna_manager.services.bell import Bell
@@ -153,9 +154,12 @@ class FleetController:
     async def _note(self, rows: Mapping[str, VmFacts], views: Mapping[str, VmView]) -> bool:
         """Bring the VMs' states up to date; whether anything changed."""
         now = self._now()
-        verdicts = {vm_id: decide_vm(now, view, self._rules) for vm_id, view in views.items()}
+        together = silent_together(views.values(), self._rules)
+        verdicts = {
+            vm_id: decide_vm(now, view, self._rules, together=vm_id in together) for vm_id, view in views.items()
+        }
         until = {vm_id: row.quarantined_until for vm_id, row in rows.items() if row.quarantined_until is not None}
-        released = {vm_id for vm_id, at in until.items() if at <= now}
+        released = {vm_id for vm_id, at in until.items() if not self._registry.is_quarantined(vm_id, at, now)}
         to_change = [vm_id for vm_id in rows if verdicts[vm_id] is not None or vm_id in released]
         if not to_change:
             return False

@@ -29,7 +29,7 @@ from varuna_manager.domain.fleet_decision import (
 )
 from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.states import VmState
-from varuna_manager.providers.base import Created, Provider, ProviderVm
+from varuna_manager.providers.base import Created, Offer, Provider, ProviderVm
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.fleet import FleetService, job_wants
 from varuna_manager.services.vm_registry import VmRegistry
@@ -138,7 +138,7 @@ class FleetSize:
         async with self._database.read() as session:
             idle_s = self._note_idle(views.values())
             row = await session.get(FleetRow, self._provider.name)
-            target, why, follows_jobs = await self._target(session, row, views.values(), idle_s, offer.gpus)
+            target, why, follows_jobs = await self._target(session, row, views.values(), idle_s, offer)
         request = None
         if row is not None and row.request is not None:
             request = (row.request, row.request_count or 0)
@@ -162,14 +162,14 @@ class FleetSize:
         row: FleetRow | None,
         views: Iterable[VmView],
         idle_s: dict[str, float],
-        gpus_per_vm: int,
+        offer: Offer,
     ) -> tuple[int, str, bool]:
         """How many VMs are wanted, why, and whether that follows the jobs."""
         if row is None:
             return 0, "", False
         if row.min_vms is None or row.max_vms is None:
             return row.target, "", False
-        jobs = await job_wants(session)
+        jobs, unfit = await job_wants(session, offer)
         ids = frozenset(job.id for job in jobs)
         if self._enough is not None and (self._enough[0] != ids or self._now() - self._enough[2] > _ENOUGH_FOR_S):
             self._enough = None
@@ -180,10 +180,11 @@ class FleetSize:
         target, why = wanted_vms(
             Range(min_vms=row.min_vms, max_vms=row.max_vms),
             jobs,
-            gpus_per_vm=gpus_per_vm,
+            gpus_per_vm=offer.gpus,
             enough_vms=self._enough[1] if self._enough is not None else None,
         )
-        return target, why, True
+        others = f"; {unfit} jobs ask for other GPUs than those on offer" if unfit else ""
+        return target, why + others, True
 
     def _note_idle(self, views: Iterable[VmView]) -> dict[str, float]:
         """For how long each VM that could work has not."""

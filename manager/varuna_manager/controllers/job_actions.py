@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +18,20 @@ from varuna_manager.domain.observed import (
     EndGeneration,
     FinishJob,
     LiftQuarantine,
+    NoteDeath,
     NoteHang,
     Quarantine,
     RequeueJob,
     StartGeneration,
     StopGeneration,
 )
-from varuna_manager.domain.states import GenerationState, JobState, WorkerState
+from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, WorkerState
+from varuna_manager.services.checkpoints import newest_committed
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.stacks import StackService
 from varuna_manager.services.vm_registry import VmRegistry
 
+_SECRET_BYTES = 32
 _VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
 
 
@@ -57,6 +61,9 @@ class JobActions:
                 self._events.add(session, "hang_suspected", text, job_id=row.id, generation=action.number)
             case NoteHang():
                 await self._note_hang(session, row, action)
+            case NoteDeath():
+                vm = await session.get_one(VmRow, action.vm_id)
+                vm.deaths, vm.last_death_at = action.deaths, self._now()
             case Quarantine() | LiftQuarantine():
                 await self._quarantine(session, row, action)
 
@@ -66,6 +73,7 @@ class JobActions:
         port = self._registry.rendezvous_port(first)
         assert port is not None, f"decided to start on VM {first} without a rendezvous port"
         host = await self._host_of(session, first)
+        is_training = action.kind is GenerationKind.TRAINING
         generation = GenerationRow(
             job_id=row.id,
             number=action.number,
@@ -76,6 +84,8 @@ class JobActions:
             candidates=[dict(candidate) for candidate in action.candidates],
             rendezvous_host=host,
             rendezvous_port=port,
+            secret=secrets.token_hex(_SECRET_BYTES),
+            committed_step=await newest_committed(session, row) if is_training else None,
             reason=action.reason,
             created_at=now,
         )
@@ -95,6 +105,7 @@ class JobActions:
         if row.job_state is JobState.QUEUED:
             row.move(JobState.RUNNING, now=now, reason=action.reason)
             row.started_at = row.started_at or now  # one that was preempted or retried starts again
+            row.run_since = row.run_since or now
         plan = action.plan
         self._events.add(
             session,
@@ -137,6 +148,7 @@ class JobActions:
         generation = await _generation(session, row.id, action.number)
         generation.move(GenerationState.ENDED, now=now, reason=action.reason)
         generation.ended_at, generation.end_cause, generation.end_reason = now, action.cause.value, action.reason
+        generation.secret = None
         self._events.add(
             session,
             "generation_ended",

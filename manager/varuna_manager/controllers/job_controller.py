@@ -14,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm.exc import StaleDataError
 
 from varuna_manager.controllers import messages
+from varuna_manager.controllers.defects import Defects
 from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.controllers.job_view import (
     DevicePool,
@@ -27,36 +29,38 @@ from varuna_manager.controllers.job_view import (
     previous_placement,
     with_steps,
 )
+from varuna_manager.controllers.preparations import Preparations, may_grow
 from varuna_manager.controllers.shares import ShareOut, Shares
-from varuna_manager.db.engine import Database, NotLeaderError
-from varuna_manager.db.models import JobRow
+from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
+from varuna_manager.db.models import JobRow, VmRow
 from varuna_manager.domain.better_shape import most_gpus
-from varuna_manager.domain.commands import CommandKey, LaunchKey, Presence, StopKey, wanted_commands
+from varuna_manager.domain.commands import CommandKey, DrainKey, LaunchKey, Presence, StopKey, wanted_commands
 from varuna_manager.domain.devices import next_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.observed import (
     Action,
     AskStacks,
     Decision,
-    Device,
     JobView,
     Plan,
     Rules,
     StartGeneration,
-    VmView,
 )
+from varuna_manager.domain.preparing import Places
 from varuna_manager.domain.states import GenerationKind, JobState, VmState
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.morph_spans import MorphSpans
 from varuna_manager.services.planning import PlanningService, Question
 from varuna_manager.services.rates import RateService
+from varuna_manager.services.secrets import SecretError, Secrets
 from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_manager.services.stacks import StackService
 from varuna_manager.services.vm_registry import VmRegistry
 from varuna_proto.failpoints import failpoint
 
-_PREPARE_EVERY_S = 60.0
 _SESSIONS_AT_ONCE = 500
+_NAMED = 5
+"""VMs in one message."""
 _NEWS = 1.5
 """A hazard that is so many times as high or low is told."""
 
@@ -80,14 +84,16 @@ class JobController:
         period_s: float,
         now: Callable[[], float] = time.time,
         spans: MorphSpans | None = None,
+        secrets: Secrets | None = None,
     ) -> None:
         self._database = database
         self._spans = spans or MorphSpans()
+        self._secrets = secrets or Secrets({})
         self._loader = loader
         self._registry = registry
         self._sessions = sessions
         self._planning = planning
-        self._shares = ShareOut(rates, rules)
+        self._shares = ShareOut(rates, rules, now)
         self._stacks = stacks
         self._actions = JobActions(registry, events, stacks, now)
         self._events = events
@@ -97,21 +103,23 @@ class JobController:
         self._period_s = period_s
         self._now = now
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
-        self._defects: dict[str, str] = {}
+        self._defects = Defects()
+        self._flaws: dict[str, str] = {}
+        """By job: why agents cannot be told of it."""
         self._told_stops: dict[str, float] = {}
-        self._prepared_since: dict[str, float] = {}
+        self._preparations = Preparations(rules, now, self._note_flaw)
 
     async def reconcile(self) -> float:
         snapshot = await self._loader.load()
-        self._stacks.keep_only({job.row.id for job in snapshot.jobs})
+        job_ids = {job.row.id for job in snapshot.jobs}
+        self._stacks.keep_only(job_ids)
+        self._preparations.keep_only(job_ids)
         self._told_stops = {
             job.row.id: self._told_stops[job.row.id] for job in snapshot.jobs if job.row.id in self._told_stops
         }
-        self._prepared_since = {
-            job.row.id: self._prepared_since[job.row.id] for job in snapshot.jobs if job.row.id in self._prepared_since
-        }
-        pool = DevicePool(snapshot)
+        self._flaws = {job.row.id: self._flaws[job.row.id] for job in snapshot.jobs if job.row.id in self._flaws}
         shares = await self._shares.of(snapshot)
+        pool = DevicePool(snapshot, shares.places)
         changed = False
         for job in sorted(snapshot.jobs, key=lambda job: -job.spec.priority):
             try:
@@ -121,33 +129,36 @@ class JobController:
                 pool.take(decision.claims)
             except StaleDataError:
                 changed = True  # decided on what is no longer so: look again
-            except NotLeaderError:
-                raise  # no decision of this manager counts any more
+            except (NotLeaderError, StoreAwayError):
+                raise  # this is no job's matter
             except Exception as error:
                 # A defect that one job brings to light must not keep the others waiting, or their agents untold.
-                self._log_defect(job.row.id, error)
+                self._defects.log(job.row.id, "no decision about a job", error)
         if changed:
             return 0.0
-        await self._tell_agents(snapshot)
+        await self._tell_agents(snapshot, shares.places)
         return self._period_s
-
-    def _log_defect(self, job_id: str, error: Exception) -> None:
-        """Once for each job and error: it comes again with every look."""
-        if self._defects.get(job_id) != repr(error):
-            self._defects[job_id] = repr(error)
-            self._log.error("no decision about a job", job=job_id, exc_info=error)
 
     async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, pool: DevicePool, shares: Shares) -> JobView:
         """The view with the devices that the jobs before it left, and the planner's proposal for them."""
         view = shares.give(job.view)
+        view = replace(view, flaw=view.flaw or self._flaws.get(view.id, ""))
+        if view.flaw:
+            return view
         makes_workdir = job.spec.needs_preparing
-        devices, quarantined = pool.for_job(view.id, most_gpus(view), only_prepared=makes_workdir)
+        resources = job.spec.resources
+        devices, quarantined = pool.for_job(view.id, most_gpus(view), only_prepared=makes_workdir, resources=resources)
         if makes_workdir:
-            view = replace(view, unprepared=pool.unprepared(view.id), prepared_s=self._prepared_s(view.id, devices))
+            setups = self._preparations.setups_of(job, snapshot, pool)
+            view = replace(view, setups=setups, prepared_s=self._preparations.ready_s(view.id, devices))
         stacks = None if job.generation is None else self._stacks.of(view.id, job.generation.number)
-        view = replace(view, devices=devices, quarantined=quarantined, stacks=stacks)
+        unfit = pool.unfit(resources)
+        view = replace(view, devices=devices, quarantined=quarantined, unfit=unfit, stacks=stacks)
         if stacks is not None:
             view = with_steps(view, self._registry)
+        self._secrets.prepare(job.spec.secrets)  # also of a job that runs: its next launch may be soon
+        if job.spec.secrets and (view.generation is None or not view.generation.live):
+            view = replace(view, missing_secret=self._secrets.why_not(job.spec.secrets))
         devices = next_devices(view, snapshot.vms, self._rules)
         if not wants_plan(view, devices, snapshot.vms):
             return view
@@ -188,10 +199,26 @@ class JobController:
                 await self._actions.apply(session, row, action)
                 if isinstance(action, StartGeneration) and action.kind is GenerationKind.TRAINING:
                     self._note_hazard(session, job, action)
+                if isinstance(action, StartGeneration) and job.spec.limits.max_cost is not None:
+                    await self._note_unpriced(session, job, action)
         for action in decision.actions:
             failpoint(f"manager.{type(action).__name__}.committed")
             self._follow_up(job, action)
         return bool(decision.actions)
+
+    async def _note_unpriced(self, session: AsyncSession, job: LoadedJob, action: StartGeneration) -> None:
+        """An event with the VMs that the job's limit of cost does not count."""
+        vm_ids = sorted({device.vm_id for device in action.placement})
+        query = select(VmRow.id).where(VmRow.id.in_(vm_ids), VmRow.price_per_hour.is_(None)).order_by(VmRow.id)
+        unpriced = list(await session.scalars(query))
+        if unpriced:
+            more = "" if len(unpriced) <= _NAMED else f" and {len(unpriced) - _NAMED} more"
+            text = (
+                f"limits.max_cost of job {job.row.name!r} does not count VMs whose price is not known: "
+                f"{', '.join(unpriced[:_NAMED])}{more}"
+            )
+            data = {"vms": unpriced}
+            self._events.add(session, "cost_unknown", text, job_id=job.row.id, generation=action.number, data=data)
 
     def _has_port(self, action: StartGeneration) -> bool:
         return self._registry.rendezvous_port(action.placement[0].vm_id) is not None
@@ -222,22 +249,13 @@ class JobController:
             running = {worker.rank: worker.vm_id for worker in job.workers if worker.is_alive}
             self._stacks.ask(job.row.id, action.number, running)
 
-    def _prepared_s(self, job_id: str, devices: Sequence[Device]) -> float:
-        """For how long there have been devices on which the job's workdir is ready."""
-        if not devices:
-            self._prepared_since.pop(job_id, None)
-            return 0.0
-        return self._now() - self._prepared_since.setdefault(job_id, self._now())
-
     # ------------------------------------------------------------ tell
 
-    async def _tell_agents(self, snapshot: Snapshot) -> None:
+    async def _tell_agents(self, snapshot: Snapshot, places: Places) -> None:
         """Send each agent what it should have been told and was not, on its present stream."""
         jobs = {job.row.id: job for job in snapshot.jobs}
         leaving = {vm.id: vm.leave_by for vm in snapshot.vms.values() if vm.leave_by is not None}
-        growing = max(filter(_may_grow, snapshot.jobs), key=lambda job: job.spec.priority, default=None)
-        made = [job for job in snapshot.jobs if job.spec.needs_preparing]
-        made.sort(key=lambda job: -job.spec.priority)
+        growing = max(filter(may_grow, snapshot.jobs), key=lambda job: job.spec.priority, default=None)
         for number, session in enumerate(self._sessions.all()):
             if number % _SESSIONS_AT_ONCE == 0:
                 await asyncio.sleep(0)  # heartbeats are answered by the same thread
@@ -247,41 +265,48 @@ class JobController:
             parts, running = snapshot.presence.get(session.vm_id, ()), self._registry.running(session.vm_id)
             draining = vm.state is VmState.DRAINING
             is_idle = not (parts or running or draining)
-            if is_idle or made:
-                self._tell_to_prepare(session, vm, growing if is_idle else None, made, is_idle=is_idle)
+            planned = places.to_prepare.get(vm.id, ())
+            if is_idle or planned or vm.prepared or vm.setting_up:
+                runs = [*[part.job_id for part in parts], *[job_id for job_id, _ in running]]
+                self._preparations.tell(
+                    session, vm, jobs, planned=planned, running=runs, growing=growing, is_idle=is_idle
+                )
             if is_idle:
                 continue
             if session.compared == (parts, running, draining):
                 continue  # and was told
-            for key in wanted_commands(parts, running, session.seen, draining=draining):
-                if key not in session.told:
-                    self._tell(session, key, jobs, snapshot, leaving)
+            wanted = wanted_commands(parts, running, session.seen, draining=draining)
+            for key in wanted:
+                if key not in session.told and self._tell_safely(session, key, jobs, snapshot, leaving):
                     session.told.add(key)
                     failpoint(f"manager.{type(key).__name__}.told")
-            session.compared = (parts, running, draining)
+            if session.told.issuperset(wanted):
+                session.compared = (parts, running, draining)
 
-    def _tell_to_prepare(
+    def _tell_safely(
         self,
         session: AgentSession,
-        vm: VmView,
-        growing: LoadedJob | None,
-        made: Sequence[LoadedJob],
-        *,
-        is_idle: bool,
-    ) -> None:
-        """Have an idle VM import what workers of the job `growing` will, so that growing into it costs little; and have
-        any VM make the workdirs of the jobs `made` ready, one after the other, by priority. Said again after a while:
-        an agent gives up what has no workers, and a setup that failed may succeed."""
-        if not vm.usable or vm.quarantined:
-            return
-        now, told = self._now(), session.told_to_prepare
-        for job in (*made, *([] if growing is None else [growing])):
-            is_done = job is not growing and job.row.id in vm.prepared
-            if is_done or (job.row.id in told and now - told[job.row.id] < _PREPARE_EVERY_S):
-                continue
-            told[job.row.id] = now
-            session.send(messages.prepare_message(job, is_idle=is_idle))
-            return
+        key: CommandKey,
+        jobs: Mapping[str, LoadedJob],
+        snapshot: Snapshot,
+        leaving: Mapping[str, float],
+    ) -> bool:
+        """Whether the agent was told: a job of which it cannot be is to fail, and the other jobs are to go on."""
+        job_id = "" if isinstance(key, DrainKey) else key.job_id
+        try:
+            return self._tell(session, key, jobs, snapshot, leaving)
+        except messages.UNSENDABLE as error:
+            if isinstance(key, LaunchKey):
+                self._note_flaw(job_id, error)
+            else:
+                self._defects.log(job_id, "an agent cannot be told", error)
+            return False
+        except Exception as error:
+            self._defects.log(job_id, "an agent cannot be told", error)
+            return False
+
+    def _note_flaw(self, job_id: str, error: Exception) -> None:
+        self._flaws[job_id] = f"its agents cannot be told of it: {' '.join(str(error).split())}"
 
     def _tell(
         self,
@@ -290,14 +315,27 @@ class JobController:
         jobs: Mapping[str, LoadedJob],
         snapshot: Snapshot,
         leaving: Mapping[str, float],
-    ) -> None:
-        """`leaving`: by VM, when it will have left."""
+    ) -> bool:
+        """`leaving`: by VM, when it will have left. False: the agent cannot be told now, so it is tried again."""
         if isinstance(key, LaunchKey):
+            if jobs[key.job_id].view.flaw:
+                return True  # it is about to end
+            try:
+                secrets = self._secrets.read(jobs[key.job_id].spec.secrets)
+            except SecretError as error:
+                self._defects.log(key.job_id, "an agent cannot be told", error)
+                return False
             stored = jobs[key.job_id].row.checkpoint_url  # null in rows of an earlier version
             url = stored or f"file://{self._data_dir}/checkpoints/{key.job_id}"
-            session.send(
-                messages.launch_message(jobs[key.job_id], session.vm_id, url, self._profile_cache_url, self._spans)
+            message = messages.launch_message(
+                jobs[key.job_id],
+                session.vm_id,
+                secrets=secrets,
+                default_checkpoint_url=url,
+                profile_cache_url=self._profile_cache_url,
+                spans=self._spans,
             )
+            session.send(message)
         elif isinstance(key, StopKey):
             deadlines = [at for vm_id, at in leaving.items() if _takes_part(key, snapshot.presence.get(vm_id, ()))]
             job = jobs.get(key.job_id)
@@ -314,16 +352,7 @@ class JobController:
             session.send(message)
         else:
             session.send(messages.drain_message(snapshot.vms[session.vm_id].reason))
-
-
-def _may_grow(job: LoadedJob) -> bool:
-    """Whether idle VMs are to prepare for it. Not while a generation of it starts: imports on the same machine (VMs of
-    the local provider) would take the processors from that, and it grows no sooner than after its first step."""
-    generation = job.view.generation
-    if generation is None:
-        return False
-    starts = generation.kind is GenerationKind.TRAINING and generation.last_step is None
-    return not (generation.live and starts)
+        return True
 
 
 def _takes_part(key: StopKey, parts: Sequence[Presence]) -> bool:

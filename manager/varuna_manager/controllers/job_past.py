@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import quantiles
-from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,7 +19,7 @@ from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.morphs import RECENT, Morphs, PastShape, look_back
 from varuna_manager.domain.observed import Plan, VmView
 from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
-from varuna_manager.domain.states import EndCause, GenerationKind, GenerationState, StopMode, VmState
+from varuna_manager.domain.states import EndCause, GenerationKind, GenerationState, VmState
 
 _JOINS_KEPT = 20
 _LOSSES_KEPT = 200
@@ -30,7 +29,7 @@ _VMS_LOOKED_BACK = 5000
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    of: tuple[Any, ...]
+    of: tuple[int, int | None]
     """What it was read from."""
     setbacks: Setbacks
     morphs: Morphs
@@ -45,11 +44,11 @@ class JobPasts:
     def keep_only(self, job_ids: Collection[str]) -> None:
         self._known = {job_id: known for job_id, known in self._known.items() if job_id in job_ids}
 
-    async def of(self, session: AsyncSession, job: JobRow, ended: tuple[Any, ...] | None) -> tuple[Setbacks, Morphs]:
-        """`ended`: what changes whenever something of its ended generations does; None: there are none."""
+    async def of(self, session: AsyncSession, job: JobRow, ended: int | None) -> tuple[Setbacks, Morphs]:
+        """`ended`: how often something of its ended generations has changed; None: there are none."""
         if ended is None:
             return Setbacks(), Morphs()
-        known, read_from = self._known.get(job.id), (*ended, job.retried_after)
+        known, read_from = self._known.get(job.id), (ended, job.retried_after)
         if known is None or known.of != read_from:
             setbacks, morphs = await _setbacks(session, job), await _morphs(session, job.id)
             known = _Known(of=read_from, setbacks=setbacks, morphs=morphs)
@@ -88,14 +87,12 @@ async def _morphs(session: AsyncSession, job_id: str) -> Morphs:
 def _past_shape(row: GenerationRow, before: GenerationRow | None) -> PastShape:
     """`before`: the training generation before it."""
     ended_at = row.ended_at or row.created_at
-    morph_s = save_s = None
+    morph_s = None
     if row.resumed_step and row.seconds_without_progress is not None:  # one that starts at 0 waited for other things
         waited_s = 0.0 if before is None or before.ended_at is None else row.created_at - before.ended_at
         one_s = Plan.from_document(row.plan).predicted_minibatch_s
         morph_s = max(0.0, row.seconds_without_progress - waited_s - one_s)
-    if row.mode_of_stop is StopMode.SAVE_FIRST and row.stop_requested_at is not None:
-        save_s = ended_at - row.stop_requested_at
-    return PastShape(lifetime_s=ended_at - row.created_at, morph_s=morph_s, save_s=save_s)
+    return PastShape(lifetime_s=ended_at - row.created_at, morph_s=morph_s, save_s=row.save_s)
 
 
 async def fleet_history(session: AsyncSession, now: float) -> FleetHistory:

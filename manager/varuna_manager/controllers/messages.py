@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
 from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.spec import VmLimits
 from varuna_manager.domain.states import GenerationKind, StopMode
 from varuna_manager.services.morph_spans import MorphSpans
+from varuna_proto.environment import is_read_early
 from varuna_proto.v1 import agent_pb2 as pb
 
+UNSENDABLE = (ValueError, TypeError, OverflowError)
+"""What protobuf raises for values that no message holds."""
 _KINDS = {
     GenerationKind.CALIBRATION: pb.GENERATION_KIND_CALIBRATION,
     GenerationKind.TRAINING: pb.GENERATION_KIND_TRAINING,
@@ -19,9 +23,16 @@ _MODES = {StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW, StopMode.SAVE_FIRST: pb.ST
 
 
 def launch_message(
-    job: LoadedJob, vm_id: str, default_checkpoint_url: str, profile_cache_url: str, spans: MorphSpans
+    job: LoadedJob,
+    vm_id: str,
+    *,
+    secrets: Mapping[str, str],
+    default_checkpoint_url: str,
+    profile_cache_url: str,
+    spans: MorphSpans,
 ) -> pb.ManagerMessage:
-    """The part of the job's newest generation that runs on the VM."""
+    """The part of the job's newest generation that runs on the VM. `secrets`: their values, by variable; no other
+    message has them."""
     generation = job.generation
     assert generation is not None, f"job {job.row.id} has nothing to launch"
     plan = Plan.from_document(generation.plan)
@@ -50,7 +61,9 @@ def launch_message(
         workdir=job.spec.workdir,
         archive=job.spec.archive or "",
         setup=job.spec.setup or "",
+        setup_timeout_s=job.spec.setup_timeout_s,
         environment=job.spec.env,
+        secrets=secrets,
         checkpoint_url=job.spec.checkpoint.url or default_checkpoint_url,
         rendezvous_host=generation.rendezvous_host,
         rendezvous_port=generation.rendezvous_port,
@@ -58,7 +71,10 @@ def launch_message(
         profile_cache_url=profile_cache_url,
         checkpoint_interval_s=job.spec.checkpoint.interval_s or 0.0,
         stops_per_hour=job.view.fleet.stops_per_hour(len({worker.vm_id for worker in job.workers})),
+        secret=generation.secret or "",
+        committed_step=0 if job.spec.checkpoint.may_start_over else generation.committed_step or 0,
         traceparent="" if is_calibration else spans.context(job.row.id, generation.number),
+        limits=_limits(job.spec.vm_limits),
     )
     return pb.ManagerMessage(launch=launch)
 
@@ -83,17 +99,35 @@ def stop_message(
 
 
 def prepare_message(job: LoadedJob, *, is_idle: bool) -> pb.ManagerMessage:
-    """For a VM that the job may get. Beside workers only its workdir is made ready: imports would slow them down."""
+    """For a VM that the job may get. Beside workers only its workdir is made ready: imports would slow them down.
+
+    The job's environment may have secrets in it: it goes with a Launch. Only a setup cannot do without it. Imports can,
+    unless a variable is read while they are done: then they wait for the Launch, too.
+    """
     spec = job.spec
+    imports_ahead = is_idle and (spec.setup is not None or not any(map(is_read_early, spec.env)))
     prepare = pb.Prepare(
         job_id=job.row.id,
-        command=spec.run if is_idle else "",
+        command=spec.run if imports_ahead else "",
         workdir=spec.workdir,
         archive=spec.archive or "",
         setup=spec.setup or "",
-        environment=spec.env,
+        setup_timeout_s=spec.setup_timeout_s,
+        environment=spec.env if spec.setup is not None else {},
+        limits=_limits(spec.vm_limits),
     )
     return pb.ManagerMessage(prepare=prepare)
+
+
+def _limits(limits: VmLimits) -> pb.JobLimits:
+    return pb.JobLimits(
+        memory_bytes=int((limits.memory_gib or 0) * 1024**3), cpus=limits.cpus or 0.0, processes=limits.processes or 0
+    )
+
+
+def keep_message(job_ids: Iterable[str]) -> pb.ManagerMessage:
+    """What an agent has prepared, or is preparing, for other jobs is not needed any more."""
+    return pb.ManagerMessage(keep_prepared=pb.KeepPrepared(job_ids=sorted(job_ids)))
 
 
 def drain_message(reason: str) -> pb.ManagerMessage:

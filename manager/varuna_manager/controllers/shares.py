@@ -1,13 +1,18 @@
-"""Shares the fleet's GPUs out among the jobs, from what is observed of them and the planner's rates."""
+"""Shares the fleet's GPUs out among the jobs, from what is observed of them and the planner's rates; and says where."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from varuna_manager.controllers.job_view import LoadedJob, Snapshot
+from varuna_manager.controllers.job_view import LoadedJob, Snapshot, is_fitting
+from varuna_manager.domain.better_shape import most_gpus
+from varuna_manager.domain.fitting import is_choosy
 from varuna_manager.domain.observed import JobView, Rules
-from varuna_manager.domain.sharing import Contender, RatePoint, Share, share
+from varuna_manager.domain.preparing import Places, Tenant, assign_places
+from varuna_manager.domain.sharing import Contender, RatePoint, Share, hold_back, share
 from varuna_manager.domain.states import JobState
 from varuna_manager.services.rates import RateQuestion, RateService
 
@@ -18,6 +23,8 @@ class Shares:
     """Empty: there is one job at most, and all is its own."""
     over: frozenset[str] = frozenset()
     """Jobs that have more than their share, and are about to give it up."""
+    places: Places = field(default_factory=Places)
+    """Where the jobs will run, by the shares that they will have when all are prepared for them."""
 
     def give(self, view: JobView) -> JobView:
         given = self.by_job.get(view.id)
@@ -27,40 +34,69 @@ class Shares:
         return replace(view, share=given.gpus, share_reason=given.reason, share_due=due)
 
 
+@dataclass(kw_only=True)
+class _ReadyGpus:
+    """How many count, so that others give way once and not for each VM as it becomes ready."""
+
+    gpus: int = 0
+    seen: int = 0
+    since: float
+
+    def look(self, seen: int, wanted: int, now: float, patience_s: float) -> None:
+        """More count when they are all that are wanted, or when no further one has come for so long."""
+        if seen != self.seen:
+            self.seen, self.since = seen, now
+        if seen >= wanted or seen < self.gpus or now - self.since >= patience_s:
+            self.gpus = seen
+
+
 class ShareOut:
-    def __init__(self, rates: RateService, rules: Rules) -> None:
+    def __init__(self, rates: RateService, rules: Rules, now: Callable[[], float] = time.time) -> None:
         self._rates = rates
         self._rules = rules
+        self._now = now
         self._asked: tuple[tuple[Contender, ...], int] = ((), 0)
+        self._wishes: Mapping[str, Share] = {}
+        self._ready: dict[str, _ReadyGpus] = {}
+        self._held: Mapping[str, int] = {}
         self._answer = Shares()
 
     async def of(self, snapshot: Snapshot) -> Shares:
         """Worked out anew only when something that it depends on has changed."""
         if len(snapshot.jobs) < 2:
-            return Shares()
+            return Shares(places=assign_places(tuple(_tenants(snapshot, {})), snapshot.vms))
         gpus = snapshot.gpus
         curves = await self._curves(snapshot, gpus)
         contenders = tuple(self._contender(job, snapshot, curves) for job in snapshot.jobs)
-        if (contenders, gpus) != self._asked:
-            by_job = share(contenders, gpus)
+        is_new = (contenders, gpus) != self._asked
+        if is_new:
+            self._asked, self._wishes = (contenders, gpus), share(contenders, gpus)
+        places = assign_places(tuple(_tenants(snapshot, self._wishes)), snapshot.vms)
+        ready = self._count_ready(snapshot, places)
+        if is_new or (ready, places) != (self._held, self._answer.places):
+            by_job = hold_back(self._wishes, contenders, gpus, ready)
             over = frozenset(job.id for job in contenders if job.has > by_job[job.id].gpus)
-            self._asked, self._answer = (contenders, gpus), Shares(by_job=by_job, over=over)
+            self._held, self._answer = ready, Shares(by_job=by_job, over=over, places=places)
         return self._answer
 
-    async def _curves(self, snapshot: Snapshot, gpus: int) -> Mapping[str, tuple[RatePoint, ...] | None]:
-        memory = min((vm.device_memory_bytes for vm in snapshot.usable if vm.device_memory_bytes), default=None)
-        gpus_per_vm = min((vm.gpus for vm in snapshot.usable), default=1)
-        jobs = [job for job in snapshot.jobs if _trains(job)]
-        questions = [
-            RateQuestion(
-                profile_json=job.row.profile_json or "",
-                spec=job.spec,
-                most=min(gpus, job.view.max_gpus or gpus),
-                device_memory_bytes=memory,
-                gpus_per_vm=gpus_per_vm,
+    def _count_ready(self, snapshot: Snapshot, places: Places) -> Mapping[str, int]:
+        """By job that has a workdir to be made ready, the GPUs among its places where it runs or could start."""
+        before, self._ready = self._ready, {}
+        for job in snapshot.jobs:
+            if not job.spec.needs_preparing:
+                continue
+            own, place = _gpus_of(job, snapshot), places.by_job.get(job.row.id, {})
+            seen = sum(
+                gpus for vm_id, gpus in place.items() if vm_id in own or job.row.id in snapshot.vms[vm_id].prepared
             )
-            for job in jobs
-        ]
+            counted = before.get(job.row.id) or _ReadyGpus(since=self._now())
+            counted.look(seen, self._wishes[job.row.id].gpus, self._now(), self._rules.growth_prepare_s)
+            self._ready[job.row.id] = counted
+        return {job_id: counted.gpus for job_id, counted in self._ready.items()}
+
+    async def _curves(self, snapshot: Snapshot, gpus: int) -> Mapping[str, tuple[RatePoint, ...] | None]:
+        jobs = [job for job in snapshot.jobs if _trains(job)]
+        questions = [_question(job, snapshot, gpus) for job in jobs]
         curves = await self._rates.curves(questions)
         return {job.row.id: curve for job, curve in zip(jobs, curves, strict=True)}
 
@@ -80,6 +116,7 @@ class ShareOut:
             created_at=view.created_at,
             min_gpus=view.min_gpus,
             max_gpus=None if most is None else max(most, view.min_gpus),
+            fitting=snapshot.gpus_for(job.spec.resources) if is_choosy(job.spec.resources) else None,
             has=has,
             runs=view.state is JobState.RUNNING,
             rates=rates,
@@ -88,16 +125,63 @@ class ShareOut:
         )
 
 
+def _question(job: LoadedJob, snapshot: Snapshot, gpus: int) -> RateQuestion:
+    vms = snapshot.fitting(job.spec.resources)
+    return RateQuestion(
+        profile_json=job.row.profile_json or "",
+        spec=job.spec,
+        most=min(gpus, job.view.max_gpus or gpus, snapshot.gpus_for(job.spec.resources)),
+        device_memory_bytes=min((vm.device_memory_bytes for vm in vms if vm.device_memory_bytes), default=None),
+        gpus_per_vm=min((vm.gpus for vm in vms), default=1),
+    )
+
+
 def _trains(job: LoadedJob) -> bool:
     return job.view.profiled_at is not None and not job.view.profile_only
 
 
 def _has(job: LoadedJob, snapshot: Snapshot) -> int:
-    """Devices of its newest generation, as long as it runs, that it still has or could have again at once."""
+    return sum(_gpus_of(job, snapshot).values())
+
+
+def _gpus_of(job: LoadedJob, snapshot: Snapshot) -> Mapping[str, int]:
+    """By VM, devices of its newest generation, as long as it runs, that it still has or could have again at once."""
     if job.view.state not in (JobState.RUNNING, JobState.CANCELLING):
-        return 0
-    count = 0
+        return {}
+    found: Counter[str] = Counter()
     for worker in job.workers:
         vm = snapshot.vms.get(worker.vm_id)
-        count += worker.is_alive or (vm is not None and vm.usable and not vm.quarantined)
-    return count
+        if worker.is_alive or (vm is not None and vm.usable and not vm.quarantined):
+            found[worker.vm_id] += 1
+    return found
+
+
+def _tenants(snapshot: Snapshot, wishes: Mapping[str, Share]) -> Iterator[Tenant]:
+    """The most urgent job first, as shares go. `wishes`: empty where one job has all."""
+    if not any(job.spec.needs_preparing for job in snapshot.jobs):
+        return
+    runs = {job.row.id: job.view.state is JobState.RUNNING for job in snapshot.jobs}
+    for job in sorted(
+        snapshot.jobs,
+        key=lambda job: (-job.spec.priority, not runs[job.row.id], job.view.created_at, job.row.id),
+    ):
+        wish, least = wishes.get(job.row.id), job.view.min_gpus
+        if wish is not None and wish.gpus > snapshot.gpus:
+            least = wish.gpus  # the planner finds no plan for fewer
+        leaves = job.view.state is JobState.CANCELLING
+        yield Tenant(
+            id=job.row.id,
+            makes_workdir=job.spec.needs_preparing and not leaves,
+            min_gpus=0 if leaves else least,
+            most_gpus=most_gpus(job.view if wish is None else replace(job.view, share=wish.gpus)),
+            runs_on=_gpus_of(job, snapshot),
+            failed_on=job.failed_on,
+            unfit_on=_unfit_on(job, snapshot),
+        )
+
+
+def _unfit_on(job: LoadedJob, snapshot: Snapshot) -> frozenset[str]:
+    wanted = job.spec.resources
+    if not is_choosy(wanted):
+        return frozenset()
+    return frozenset(vm_id for vm_id, vm in snapshot.vms.items() if not is_fitting(vm, wanted))

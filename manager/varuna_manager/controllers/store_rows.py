@@ -16,9 +16,9 @@ from sqlalchemy import and_, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import load_only
 
-from varuna_manager.db.models import GenerationRow, JobRow, WorkerRow
+from varuna_manager.db.models import GenerationRow, JobProgressRow, JobRow, WorkerRow
 from varuna_manager.domain.observed import Device
-from varuna_manager.domain.spec import JobSpec
+from varuna_manager.domain.spec import JobSpec, read_spec
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
     TERMINAL_JOB_STATES,
@@ -54,6 +54,7 @@ class WorkerFacts(NamedTuple):
     cause: str | None
     exit_code: int | None
     error_text: str | None
+    unreached: int | None
     stopped_at: float | None
 
     @property
@@ -92,6 +93,8 @@ class StoredJob:
     row: JobRow
     """Detached, to read only."""
     spec: JobSpec
+    flaw: str
+    """Why the spec cannot be used; empty: it can."""
 
 
 class Progress(NamedTuple):
@@ -120,8 +123,8 @@ class StoreRows:
     """Of those generations, and of every other that has workers which have not stopped."""
     generations: Mapping[GenerationKey, GenerationFacts]
     """The same generations."""
-    ended: Mapping[str, tuple[Any, ...]]
-    """By job: what changes whenever something of its ended generations does."""
+    ended: Mapping[str, int]
+    """By job: how often something of its ended generations has changed; missing where none has ended."""
 
 
 _IS_LIVE = JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES])
@@ -129,15 +132,19 @@ _LIVE_JOBS = select(JobRow.id).where(_IS_LIVE)
 
 # The queries are made once: making one, and the key that finds its compiled form, takes as long as a small answer.
 _JOB_VERSIONS = select(JobRow.id, JobRow.version).where(_IS_LIVE).order_by(JobRow.created_at, JobRow.id)
-_NUMBERS = (
-    select(GenerationRow.job_id, func.max(GenerationRow.number).label("number"))
-    .where(GenerationRow.job_id.in_(_LIVE_JOBS))
-    .group_by(GenerationRow.job_id)
-    .subquery()
+_IS_NEWEST = and_(GenerationRow.job_id == JobProgressRow.job_id, GenerationRow.number == JobProgressRow.newest)
+_NEWEST = (
+    select(
+        GenerationRow.id,
+        GenerationRow.job_id,
+        GenerationRow.version,
+        GenerationRow.last_step,
+        GenerationRow.last_step_at,
+        JobProgressRow.changes,
+    )
+    .join(JobProgressRow, _IS_NEWEST)
+    .where(JobProgressRow.job_id.in_(_LIVE_JOBS))
 )
-_NEWEST = select(
-    GenerationRow.id, GenerationRow.job_id, GenerationRow.version, GenerationRow.last_step, GenerationRow.last_step_at
-).join(_NUMBERS, and_(GenerationRow.job_id == _NUMBERS.c.job_id, GenerationRow.number == _NUMBERS.c.number))
 _LOOKED_AT = load_only(
     GenerationRow.job_id,
     GenerationRow.number,
@@ -146,6 +153,8 @@ _LOOKED_AT = load_only(
     GenerationRow.plan,
     GenerationRow.rendezvous_host,
     GenerationRow.rendezvous_port,
+    GenerationRow.secret,
+    GenerationRow.committed_step,
     GenerationRow.created_at,
     GenerationRow.end_reason,
     GenerationRow.stop_mode,
@@ -159,21 +168,14 @@ _COUNT = select(WorkerRow.job_id, WorkerRow.generation, WorkerRow.state, func.co
     WorkerRow.job_id, WorkerRow.generation, WorkerRow.state
 )
 _COUNT_ALIVE = _COUNT.where(WorkerRow.state.in_(_ALIVE))
-_COUNT_STOPPED = _COUNT.join(
-    _NUMBERS, and_(WorkerRow.job_id == _NUMBERS.c.job_id, WorkerRow.generation == _NUMBERS.c.number)
-).where(WorkerRow.state.in_(_STOPPED))
-_WORKERS = select(*(WorkerRow.__table__.c[name] for name in WorkerFacts._fields))
-_ENDED = (
-    select(
-        GenerationRow.job_id,
-        func.count(),
-        func.max(GenerationRow.ended_at),
-        func.sum(GenerationRow.last_step),
-        func.sum(GenerationRow.resumed_step),
-    )
-    .where(GenerationRow.state == GenerationState.ENDED.value, GenerationRow.job_id.in_(_LIVE_JOBS))
-    .group_by(GenerationRow.job_id)
+# By pairs, and no join: SQLite would begin that with the workers of all generations.
+_COUNT_STOPPED = _COUNT.where(
+    WorkerRow.state.in_(_STOPPED),
+    tuple_(WorkerRow.job_id, WorkerRow.generation).in_(
+        select(JobProgressRow.job_id, JobProgressRow.newest).where(JobProgressRow.job_id.in_(_LIVE_JOBS))
+    ),
 )
+_WORKERS = select(*(WorkerRow.__table__.c[name] for name in WorkerFacts._fields))
 
 
 class BusyVms:
@@ -204,7 +206,7 @@ class StoreReader:
         """The rows of one look, from one session."""
         vms = await self._vms.read(session)
         await self._read_jobs(session)
-        progress = await self._read_newest(session)
+        progress, ended = await self._read_newest(session)
         await self._read_workers(session)
         return StoreRows(
             vms=vms,
@@ -213,7 +215,7 @@ class StoreReader:
             progress=progress,
             workers=self._workers,
             generations=await self._generations(session),
-            ended={job_id: tuple(rest) for job_id, *rest in (await session.execute(_ENDED)).all()},
+            ended=ended,
         )
 
     async def _read_jobs(self, session: AsyncSession) -> None:
@@ -222,10 +224,11 @@ class StoreReader:
         for ids in _some([job_id for job_id in versions if job_id not in known]):
             # A job that ended between the queries is over: it is left out.
             for row in (await session.scalars(select(JobRow).where(_IS_LIVE, JobRow.id.in_(ids)))).all():
-                known[row.id] = StoredJob(row, JobSpec.model_validate(row.spec))
+                known[row.id] = StoredJob(row, *read_spec(row.spec))
         self._jobs = {job_id: known[job_id] for job_id in versions if job_id in known}
 
-    async def _read_newest(self, session: AsyncSession) -> dict[str, Progress]:
+    async def _read_newest(self, session: AsyncSession) -> tuple[dict[str, Progress], dict[str, int]]:
+        """(the progress of each job's newest generation, how often something of its ended ones has changed)."""
         found = [row for row in (await session.execute(_NEWEST)).all() if row[1] in self._jobs]
         known = {row.id: row for row in self._newest.values()}
         changed = [id for id, _, version, *_ in found if id not in known or known[id].version != version]
@@ -233,7 +236,8 @@ class StoreReader:
             query = select(GenerationRow).where(GenerationRow.id.in_(ids)).options(_LOOKED_AT)
             known |= {row.id: row for row in (await session.scalars(query)).all()}
         self._newest = {job_id: known[id] for id, job_id, *_ in found}
-        return {job_id: Progress(step, at) for _, job_id, _, step, at in found}
+        progress = {job_id: Progress(step, at) for _, job_id, _, step, at, _ in found}
+        return progress, {job_id: changes for _, job_id, *_, changes in found if changes}
 
     async def _read_workers(self, session: AsyncSession) -> None:
         """After the generations: whoever is of them is in the store."""

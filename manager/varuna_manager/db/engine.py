@@ -9,6 +9,7 @@ something that each transaction asks first, and that raises when somebody else l
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -25,12 +26,17 @@ from sqlalchemy.ext.asyncio import (
     create_async_engine,
 )
 
+import varuna_manager.db.job_progress  # noqa: F401 (no generation is written without it: it listens to the ORM)
 from varuna_manager.db import schema
 
 _AFTER_COMMIT = "varuna_after_commit"
 _CONNECT_S = 5.0
 _LOST_CLASSES = ("08", "57P", "53300")
 """SQLSTATEs: the connection is lost; the server shuts down, or is just starting; it takes no more connections."""
+_FULL_CLASSES = ("53100",)
+"""SQLSTATE: the server's disk is full."""
+_FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY})
+"""Of SQLite: what a disk that is full, or fails, makes it say. A full one may say any of the first three."""
 
 Fence = Callable[[AsyncSession], Awaitable[None]]
 """Raises NotLeaderError when this manager must not write."""
@@ -42,6 +48,10 @@ class NotLeaderError(Exception):
 
 class StoreAwayError(Exception):
     """The store cannot be reached. Nothing is known of what was being written: it may or may not be committed."""
+
+
+class StoreFullError(StoreAwayError):
+    """The store's disk takes no more, so nothing was written. What is there can still be read."""
 
 
 def normalised_url(url: str) -> str:
@@ -63,6 +73,8 @@ class Outage:
     """Whether the store is away; shared by all that use it, so that the log tells of it once."""
 
     is_now: bool = False
+    is_of_writes: bool = False
+    """Only writing fails. Reading goes on meanwhile, and says nothing about its end."""
 
 
 class Database:
@@ -100,7 +112,7 @@ class Database:
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """A session to look with; nothing is committed. Raises StoreAwayError."""
-        with self._telling_when_away():
+        with self._telling_when_away(writes=False):
             async with self._sessions() as session:
                 await _connect(session)
                 yield session
@@ -113,7 +125,7 @@ class Database:
         NotLeaderError; StoreAwayError.
         """
         async with self._writing:
-            with self._telling_when_away():
+            with self._telling_when_away(writes=True):
                 async with self._sessions() as session, session.begin():
                     await _connect(session)
                     if self._fence is not None:
@@ -140,18 +152,19 @@ class Database:
         await self.engine.dispose()
 
     @contextmanager
-    def _telling_when_away(self) -> Iterator[None]:
+    def _telling_when_away(self, *, writes: bool) -> Iterator[None]:
         """Raises StoreAwayError; the log tells of the first of several, and of their end."""
+        outage = self._outage
         try:
             with _raising_when_away():
                 yield
         except StoreAwayError as error:
-            if not self._outage.is_now:
-                self._outage.is_now = True
+            if not outage.is_now:
+                outage.is_now, outage.is_of_writes = True, isinstance(error, StoreFullError)
                 self._log.warning("the store is away: trying again", error=str(error))
             raise
-        if self._outage.is_now:
-            self._outage.is_now = False
+        if outage.is_now and (writes or not outage.is_of_writes):
+            outage.is_now = False
             self._log.info("the store is back")
 
 
@@ -178,10 +191,19 @@ def _raising_when_away() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_lost(error):
-            raise
         text = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
-        raise StoreAwayError(f"the store cannot be reached: {text}") from error
+        if _is_full(error):
+            raise StoreFullError(f"the store cannot be written ({text}): make room on its disk") from error
+        if _is_lost(error):
+            raise StoreAwayError(f"the store cannot be reached: {text}") from error
+        raise
+
+
+def _is_full(error: Exception) -> bool:
+    if not isinstance(error, DBAPIError):
+        return False
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without what makes it an extended one
+    return code in _FULL_CODES or _sqlstate(error).startswith(_FULL_CLASSES)
 
 
 def _is_lost(error: Exception) -> bool:
@@ -190,17 +212,23 @@ def _is_lost(error: Exception) -> bool:
         return True
     if isinstance(error, DBAPIError) and (error.connection_invalidated or "connection is closed" in str(error.orig)):
         return True
+    return _sqlstate(error).startswith(_LOST_CLASSES)
+
+
+def _sqlstate(error: Exception) -> str:
     # While connecting, SQLAlchemy lets the errors of asyncpg through as they are.
     said_by = error.orig if isinstance(error, DBAPIError) else error
-    return str(getattr(said_by, "sqlstate", None) or "").startswith(_LOST_CLASSES)
+    return str(getattr(said_by, "sqlstate", None) or "")
 
 
 def _engine_options(url: str, application_name: str) -> dict[str, Any]:
-    if not url.startswith("postgresql"):
-        return {}
-    settings = {"application_name": application_name}
-    # A connection that the server has ended is replaced before it is used.
-    return {"connect_args": {"server_settings": settings, "timeout": _CONNECT_S}, "pool_pre_ping": True}
+    # Errors are logged, and what a statement was given may be a secret.
+    options: dict[str, Any] = {"hide_parameters": True}
+    if url.startswith("postgresql"):
+        settings = {"application_name": application_name}
+        options["connect_args"] = {"server_settings": settings, "timeout": _CONNECT_S}
+        options["pool_pre_ping"] = True  # a connection that the server has ended is replaced before it is used
+    return options
 
 
 def _configure_sqlite_to_migrate(connection: Any, record: Any) -> None:

@@ -108,6 +108,15 @@ class JobRow(_Living, Base):
     setup_error: Mapped[str | None] = mapped_column(Text)
     """Why its workdir could not be made ready on a VM, as it was said last."""
     setup_exit_code: Mapped[int | None] = mapped_column(Integer)
+    retried_at: Mapped[float | None]
+    """When it was last retried: its limits count from there. Null: from its submission."""
+    run_since: Mapped[float | None]
+    """When it first started since then."""
+    deleted_at: Mapped[float | None]
+    """Since then nobody sees it, and what belongs to it is deleted little by little; its row goes last."""
+    setup_failures: Mapped[dict[str, Any] | None]
+    """By VM where that failed: how often (`times`), the setup's `exit_code`, null when it did not come to that, and the
+    number of the `report` that said so last."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's own way
 
@@ -121,7 +130,10 @@ class JobRow(_Living, Base):
 
 class GenerationRow(_Living, Base):
     __tablename__ = "generations"
-    __table_args__ = (UniqueConstraint("job_id", "number", name="uq_generations_job_id_number"),)
+    __table_args__ = (
+        UniqueConstraint("job_id", "number", name="uq_generations_job_id_number"),
+        Index("ix_generations_ended_at", "ended_at"),
+    )
     _table = GENERATION_TRANSITIONS
     _states = GenerationState
 
@@ -134,6 +146,10 @@ class GenerationRow(_Living, Base):
     rendezvous_host: Mapped[str]
     rendezvous_port: Mapped[int] = mapped_column(Integer)
     reason: Mapped[str] = mapped_column(Text)
+    secret: Mapped[str | None]
+    """By which its workers know each other, as long as it lives; goes to them, in Launch, and nowhere else."""
+    committed_step: Mapped[int | None]
+    """Of the newest checkpoint that the job had when it was made; null: none, or it is of an earlier version."""
     created_at: Mapped[float]
     ended_at: Mapped[float | None]
     end_cause: Mapped[str | None]
@@ -151,6 +167,8 @@ class GenerationRow(_Living, Base):
     last_step_at: Mapped[float | None]
     seconds_without_progress: Mapped[float | None]
     steps_redone: Mapped[int | None]
+    save_s: Mapped[float | None]
+    """What its slowest rank took to save and leave, by its agent's clock; null: none was told to, or did."""
     downtime: Mapped[list[dict[str, Any]] | None]
     """What the time without progress went to (`domain.downtime.Part`); before the first step: its slowest rank's."""
     version: Mapped[int] = mapped_column(Integer)
@@ -176,6 +194,43 @@ class GenerationRow(_Living, Base):
         return None if self.end_cause is None else EndCause(self.end_cause)
 
 
+class JobProgressRow(Base):
+    """A job's generations summed up (`db.job_progress` keeps it): a look asks it, not thousands of rows.
+
+    Numbers of generations are 0 where there is no such generation.
+    """
+
+    __tablename__ = "job_progress"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    newest: Mapped[int] = mapped_column(Integer)
+    trained: Mapped[int] = mapped_column(Integer)
+    """The newest that trains."""
+    stepped: Mapped[int] = mapped_column(Integer)
+    """The newest that has completed a step."""
+    step: Mapped[int]
+    """The newest that any has completed."""
+    step_at: Mapped[float]
+    """When a step was last completed."""
+    stalled_s: Mapped[float]
+    """Seconds without progress, of all."""
+    steps_redone: Mapped[int]
+    changes: Mapped[int]
+    """Grows whenever something of an ended generation changes."""
+    billed: Mapped[int] = mapped_column(Integer, default=0)
+    """What generations up to this number have used is in `JobVmRow`; what later ones have used is not."""
+
+
+class JobVmRow(Base):
+    """What a job's ended generations have used of a VM (`db.job_vms` keeps it): a bill does not ask each of them."""
+
+    __tablename__ = "job_vms"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    vm_id: Mapped[str] = mapped_column(primary_key=True)
+    gpu_seconds: Mapped[float]
+
+
 class WorkerRow(_Living, Base):
     __tablename__ = "workers"
     __table_args__ = (Index("ix_workers_state_job_id_generation", "state", "job_id", "generation"),)
@@ -192,6 +247,8 @@ class WorkerRow(_Living, Base):
     cause: Mapped[str | None]
     exit_code: Mapped[int | None] = mapped_column(Integer)
     error_text: Mapped[str | None] = mapped_column(Text)
+    unreached: Mapped[int | None]
+    """The rank that it could not reach when they met."""
     stopped_at: Mapped[float | None]
 
     def subject(self) -> str:
@@ -211,6 +268,7 @@ class VmRow(_Living, Base):
     __table_args__ = (
         Index("ix_vms_state_id_version", "state", "id", "version"),
         Index("ix_vms_created_at_id", "created_at", "id"),
+        Index("ix_vms_gone_at", "gone_at"),
     )
     _table = VM_TRANSITIONS
     _states = VmState
@@ -223,6 +281,7 @@ class VmRow(_Living, Base):
     ref: Mapped[dict[str, Any]]
     incarnation: Mapped[str | None]
     created_at: Mapped[float]
+    gone_at: Mapped[float | None]
     reason: Mapped[str | None] = mapped_column(Text)
     notice_id: Mapped[str | None]
     notice_deadline: Mapped[float | None]
@@ -236,14 +295,26 @@ class VmRow(_Living, Base):
     """When whoever drained it wants it to be empty."""
     hangs: Mapped[int] = mapped_column(Integer, default=0)
     """Hangs in which its rank was the one that the others waited for."""
+    deaths: Mapped[int] = mapped_column(Integer, default=0)
+    """Generations that workers there have ended, each not long after the one before (`domain.blame`)."""
+    last_death_at: Mapped[float | None]
+    cordoned_at: Mapped[float | None]
+    """Since when nothing new starts there, because a user said so; null: it may."""
     request: Mapped[str | None]
     """Tag of the request that it was made for."""
+    gpu_type: Mapped[str | None]
+    """What its GPUs are called, as its agent says."""
     price_per_hour: Mapped[float | None]
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 
     def subject(self) -> str:
         return f"VM {self.id}"
+
+    def move(self, new: StrEnum, *, now: float, reason: str) -> None:
+        super().move(new, now=now, reason=reason)
+        if new is VmState.GONE:
+            self.gone_at = now
 
     @property
     def vm_state(self) -> VmState:
@@ -269,6 +340,15 @@ class EventRow(Base):
     data: Mapped[dict[str, Any]]
 
 
+class WebhookCursorRow(Base):
+    """One row, of id 1: the last event that webhooks are done with."""
+
+    __tablename__ = "webhook_cursor"
+
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    event_id: Mapped[int]
+
+
 class CheckpointRow(Base):
     __tablename__ = "checkpoints"
 
@@ -281,7 +361,7 @@ class CheckpointRow(Base):
 
 
 class ArchiveRow(Base):
-    """A packed workdir. Its chunks are there before it is."""
+    """A packed workdir whose bytes are here as a whole."""
 
     __tablename__ = "archives"
 
@@ -291,6 +371,8 @@ class ArchiveRow(Base):
 
 
 class ArchiveChunkRow(Base):
+    """A part of a packed workdir, where managers share the store; or one that an earlier version has put here."""
+
     __tablename__ = "archive_chunks"
 
     sha256: Mapped[str] = mapped_column(primary_key=True)
@@ -302,6 +384,7 @@ class StackRow(Base):
     """Where a rank of a generation that hung stood."""
 
     __tablename__ = "stacks"
+    __table_args__ = (Index("ix_stacks_at", "at"),)
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     generation: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
@@ -360,6 +443,7 @@ class TraceRow(Base):
     """What a stage did in the newest mini-batch of its generation that was traced."""
 
     __tablename__ = "traces"
+    __table_args__ = (Index("ix_traces_at", "at"),)
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     generation: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
@@ -384,6 +468,22 @@ class FleetRow(Base):
     request: Mapped[str | None]
     """Tag of the request that the provider may be at: written before it is asked."""
     request_count: Mapped[int | None] = mapped_column(Integer)
+
+
+class FleetDayRow(Base):
+    """What VMs whose rows were deleted did on one day (UTC), so that what the fleet has cost is never forgotten."""
+
+    __tablename__ = "fleet_days"
+
+    day: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    """Since the epoch."""
+    vm_hours: Mapped[float]
+    gpu_hours: Mapped[float]
+    cost: Mapped[float]
+    """Of those with a price."""
+    gone: Mapped[int]
+    """VMs that went on this day."""
+    gone_with_price: Mapped[int]
 
 
 class TokenRow(Base):

@@ -25,15 +25,19 @@ def migration_config() -> Config:
     return config
 
 
+def known_revisions() -> set[str]:
+    """Of schemas that this version of Varuna can read, after an upgrade."""
+    return {each.revision for each in ScriptDirectory.from_config(migration_config()).walk_revisions()}
+
+
 def upgrade(connection: Connection, revision: str = "head") -> None:
     """Bring the schema to the revision, within the connection's transaction. Raises TooNewError."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _MIGRATING})
     config = migration_config()
     script = ScriptDirectory.from_config(config)
-    known = {each.revision for each in script.walk_revisions()}
     present = MigrationContext.configure(connection).get_current_revision()
-    if present is not None and present not in known:
+    if present is not None and present not in known_revisions():
         raise TooNewError(
             f"the store's schema is of revision {present}, and this version of Varuna knows those up to "
             f"{script.get_current_head()}: start the version that the store was last used with, or a later one"

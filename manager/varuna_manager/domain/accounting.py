@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +14,21 @@ def seconds_without_progress(*, last_progress_at: float, first_step_at: float) -
     return max(first_step_at - last_progress_at, 0.0)
 
 
-def steps_redone(*, last_step_before: int | None, resumed_step: int) -> int:
-    """Steps that were completed before and had to be done again, since no checkpoint held them."""
-    return max((last_step_before or 0) - resumed_step, 0)
+def steps_redone(before: Iterable[tuple[int, int]], resumed_step: int) -> int:
+    """Steps that are lost by this morph: they were completed, and no checkpoint held them.
+
+    A generation that ends before it has done all lost steps again loses only what it did itself: what it had still to
+    do was lost by an earlier morph, and counts there.
+
+    Args:
+        before: from which step each earlier generation went on, and its last one, oldest first.
+        resumed_step: from where this one goes on.
+    """
+    lost, kept = 0, math.inf
+    for resumed, last in reversed(list(before)):
+        lost += max(int(min(last, kept)) - max(resumed, resumed_step), 0)
+        kept = min(kept, resumed)
+    return lost
 
 
 @dataclass(frozen=True)
@@ -145,53 +158,3 @@ def _train(one: Spent, past: Past, begins: float, ends: float) -> None:
 
 def _within(value: float, low: float, high: float) -> float:
     return min(max(value, low), max(low, high))
-
-
-# ---------------------------------------------------------------- what VMs cost
-
-
-@dataclass(frozen=True, kw_only=True)
-class Use:
-    """So many GPUs of a VM for some time."""
-
-    vm_id: str
-    seconds: float
-    gpus: int
-    vm_gpus: int
-    price_per_hour: float | None
-    """Of the whole VM."""
-
-
-@dataclass(kw_only=True)
-class Bill:
-    """Hours of one VM, or of several; the cost of those with a price."""
-
-    vm_id: str = ""
-    hours: float = 0.0
-    gpu_hours: float = 0.0
-    price_per_hour: float | None = None
-    cost: float | None = None
-
-
-def bills(uses: Iterable[Use]) -> list[Bill]:
-    """By VM, the dearest first. A VM that jobs share counts by the part of its GPUs."""
-    by_vm: dict[str, Bill] = {}
-    for use in uses:
-        bill = by_vm.setdefault(use.vm_id, Bill(vm_id=use.vm_id, price_per_hour=use.price_per_hour))
-        hours = use.seconds / 3600 * use.gpus / max(use.vm_gpus, 1)
-        bill.hours += hours
-        bill.gpu_hours += use.seconds / 3600 * use.gpus
-        if use.price_per_hour is not None:
-            bill.cost = (bill.cost or 0.0) + hours * use.price_per_hour
-    return sorted(by_vm.values(), key=lambda bill: (-(bill.cost or 0.0), -bill.hours, bill.vm_id))
-
-
-def total(found: Iterable[Bill]) -> Bill:
-    """Of several VMs; its cost is None when none has a price."""
-    whole = Bill()
-    for bill in found:
-        whole.hours += bill.hours
-        whole.gpu_hours += bill.gpu_hours
-        if bill.cost is not None:
-            whole.cost = (whole.cost or 0.0) + bill.cost
-    return whole

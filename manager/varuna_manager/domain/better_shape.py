@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from varuna_manager.domain.blame import quarantine_until
 from varuna_manager.domain.morphs import stable_step
 from varuna_manager.domain.observed import (
     Decision,
@@ -19,8 +20,6 @@ from varuna_manager.domain.observed import (
 from varuna_manager.domain.states import EndCause, GenerationKind, StopMode
 
 Vms = Mapping[str, VmView]
-
-_QUARANTINE_DOUBLINGS = 6
 
 
 def slow_vms(generation: GenerationView | None, vms: Vms) -> tuple[str, ...]:
@@ -73,8 +72,8 @@ def leave_slow_vms(now: float, job: JobView, generation: GenerationView, vms: Vm
         f"{told}; without: {before.p}×{before.d} to {after.p}×{after.d}, {present:.1f} to {after.examples_per_s:.1f} "
         "examples/s predicted"
     )
-    doublings = min(max(vms[vm_id].quarantines for vm_id in slow), _QUARANTINE_DOUBLINGS)
-    quarantine = Quarantine(vm_ids=slow, until=now + rules.quarantine_s * 2.0**doublings, reason=told)
+    worst = max((vms[vm_id] for vm_id in slow), key=lambda vm: vm.quarantines)
+    quarantine = Quarantine(vm_ids=slow, until=quarantine_until(now, worst, rules), reason=told)
     stop = Decision.stop(generation, StopMode.SAVE_FIRST, EndCause.SLOW_VM, reason)
     return Decision(reason=reason, actions=(quarantine, *stop.actions), claims=stop.claims)
 

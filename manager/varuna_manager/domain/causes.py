@@ -5,16 +5,31 @@ from __future__ import annotations
 from varuna_manager.domain.observed import GenerationView, WorkerView
 from varuna_manager.domain.states import EndCause, ExitCause
 
-_ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
-CONSEQUENCE_OF = frozenset({EndCause.VM_LOST, EndCause.HANG, EndCause.WORKER_FAILED})
+_ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED, ExitCause.LAUNCH_REFUSED})
+_BY_AGENTS = {ExitCause.LEASE_OVER: EndCause.MANAGER_AWAY, ExitCause.AGENT_ENDED: EndCause.AGENT_ENDED}
+"""Exits of workers that their agents ended, whatever the script did; they are told late, when the agent is back."""
+CONSEQUENCE_OF = frozenset(
+    {
+        EndCause.VM_LOST,
+        EndCause.MANAGER_AWAY,
+        EndCause.AGENT_ENDED,
+        EndCause.UNREACHABLE,
+        EndCause.HANG,
+        EndCause.WORKER_FAILED,
+    }
+)
 """Stops that make healthy scripts raise (their peers vanish): a script failure after one of these says nothing."""
 
 
 def root_cause(generation: GenerationView) -> WorkerView | None:
-    """The rank whose stop explains the others': one that went with its VM, else the first that failed by itself."""
-    for worker in generation.workers:
-        if is_gone(worker):
-            return worker
+    """The rank whose stop explains the others'.
+
+    It is one that went with its VM, else one that its agent ended, else the first that failed by itself.
+    """
+    for explains in (is_gone, was_taken):
+        for worker in generation.workers:
+            if explains(worker):
+                return worker
     failed = [worker for worker in generation.workers if worker.cause in _ROOT_CAUSES]
     if not failed:
         return None
@@ -26,10 +41,27 @@ def is_gone(worker: WorkerView) -> bool:
     return worker.cause is ExitCause.VM_GONE or (worker.lease_over and worker.cause is None)
 
 
+def was_taken(worker: WorkerView) -> bool:
+    """Whether it went with its VM, or its agent ended it: nothing that it or its peers did."""
+    return is_gone(worker) or worker.cause in _BY_AGENTS
+
+
+def failed_script(generation: GenerationView) -> WorkerView | None:
+    """The first rank whose script failed."""
+    failed = [worker for worker in generation.workers if worker.cause is ExitCause.SCRIPT_FAILED]
+    return min(failed, key=lambda worker: (worker.stopped_at or 0.0, worker.rank), default=None)
+
+
 def end_cause(worker: WorkerView) -> EndCause:
     if is_gone(worker):
         return EndCause.VM_LOST
-    return EndCause.SCRIPT_FAILED if worker.cause is ExitCause.SCRIPT_FAILED else EndCause.WORKER_FAILED
+    if worker.cause in _BY_AGENTS:
+        return _BY_AGENTS[worker.cause]
+    causes = {
+        ExitCause.SCRIPT_FAILED: EndCause.SCRIPT_FAILED,
+        ExitCause.LAUNCH_REFUSED: EndCause.LAUNCH_REFUSED,
+    }
+    return EndCause.WORKER_FAILED if worker.cause is None else causes.get(worker.cause, EndCause.WORKER_FAILED)
 
 
 def worker_line(worker: WorkerView) -> str:
@@ -41,6 +73,9 @@ def worker_line(worker: WorkerView) -> str:
     texts = {
         ExitCause.KILLED: "was killed",
         ExitCause.LAUNCH_FAILED: "never came up",
+        ExitCause.LAUNCH_REFUSED: "was not started",
+        ExitCause.LEASE_OVER: "was ended by its agent",
+        ExitCause.AGENT_ENDED: "went with its agent",
         ExitCause.PEER_LOST: "lost a peer",
         ExitCause.GENERATION_ENDED: "left before its time",
         ExitCause.SCRIPT_FAILED: "failed",

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from varuna_manager.domain.blame import Vms, unreachable_vm
 from varuna_manager.domain.causes import (
     CONSEQUENCE_OF,
     end_cause,
     exit_code,
-    is_gone,
+    failed_script,
     last_line,
     root_cause,
+    was_taken,
     worker_line,
 )
 from varuna_manager.domain.observed import Action, Decision, EndGeneration, FinishJob, GenerationView, JobView
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind, JobState
 
 
-def all_stopped(job: JobView, generation: GenerationView) -> Decision:
-    end = _how_it_ended(job, generation)
+def all_stopped(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
+    end = _how_it_ended(job, generation, vms)
     actions: list[Action] = [end]
     if job.state is not JobState.CANCELLING:
         restarts, limit = job.setbacks.errors, job.max_restarts_on_errors
@@ -39,7 +41,7 @@ def all_stopped(job: JobView, generation: GenerationView) -> Decision:
     return Decision(reason=end.reason, actions=tuple(actions))
 
 
-def _how_it_ended(job: JobView, generation: GenerationView) -> EndGeneration:
+def _how_it_ended(job: JobView, generation: GenerationView, vms: Vms) -> EndGeneration:
     def end(cause: EndCause, reason: str) -> EndGeneration:
         return EndGeneration(number=generation.number, cause=cause, reason=reason)
 
@@ -58,14 +60,18 @@ def _how_it_ended(job: JobView, generation: GenerationView) -> EndGeneration:
         return end(EndCause.SCRIPT_FAILED, f"the script failed on rank {root.rank}: {last_line(root.error)}")
     if generation.kind is GenerationKind.CALIBRATION and job.profiled_at is not None:
         return end(EndCause.PROFILED, "the profile is measured")
-    if stop is not None and not (stop.cause is EndCause.SCRIPT_FAILED and root is not None and is_gone(root)):
+    blames_the_job = stop is not None and stop.cause in (EndCause.SCRIPT_FAILED, EndCause.WORKER_FAILED)
+    if stop is not None and not (blames_the_job and root is not None and was_taken(root)):
         return end(stop.cause, stop.reason)
     if root is not None:
         return end(end_cause(root), worker_line(root))
+    vm_id, reason = unreachable_vm(generation, vms)
+    if vm_id:
+        return end(EndCause.UNREACHABLE, reason)
     return end(EndCause.WORKER_FAILED, worker_line(generation.workers[0]))
 
 
 def _script_error(generation: GenerationView) -> str:
-    root = root_cause(generation)
-    assert root is not None
-    return root.error or f"the script failed on rank {root.rank} without a traceback: see its log"
+    failed = failed_script(generation)
+    assert failed is not None
+    return failed.error or f"the script failed on rank {failed.rank} without a traceback: see its log"

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import Rules, VmView
+from varuna_manager.domain.silence import silent_together
 from varuna_manager.domain.states import VmState
 
 
@@ -91,8 +93,10 @@ class FleetDecision:
     delete: tuple[str, ...] = ()
 
 
-def decide_vm(now: float, vm: VmView, rules: Rules) -> VmVerdict | None:
+def decide_vm(now: float, vm: VmView, rules: Rules, *, together: bool = False) -> VmVerdict | None:
     """The state that the VM is in now, when it is not the one that it had; None otherwise.
+
+    `together`: it fell silent with most others (`domain.silence`).
 
     The provider's word beats silence: a VM that it does not list is gone. A silent VM that it does list is lost, and
     comes back when it is heard again.
@@ -105,13 +109,17 @@ def decide_vm(now: float, vm: VmView, rules: Rules) -> VmVerdict | None:
     if vm.state is VmState.REQUESTED:
         return _verdict(vm, VmState.READY, "its agent said Hello") if vm.connected else None
     grace_s = 0.0 if vm.heard_since_start else rules.restart_grace_s
-    if vm.silent_s >= max(rules.lost_after_s, grace_s):
-        return _verdict(vm, VmState.LOST, f"nothing was heard from it for {max(rules.lost_after_s, grace_s):.0f} s")
+    held_s = max(rules.lost_after_s, grace_s, rules.lease_s if together else 0.0)
+    if vm.silent_s >= held_s:
+        with_others = ", nor from most others" if together else ""
+        return _verdict(vm, VmState.LOST, f"nothing was heard from it for {held_s:.0f} s{with_others}")
     if vm.state is VmState.DRAINING:
         return None
     if vm.silent_s >= max(rules.suspect_after_s, grace_s):
         # From lost there is only the way back to ready, when it is heard again.
-        return None if vm.state is VmState.LOST else _verdict(vm, VmState.SUSPECT, "heartbeats are missing")
+        missing = "heartbeats are missing, here and from most others: the manager may be cut off, and waits"
+        reason = missing if together else "heartbeats are missing"
+        return None if vm.state is VmState.LOST else _verdict(vm, VmState.SUSPECT, reason)
     if vm.state in (VmState.SUSPECT, VmState.LOST) and vm.connected:
         back = VmState.READY if vm.notice_deadline is None else VmState.DRAINING
         return _verdict(vm, back, "it is heard again")
@@ -131,10 +139,15 @@ def _why_gone(now: float, vm: VmView) -> str:
 
 
 def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
-    """How many VMs to ask the provider for, which to drain because they are too many, which to give back."""
-    delete = tuple(vm.id for vm in fleet.vms if _is_to_be_deleted(now, vm, rules))
+    """How many VMs to ask the provider for, which to drain because they are too many, which to give back.
+
+    A cordoned VM counts for the limits alone: another takes its place, and it stays until it is drained.
+    """
+    held = _held_back(fleet, rules)
+    delete = tuple(vm.id for vm in fleet.vms if vm.id not in held and _is_to_be_deleted(now, vm, rules))
     staying = [vm for vm in fleet.vms if vm.state in (VmState.REQUESTED, VmState.READY, VmState.SUSPECT)]
-    staying = [vm for vm in staying if vm.id not in delete]
+    staying = [vm for vm in staying if vm.id not in delete and not vm.cordoned]
+    staying += [vm for vm in fleet.vms if vm.id in held and not vm.cordoned]
     wanted = f"{fleet.target} VMs are wanted{f' ({fleet.why})' if fleet.why else ''}"
     missing = fleet.target - len(staying)
     if missing < 0:
@@ -146,8 +159,10 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
     if missing == 0:
         return FleetDecision(reason=f"{wanted} and there", delete=delete)
     reason = f"{wanted} and {len(staying)} are there"
+    if held:
+        reason += f" ({len(held)} of them fell silent together with most others, and may come back)"
     refusals = fleet.refusals
-    if refusals is not None and now < refusals.last_at + refusals.pause_s:
+    if refusals is not None and is_within(now, refusals.last_at, refusals.pause_s):
         reason += (
             f"; the provider refused {refusals.count} times in a row ({refusals.last.kind}: {refusals.last.reason}), "
             f"and is asked again {refusals.pause_s:.3g} s after the last"
@@ -155,6 +170,13 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
         return FleetDecision(reason=reason, delete=delete)
     allowed, limit = _allowed(fleet, staying)
     return FleetDecision(reason=reason + limit, create=min(missing, allowed), delete=delete)
+
+
+def _held_back(fleet: FleetView, rules: Rules) -> frozenset[str]:
+    """The lost VMs that are neither replaced nor given back yet."""
+    together = silent_together(fleet.vms, rules)
+    lost = [vm for vm in fleet.vms if vm.state is VmState.LOST and vm.id in together]
+    return frozenset(vm.id for vm in lost if vm.silent_s < rules.together_hold_s)
 
 
 def _spare(fleet: FleetView, staying: Sequence[VmView], surplus: int) -> tuple[str, ...]:

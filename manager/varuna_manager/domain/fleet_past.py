@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from varuna_manager.domain.clock import is_within
 from varuna_planner.hazard import removals_per_vm_hour
 
 
@@ -40,7 +41,7 @@ class FleetPast:
         A storm is `losses` VMs lost within `window_s`. It is over after `quiet_s` without a loss, and no longer waited
         for `wait_s` after its first loss: a fleet that is never quiet must not keep new VMs idle for ever.
         """
-        if not self.losses_at or now - self.losses_at[-1] >= quiet_s:
+        if not self.losses_at or not is_within(now, self.losses_at[-1], quiet_s):
             return ""
         last = began = self.losses_at[-1]
         for at in reversed(self.losses_at):

@@ -8,8 +8,10 @@ than Python.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from varuna_manager.domain.blame import quarantine_until
 from varuna_manager.domain.observed import (
     GenerationView,
     JobView,
@@ -25,12 +27,13 @@ from varuna_manager.domain.states import ExitCause, GenerationKind
 
 _FIRST_STEPS = 5.0
 """Predicted mini-batches that a first step may take: nothing is warm yet."""
-_QUARANTINE_DOUBLINGS = 6
 _STACK_CHARACTERS = 4000
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
 _WAITS = re.compile(
     r"[/\\]varuna[/\\]departure\.py\", line \d+ in wait_until|[/\\]varuna[/\\]launch\.py\", line \d+ in "
 )
+_ENTRY = re.compile(r"[/\\]varuna[/\\]training\.py$")
+"""Where what scripts call is."""
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 
 
@@ -58,8 +61,8 @@ def all_told(generation: GenerationView, stacks: Stacks) -> bool:
 def find_suspect(generation: GenerationView, stacks: Stacks) -> Suspect | None:
     """The rank that everyone waits for; None when none stands out: all wait for each other, or none told anything.
 
-    Who does not answer while others do comes before who does something else than waiting; among equals, who has
-    completed the fewest steps.
+    Who does not answer while others do comes before who does something else than waiting, and that before who waits
+    in another call than the others; among equals, who has completed the fewest steps.
     """
     running = [worker for worker in generation.workers if not worker.stopped]
     answers = {worker.rank: stacks.answers.get(worker.rank, RankStack(error="no answer in time")) for worker in running}
@@ -69,6 +72,7 @@ def find_suspect(generation: GenerationView, stacks: Stacks) -> Suspect | None:
     groups: Sequence[tuple[Sequence[WorkerView], str]] = (
         ([w for w in running if not answers[w.rank].text], "it does not say where it stands"),
         ([w for w in told if not _waits(answers[w.rank].text)], "it does not wait for other ranks"),
+        _elsewhere(told, answers),
         (_behind(running), "it has completed fewer steps"),
     )
     for found, why in groups:
@@ -96,6 +100,24 @@ def _suspect(
         why=f"{why}{others}{also}{': ' + where if where else ''}",
         stack=text[:_STACK_CHARACTERS],
     )
+
+
+def _elsewhere(told: Sequence[WorkerView], answers: Mapping[int, RankStack]) -> tuple[list[WorkerView], str]:
+    """The ranks that are in another call of the library than most, such as `checkpoint` where the others `step`."""
+    calls = {worker.rank: _call(answers[worker.rank].text) for worker in told}
+    counted = Counter(calls.values())
+    if len(counted) < 2 or "" in counted:
+        return [], ""
+    usual = max(counted, key=lambda call: (counted[call], call == "step"))
+    rare = min(counted, key=lambda call: (counted[call], call == "step", call))
+    found = [worker for worker in told if calls[worker.rank] == rare]
+    return found, f"it is in {rare}() and {counted[usual]} other{'s' if counted[usual] > 1 else ''} in {usual}()"
+
+
+def _call(text: str) -> str:
+    """Which function of the library the script has called; empty: none, or one that cannot be told."""
+    calls = [frame for frame in _FRAME.finditer(_telling_thread(text)) if _ENTRY.search(frame["file"])]
+    return calls[-1]["function"].strip() if calls else ""
 
 
 def _behind(running: Sequence[WorkerView]) -> list[WorkerView]:
@@ -140,6 +162,5 @@ def quarantine_for_hangs(
     others = {worker.device.vm_id for worker in generation.workers} - {suspect.vm_id}
     if vm is None or hangs_now < rules.quarantine_hangs or not others:
         return None
-    until = now + rules.quarantine_s * 2.0 ** min(vm.quarantines, _QUARANTINE_DOUBLINGS)
     reason = f"{hangs_now} hangs were put down to it, the last to rank {suspect.rank}: {suspect.why}"
-    return Quarantine(vm_ids=(vm.id,), until=until, reason=reason)
+    return Quarantine(vm_ids=(vm.id,), until=quarantine_until(now, vm, rules), reason=reason)

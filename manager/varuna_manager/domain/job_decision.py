@@ -8,7 +8,7 @@ decision is made again after every change, so each step here is small: stop, the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from varuna_manager.domain import hang
@@ -22,17 +22,20 @@ from varuna_manager.domain.better_shape import (
     slow_vms,
     why_not,
 )
+from varuna_manager.domain.blame import unreachable_vm, with_blame
 from varuna_manager.domain.causes import (
     CONSEQUENCE_OF,
     end_cause,
     exit_code,
-    is_gone,
     last_line,
     root_cause,
+    was_taken,
     worker_line,
 )
+from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.devices import next_devices, worth_waiting_for
 from varuna_manager.domain.ending import all_stopped
+from varuna_manager.domain.limits import over_limit
 from varuna_manager.domain.observed import (
     Action,
     AskStacks,
@@ -50,6 +53,7 @@ from varuna_manager.domain.observed import (
     Rules,
     StartGeneration,
     VmView,
+    WorkerView,
 )
 from varuna_manager.domain.states import (
     TERMINAL_JOB_STATES,
@@ -69,13 +73,19 @@ _SHORTEST_SAVE_S = 0.2
 
 def decide_job(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     """The next thing to do for the job. `vms` holds every VM that the job's generation or devices name."""
+    return with_blame(now, job.generation, _decide(now, job, vms, rules), vms, rules)
+
+
+def _decide(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     if job.state in TERMINAL_JOB_STATES:
         return Decision(reason=f"the job is {job.state}")
     generation = job.generation
+    if job.flaw and job.state is not JobState.CANCELLING:
+        return _flawed(job, vms)
     if generation is None or not generation.live:
         return _between_generations(now, job, vms, rules)
     if all(worker.stopped for worker in generation.workers):
-        return all_stopped(job, generation)
+        return all_stopped(job, generation, vms)
     if generation.state is GenerationState.STOPPING:
         return _stopping(job, generation, vms)
     return _running(now, job, generation, vms, rules)
@@ -85,13 +95,26 @@ def wants_plan(job: JobView, devices: tuple[Device, ...], vms: Vms) -> bool:
     """Whether the planner must be asked before `decide_job` can answer."""
     if job.profiled_at is None or len(devices) < job.min_gpus or job.state not in (JobState.QUEUED, JobState.RUNNING):
         return False
-    if job.profile_only:
+    if job.profile_only or job.missing_secret:
         return False
     generation = job.generation
     if generation is None or not generation.live:
         return bool(devices)
     may_morph = generation.kind is GenerationKind.TRAINING and generation.state is GenerationState.RUNNING
     return may_morph and bool(devices) and (len(devices) > len(generation.workers) or bool(slow_vms(generation, vms)))
+
+
+def _flawed(job: JobView, vms: Vms) -> Decision:
+    """Nothing can be done with the job but to end it."""
+    generation = job.generation
+    if generation is None or not generation.live:
+        return _fail(job.flaw)
+    if all(worker.stopped for worker in generation.workers):
+        return all_stopped(job, generation, vms)
+    if generation.state is GenerationState.STOPPING:
+        text = f"{job.flaw}: waiting for its workers to stop"
+        return Decision(reason=text, claims=generation.devices, notable=False)
+    return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, job.flaw)
 
 
 # ---------------------------------------------------------------- no generation is live
@@ -102,16 +125,22 @@ def _between_generations(now: float, job: JobView, vms: Vms, rules: Rules) -> De
         return Decision(reason="cancelled by the user", actions=(FinishJob(state=JobState.CANCELLED),))
     if job.profile_only and job.profiled_at is not None:
         return Decision(reason="the profile is there", actions=(FinishJob(state=JobState.SUCCEEDED, exit_code=0),))
+    reached = over_limit(now, job.state, job.limits)
+    if reached:
+        return _fail(f"over its limit: {reached}")
     setbacks = job.setbacks
     if len(setbacks.reasons) >= rules.breaker:
         return _fail(_breaker_error(job), None if job.generation is None else exit_code(job.generation))
-    if now < setbacks.last_at + setbacks.backoff_s:
+    if is_within(now, setbacks.last_at, setbacks.backoff_s):
         return Decision(reason=_backing_off(job))
     if job.share == 0 and job.state is JobState.RUNNING:
         return Decision(reason=job.share_reason, actions=(RequeueJob(reason=job.share_reason),))
+    if job.missing_secret:
+        return Decision(reason=f"waiting for what its launch needs: {job.missing_secret}")
     devices = next_devices(job, vms, rules)
-    if job.setup_error and job.generation is None and not devices:
-        return _fail(f"its workdir could not be made ready: {job.setup_error}", job.setup_exit_code)
+    failed = job.setups.own_fault(rules.setup_failures) if job.generation is None else ""
+    if failed:
+        return _fail(f"its workdir could not be made ready {failed}, the last: {job.setup_error}", job.setup_exit_code)
     waiting = _too_few(now, job, devices, vms, rules)
     if waiting and job.quarantined and job.share != 0:
         return _lift(job, waiting)
@@ -144,9 +173,9 @@ def _breaker_error(job: JobView) -> str:
 
 def _backing_off(job: JobView) -> str:
     setbacks = job.setbacks
-    failures = len(setbacks.reasons) + setbacks.errors_in_a_row
+    failures = len(setbacks.reasons) + setbacks.errors_in_a_row + setbacks.excused
     last = setbacks.reasons[-1] if setbacks.reasons else "the script failed"
-    if setbacks.errors_in_a_row and job.generation is not None:
+    if (setbacks.errors_in_a_row or setbacks.excused) and job.generation is not None:
         last = job.generation.end_reason
     return (
         f"{failures} generations failed in a row: waiting {setbacks.backoff_s:.0f} s before the next one "
@@ -161,19 +190,29 @@ def _too_few(now: float, job: JobView, devices: tuple[Device, ...], vms: Vms, ru
     if job.share_due and most is not None and len(devices) < most:
         return f"{len(devices)} of its {most} GPUs are free: waiting until other jobs have given up the others"
     if len(devices) < job.min_gpus:
-        setting_up = (
-            f" ({job.unprepared} GPUs are of VMs where its workdir is being made ready)" if job.unprepared else ""
-        )
-        return f"{len(devices)} GPUs are free for this job and it needs {job.min_gpus}: waiting for more{setting_up}"
+        unfit = f" ({job.unfit} others are not as it asks: {job.asks})" if job.unfit else ""
+        text = f"{len(devices)} GPUs are free for this job and it needs {job.min_gpus}: waiting for more"
+        return text + _setups(job) + unfit
     enough = job.max_gpus is not None and len(devices) >= job.max_gpus
-    if job.unprepared and job.generation is None and not enough and job.prepared_s < rules.growth_prepare_s:
-        return f"waiting for {job.unprepared} GPUs of VMs where its workdir is being made ready"
+    missing = job.setups.missing_gpus
+    if missing and job.generation is None and not enough and job.prepared_s < rules.growth_prepare_s:
+        return f"waiting for {missing} GPUs of VMs where its workdir is being made ready"
     if job.returning_vms and not enough:
         return "waiting for agents that are about to come back after the manager's restart"
-    still_early = now - job.created_at < rules.start_settle_s
+    still_early = is_within(now, job.created_at, rules.start_settle_s)
     if job.generation is None and job.coming_vms and not enough and still_early:
         return "waiting for VMs that were requested and are about to join"
     return "" if enough else worth_waiting_for(now, job, devices, vms, rules)
+
+
+def _setups(job: JobView) -> str:
+    """Without how many VMs are at it: a reason that changed with each of them would be an event for each."""
+    setups, notes = job.setups, []
+    if setups.missing_gpus or setups.under_way:
+        notes.append("its workdir is being made ready on VMs where it will run")
+    if setups.failed_on:
+        notes.append(f"to make it ready failed on {len(setups.failed_on)} VMs, the last: {last_line(job.setup_error)}")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _start_calibration(job: JobView, devices: tuple[Device, ...], vms: Vms) -> Decision:
@@ -244,18 +283,21 @@ def _stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
             mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
             return Decision.stop(generation, mode, EndCause.CANCELLED, "cancelled by the user")
     root = root_cause(generation)
-    lost = worker_line(root) if root is not None and is_gone(root) else _lost_vm(generation, vms)
-    if lost and stop.cause is EndCause.SCRIPT_FAILED:
-        # A script that raised a moment before its VM's or a peer's VM's end was known: that is the consequence.
-        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
-    if lost and stop.mode is StopMode.SAVE_FIRST and not (root is not None and is_gone(root)):
+    taken = root if root is not None and was_taken(root) else None
+    lost = worker_line(taken) if taken is not None else _lost_vm(generation, vms)
+    if lost and stop.cause in (EndCause.SCRIPT_FAILED, EndCause.WORKER_FAILED):
+        # A script that raised, or a rank that left, a moment before a VM's or an agent's end was known: that is the
+        # consequence.
+        cause = EndCause.VM_LOST if taken is None else end_cause(taken)
+        return Decision.stop(generation, StopMode.LEAVE_NOW, cause, lost)
+    if lost and stop.mode is StopMode.SAVE_FIRST and taken is None:
         return Decision.stop(
             generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, f"{lost}, while saving since {stop.reason}"
         )
     text = f"{stop.reason}: waiting for its workers to stop"
     waiting = Decision(reason=text, claims=generation.devices, notable=False)
     stopped = [worker for worker in generation.workers if worker.stopped]
-    if stop.cause in (EndCause.CANCELLED, EndCause.SCRIPT_FAILED) or not stopped:
+    if stop.cause in (EndCause.CANCELLED, EndCause.SCRIPT_FAILED, EndCause.LIMIT) or not stopped:
         return waiting
     if any(worker.cause is ExitCause.FINISHED for worker in stopped):
         return waiting  # it was at its end anyway: the other ranks may be writing the result
@@ -281,6 +323,7 @@ def _running(now: float, job: JobView, generation: GenerationView, vms: Vms, rul
         _broken(now, generation, vms, rules)
         or _calibrated(now, job, generation, rules)
         or _leaving_vm(now, job, generation, vms)
+        or _over_limit(now, job, generation)
         or _hang(now, job, generation, vms, rules)
         or give_up_gpus(job, generation)
     )
@@ -325,10 +368,29 @@ def _broken(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> D
     odd = [worker for worker in generation.workers if worker.stopped and worker.cause is not normal_exit]
     if not odd:
         return None
-    first = min(worker.stopped_at or 0.0 for worker in odd)
-    if all(worker.cause is ExitCause.PEER_LOST for worker in odd) and now - first < rules.root_cause_wait_s:
-        return Decision(reason=f"{worker_line(odd[0])}: waiting to hear what happened to it", claims=generation.devices)
+    if all(worker.cause is ExitCause.PEER_LOST for worker in odd):
+        return _peer_lost(now, generation, odd, vms, rules)
     return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, worker_line(odd[0]))
+
+
+def _peer_lost(now: float, generation: GenerationView, left: Sequence[WorkerView], vms: Vms, rules: Rules) -> Decision:
+    """Ranks have left because of another, which did not say that it has stopped: its VM or the network may be why."""
+    first = min(worker.stopped_at or 0.0 for worker in left)
+    running = [vms[vm_id] for vm_id in generation.running_on if vm_id in vms]
+    # An agent that has just come back is about to report what became of its workers meanwhile.
+    back_s = min((vm.ready_for_s for vm in running if vm.connected), default=math.inf)
+    line = worker_line(left[0])
+    if is_within(now, first, rules.root_cause_wait_s) or back_s < rules.root_cause_wait_s:
+        return Decision(reason=f"{line}: waiting to hear what happened to it", claims=generation.devices)
+    silent = [vm for vm in running if not vm.connected or vm.silent_s > 2 * rules.heartbeat_interval_s]
+    if silent:
+        # Two witnesses that are independent of each other: a peer, and the VM's own silence.
+        reason = f"{line}, and nothing is heard from VM {silent[0].id}"
+        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, reason)
+    vm_id, reason = unreachable_vm(generation, vms)
+    if vm_id:
+        return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.UNREACHABLE, reason)
+    return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, line)
 
 
 def _lost_vm(generation: GenerationView, vms: Vms) -> str:
@@ -348,7 +410,7 @@ def _calibrated(now: float, job: JobView, generation: GenerationView, rules: Rul
     if any(worker.stopped for worker in generation.workers):
         end = EndGeneration(number=generation.number, cause=EndCause.PROFILED, reason=reason)
         return Decision(reason=reason, actions=(end,), claims=generation.devices)
-    if now - job.profiled_at > rules.profile_exit_wait_s:
+    if not is_within(now, job.profiled_at, rules.profile_exit_wait_s):
         return Decision.stop(generation, StopMode.LEAVE_NOW, EndCause.PROFILED, reason)
     text = f"{reason}: waiting for the calibrating workers to leave"
     return Decision(reason=text, claims=generation.devices, notable=False)
@@ -376,6 +438,16 @@ def _leaving_vm(now: float, job: JobView, generation: GenerationView, vms: Vms) 
     return Decision.stop(generation, mode, EndCause.NOTICE, reason)
 
 
+def _over_limit(now: float, job: JobView, generation: GenerationView) -> Decision | None:
+    """It saves what it has; with the next look, when all its workers have stopped, the job fails."""
+    reached = over_limit(now, job.state, job.limits)
+    if not reached:
+        return None
+    saves = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
+    mode = StopMode.SAVE_FIRST if saves else StopMode.LEAVE_NOW
+    return Decision.stop(generation, mode, EndCause.LIMIT, f"over its limit: {reached}")
+
+
 def _leaves_at(vm: VmView) -> float:
     return math.inf if vm.leave_by is None else vm.leave_by
 
@@ -389,7 +461,7 @@ def _hang(now: float, job: JobView, generation: GenerationView, vms: Vms, rules:
     if stacks is None or stacks.generation != generation.number:
         text = f"{reason}: asking its ranks where they stand"
         return Decision(reason=text, actions=(AskStacks(number=generation.number),), claims=claims)
-    if not hang.all_told(generation, stacks) and now - stacks.asked_at < rules.stacks_wait_s:
+    if not hang.all_told(generation, stacks) and is_within(now, stacks.asked_at, rules.stacks_wait_s):
         text = f"{reason}: waiting for its ranks to tell where they stand"
         return Decision(reason=text, claims=claims, notable=False)
     suspect = hang.find_suspect(generation, stacks)

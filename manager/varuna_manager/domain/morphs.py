@@ -27,7 +27,7 @@ class PastShape:
     """Without progress until its first step began, waiting for VMs left out; None: it never completed one, or was the
     job's first."""
     save_s: float | None = None
-    """From being told to save and leave to its end; None: it was not told so, or was ended otherwise."""
+    """What its slowest rank took to save and leave, as its agent timed it; None: it was not told so, or did not."""
 
 
 @dataclass(frozen=True, kw_only=True)

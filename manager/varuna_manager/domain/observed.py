@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.limits import LimitsView
 from varuna_manager.domain.morphs import Morphs
 from varuna_manager.domain.setbacks import Setbacks
+from varuna_manager.domain.setups import Setups
 from varuna_manager.domain.states import (
     EndCause,
     ExitCause,
@@ -33,12 +35,18 @@ class Rules:
     """Silence after which a VM's workers are given up."""
     restart_grace_s: float = 30.0
     """Silence allowed to a VM that has not been heard since the manager started: agents redial with backoff."""
+    together_hold_s: float = 600.0
+    """For so long nothing is bought for VMs that fell silent together with most others, and none is given back."""
     lease_s: float = 60.0
     """An agent that hears nothing for so long has ended its workers."""
     growth_settle_s: float = 2.0
     """How long new devices must have been there before a job grows into them."""
     growth_prepare_s: float = 30.0
     """And how long at most it waits for their agents to prepare for its workers."""
+    prepare_again_s: float = 60.0
+    """After so long, an agent is told once more to prepare: a setup that failed may succeed."""
+    setup_failures: int = 3
+    """VMs on which the setup of a job that never ran has to fail, where there are so many, before the job fails."""
     growth_ratio: float = 1.05
     """Predicted rate of the bigger plan over the present one that makes growing worthwhile, at least."""
     hang_minimum_s: float = 30.0
@@ -75,6 +83,9 @@ class Rules:
     """How long a generation that hangs is kept for its ranks to say where they stand."""
     quarantine_hangs: int = 2
     """A VM that so many hangs were put down to is quarantined."""
+    quarantine_deaths: int = 3
+    """A VM whose workers ended so many generations, each within death_window_s of the one before, is quarantined."""
+    death_window_s: float = 3600.0
     storm_losses: int = 4
     """VMs lost within storm_window_s that make a storm: no shape is changed by choice before it is over."""
     storm_window_s: float = 60.0
@@ -173,6 +184,9 @@ class VmView:
     """Those of the past and the present."""
     hangs: int = 0
     """Hangs that were put down to it."""
+    deaths: int = 0
+    """Generations that workers there have ended, each not long after the one before."""
+    last_death_at: float | None = None
     workers: int = 0
     """Workers there that have not stopped."""
     has_rendezvous_port: bool = True
@@ -182,11 +196,18 @@ class VmView:
     """Ids of jobs whose workers would start there at once: their imports are done."""
     prepared: frozenset[str] = frozenset()
     """Ids of the jobs whose workdir is ready there, of those that need it made."""
+    cordoned: bool = False
+    """A user wants nothing new to start there."""
+    gpu_type: str = ""
+    """What its GPUs are called; empty: not known."""
+    setting_up: frozenset[str] = frozenset()
+    """Ids of the jobs whose workdir is being made ready there, or waits for its turn."""
     reason: str = ""
 
     @property
     def usable(self) -> bool:
-        return self.state is VmState.READY and self.connected
+        """Whether workers may be started there."""
+        return self.state is VmState.READY and self.connected and not self.cordoned
 
     @property
     def leave_by(self) -> float | None:
@@ -206,6 +227,8 @@ class WorkerView:
     stopped_at: float | None = None
     step: int | None = None
     """The last that it completed, as its agent last said; None: not heard."""
+    unreached: int | None = None
+    """The rank that it could not reach when they met; None: none is known."""
     lease_over: bool = False
     """Its VM has been silent for a whole lease: its agent has ended it."""
 
@@ -312,6 +335,8 @@ class JobView:
     """Whether it is over when it is profiled."""
     profile_error: str = ""
     """Why the profile that was measured could not be used."""
+    flaw: str = ""
+    """Why nothing can be done with it but to end it: its stored spec cannot be used, say; empty: all can."""
     generation: GenerationView | None = None
     """The newest."""
     setbacks: Setbacks = field(default_factory=Setbacks)
@@ -340,13 +365,20 @@ class JobView:
     """VMs that were requested and are not here yet."""
     returning_vms: int = 0
     """VMs whose agents have not come back yet to a manager that has just started."""
-    unprepared: int = 0
-    """Devices that it could be launched on, were its workdir ready on their VMs."""
+    setups: Setups = field(default_factory=Setups)
+    """Of its workdir, where that has to be made ready on its VMs."""
     prepared_s: float = 0.0
     """For how long that has been so on one VM at least; 0: it is on none."""
     setup_error: str = ""
     """Why that could not be made ready on a VM, as it was said last."""
     setup_exit_code: int | None = None
+    missing_secret: str = ""
+    """Which of its secrets the manager cannot read now, and why."""
+    limits: LimitsView = field(default_factory=LimitsView)
+    unfit: int = 0
+    """Free devices that are not as it asks."""
+    asks: str = ""
+    """What it asks of its GPUs; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,6 +440,14 @@ class NoteHang:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoteDeath:
+    """Count the generations that workers on the VM have ended."""
+
+    vm_id: str
+    deaths: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quarantine:
     """Leave the VMs alone until then."""
 
@@ -430,6 +470,7 @@ Action = (
     | RequeueJob
     | AskStacks
     | NoteHang
+    | NoteDeath
     | Quarantine
     | LiftQuarantine
 )

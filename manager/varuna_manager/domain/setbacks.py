@@ -1,8 +1,9 @@
 """Which ended generations speak against a job: those that a fault ended before they got beyond its best step.
 
 A job that gets on is left alone, however often it is restarted; one that dies again and again at the same place is
-tried with growing pauses and then given up (`Rules.breaker`). What VMs do to a job never counts. A script that fails
-counts apart, and always: the job's `max_restarts_on_errors` says how often it may.
+tried with growing pauses and then given up (`Rules.breaker`). What VMs, agents and managers do to a job never counts;
+what an agent does again and again only makes the pauses longer. A script that fails counts apart, and always: the job's
+`max_restarts_on_errors` says how often it may.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from varuna_manager.domain.states import EndCause
 _BLAMELESS = frozenset(
     {
         EndCause.VM_LOST,
+        EndCause.MANAGER_AWAY,
         EndCause.NOTICE,
         EndCause.GROWTH,
         EndCause.SLOW_VM,
         EndCause.SHRUNK,
         EndCause.PREEMPTED,
         EndCause.CANCELLED,
+        EndCause.LIMIT,
     }
 )
+
+_EXCUSED = frozenset({EndCause.AGENT_ENDED, EndCause.LAUNCH_REFUSED, EndCause.UNREACHABLE})
+"""No fault of the job's either, but what may come again at once: the next try waits a little longer each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +58,20 @@ class Setbacks:
     """How often the script failed."""
     errors_in_a_row: int = 0
     """Those since the job last got on."""
+    excused: int = 0
+    """Generations since then that agents or the network ended: they make the pauses longer, and fail no job."""
 
     @property
     def backoff_s(self) -> float:
         """From `last_at` on. The first failure is tried again at once; then 1, 2, 4, ... up to 30 seconds."""
-        failures = len(self.reasons) + self.errors_in_a_row
+        failures = len(self.reasons) + self.errors_in_a_row + self.excused
         return 0.0 if failures <= 1 else min(2.0 ** (failures - 2), 30.0)
 
 
 def count_setbacks(generations: Iterable[PastGeneration]) -> Setbacks:
     """`generations`: those that ended, oldest first."""
     reasons: list[str] = []
-    last_at, best_step, hangs, errors, in_a_row = 0.0, 0, 0, 0, 0
+    last_at, best_step, hangs, errors, in_a_row, excused = 0.0, 0, 0, 0, 0, 0
     for generation in generations:
         hangs += generation.cause is EndCause.HANG
         got_on = (generation.last_step or 0) > best_step
@@ -72,9 +80,12 @@ def count_setbacks(generations: Iterable[PastGeneration]) -> Setbacks:
         errors += failed
         if got_on or generation.cause is EndCause.PROFILED:
             reasons.clear()
-            last_at, in_a_row = 0.0, 0
+            last_at, in_a_row, excused = 0.0, 0, 0
         elif failed:
             in_a_row += 1
+            last_at = max(last_at, generation.ended_at)
+        elif generation.cause in _EXCUSED:
+            excused += 1
             last_at = max(last_at, generation.ended_at)
         elif generation.cause not in _BLAMELESS and not generation.forgiven:
             reasons.append(generation.reason or "no reason is known")
@@ -86,4 +97,5 @@ def count_setbacks(generations: Iterable[PastGeneration]) -> Setbacks:
         hangs=hangs,
         errors=errors,
         errors_in_a_row=in_a_row,
+        excused=excused,
     )

@@ -7,7 +7,9 @@
 2. What is spare goes, step by step, where it brings most: `weight * ln(rate after / rate before) / GPUs added`, the
    relative gain of the job's own rate per GPU. Rates of different models cannot be compared, relative gains can;
    the logarithm makes the shares proportionally fair. A priority that is higher by one doubles the weight.
-3. Running jobs keep what they have unless somebody needs it for a minimum, or the best division beats the present one
+3. A job whose workdir is not ready on its VMs yet takes nothing from those that run: they keep what they have until it
+   can start. None that waits behind it overtakes it meanwhile.
+4. Running jobs keep what they have unless somebody needs it for a minimum, or the best division beats the present one
    by more than the morphs it takes would cost.
 """
 
@@ -41,6 +43,8 @@ class Contender:
     created_at: float
     min_gpus: int
     max_gpus: int | None
+    fitting: int | None = None
+    """GPUs of the fleet that are as it asks; None: it takes any."""
     has: int = 0
     """GPUs of its newest generation, as far as they are there."""
     runs: bool = False
@@ -61,7 +65,12 @@ class Contender:
 
     @property
     def most(self) -> float:
-        return math.inf if self.max_gpus is None else self.max_gpus
+        limits = [limit for limit in (self.max_gpus, self.fitting) if limit is not None]
+        return min(limits, default=math.inf)
+
+    def is_too_large(self, gpus: int) -> bool:
+        """Whether a fleet of so many GPUs cannot hold it, whatever other jobs leave."""
+        return self.least > gpus or (self.fitting is not None and self.least > self.fitting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +144,34 @@ def share(jobs: Sequence[Contender], gpus: int) -> dict[str, Share]:
     return {**shares, **refused}
 
 
+def hold_back(
+    wishes: Mapping[str, Share], jobs: Sequence[Contender], gpus: int, ready: Mapping[str, int]
+) -> dict[str, Share]:
+    """The shares for now, where some jobs cannot use all of theirs yet: nobody stops for them sooner than that.
+
+    Args:
+        wishes: the shares, as if all could.
+        ready: by job, the GPUs that it could use, of the jobs that need preparing.
+    """
+    late = {job_id: most for job_id, most in ready.items() if most < wishes[job_id].gpus}
+    if not late:
+        return dict(wishes)
+    # One that waits gets no more than its wish for another's being late: else it would take that from those that run.
+    most = {job.id: late.get(job.id, max(wishes[job.id].gpus, job.has)) for job in jobs}
+    able = [replace(job, max_gpus=most[job.id]) for job in jobs if most[job.id] >= job.least or job.leaving]
+    now = share(able, gpus)
+    return {
+        job.id: _held(job, wishes[job.id], now[job.id]) if job.id in now and job.id not in late else wishes[job.id]
+        for job in jobs
+    }
+
+
+def _held(job: Contender, wish: Share, now: Share) -> Share:
+    """`now`: were those that are late not there."""
+    held = max(min(wish.gpus, now.gpus), min(job.has, max(wish.gpus, now.gpus)))
+    return wish if held == wish.gpus else Share(gpus=held, reason=now.reason)
+
+
 def _kept(job: Contender) -> int:
     return int(min(max(job.has, job.least), max(job.most, job.least)))
 
@@ -148,9 +185,10 @@ def _minimums(jobs: Sequence[Contender], gpus: int) -> tuple[list[Contender], di
     for job in order:
         if job.leaving:
             refused[job.id] = Share(gpus=job.has, reason="it is being cancelled")
-        elif job.least > gpus or job.rates == ():
+        elif job.is_too_large(gpus) or job.rates == ():
             # Nothing that others leave would do; what it gets when there are more, it may have.
-            refused[job.id] = Share(gpus=job.least, reason=f"it needs {job.least} GPUs and there are {gpus}")
+            there = f"there are {gpus}" if job.fitting is None else f"{job.fitting} of {gpus} are as it asks"
+            refused[job.id] = Share(gpus=job.least, reason=f"it needs {job.least} GPUs and {there}")
         elif blocked is not None and not job.runs:
             text = (
                 f"waiting behind job {blocked.name!r} (priority {blocked.priority}), which needs {blocked.least} GPUs"

@@ -64,6 +64,12 @@ class ExitCause(StrEnum):
     SCRIPT_FAILED = "script_failed"
     KILLED = "killed"
     LAUNCH_FAILED = "launch_failed"
+    LAUNCH_REFUSED = "launch_refused"
+    """Its agent would not start it."""
+    LEASE_OVER = "lease_over"
+    """Its agent ended it, which had not heard from the manager for a whole lease."""
+    AGENT_ENDED = "agent_ended"
+    """It went with its agent, which was asked to end or started anew."""
     VM_GONE = "vm_gone"
 
 
@@ -75,6 +81,13 @@ class EndCause(StrEnum):
     SCRIPT_FAILED = "script_failed"
     WORKER_FAILED = "worker_failed"
     VM_LOST = "vm_lost"
+    MANAGER_AWAY = "manager_away"
+    """For longer than the lease."""
+    AGENT_ENDED = "agent_ended"
+    """Somebody restarted or upgraded the agent of one of its VMs."""
+    LAUNCH_REFUSED = "launch_refused"
+    UNREACHABLE = "unreachable"
+    """Two of its VMs did not reach each other."""
     NOTICE = "notice"
     HANG = "hang"
     GROWTH = "growth"
@@ -83,6 +96,8 @@ class EndCause(StrEnum):
     """Other jobs need some of its GPUs more."""
     PREEMPTED = "preempted"
     """Jobs of higher priority need all of them."""
+    LIMIT = "limit"
+    """The job has reached one of its limits."""
     CANCELLED = "cancelled"
 
 
@@ -118,7 +133,8 @@ VM_TRANSITIONS: Table = {
     VmState.REQUESTED: frozenset({VmState.READY, VmState.DRAINING, VmState.GONE}),
     VmState.READY: frozenset({VmState.SUSPECT, VmState.DRAINING, VmState.LOST, VmState.GONE}),
     VmState.SUSPECT: frozenset({VmState.READY, VmState.DRAINING, VmState.LOST, VmState.GONE}),
-    VmState.DRAINING: frozenset({VmState.LOST, VmState.GONE}),
+    # A host of one's own stays when it was drained, and may be used again.
+    VmState.DRAINING: frozenset({VmState.READY, VmState.LOST, VmState.GONE}),
     VmState.LOST: frozenset({VmState.READY, VmState.DRAINING, VmState.GONE}),
     VmState.GONE: frozenset(),
 }

@@ -13,21 +13,32 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import httpx
 import structlog
 from azure.core import MatchConditions
-from azure.core.exceptions import AzureError, HttpResponseError, ResourceExistsError, ResourceNotFoundError
+from azure.core.exceptions import AzureError, ResourceExistsError, ResourceNotFoundError
 from azure.core.pipeline.policies import AsyncRetryPolicy
 from azure.core.polling import AsyncLROPoller
 from azure.mgmt.compute.aio import ComputeManagementClient
 from azure.mgmt.compute.models import VirtualMachine
 
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
-from varuna_manager.providers.azure_market import Quote, ask_market, first_line, refusal_of
+from varuna_manager.providers.azure_deletions import Deletions
+from varuna_manager.providers.azure_market import (
+    Quote,
+    ask_market,
+    first_line,
+    is_no_acceleration,
+    refusal_of,
+)
 from varuna_manager.providers.azure_places import Place, Places
 from varuna_manager.providers.azure_requests import FLEET_TAG, REQUEST_TAG, scale_set_body, vm_body
+from varuna_manager.providers.azure_retail import ask_retail_prices
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
+from varuna_manager.providers.azure_states import Condition, condition_of
 from varuna_manager.providers.base import (
     Created,
     Notice,
@@ -40,14 +51,14 @@ from varuna_manager.providers.base import (
 
 __all__ = ["AzureProvider", "PatientRetryPolicy", "azure_client"]
 
-_LISTED_STATES = frozenset({"Creating", "Succeeded", "Updating"})
-_GOING_STATES = frozenset({"Deleting"})
 _PAGE = 50
 """VMs that a listing has at least on a page: each page is a request."""
-_DELETE_AT_ONCE = 100
 _AT_ONCE = 32
 """Creations that are asked for at the same time."""
 _MARKET_S = 600.0
+"""Between two questions after prices and eviction rates."""
+_MARKET_AGAIN_S = 60.0
+"""The same, after one that was not answered."""
 _POLL_S = 5.0
 """Between two questions after an operation, where Azure does not say."""
 _LONGEST_WAIT_S = 10.0
@@ -106,11 +117,12 @@ class AzureProvider:
         self._has_scale_set = False
         self._writes: deque[float] = deque()
         self._quotes: Mapping[str, Quote] = {}
-        self._quoted_at: float | None = None
+        self._quote_again_at = -float("inf")
+        self._unaccelerated: set[str] = set()
+        """Sizes without accelerated networking, as Azure has said."""
         self._listed: Sequence[ProviderVm] = ()
         self._list_again_at = -float("inf")
-        self._delete_again_at = -float("inf")
-        self._deleting: set[str] = set()
+        self._deletions = Deletions(settings, client, now, self._forget_list)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._log = structlog.get_logger("varuna.azure").bind(scale_set=settings.scale_set)
 
@@ -125,12 +137,20 @@ class AzureProvider:
     async def _look(self) -> None:
         vms = await self._vms()
         self._list_again_at = self._now() + self._settings.list_every_s * (1 + len(vms) // _PAGE)
-        self._listed = [self._seen(vm) for vm in vms if vm.provisioning_state in _LISTED_STATES | _GOING_STATES]
-        failed = [_name(vm) for vm in vms if vm.provisioning_state == "Failed"]
-        if failed:
-            # They never came up, and still count against the quota.
-            self._log.warning("VMs that could not be made are deleted", vms=failed)
-            await self.delete(failed)
+        conditions = {_name(vm): condition_of(vm) for vm in vms}
+        self._listed = [self._seen(vm) for vm in vms if conditions[_name(vm)] is not Condition.FAILED]
+        failed = [name for name, condition in conditions.items() if condition is Condition.FAILED]
+        if not failed:
+            return
+        try:
+            await self._deletions.delete_vms(failed)
+        except AzureError as error:
+            # What is there is known all the same. The next looks try again.
+            self._log.warning("VMs that failed are still there", vms=failed, error=first_line(error))
+
+    def _forget_list(self) -> None:
+        """What was known of the VMs is no longer so."""
+        self._list_again_at = -float("inf")
 
     async def notices(self) -> Sequence[Notice]:
         """None from here: Azure tells the VM itself, whose agent asks the metadata service each second."""
@@ -147,12 +167,18 @@ class AzureProvider:
             prices = [price for size in self._settings.sizes if (price := self._price(size)) is not None]
             price = max(prices, default=None)
         hazard = self._quotes.get(size.name, Quote()).hazard_per_hour
-        return Offer(gpus=size.gpus, price_per_hour=price, hazard_per_hour=hazard)
+        return Offer(
+            gpus=size.gpus,
+            price_per_hour=price,
+            hazard_per_hour=hazard,
+            device_memory_bytes=_memory_bytes(size),
+            gpu_type=size.gpu_type,
+        )
 
     async def _vms(self) -> Sequence[VirtualMachine]:
         """Those of this fleet, in whatever state."""
         of_set = f"'virtualMachineScaleSet/id' eq '{self._settings.scale_set_id}'"
-        found = self._client.virtual_machines.list(self._settings.resource_group, filter=of_set)
+        found = self._client.virtual_machines.list(self._settings.resource_group, filter=of_set, expand="instanceView")
         try:
             vms = [vm async for vm in found]
         except ResourceNotFoundError:
@@ -161,17 +187,16 @@ class AzureProvider:
 
     def _seen(self, vm: VirtualMachine) -> ProviderVm:
         size = self._size(vm.hardware_profile.vm_size if vm.hardware_profile else None)
-        memory = size.device_memory_gib if size else None
         return ProviderVm(
             id=_name(vm),
             gpus=size.gpus if size else 1,
-            device_memory_bytes=None if memory is None else int(memory * _GIB),
+            device_memory_bytes=_memory_bytes(size) if size else None,
             host="",  # its agent says it
             created_at=vm.time_created.timestamp() if vm.time_created else time.time(),
             ref={"id": vm.id, "size": size.name if size else None, "zones": [*(vm.zones or ())]},
             request=(vm.tags or {}).get(REQUEST_TAG),
             price_per_hour=self._price(size) if size else None,
-            going=vm.provisioning_state in _GOING_STATES,
+            going=condition_of(vm) is Condition.GOING,
         )
 
     def _size(self, name: str | None) -> AzureSize | None:
@@ -185,20 +210,40 @@ class AzureProvider:
         return quoted or size.price_per_hour or (most if most > 0 else None)
 
     async def _refresh_quotes(self) -> None:
-        if self._quoted_at is not None and self._now() - self._quoted_at < _MARKET_S:
+        if self._now() < self._quote_again_at:
             return
-        self._quoted_at = self._now()
+        self._quote_again_at = self._now() + _MARKET_S
         try:
             self._quotes = await ask_market(self._client, self._settings)
         except (AzureError, KeyError, ValueError) as error:
-            self._log.warning("Azure does not tell prices and eviction rates", error=str(error).splitlines()[0])
+            self._log.info("Resource Graph does not tell prices and eviction rates", error=str(error).splitlines()[0])
+        unpriced = [
+            size.name for size in self._settings.sizes if self._quotes.get(size.name, Quote()).price_per_hour is None
+        ]
+        if not unpriced or not self._settings.retail_prices_url:
+            return
+        try:
+            prices = await ask_retail_prices(self._settings.retail_prices_url, self._settings.location, unpriced)
+        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+            self._quote_again_at = self._now() + _MARKET_AGAIN_S
+            text = f"{type(error).__name__}: {error}"
+            self._log.warning(
+                "the list of retail prices cannot be read", url=self._settings.retail_prices_url, error=text
+            )
+            return
+        quoted = {
+            name: replace(self._quotes.get(name, Quote()), price_per_hour=price) for name, price in prices.items()
+        }
+        self._quotes = {**self._quotes, **quoted}
 
     # ------------------------------------------------------------ more
 
     async def create(self, count: int, request: str) -> Created:
         """At the first sizes and zones that grant VMs."""
         try:
-            await self._ensure_scale_set()
+            unfit = await self._ensure_scale_set()
+            if unfit is not None:
+                return Created(refusal=unfit)
             await self._look()
             missing = self._missing(count, request)
             refusal: Refusal | None = None
@@ -224,19 +269,28 @@ class AzureProvider:
         there = {vm.id for vm in of_request}
         return [name for name in names if name not in there][: max(count - len(of_request) + going, 0)]
 
-    async def _ensure_scale_set(self) -> None:
+    async def _ensure_scale_set(self) -> Refusal | None:
+        """Why the set that is there cannot take our VMs; None: it can."""
         if self._has_scale_set:
-            return
+            return None
         sets = self._client.virtual_machine_scale_sets
         group, name = self._settings.resource_group, self._settings.scale_set
         try:
-            await sets.get(group, name)
+            found = await sets.get(group, name)
         except ResourceNotFoundError:
             body: Any = scale_set_body(self._settings)
             poller = await sets.begin_create_or_update(group, name, body)
             await poller.result()
             self._log.info("the scale set was made")
+        else:
+            there, wanted = {*(found.zones or ())}, {zone for size in self._settings.sizes for zone in size.zones}
+            if not wanted <= there or (there and not wanted):
+                # Azure refuses each VM of another zone, and each without a zone in a set with zones.
+                text = f"scale set {name} has {_zones_text(there)} and the sizes of the settings {_zones_text(wanted)}"
+                way_out = "give the sizes zones of the set, or take another scale_set"
+                return Refusal(kind=RefusalKind.FAILED, reason=f"{text}: {way_out}")
         self._has_scale_set = True
+        return None
 
     def _priced_places(self) -> Sequence[Place]:
         places = self._places.open()
@@ -273,10 +327,18 @@ class AzureProvider:
 
     async def _create_one(self, gate: asyncio.Semaphore, place: Place, name: str, request: str) -> Refusal | None:
         """Why there is no such VM now; None: there is, or what becomes of it is not decided yet."""
+        accelerated = self._is_accelerated(place.size)
+        refusal = await self._ask_for_one(gate, place, name, request)
+        if refusal is not None and accelerated and not self._is_accelerated(place.size):
+            refusal = await self._ask_for_one(gate, place, name, request)
+        return refusal
+
+    async def _ask_for_one(self, gate: asyncio.Semaphore, place: Place, name: str, request: str) -> Refusal | None:
         group = self._settings.resource_group
         async with gate:
             script = await self._boot_script(name, place.size)
-            body: Any = vm_body(self._settings, name, place.size, place.zone, request, script)
+            accelerated = self._is_accelerated(place.size)
+            body: Any = vm_body(self._settings, name, place, request, script, accelerated=accelerated)
             try:
                 poller = await self._client.virtual_machines.begin_create_or_update(
                     group, name, body, match_condition=MatchConditions.IfMissing
@@ -289,6 +351,11 @@ class AzureProvider:
                 return self._refused(place, name, error)
         return await self._settled(self._allocated(place, name, poller))
 
+    def _is_accelerated(self, size: AzureSize) -> bool:
+        """Whether to ask for accelerated networking: unless the settings or Azure have said that there is none."""
+        said = size.accelerated_networking
+        return size.name not in self._unaccelerated if said is None else said
+
     async def _allocated(self, place: Place, name: str, poller: AsyncLROPoller[Any]) -> Refusal | None:
         try:
             await poller.result()
@@ -300,6 +367,8 @@ class AzureProvider:
 
     def _refused(self, place: Place, name: str, error: AzureError) -> Refusal:
         refusal = refusal_of(error)
+        if is_no_acceleration(refusal):
+            self._unaccelerated.add(place.size.name)
         self._log.info("Azure made no VM", vm=name, place=str(place), reason=refusal.reason)
         self._places.note_refused(place, refusal)
         return refusal
@@ -337,44 +406,9 @@ class AzureProvider:
     # ------------------------------------------------------------ less
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
-        """In batches, through the scale set. Returns once Azure has accepted it, or wants to be left alone for now:
-        VMs that are still listed are given back again. Raises AzureError."""
-        wanted = [vm_id for vm_id in vm_ids if vm_id not in self._deleting]
-        for start in range(0, len(wanted), _DELETE_AT_ONCE):
-            if self._now() < self._delete_again_at:
-                return
-            await self._delete_batch(wanted[start : start + _DELETE_AT_ONCE])
-
-    async def _delete_batch(self, names: Sequence[str]) -> None:
-        body: Any = {"instanceIds": [*names]}
-        try:
-            poller = await self._client.virtual_machine_scale_sets.begin_delete_instances(
-                self._settings.resource_group, self._settings.scale_set, body, force_deletion=True
-            )
-        except HttpResponseError as error:
-            refusal = refusal_of(error)
-            if refusal.kind is RefusalKind.THROTTLED:
-                self._delete_again_at = self._now() + (refusal.retry_after_s or _LONGEST_WAIT_S)
-                self._log.warning("Azure deletes no VMs for now", reason=refusal.reason, vms=[*names])
-                return
-            if error.status_code not in (404, 400):
-                raise
-            if len(names) > 1:  # one of them is gone already; which one, Azure does not say
-                for name in names:
-                    await self._delete_batch([name])
-            return
-        self._deleting.update(names)
-        task = asyncio.ensure_future(poller.result())
-        self._under_way.add(task)
-        task.add_done_callback(lambda task: self._deleted(task, names))
-
-    def _deleted(self, task: asyncio.Task[Any], names: Iterable[str]) -> None:
-        self._under_way.discard(task)
-        self._deleting.difference_update(names)
-        self._list_again_at = -float("inf")  # what was known of them is no longer so
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # The fleet controller sees them listed, and gives them back again.
-            self._log.warning("VMs could not be deleted", vms=[*names], error=str(error).splitlines()[0])
+        """Returns once Azure has accepted it, or wants to be left alone for now: VMs that are still listed are given
+        back again. Raises AzureError."""
+        await self._deletions.delete_vms(vm_ids)
 
     async def preempt(self, vm_id: str, notice_s: float) -> None:
         """Azure's own simulation of an eviction: within minutes, with the notice of up to 30 s that it always gives."""
@@ -389,6 +423,7 @@ class AzureProvider:
 
     async def close(self, *, end_vms: bool) -> None:
         """Lets go of the connection. The VMs stay, whatever `end_vms`: they are no processes of this machine."""
+        await self._deletions.close()
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
@@ -398,6 +433,14 @@ class AzureProvider:
 def _name(vm: VirtualMachine) -> str:
     assert vm.name is not None
     return vm.name
+
+
+def _memory_bytes(size: AzureSize) -> int | None:
+    return None if size.device_memory_gib is None else int(size.device_memory_gib * _GIB)
+
+
+def _zones_text(zones: Iterable[str]) -> str:
+    return f"zones {', '.join(sorted(zones))}" if zones else "no zones"
 
 
 def _short(request: str) -> str:

@@ -14,9 +14,9 @@ from azure.mgmt.compute.aio import ComputeManagementClient
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.azure_settings import AzureSettings
 
-__all__ = ["Quote", "ask_market", "first_line", "refusal_of"]
+__all__ = ["CAPACITY_CODES", "QUOTA_CODES", "Quote", "ask_market", "first_line", "is_no_acceleration", "refusal_of"]
 
-_CAPACITY = frozenset(
+CAPACITY_CODES = frozenset(
     {
         "AllocationFailed",
         "OverconstrainedAllocationRequest",
@@ -26,7 +26,7 @@ _CAPACITY = frozenset(
         "ZonalAllocationFailed",
     }
 )
-_QUOTA = frozenset({"QuotaExceeded", "ResourceQuotaExceeded"})
+QUOTA_CODES = frozenset({"QuotaExceeded", "ResourceQuotaExceeded"})
 _GRAPH_URL = "/providers/Microsoft.ResourceGraph/resources?api-version=2022-10-01"
 _OPEN_BAND = 5.0
 """Percent that the open band "20+" is taken to be wide."""
@@ -48,11 +48,17 @@ def refusal_of(error: AzureError) -> Refusal:
     text = f"{code or error.status_code}: {first_line(error)}"
     if error.status_code == 429 or code in ("TooManyRequests", "OperationPreempted"):
         return Refusal(kind=RefusalKind.THROTTLED, reason=text, retry_after_s=_retry_after_s(error))
-    if code in _CAPACITY:
+    if code in CAPACITY_CODES:
         return Refusal(kind=RefusalKind.CAPACITY, reason=text)
-    if code in _QUOTA or (code == "OperationNotAllowed" and "quota" in text.lower()):
+    if code in QUOTA_CODES or (code == "OperationNotAllowed" and "quota" in text.lower()):
         return Refusal(kind=RefusalKind.QUOTA, reason=text)
     return Refusal(kind=RefusalKind.FAILED, reason=text)
+
+
+def is_no_acceleration(refusal: Refusal) -> bool:
+    """Whether it says that the size has no accelerated networking: VMSizeIsNotPermittedToEnableAcceleratedNetworking,
+    with further words behind it for some callers."""
+    return "NotPermittedToEnableAcceleratedNetworking" in refusal.reason
 
 
 def first_line(error: AzureError) -> str:
@@ -77,14 +83,12 @@ async def ask_market(client: ComputeManagementClient, settings: AzureSettings) -
     where = f"sku.name in~ ({names}) | where location =~ '{settings.location}'"
     prices = await _query(
         client,
-        settings.subscription_id,
         "SpotResources | where type =~ 'microsoft.compute/skuspotpricehistory/ostype/location' "
         f"| where {where} | where properties.osType =~ 'linux' "
         "| project size = tolower(tostring(sku.name)), value = tostring(properties.spotPrices[0].priceUSD)",
     )
     rates = await _query(
         client,
-        settings.subscription_id,
         "SpotResources | where type =~ 'microsoft.compute/skuspotevictionrate/location' "
         f"| where {where} | project size = tolower(tostring(sku.name)), value = tostring(properties.evictionRate)",
     )
@@ -96,8 +100,9 @@ async def ask_market(client: ComputeManagementClient, settings: AzureSettings) -
     }
 
 
-async def _query(client: ComputeManagementClient, subscription_id: str, query: str) -> dict[str, str]:
-    body = {"subscriptions": [subscription_id], "query": query}
+async def _query(client: ComputeManagementClient, query: str) -> dict[str, str]:
+    """Over all that the identity may read: the table belongs to no subscription, and is empty for a list of them."""
+    body = {"query": query}
     response = await client.send_request(HttpRequest("POST", _GRAPH_URL, json=body))
     await response.read()
     if response.status_code != 200:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
+from varuna_manager.providers.azure_places import Place
+from varuna_manager.providers.azure_settings import AzureSettings
 
 __all__ = ["FLEET_TAG", "REQUEST_TAG", "scale_set_body", "vm_body"]
 
@@ -34,10 +35,15 @@ def scale_set_body(settings: AzureSettings) -> dict[str, Any]:
 
 
 def vm_body(
-    settings: AzureSettings, name: str, size: AzureSize, zone: str | None, request: str, cloud_init: str
+    settings: AzureSettings, name: str, place: Place, request: str, cloud_init: str, *, accelerated: bool
 ) -> dict[str, Any]:
-    """A spot VM of the set. Its disk and its network interface go when it goes."""
-    identity = settings.identity_id
+    """A spot VM of the set. Its disk and its network interface go when it goes.
+
+    There is no profile of scheduled events: evictions are announced without one, and Terminate notifications, which
+    would also hold up our own deletions for minutes, cannot be had for spot VMs ("Terminate notification for Azure
+    Virtual Machine Scale Set instances").
+    """
+    identity, size, zone = settings.identity_id, place.size, place.zone
     return {
         "location": settings.location,
         "tags": {**settings.tags, FLEET_TAG: settings.scale_set, REQUEST_TAG: request},
@@ -60,8 +66,7 @@ def vm_body(
                 },
             },
             "osProfile": _os_profile(settings, name, cloud_init),
-            "networkProfile": _network_profile(settings),
-            "scheduledEventsProfile": {"terminateNotificationProfile": {"enable": True, "notBeforeTimeout": "PT5M"}},
+            "networkProfile": _network_profile(settings, accelerated=accelerated),
         },
     }
 
@@ -85,13 +90,13 @@ def _os_profile(settings: AzureSettings, name: str, cloud_init: str) -> dict[str
     }
 
 
-def _network_profile(settings: AzureSettings) -> dict[str, Any]:
+def _network_profile(settings: AzureSettings, *, accelerated: bool) -> dict[str, Any]:
     """No public address: VMs reach out through the subnet's NAT, and nobody reaches in."""
     group = settings.network_security_group_id
     interface = {
         "primary": True,
         "deleteOption": "Delete",
-        "enableAcceleratedNetworking": True,
+        "enableAcceleratedNetworking": accelerated,
         **({"networkSecurityGroup": {"id": group}} if group else {}),
         "ipConfigurations": [{"name": "first", "properties": {"subnet": {"id": settings.subnet_id}}}],
     }

@@ -20,9 +20,15 @@ class AzureSize(_Model):
     name: str = Field(description="such as Standard_NC24ads_A100_v4")
     gpus: int = Field(ge=1)
     device_memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
+    gpu_type: str = Field(
+        default="", max_length=100, description="what jobs that ask for a gpu_type may hope for; '': not known"
+    )
     zones: tuple[str, ...] = Field(default=(), description="availability zones to try, in order; none: Azure's choice")
     price_per_hour: float | None = Field(
         default=None, gt=0, description="of a VM, in US dollars, for when Azure does not tell its spot price"
+    )
+    accelerated_networking: bool | None = Field(
+        default=None, description="null: asked for, and given up when Azure says that the size has none"
     )
 
 
@@ -49,6 +55,11 @@ class AzureSettings(_Model):
     pip_options: str = Field(
         default="", pattern=r"^[^'\n]*$", description="for pip on the VMs, such as the index of PyTorch's wheels"
     )
+    retail_prices_url: str = Field(
+        default="https://prices.azure.com/api/retail/prices",
+        pattern="^(|https?://.*)$",
+        description="Azure's public list of prices, for spot prices that Resource Graph does not tell; '': not asked",
+    )
 
     @field_validator("image")
     @classmethod
@@ -56,6 +67,18 @@ class AzureSettings(_Model):
         if not value.startswith("/") and value.count(":") != 3:
             raise ValueError("give publisher:offer:sku:version or a resource id that starts with /")
         return value
+
+    @field_validator("sizes")
+    @classmethod
+    def _all_zoned_or_none(cls, sizes: tuple[AzureSize, ...]) -> tuple[AzureSize, ...]:
+        """Azure puts a VM without a zone into no scale set with zones, nor one with a zone into a set without."""
+        unzoned = [size.name for size in sizes if not size.zones]
+        if unzoned and len(unzoned) < len(sizes):
+            raise ValueError(
+                f"{', '.join(unzoned)} has no zones and others have: one scale set takes VMs of zones only, or VMs "
+                "without: give every size its zones, or none any"
+            )
+        return sizes
 
     @property
     def scale_set_id(self) -> str:
@@ -81,5 +104,5 @@ def read_azure_settings(path: Path) -> AzureSettings:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        value = "" if first["type"] == "missing" else f" {first['input']!r}"
+        value = "" if first["type"] == "missing" or place == "sizes" else f" {first['input']!r}"
         raise ValueError(f"{path}: {place}{value}: {first['msg'].removeprefix('Value error, ')}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,10 @@ class Offer:
     price_per_hour: float | None = None
     hazard_per_hour: float | None = None
     """Preemptions to expect of a VM; None: not known."""
+    device_memory_bytes: int | None = None
+    """Of each GPU; None: not known."""
+    gpu_type: str = ""
+    """What its GPUs are called; empty: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +128,9 @@ class EmulatedProvider(Provider, Protocol):
 
     def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
         """Where a worker's log of a VM lies that is gone."""
+
+    async def left_behind(self) -> Mapping[str, float]:
+        """VMs that have ended and left files on this machine, and when they last wrote some."""
+
+    async def forget(self, vm_id: str) -> None:
+        """Remove what a VM that has ended left on this machine. Raises OSError."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from varuna_manager.extras import check_extra
 from varuna_manager.providers.azure_settings import AzureSize, read_azure_settings
 from varuna_manager.providers.base import EmulatedProvider, Provider
 from varuna_manager.providers.local import LocalProvider
@@ -55,8 +55,7 @@ def check_choice(chosen: str) -> str:
     elif kind == "static" and path:
         read_hosts(Path(path))
     elif kind == "azure" and path:
-        if importlib.util.find_spec("azure.mgmt.compute") is None:
-            raise ValueError("Azure's SDK is not installed: pip install 'varuna-spot[azure]'")
+        check_extra("azure", "Azure's SDK", "azure.mgmt.compute")
         read_azure_settings(Path(path))
     else:
         raise ValueError(f"expected {CHOICES}")

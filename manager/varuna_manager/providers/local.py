@@ -2,21 +2,24 @@
 
 Each VM is a process group of its own with a folder `<data_dir>/vms/<id>/`: `vm.json` says which process it is (pid
 and start time, so that a pid used again is not mistaken for it), `agent.log` has its output, `notice.json` the notice
-that its agent polls for. VMs outlive the manager: one that starts again on the same folder finds them.
+that its agent polls for. VMs outlive the manager: one that starts again on the same folder finds them. Of a VM that is
+gone the logs stay for a while, and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,10 @@ from varuna_manager.providers.base import Created, Notice, Offer, ProviderVm, Un
 from varuna_proto.names import is_plain, plain
 
 _KILL_TIMEOUT_S = 10.0
+_KEPT_LOGS = 100
+"""VMs that are gone and whose logs stay: the last ones."""
+_LOGS = frozenset({"vm.json", "agent.log", "jobs"})
+"""What stays in the folder of a VM that is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +74,26 @@ class LocalProvider:
         self._next = int(market.get("next", 1))
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._deadlines: dict[str, asyncio.Task[None]] = {}
+        self._gone: dict[str, None] = {}
+        """VMs that are gone and have a folder, in the order in which that was seen."""
+        self._clearing: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ Provider
 
     async def list(self) -> Sequence[ProviderVm]:
         """The VMs whose agent process lives."""
-        vms = []
+        vms: list[ProviderVm] = []
+        gone: list[ProviderVm] = []
         for folder in sorted(self._vms_dir.iterdir()):
-            vm = self._read_vm(folder.name)
-            if vm is not None and self._process(vm) is not None:
-                vms.append(vm)
+            vm = self._read_vm(folder.name) if folder.name not in self._gone else None
+            if vm is not None:
+                (gone if self._process(vm) is None else vms).append(vm)
         self._watch_notices(vms)
+        if gone:
+            self._gone |= dict.fromkeys(vm.id for vm in sorted(gone, key=lambda vm: vm.created_at))
+            task = asyncio.create_task(asyncio.to_thread(self._clear, [vm.id for vm in gone], tuple(self._gone)))
+            self._clearing.add(task)  # in its own time: there may be gigabytes
+            task.add_done_callback(self._clearing.discard)
         return vms
 
     async def create(self, count: int, request: str) -> Created:
@@ -104,7 +120,7 @@ class LocalProvider:
                 await asyncio.to_thread(self._kill, vm)
 
     async def offer(self) -> Offer:
-        return Offer(gpus=self._machine.gpus)
+        return Offer(gpus=self._machine.gpus, device_memory_bytes=self._machine.device_memory_bytes)
 
     async def notices(self) -> Sequence[Notice]:
         found = []
@@ -144,11 +160,28 @@ class LocalProvider:
         """Where the agent keeps the log of a worker."""
         return self._vms_dir / plain(vm_id, "VM") / "jobs" / plain(job_id, "job") / f"g{generation}" / f"rank{rank}.log"
 
+    async def left_behind(self) -> Mapping[str, float]:
+        return await asyncio.to_thread(self._left_behind)
+
+    def _left_behind(self) -> dict[str, float]:
+        found = {}
+        for folder in self._vms_dir.iterdir():
+            vm = self._read_vm(folder.name)  # none: it is just being made
+            if vm is not None and not _lives(vm):
+                log = folder / "agent.log"
+                found[vm.id] = log.stat().st_mtime if log.exists() else vm.created_at
+        return found
+
+    async def forget(self, vm_id: str) -> None:
+        vm = self._read_vm(vm_id)
+        if vm is not None and not _lives(vm):
+            await asyncio.to_thread(shutil.rmtree, self._vms_dir / vm_id)
+
     async def close(self, *, end_vms: bool) -> None:
         """Stop watching; the VMs live on unless `end_vms`."""
         for task in self._deadlines.values():
             task.cancel()
-        await asyncio.gather(*self._deadlines.values(), return_exceptions=True)
+        await asyncio.gather(*self._deadlines.values(), *self._clearing, return_exceptions=True)
         if end_vms:
             for vm in await self.list():
                 await asyncio.to_thread(self._kill, vm)
@@ -215,13 +248,7 @@ class LocalProvider:
         if child is not None and child.poll() is not None:
             del self._children[vm.id]
             return None
-        try:
-            process = psutil.Process(vm.ref["pid"])
-            # The start time is a float that went through JSON and through the kernel's clock ticks.
-            same = abs(process.create_time() - vm.ref["process_created_at"]) < 0.1
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
-            return None
+        return _living_process(vm)
 
     def _kill(self, vm: ProviderVm) -> None:
         """End the agent's process group and everything that it started: a VM goes with all that runs on it."""
@@ -237,6 +264,16 @@ class LocalProvider:
             psutil.wait_procs([process, *children], timeout=_KILL_TIMEOUT_S)
         if vm.id in self._children:
             self._children.pop(vm.id).wait(timeout=_KILL_TIMEOUT_S)
+
+    def _clear(self, gone: Sequence[str], all_gone: Sequence[str]) -> None:
+        """Of VMs that are `gone` all but the logs goes, and of those before the last ones these as well."""
+        for vm_id in gone:
+            _remove(self._vms_dir / vm_id, keep=_LOGS)
+        for vm_id in all_gone[:-_KEPT_LOGS]:
+            folder = self._vms_dir / vm_id
+            _remove(folder, keep=frozenset())
+            if not folder.exists():
+                self._gone.pop(vm_id, None)
 
     def _watch_notices(self, vms: Sequence[ProviderVm]) -> None:
         """Take each VM with a notice at its deadline, also when another manager process gave the notice."""
@@ -254,6 +291,56 @@ class LocalProvider:
 
     def _write_market(self) -> None:
         _write_json(self._market_file, {"capacity": self._capacity, "next": self._next})
+
+
+def _living_process(vm: ProviderVm) -> psutil.Process | None:
+    try:
+        process = psutil.Process(vm.ref["pid"])
+        # The start time is a float that went through JSON and through the kernel's clock ticks.
+        same = abs(process.create_time() - vm.ref["process_created_at"]) < 0.1
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _lives(vm: ProviderVm) -> bool:
+    return _living_process(vm) is not None
+
+
+def _remove(folder: Path, keep: frozenset[str]) -> None:
+    """All in the folder but what it is to keep; the folder too, when that is nothing. Not where an agent still runs."""
+    with _agent_lock(folder) as is_ours, contextlib.suppress(FileNotFoundError):
+        if not is_ours:
+            return
+        for path in folder.iterdir():
+            if path.name in keep:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _agent_lock(folder: Path) -> Iterator[bool]:
+    """Whether no agent runs in the folder; none can begin meanwhile. The kernel knows that better than a process table:
+    a clock that is set moves the times by which processes are told apart."""
+    try:
+        descriptor = os.open(folder / "agent.lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield True  # there never was one
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = True
+    except BlockingIOError:
+        is_ours = False
+    try:
+        yield is_ours
+    finally:
+        os.close(descriptor)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

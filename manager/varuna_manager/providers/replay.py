@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,7 @@ class ReplayProvider:
 
     async def offer(self) -> Offer:
         offer = await self._inner.offer()
-        return Offer(gpus=offer.gpus, price_per_hour=offer.price_per_hour, hazard_per_hour=self._hazard)
+        return replace(offer, hazard_per_hour=self._hazard)
 
     # ------------------------------------------------------------ EmulatedProvider
 
@@ -116,6 +116,12 @@ class ReplayProvider:
 
     def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
         return self._inner.log_path(vm_id, job_id, generation, rank)
+
+    async def left_behind(self) -> Mapping[str, float]:
+        return await self._inner.left_behind()
+
+    async def forget(self, vm_id: str) -> None:
+        await self._inner.forget(vm_id)
 
     async def close(self, *, end_vms: bool) -> None:
         await self._inner.close(end_vms=end_vms)

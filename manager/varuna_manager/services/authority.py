@@ -128,6 +128,11 @@ def agent_subject(certificate_pem: bytes) -> AgentSubject | None:
     return AgentSubject(found.get(NameOID.COMMON_NAME, ""), found.get(NameOID.SERIAL_NUMBER, ""))
 
 
+def end_of(certificate_pem: bytes) -> float:
+    """When a certificate ends, in seconds since the epoch."""
+    return x509.load_pem_x509_certificate(certificate_pem).not_valid_after_utc.timestamp()
+
+
 def pin_of(certificate: x509.Certificate) -> str:
     """What a join token pins the authority by: the SHA-256 of its certificate, in hex."""
     return hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest()

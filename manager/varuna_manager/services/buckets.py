@@ -21,12 +21,8 @@ class Buckets:
         self._now = now
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def wait_s(self, key: str) -> float:
-        """How long the key must wait before it may; 0: now."""
-        return max(0.0, (1.0 - self._level(key)) / self._per_s)
-
     def take(self, key: str) -> float:
-        """Use one up if there is one; else as `wait_s`."""
+        """Use one up if there is one: 0. Else the seconds until there is."""
         level = self._level(key)
         if level < 1.0:
             return (1.0 - level) / self._per_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -40,37 +40,51 @@ def _took(micro_batch_us: Sequence[int]) -> Took:
 
 
 class ComputeTimes:
-    def __init__(self) -> None:
-        self._ranks: dict[tuple[str, int], dict[int, _Rank]] = {}
+    """By VM: what one agent says of workers that are not on its VM counts for nobody."""
 
-    def note(self, workers: Iterable[Health]) -> None:
-        """Takes the workers of a heartbeat; what is known of older generations of their jobs is dropped."""
+    def __init__(self) -> None:
+        self._vms: dict[str, dict[tuple[str, int, int], _Rank]] = {}
+
+    def note(self, vm_id: str, workers: Iterable[Health]) -> None:
+        """Takes the workers of a VM's heartbeat; what is known of its other workers is dropped."""
+        before, now = self._vms.get(vm_id, {}), {}
         for worker in workers:
-            if not worker.forward_us:
+            rank = before.get(worker.key)
+            if not worker.forward_us and rank is None:
                 continue  # nothing trained yet
-            key = (worker.job_id, worker.generation)
-            if key not in self._ranks:
-                for other in [k for k in self._ranks if k[0] == worker.job_id and k[1] < worker.generation]:
-                    del self._ranks[other]
-            rank = self._ranks.setdefault(key, {}).setdefault(worker.rank, _Rank())
-            if worker.step > rank.step:
+            now[worker.key] = rank = rank or _Rank()
+            if worker.forward_us and worker.step > rank.step:
                 rank.step = worker.step
                 rank.since_look += 1
                 rank.micro_batch_us.append(worker.forward_us + worker.backward_us)
+        if now:
+            self._vms[vm_id] = now
+        else:
+            self._vms.pop(vm_id, None)
 
-    def look(self, job_id: str, generation: int, ranks: int) -> Mapping[int, Took] | None:
-        """What each rank took; None until every one has told of STEPS_NEEDED steps since the last look."""
-        known = self._ranks.get((job_id, generation), {})
-        if len(known) < ranks or any(rank.since_look < STEPS_NEEDED for rank in known.values()):
-            return None
+    def look(self, job_id: str, generation: int, vm_ids: Sequence[str]) -> Mapping[int, Took] | None:
+        """What each rank took; None until every one has told of STEPS_NEEDED steps since the last look.
+
+        `vm_ids`: by rank.
+        """
+        known: dict[int, _Rank] = {}
+        for number, vm_id in enumerate(vm_ids):
+            rank = self._vms.get(vm_id, {}).get((job_id, generation, number))
+            if rank is None or rank.since_look < STEPS_NEEDED:
+                return None
+            known[number] = rank
         for rank in known.values():
             rank.since_look = 0
         return {number: _took(rank.micro_batch_us) for number, rank in known.items()}
 
     def forget(self, job_id: str) -> None:
         """Starts again with a job: what was noted is booked."""
-        self.keep_only({key[0] for key in self._ranks} - {job_id})
+        self._keep(lambda of: of != job_id)
 
     def keep_only(self, job_ids: Set[str]) -> None:
         """Drops all but these jobs, those that still run."""
-        self._ranks = {key: ranks for key, ranks in self._ranks.items() if key[0] in job_ids}
+        self._keep(lambda of: of in job_ids)
+
+    def _keep(self, is_kept: Callable[[str], bool]) -> None:
+        kept = {vm_id: {key: rank for key, rank in of.items() if is_kept(key[0])} for vm_id, of in self._vms.items()}
+        self._vms = {vm_id: of for vm_id, of in kept.items() if of}

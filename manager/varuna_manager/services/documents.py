@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +22,8 @@ from varuna_manager.domain import accounting
 from varuna_manager.services.vm_registry import Health
 
 Document = dict[str, Any]
+HIDDEN = "(hidden)"
+"""What a viewer reads in place of a value."""
 
 
 def iso(at: float | None) -> str | None:
@@ -49,7 +53,7 @@ def job_document(job: JobRow, progress: JobProgress) -> Document:
         "name": job.name,
         "state": job.state,
         "reason": job.reason,
-        "spec": job.spec,
+        "spec": _answerable(job.spec),
         "error": job.error,
         "exit_code": job.exit_code,
         "created_at": iso(job.created_at),
@@ -67,15 +71,45 @@ def job_document(job: JobRow, progress: JobProgress) -> Document:
     }
 
 
+def without_env_values(job: Document) -> Document:
+    """The document of a job, for who may look and no more: the names of its environment variables, not their values."""
+    spec = job["spec"]
+    return {**job, "spec": {**spec, "env": dict.fromkeys(spec.get("env", {}), HIDDEN)}}
+
+
+def _answerable(spec: object) -> Document:
+    """The spec as it was stored, in characters that an answer can have: an earlier version has taken others."""
+    if not isinstance(spec, dict):
+        return {}
+    try:
+        json.dumps(spec, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return {_cleaned(key): _cleaned(value) for key, value in spec.items()}
+    return spec
+
+
+def _cleaned(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_cleaned(key): _cleaned(each) for key, each in value.items()}
+        case list():
+            return [_cleaned(each) for each in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value
+
+
 def generation_document(
     generation: GenerationRow, workers: Sequence[WorkerRow], healths: Iterable[Health], *, brief: bool, now: float
 ) -> Document:
     """`workers`: the generation's, by rank. A `brief` one has no candidates and no workers.
 
-    `healths`: what is heard now of workers on the same VMs.
+    `healths`: what is heard of them now.
     """
     plan = generation.plan
-    heard = {(health.job_id, health.generation, health.rank): health for health in healths}
+    heard = {health.key: health for health in healths}
     return {
         "number": generation.number,
         "kind": generation.kind,
@@ -166,13 +200,14 @@ def vm_document(
     vm: VmRow, workers: Sequence[WorkerRow], last_heard_s: float | None, healths: Sequence[Health] = ()
 ) -> Document:
     """`workers`: those on the VM that have not stopped. `healths`: what is heard of them now."""
-    by_rank = {(health.job_id, health.generation, health.rank): health for health in healths} if workers else {}
+    by_rank = {health.key: health for health in healths} if workers else {}
     return {
         "id": vm.id,
         "provider": vm.provider,
         "state": vm.state,
         "gpus": vm.gpus,
         "device_memory_bytes": vm.device_memory_bytes,
+        "gpu_type": vm.gpu_type,
         "host": vm.host,
         "ref": vm.ref,
         "generation": max((worker.generation for worker in workers), default=None),
@@ -186,6 +221,7 @@ def vm_document(
         "quarantines": vm.quarantines,
         "notice_deadline": iso(vm.notice_deadline),
         "drain_deadline": iso(vm.drain_deadline),
+        "cordoned_at": iso(vm.cordoned_at),
         "hangs": vm.hangs,
         "price_per_hour": vm.price_per_hour,
     }

@@ -20,7 +20,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import EnrolmentRow, TokenRow, VmRow
 from varuna_manager.domain.states import VmState
-from varuna_manager.services.authority import AgentSubject, Authority, AuthorityError, key_sha256, requested_key
+from varuna_manager.services.authority import (
+    AgentSubject,
+    Authority,
+    AuthorityError,
+    end_of,
+    key_sha256,
+    requested_key,
+)
 from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import ForbiddenError, InvalidError, NotFoundError
 from varuna_manager.services.events import EventLog
@@ -103,7 +110,11 @@ class EnrolmentService:
         refusal = await self.refusal(subject)
         if refusal is not None:
             raise ForbiddenError(refusal)
-        return self._sign(_key_of(request_pem), subject)
+        certificate = self._sign(_key_of(request_pem), subject)
+        stream = self._sessions.get(subject.vm_id)
+        if stream is not None:
+            stream.certificate_ends_at = end_of(certificate.encode())
+        return certificate
 
     async def refusal(self, subject: AgentSubject) -> str | None:
         """Why a certificate that the authority signed does not count any more; None: it does.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import structlog
@@ -13,8 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import EventRow
 from varuna_manager.services.bell import Bell, wait
+from varuna_proto.bounds import clean_text
 
 _PAGE = 500
+_MOST_CHARS = 64 * 1024
 
 
 class EventLog:
@@ -52,7 +54,7 @@ class EventLog:
             generation=generation,
             vm_id=vm_id,
             kind=kind,
-            message=message,
+            message=clean_text(message, _MOST_CHARS),
             data=data or {},
         )
         session.add(row)
@@ -75,21 +77,27 @@ class EventLog:
         self._closed = True
         self._bell.ring()
 
-    async def after(self, after_id: int, *, job_id: str | None = None, limit: int = _PAGE) -> list[EventRow]:
-        """The events that follow `after_id`, oldest first."""
+    async def after(
+        self, after_id: int, *, job_id: str | None = None, kinds: Sequence[str] = (), limit: int = _PAGE
+    ) -> list[EventRow]:
+        """The events that follow `after_id`, oldest first; of these kinds, where any are named."""
         query = select(EventRow).where(EventRow.id > after_id).order_by(EventRow.id).limit(limit)
         if job_id is not None:
             query = query.where(EventRow.job_id == job_id)
+        if kinds:
+            query = query.where(EventRow.kind.in_(kinds))
         async with self._database.read() as session:
             return list(await session.scalars(query))
 
-    async def follow(self, after_id: int, *, keep_alive_s: float = 15.0) -> AsyncIterator[EventRow | None]:
-        """Every event after `after_id`, past and to come; None each `keep_alive_s` in which nothing happens."""
+    async def follow(
+        self, after_id: int, *, kinds: Sequence[str] = (), keep_alive_s: float = 15.0
+    ) -> AsyncIterator[EventRow | None]:
+        """Every event after `after_id` (of these kinds), past and to come; None each `keep_alive_s` without one."""
         rung = self._bell.listen()
         try:
             while not self._closed:
                 rung.clear()
-                rows = await self.after(after_id)
+                rows = await self.after(after_id, kinds=kinds)
                 for row in rows:
                     after_id = row.id
                     yield row

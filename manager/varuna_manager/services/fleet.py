@@ -11,8 +11,10 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database, after_commit
-from varuna_manager.db.models import FleetRow, GenerationRow, JobRow, VmRow, WorkerRow
+from varuna_manager.db.models import FleetRow, GenerationRow, JobProgressRow, JobRow, VmRow, WorkerRow
+from varuna_manager.domain.fitting import may_fit
 from varuna_manager.domain.fleet_decision import JobWants, Range
+from varuna_manager.domain.spec import read_spec
 from varuna_manager.domain.states import (
     TERMINAL_JOB_STATES,
     ExitCause,
@@ -24,6 +26,7 @@ from varuna_manager.domain.states import (
 from varuna_manager.providers.base import (
     EmulatedProvider,
     NotThatProviderError,
+    Offer,
     Provider,
     ProviderRefusedError,
     ProviderVm,
@@ -37,7 +40,10 @@ from varuna_manager.services.jobs import ALIVE
 from varuna_manager.services.reports import ReportService, note_notice
 from varuna_manager.services.together import Together
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.vm_rows import NOT_GONE
 from varuna_proto.v1 import agent_pb2 as pb
+
+_LONGEST_GPU_TYPE = 255
 
 
 class FleetService:
@@ -66,11 +72,15 @@ class FleetService:
         self.market_changed = False
         """The emulated market was changed: what it refused before, it may grant now."""
 
+    @property
+    def keeps_drained_vms(self) -> bool:
+        """Whether a VM that was drained stays: a host of one's own is not given back to anybody."""
+        return not self._provider.grows
+
     # ------------------------------------------------------------ for users
 
     async def fleet(self) -> Document:
-        there = VmRow.state != VmState.GONE.value
-        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus)).where(there).group_by(VmRow.state)
+        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus)).where(NOT_GONE).group_by(VmRow.state)
         async with self._database.read() as session:
             wants = await session.get(FleetRow, self._provider.name)
             counts = {state: (vms, int(gpus)) for state, vms, gpus in await session.execute(query)}
@@ -167,7 +177,13 @@ class FleetService:
 
     async def _admitted(self, hellos: Sequence[pb.Hello]) -> Sequence[Row[*tuple[Any, ...]]]:
         query = select(
-            VmRow.id, VmRow.state, VmRow.incarnation, VmRow.gpus, VmRow.host, VmRow.device_memory_bytes
+            VmRow.id,
+            VmRow.state,
+            VmRow.incarnation,
+            VmRow.gpus,
+            VmRow.host,
+            VmRow.device_memory_bytes,
+            VmRow.gpu_type,
         ).where(VmRow.id.in_([hello.vm_id for hello in hellos]))
         async with self._database.read() as session:
             return (await session.execute(query)).all()
@@ -182,8 +198,10 @@ class FleetService:
             return f"VM {hello.vm_id!r} is gone: its provider gave it up"
         if row.incarnation not in (None, hello.incarnation):
             await self._drop_forgotten_workers(session, hello)
+            if row.state == VmState.DRAINING and row.notice_id is None and self.keeps_drained_vms:
+                await self.move_vm(session, row, VmState.READY, "it was drained, and its agent has started again")
         row.incarnation, row.gpus, row.host = hello.incarnation, hello.gpus, hello.host
-        row.device_memory_bytes = hello.device_memory_bytes or None
+        row.device_memory_bytes, row.gpu_type = hello.device_memory_bytes or None, _gpu_type(hello)
         return None
 
     async def _drop_forgotten_workers(self, session: AsyncSession, hello: pb.Hello) -> None:
@@ -192,7 +210,7 @@ class FleetService:
         for worker in await live_workers(session, hello.vm_id):
             if (worker.job_id, worker.generation, worker.rank) not in running:
                 text = f"the agent of VM {hello.vm_id} started anew and does not have this worker"
-                self._reports.stop_worker(session, worker, ExitCause.KILLED, exit_code=None, error_text=text)
+                self._reports.stop_worker(session, worker, ExitCause.AGENT_ENDED, exit_code=None, error_text=text)
 
     # ------------------------------------------------------------ for the fleet controller
 
@@ -223,6 +241,8 @@ class FleetService:
         was_there = row.vm_state in (VmState.READY, VmState.SUSPECT)
         row.move(state, now=self._now(), reason=reason)
         row.reason = reason
+        if state is VmState.READY:
+            row.drain_deadline = None  # that drain is over
         data = {"silent_s": self._registry.last_heard_s(row.id)} if was_there else {}
         self._events.add(
             session, f"vm_{state.value}", f"VM {row.id} is {state.value}: {reason}", vm_id=row.id, data=data
@@ -243,8 +263,19 @@ def _wanted(row: FleetRow) -> str:
 def _is_news(row: Row[*tuple[Any, ...]], hello: pb.Hello) -> bool:
     """Whether the row is not as the Hello says, or tells why the VM is not taken."""
     memory = hello.device_memory_bytes or None
-    known = (row.incarnation, row.gpus, row.host, row.device_memory_bytes)
-    return row.state == VmState.GONE or known != (hello.incarnation, hello.gpus, hello.host, memory)
+    known = (row.incarnation, row.gpus, row.host, row.device_memory_bytes, row.gpu_type)
+    return row.state == VmState.GONE or known != (
+        hello.incarnation,
+        hello.gpus,
+        hello.host,
+        memory,
+        _gpu_type(hello),
+    )
+
+
+def _gpu_type(hello: pb.Hello) -> str | None:
+    """What the store can hold of it."""
+    return "".join(sign for sign in hello.gpu_type if sign.isprintable())[:_LONGEST_GPU_TYPE] or None
 
 
 async def live_workers(session: AsyncSession, vm_id: str) -> Sequence[WorkerRow]:
@@ -259,18 +290,30 @@ async def workers_by_vm(session: AsyncSession) -> Mapping[str, int]:
     return Counter(dict((await session.execute(query)).all()))
 
 
-async def job_wants(session: AsyncSession) -> list[JobWants]:
-    """What the jobs that are not over would have."""
+async def job_wants(session: AsyncSession, offer: Offer) -> tuple[list[JobWants], int]:
+    """What the jobs that are not over would have, of VMs as they are on offer; how many of them want other ones."""
     query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
     jobs = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
+    # What runs is a job's newest generation: of the others there are many, and no index finds those that run.
+    newest = (GenerationRow.job_id == JobProgressRow.job_id) & (GenerationRow.number == JobProgressRow.newest)
     training = await session.scalars(
-        select(GenerationRow.job_id).where(
-            GenerationRow.state == GenerationState.RUNNING.value, GenerationRow.kind == GenerationKind.TRAINING.value
+        select(GenerationRow.job_id)
+        .join(JobProgressRow, newest)
+        .where(
+            JobProgressRow.job_id.in_([job.id for job in jobs]),
+            GenerationRow.state == GenerationState.RUNNING.value,
+            GenerationRow.kind == GenerationKind.TRAINING.value,
         )
     )
     trains = set(training.all())
-    return [
-        JobWants(id=job.id, max_gpus=job.spec["resources"]["max_gpus"], trains=job.id in trains)
-        for job in jobs
-        if job.state != JobState.CANCELLING
-    ]
+    wants, unfit = [], 0
+    for job in jobs:
+        spec, flaw = read_spec(job.spec)
+        if job.state == JobState.CANCELLING or flaw:  # one with a flaw is about to fail
+            continue
+        resources = spec.resources
+        if may_fit(resources, gpu_type=offer.gpu_type, device_memory_bytes=offer.device_memory_bytes):
+            wants.append(JobWants(id=job.id, max_gpus=resources.max_gpus, trains=job.id in trains))
+        else:
+            unfit += 1
+    return wants, unfit

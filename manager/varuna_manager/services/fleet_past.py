@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, Float, Integer, case, cast, func, select
+from sqlalchemy import ColumnElement, Integer, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import EventRow, VmRow
-from varuna_manager.domain.states import VmState
+from varuna_manager.db.models import EventRow, FleetDayRow, VmRow
+from varuna_manager.domain.retention import DAY_S, KeepDays, horizon
 from varuna_manager.services import documents
 from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import InvalidError
+from varuna_manager.services.vm_rows import NOT_GONE
 
-_DAY_S = 86_400.0
 _ORDER_SLACK_S = 60.0
 """Events are numbered when they are committed: one may be older by so much than another with a smaller number."""
 _KINDS = {
@@ -31,27 +31,34 @@ _KINDS = {
     "preemption_notice": "notices",
     "vm_quarantined": "quarantines",
 }
-_IS_THERE = VmRow.state != VmState.GONE.value
 
 
 class FleetPast:
-    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, keep: KeepDays, now: Callable[[], float] = time.time) -> None:
         self._database = database
+        self._keep = keep
         self._now = now
 
     async def history(self, since: float | None, until: float | None, points: int) -> Document:
-        """How many VMs there were, and what happened to them, in so many buckets. `since` None: a day before the end.
+        """How many VMs there were, and what happened to them, in so many buckets. `since` None: a day before the end;
+        earlier than the oldest event that is kept: then.
 
         Raises InvalidError.
         """
         end = self._now() if until is None else min(until, self._now())
-        start = end - _DAY_S if since is None else since
+        start = end - DAY_S if since is None else since
+        kept_since = horizon(self._now(), self._keep.events)
+        if kept_since is not None and start < kept_since:
+            async with self._database.read() as session:
+                oldest = await session.scalar(select(func.min(EventRow.at)))
+            # A day: what is due goes a little later.
+            start = kept_since if oldest is None or oldest >= kept_since - DAY_S else start
         if start >= end:
             raise InvalidError("since is not before until (or lies in the future): give an earlier one")
         width_s = (end - start) / points
         async with self._database.read() as session:
             counts = await _count(session, start, width_s, points)
-            present_now = await session.scalar(select(func.count()).select_from(VmRow).where(_IS_THERE)) or 0
+            present_now = await session.scalar(select(func.count()).select_from(VmRow).where(NOT_GONE)) or 0
         # Backwards from now: what came and went behind a bucket's end was not, or still, there at it.
         grown_by = counts["added"] - counts["gone"]
         after = grown_by.sum() - np.cumsum(grown_by[:points])
@@ -67,26 +74,33 @@ class FleetPast:
         }
 
     async def cost(self, since: float | None) -> Document:
-        """What the fleet cost since then, whether jobs ran or not. None: since its first VM."""
+        """What the fleet cost since then, whether jobs ran or not. None: since its first VM.
+
+        Of VMs that are not kept any more there are sums by the day: of the first one, its part.
+        """
         now = self._now()
         async with self._database.read() as session:
-            start = since if since is not None else await session.scalar(select(func.min(VmRow.created_at)))
-            start = now if start is None else min(start, now)
-            ended = case((_IS_THERE, now), else_=_left_at(session))
+            start = min(await _first_vm_at(session) if since is None else since, now)
+            ended = case((NOT_GONE, now), else_=func.coalesce(VmRow.gone_at, VmRow.created_at))
             hours = (ended - case((VmRow.created_at > start, VmRow.created_at), else_=start)) / 3600.0
             kind = (VmRow.gpus, VmRow.price_per_hour)
             uses = select(*kind, func.count(), func.sum(hours)).where(hours > 0).group_by(*kind)
             rows = [(gpus, price, vms, float(h)) for gpus, price, vms, h in await session.execute(uses)]
-            cost_per_hour = await session.scalar(select(func.sum(VmRow.price_per_hour)).where(_IS_THERE))
-        known = [(price, vms, vm_hours) for _, price, vms, vm_hours in rows if price is not None]
+            cost_per_hour = await session.scalar(select(func.sum(VmRow.price_per_hour)).where(NOT_GONE))
+            days = (await session.scalars(select(FleetDayRow).where((FleetDayRow.day + 1) * DAY_S > start))).all()
+        parts = [(day, min((day.day + 1) * DAY_S - start, DAY_S) / DAY_S) for day in days]
+        known = [vm_hours * price for _, price, _, vm_hours in rows if price is not None]
+        known += [day.cost * part for day, part in parts if day.cost]
         return {
             "since": documents.iso(start),
-            "vms": sum(vms for _, _, vms, _ in rows),
-            "vm_hours": sum(vm_hours for _, _, _, vm_hours in rows),
-            "gpu_hours": sum(vm_hours * gpus for gpus, _, _, vm_hours in rows),
-            "cost": sum(vm_hours * price for price, _, vm_hours in known) if known else None,
+            "vms": sum(vms for _, _, vms, _ in rows) + sum(day.gone for day in days),
+            "vm_hours": sum(vm_hours for *_, vm_hours in rows) + sum(day.vm_hours * part for day, part in parts),
+            "gpu_hours": sum(vm_hours * gpus for gpus, _, _, vm_hours in rows)
+            + sum(day.gpu_hours * part for day, part in parts),
+            "cost": sum(known) if known else None,
             "cost_per_hour": cost_per_hour,
-            "vms_without_price": sum(vms for _, price, vms, _ in rows if price is None),
+            "vms_without_price": sum(vms for _, price, vms, _ in rows if price is None)
+            + sum(day.gone - day.gone_with_price for day in days),
         }
 
 
@@ -113,9 +127,8 @@ def _whole(session: AsyncSession, quotient: ColumnElement[float]) -> ColumnEleme
     return func.floor(quotient) if session.get_bind().dialect.name == "postgresql" else cast(quotient, Integer)
 
 
-def _left_at(session: AsyncSession) -> ColumnElement[Any]:
-    """When a VM that is gone went: the time of the last entry of its history."""
-    if session.get_bind().dialect.name == "postgresql":
-        newest: ColumnElement[Any] = VmRow.history[-1]["at"].as_float()
-        return newest
-    return cast(func.json_extract(VmRow.history, "$[#-1].at"), Float)
+async def _first_vm_at(session: AsyncSession) -> float:
+    """When the fleet's first VM was made; infinity: there was none."""
+    kept = await session.scalar(select(func.min(VmRow.created_at)))
+    day = await session.scalar(select(func.min(FleetDayRow.day)))
+    return min(float("inf") if kept is None else kept, float("inf") if day is None else day * DAY_S)

@@ -64,8 +64,13 @@ class JobHistory:
         return self._document(row, workers, brief=False)
 
     def _document(self, row: GenerationRow, workers: Sequence[WorkerRow], *, brief: bool) -> Document:
-        running = () if row.ended_at is not None else {worker.vm_id for worker in workers}
-        healths = [health for vm_id in running for health in self._registry.workers(vm_id)]
+        places = {} if row.ended_at is not None else {(w.job_id, w.generation, w.rank): w.vm_id for w in workers}
+        healths = [
+            health
+            for vm_id in set(places.values())
+            for health in self._registry.workers(vm_id)
+            if places.get(health.key) == vm_id  # an agent speaks for its own workers only
+        ]
         return documents.generation_document(row, workers, healths, brief=brief, now=self._now())
 
     async def plans(self, id_or_name: str, *, limit: int, cursor: str | None) -> Page:

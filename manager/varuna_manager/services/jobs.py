@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from secrets import token_hex
 
 from pydantic import ValidationError
 from sqlalchemy import and_, case, func, or_, select
@@ -12,12 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
 from varuna_manager.db.engine import Database, after_commit
-from varuna_manager.db.models import ArchiveRow, GenerationRow, JobRow, MetricRow, WorkerRow
-from varuna_manager.domain.spec import JobSpec
+from varuna_manager.db.models import ArchiveRow, GenerationRow, JobProgressRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.domain.spec import JobSpec, is_label_key, read_spec
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
     TERMINAL_JOB_STATES,
-    GenerationKind,
     JobState,
     WorkerState,
 )
@@ -27,11 +27,15 @@ from varuna_manager.services.documents import Document, JobProgress
 from varuna_manager.services.errors import ChangedError, ConflictError, InvalidError, NotFoundError
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.paging import Order, Page
+from varuna_manager.services.secrets import Secrets
 
 KEY_LIFE_S = 24 * 3600.0
 """After that an Idempotency-Key means nothing any more, and may come with another job."""
 ALIVE = [state.value for state in WorkerState if state not in STOPPED_WORKER_STATES]
 """States of workers that have not stopped."""
+JOB_DELETED = "job_deleted"
+"""The event that outlives its job."""
+IS_KEPT = JobRow.deleted_at.is_(None)
 _NEWEST_FIRST = Order[JobRow](
     (JobRow.created_at, JobRow.id), lambda job: (job.created_at, job.id), (float, str), descending=True
 )
@@ -41,6 +45,7 @@ class JobService:
     """`checkpoint_root`: a folder's or a store's URL, for the checkpoints of jobs that name none.
 
     `needs_checkpoint_url`: such jobs are refused, for there is no place that every manager reaches.
+    `secrets`: those that jobs may name; None: none.
     `new_id`: what is behind the `job-` of a new job's id.
     """
 
@@ -53,7 +58,8 @@ class JobService:
         *,
         checkpoint_root: str | None = None,
         needs_checkpoint_url: bool = False,
-        new_id: Callable[[], str] = lambda: secrets.token_hex(4),
+        secrets: Secrets | None = None,
+        new_id: Callable[[], str] = lambda: token_hex(4),
     ) -> None:
         self._database = database
         self._events = events
@@ -61,15 +67,18 @@ class JobService:
         self._now = now
         self._checkpoint_root = checkpoint_root
         self._needs_checkpoint_url = needs_checkpoint_url
+        self._secrets = secrets or Secrets({})
         self._new_id = new_id
 
     async def submit(self, spec: JobSpec, idempotency_key: str | None) -> Document:
         """Queue the job. The same key with the same spec gives the same job again, for KEY_LIFE_S.
 
         Raises ConflictError when the key came with another spec, or the name is that of a job that is not over;
-        InvalidError when the job must name a place for its checkpoints and does not.
+        InvalidError when the job must name a place for its checkpoints and does not, or a secret of it is not here.
         """
         self._check_checkpoint_url(spec)
+        if missing := await self._secrets.why_never(spec.secrets):
+            raise InvalidError(missing)
         document = spec.model_dump()
         async with self._database.write() as session:
             if idempotency_key is not None:
@@ -79,7 +88,7 @@ class JobService:
                     await session.flush()
                     before = None
                 # Compared as specs: one that was stored by an earlier version lacks what has come since.
-                if before is not None and JobSpec.model_validate(before.spec) != spec:
+                if before is not None and read_spec(before.spec)[0] != spec:
                     raise ConflictError(
                         f"Idempotency-Key {idempotency_key!r} was used for job {before.id} with another spec: "
                         "send a new key with a new job"
@@ -132,17 +141,27 @@ class JobService:
         states: Sequence[str] = (),
         name: str | None = None,
         since: float | None = None,
+        labels: Sequence[str] = (),
         limit: int,
         cursor: str | None = None,
     ) -> Page:
-        """The jobs, newest first: those in one of the states, with `name` in their names, submitted since then."""
-        query = select(JobRow).options(defer(JobRow.profile_json), defer(JobRow.history))
+        """The jobs, newest first: those in one of the states, with `name` in their names, submitted since then.
+
+        `labels`: that they all have, KEY=VALUE or KEY for any value. Raises InvalidError.
+        """
+        query = select(JobRow).options(defer(JobRow.profile_json), defer(JobRow.history)).where(IS_KEPT)
         if states:
             query = query.where(JobRow.state.in_(states))
         if name is not None:
             query = query.where(JobRow.name.contains(name, autoescape=True))
         if since is not None:
             query = query.where(JobRow.created_at >= since)
+        for label in labels:
+            key, has_value, value = label.partition("=")
+            if not is_label_key(key):
+                raise InvalidError(f"label {label!r}: expected KEY=VALUE, or KEY for any value")
+            found_value = JobRow.spec["labels"][key].as_string()
+            query = query.where(found_value == value if has_value else found_value.is_not(None))
         async with self._database.read() as session:
             rows = (await session.scalars(_NEWEST_FIRST.of(query, cursor, limit))).all()
             jobs, following = _NEWEST_FIRST.cut(rows, limit)
@@ -194,17 +213,47 @@ class JobService:
                 raise ConflictError(
                     f"another job {job.name!r} is {rival.state} by now ({rival.id}): cancel it, then retry {job.id}"
                 )
+            if job.archive is not None and await session.get(ArchiveRow, job.archive) is None:
+                raise ConflictError(
+                    f"the workdir of job {id_or_name!r} is no longer kept (--keep-archives-days): submit it again "
+                    "with the same checkpoint.url, and it goes on from its newest checkpoint"
+                )
             was = "failed" if job.state == JobState.FAILED else "was cancelled"
             job.move(JobState.QUEUED, now=self._now(), reason="retried by the user")
             job.active_name, job.reason, job.cancel_saves = job.name, None, False
             job.error, job.exit_code, job.finished_at, job.profile_error = None, None, None, None
-            job.setup_error, job.setup_exit_code = None, None
-            newest = select(func.max(GenerationRow.number)).where(GenerationRow.job_id == job.id)
-            job.retried_after = await session.scalar(newest) or 0
+            job.setup_error, job.setup_exit_code, job.setup_failures = None, None, None
+            job.retried_at, job.run_since = self._now(), None
+            progress_row = await session.get(JobProgressRow, job.id)
+            job.retried_after = 0 if progress_row is None else progress_row.newest
             text = f"job {job.name!r}, which {was}, is retried"
             self._events.add(session, "job_retried", text, job_id=job.id)
             after_commit(session, self._bell.ring)
             return await _told(session, job)
+
+    async def delete(self, id_or_name: str) -> Document:
+        """Forget a job that is over: nobody sees it from now on, and `Retention` deletes what belongs to it. Its
+        checkpoints stay where they are. Asking again by its id changes nothing.
+
+        Raises NotFoundError; ConflictError when it is not over, or some of its workers may still run.
+        """
+        async with self._database.write() as session:
+            before = await session.get(JobRow, id_or_name)
+            if before is not None and before.deleted_at is not None:
+                return _deleted_document(before)
+            job = await find(session, id_or_name)
+            if job.job_state not in TERMINAL_JOB_STATES:
+                raise ConflictError(
+                    f"job {id_or_name!r} is {job.state}: only one that is over is deleted (varuna cancel {job.name})"
+                )
+            alive = select(WorkerRow.vm_id).where(WorkerRow.job_id == job.id, WorkerRow.state.in_(ALIVE)).limit(1)
+            vm_id = await session.scalar(alive)
+            if vm_id is not None:
+                raise ConflictError(
+                    f"job {id_or_name!r} may still have workers on VM {vm_id}: delete it when they have stopped"
+                )
+            mark_deleted(session, self._events, job, self._now(), "by a user")
+            return _deleted_document(job)
 
     async def change(
         self, id_or_name: str, changes: Mapping[str, int | None], versions: Collection[int] | None = None
@@ -245,10 +294,21 @@ class JobService:
             return job.profile_json
 
 
+def _deleted_document(job: JobRow) -> Document:
+    return {"id": job.id, "name": job.name, "deleted": True}
+
+
+def mark_deleted(session: AsyncSession, events: EventLog, job: JobRow, now: float, why: str) -> None:
+    """Hide the job, which is over, from everybody."""
+    job.deleted_at, job.idempotency_key = now, None
+    data = {"name": job.name, "state": job.state}
+    events.add(session, JOB_DELETED, f"job {job.name!r} ({job.id}) was deleted {why}", job_id=job.id, data=data)
+
+
 async def find(session: AsyncSession, id_or_name: str) -> JobRow:
     """The job of this id; else the newest of this name. Raises NotFoundError."""
     is_id = JobRow.id == id_or_name
-    query = select(JobRow).where(or_(is_id, JobRow.name == id_or_name))
+    query = select(JobRow).where(or_(is_id, JobRow.name == id_or_name), IS_KEPT)
     job = await session.scalar(query.order_by(case((is_id, 0), else_=1), JobRow.created_at.desc()).limit(1))
     if job is None:
         raise NotFoundError(f"job {id_or_name!r} does not exist: varuna ps (GET /api/v1/jobs) lists those that do")
@@ -257,46 +317,38 @@ async def find(session: AsyncSession, id_or_name: str) -> JobRow:
 
 async def progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[str, JobProgress]:
     """How far each of the jobs is: a few queries, however many jobs and generations there are."""
-    row = GenerationRow
-    has_stepped, trains = row.last_step.is_not(None), row.kind == GenerationKind.TRAINING.value
-    newest = (
-        select(
-            row.job_id,
-            func.max(row.number).label("newest"),
-            func.max(row.last_step).label("step"),
-            func.max(case((has_stepped, row.number))).label("stepped"),
-            func.max(case((trains, row.number))).label("trained"),
-        )
-        .where(row.job_id.in_(job_ids))
-        .group_by(row.job_id)
-        .subquery()
-    )
-    of = {each.job_id: each for each in await session.execute(select(newest))}
+    row, whole = GenerationRow, JobProgressRow
+    of = {each.job_id: each for each in await session.scalars(select(whole).where(whole.job_id.in_(job_ids)))}
     # By joins: neither store finds pairs of values by an index.
     columns = (row.job_id, row.number, row.plan, row.last_step, row.last_loss, row.last_step_at)
-    is_wanted = or_(row.number == newest.c.stepped, row.number == newest.c.trained)
-    rows = await session.execute(select(*columns).join(newest, and_(row.job_id == newest.c.job_id, is_wanted)))
+    is_wanted = row.number.in_([whole.stepped, whole.trained])
+    query = select(*columns).join(whole, and_(row.job_id == whole.job_id, is_wanted))
+    rows = await session.execute(query.where(whole.job_id.in_(job_ids)))
     generations = {(each.job_id, each.number): each for each in rows}
-    is_last = and_(MetricRow.job_id == newest.c.job_id, MetricRow.step == newest.c.step)
+    is_last = and_(MetricRow.job_id == whole.job_id, MetricRow.step == whole.step)
     measured = await session.execute(
-        select(MetricRow.job_id, MetricRow.step_s, MetricRow.examples).join(newest, is_last)
+        select(MetricRow.job_id, MetricRow.step_s, MetricRow.examples)
+        .join(whole, is_last)
+        .where(whole.job_id.in_(job_ids))
     )
     metrics = {each.job_id: each for each in measured}
-    alive = select(WorkerRow.job_id, func.count().label("gpus")).where(
-        WorkerRow.job_id.in_(job_ids), WorkerRow.state.in_(ALIVE)
-    )
-    gpus = {each.job_id: each.gpus for each in await session.execute(alive.group_by(WorkerRow.job_id))}
+    # By state first, as the index is: grouped by job alone, SQLite goes through the workers of all generations.
+    alive = select(WorkerRow.state, WorkerRow.job_id, func.count().label("gpus"))
+    alive = alive.where(WorkerRow.state.in_(ALIVE), WorkerRow.job_id.in_(job_ids))
+    gpus: Counter[str] = Counter()
+    for counted in await session.execute(alive.group_by(WorkerRow.state, WorkerRow.job_id)):
+        gpus[counted.job_id] += counted.gpus
     found = dict.fromkeys(job_ids, JobProgress())
     for job_id, each in of.items():
         stepped, trained = generations.get((job_id, each.stepped)), generations.get((job_id, each.trained))
         metric = metrics.get(job_id)
         found[job_id] = JobProgress(
-            step=each.step or 0,
+            step=each.step,
             loss=stepped.last_loss if stepped is not None else None,
             last_step_at=stepped.last_step_at if stepped is not None else None,
             generation=each.newest,
             plan=trained.plan if trained is not None else None,
-            gpus=gpus.get(job_id, 0),
+            gpus=gpus[job_id],
             step_s=metric.step_s if metric is not None else None,
             examples=metric.examples if metric is not None else None,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from varuna_manager.providers.base import EmulatedProvider
 from varuna_manager.services.documents import Document
 from varuna_manager.services.errors import NotFoundError, UnavailableError
 from varuna_manager.services.jobs import find
+from varuna_manager.services.line_search import LineSearch
 from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -22,8 +25,8 @@ MAX_BYTES = 1024 * 1024
 _TIMEOUT_S = 10.0
 MOST_SEARCHED = 64 * MAX_BYTES
 MOST_WAIT_S = 30.0
-_LINE_SHOWN = 1000
-"""Characters."""
+_SEARCHES_AT_ONCE = 2
+"""That use the processor: the others wait, so that the thread which answers heartbeats has its share."""
 _CHUNKS_WAITING = 64
 """More than an agent needs for MAX_BYTES."""
 
@@ -51,6 +54,7 @@ class LogService:
         self._database = database
         self._sessions = sessions
         self._provider = provider
+        self._searching = asyncio.Semaphore(_SEARCHES_AT_ONCE)
 
     async def read(
         self,
@@ -82,7 +86,10 @@ class LogService:
         offset, is_whole = 0, False
         while offset < MOST_SEARCHED and not search.is_full:
             part = await self._read(worker, offset, MAX_BYTES, 0.0)
-            search.add(part.data)
+            if part.offset > offset:  # the VM has not kept what was before
+                search.skip_to(part.offset)
+            async with self._searching:
+                await asyncio.to_thread(search.add, part.data)
             offset = part.next_offset
             if not part.data or offset >= part.size:
                 search.end()
@@ -134,41 +141,6 @@ class LogService:
         return LogPart(generation=worker.generation, rank=worker.rank, data=data, offset=at, size=size)
 
 
-class LineSearch:
-    """Lines with a text in them, from the parts of a log in their order."""
-
-    def __init__(self, text: str, limit: int, *, ignore_case: bool) -> None:
-        self.matches: list[Document] = []
-        self._wanted = text.casefold() if ignore_case else text
-        self._limit = limit
-        self._ignore_case = ignore_case
-        self._rest = b""
-        """The beginning of a line whose end is to come."""
-        self._offset = 0
-        self._line_number = 0
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.matches) >= self._limit
-
-    def add(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._look(line, len(line) + 1)
-
-    def end(self) -> None:
-        if self._rest:
-            self._look(self._rest, len(self._rest))
-
-    def _look(self, line: bytes, length: int) -> None:
-        self._line_number += 1
-        text = line.decode(errors="replace")
-        if not self.is_full and self._wanted in (text.casefold() if self._ignore_case else text):
-            shown = text[:_LINE_SHOWN]
-            self.matches.append({"offset": self._offset, "line_number": self._line_number, "text": shown})
-        self._offset += length
-
-
 async def _fetch(agent: AgentSession, worker: WorkerRow, offset: int, limit: int, wait_s: float) -> LogPart:
     request_id = str(uuid.uuid4())
     chunks: asyncio.Queue[pb.LogChunk] = asyncio.Queue(_CHUNKS_WAITING)
@@ -215,5 +187,8 @@ def _read_file(path: Path, offset: int, limit: int) -> tuple[int, bytes, int]:
     """(where it begins, the data, the file's size)."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        at = file.seek(max(size + offset, 0) if offset < 0 else min(offset, size))
+        at = max(size + offset, 0) if offset < 0 else min(offset, size)
+        with contextlib.suppress(OSError, AttributeError):  # past the hole that the agent has left of a long log
+            at = os.lseek(file.fileno(), at, os.SEEK_DATA)
+        file.seek(at)
         return at, file.read(limit), size

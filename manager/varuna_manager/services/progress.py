@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any
 
 import structlog
-from sqlalchemy import select, update
+from sqlalchemy import case, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
 from varuna_manager.db.engine import after_commit
+from varuna_manager.db.job_progress import note_progress
 from varuna_manager.db.models import Base, GenerationRow, JobRow, MetricRow, WorkerRow
 from varuna_manager.domain import accounting, downtime
 from varuna_manager.domain.downtime import Moments, Part
-from varuna_manager.domain.states import GenerationKind, GenerationState, WorkerState
+from varuna_manager.domain.states import GenerationKind, GenerationState, StopMode, WorkerState
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.live import ProgressBoard
 from varuna_manager.services.morph_spans import MorphSpans
@@ -43,6 +44,8 @@ class Progress:
         progress: dict[str, Any] = {}
         if generation.kind == GenerationKind.TRAINING:
             progress["resumed_step"] = fact.resumed_step
+            if fact.rank == 0:
+                self._compare_with_committed(session, generation, fact.resumed_step)
         if generation.started_at is None:
             told = [Part(name=phase.name, seconds=phase.seconds, rank=fact.rank) for phase in fact.phases]
             progress["downtime"] = [part.to_document() for part in downtime.slower_start(_start(generation), told)]
@@ -52,6 +55,29 @@ class Progress:
         )
         if generation.state == GenerationState.LAUNCHING and set(states) == {WorkerState.RUNNING.value}:
             generation.move(GenerationState.RUNNING, now=now, reason="every rank has started")
+
+    async def saved(self, session: AsyncSession, fact: pb.WorkerExited) -> None:
+        """A rank has saved and left. Its agent has timed that: a manager that was away has not seen it."""
+        row = GenerationRow
+        slowest_s = case((row.save_s > fact.save_s, row.save_s), else_=fact.save_s)
+        statement = update(row).where(
+            row.job_id == fact.job_id, row.number == fact.generation, row.stop_mode == StopMode.SAVE_FIRST.value
+        )
+        await session.execute(statement.values(save_s=slowest_s).execution_options(synchronize_session=False))
+
+    def _compare_with_committed(self, session: AsyncSession, generation: GenerationRow, resumed_step: int) -> None:
+        committed_step = generation.committed_step or 0
+        if resumed_step >= committed_step:
+            return
+        self._events.add(
+            session,
+            "checkpoint_passed_over",
+            f"generation {generation.number} goes on from step {resumed_step}, although step {committed_step} was "
+            "saved: the log of its rank 0 says what is wrong with that checkpoint, unless the script has chosen so",
+            job_id=generation.job_id,
+            generation=generation.number,
+            data={"resumed_step": resumed_step, "committed_step": committed_step},
+        )
 
     async def steps(
         self, session: AsyncSession, job_id: str, number: int, steps: Mapping[int, pb.StepResult], now: float
@@ -80,22 +106,22 @@ class Progress:
 
     async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
         row = GenerationRow
-        query = select(row.last_step_at, row.last_step, row.stop_requested_at, row.ended_at)
+        query = select(row.last_step_at, row.resumed_step, row.last_step, row.stop_requested_at, row.ended_at)
         query = query.where(row.job_id == generation.job_id, row.number < generation.number)
-        before = (await session.execute(query.order_by(row.number))).all()
+        earlier = (await session.execute(query.order_by(row.number))).all()
+        before = earlier[-1] if earlier else None
+        progressed_at = max((at for at, *_ in earlier if at is not None), default=None)
         job = await session.get_one(JobRow, generation.job_id)
         resumed_step = generation.resumed_step if generation.resumed_step is not None else step - 1
-        progressed = [at for at, *_ in before if at is not None]
-        last_progress_at = max(progressed, default=job.started_at or job.created_at)
+        last_progress_at = job.started_at or job.created_at if progressed_at is None else progressed_at
         waited_s = accounting.seconds_without_progress(last_progress_at=last_progress_at, first_step_at=now)
         redone = accounting.steps_redone(
-            last_step_before=max((last for _, last, *_ in before if last is not None), default=None),
-            resumed_step=resumed_step,
+            ((resumed or 0, last) for _, resumed, last, *_ in earlier if last is not None), resumed_step
         )
         moments = Moments(
             last_progress_at=last_progress_at,
-            told_to_stop_at=before[-1].stop_requested_at if before else None,
-            ended_at=before[-1].ended_at if before else None,
+            told_to_stop_at=None if before is None else before.stop_requested_at,
+            ended_at=None if before is None else before.ended_at,
             created_at=generation.created_at,
             ready_at=_ready_at(generation),
             first_step_at=now,
@@ -120,7 +146,7 @@ class Progress:
             session,
             "first_step",
             f"generation {generation.number} completed its first step ({step}) after {waited_s:.1f} s "
-            f"without progress{f' ({went})' if went else ''}, {redone} steps to redo",
+            f"without progress{f' ({went})' if went else ''}, {redone} steps were lost",
             job_id=generation.job_id,
             generation=generation.number,
             data={"step": step, "seconds_without_progress": waited_s, "steps_redone": redone, "downtime": documents},
@@ -153,6 +179,7 @@ async def _set_progress(session: AsyncSession, generation: GenerationRow, **valu
             .values(**values)
             .execution_options(synchronize_session=False)
         )
+        await note_progress(session, generation, values)
 
 
 async def _write_metrics(

@@ -3,8 +3,10 @@
 What several VMs report meanwhile shares a transaction: each step is reported by all VMs of its job at about one time.
 
 Reports come again after every reconnection, so each is applied idempotently: what is known already changes nothing.
-A report that makes no sense (an unknown job, a worker that was never launched) is logged and dropped; were it refused,
-the agent would send it for ever.
+An agent may be hostile, or its VM a job's that is. So each report is checked against the (job, generation, VM) that it
+speaks of, and its numbers and texts are brought within bounds first (`report_bounds`). One that makes no sense (an
+unknown job, a worker that was never launched there) is logged and dropped; were it refused, the agent would send it for
+ever. An exit is never dropped for what its worker has said.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from varuna_manager.domain.states import (
     VmState,
     WorkerState,
 )
-from varuna_manager.services import traces
+from varuna_manager.services import report_bounds, traces
 from varuna_manager.services.bell import Bell
 from varuna_manager.services.events import EventLog
 from varuna_manager.services.live import ProgressBoard
 from varuna_manager.services.morph_spans import MorphSpans
+from varuna_manager.services.placements import Placements
 from varuna_manager.services.planning import PlanningService
 from varuna_manager.services.progress import Progress
+from varuna_manager.services.sessions import AgentSessions
 from varuna_manager.services.together import Together
+from varuna_proto.bounds import ERROR_CHARS, clean_text
 from varuna_proto.v1 import agent_pb2 as pb
 
 _EXIT_CAUSES = {
@@ -47,9 +52,28 @@ _EXIT_CAUSES = {
     pb.EXIT_CAUSE_SCRIPT_FAILED: ExitCause.SCRIPT_FAILED,
     pb.EXIT_CAUSE_KILLED: ExitCause.KILLED,
     pb.EXIT_CAUSE_LAUNCH_FAILED: ExitCause.LAUNCH_FAILED,
+    pb.EXIT_CAUSE_LAUNCH_REFUSED: ExitCause.LAUNCH_REFUSED,
+    pb.EXIT_CAUSE_LEASE_OVER: ExitCause.LEASE_OVER,
+    pb.EXIT_CAUSE_AGENT_ENDED: ExitCause.AGENT_ENDED,
 }
-_TOLD = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED})
+_PROBLEM_CHARS = 2000
+"""Of what is wrong with a profile: each of its numbers may be."""
+_TOLD = frozenset(
+    {
+        ExitCause.SCRIPT_FAILED,
+        ExitCause.KILLED,
+        ExitCause.LAUNCH_FAILED,
+        ExitCause.LAUNCH_REFUSED,
+        ExitCause.LEASE_OVER,
+        ExitCause.AGENT_ENDED,
+    }
+)
 """Exits that are worth an event of their own."""
+_SETUP_FAILURES_KEPT = 64
+"""VMs, the newest failures."""
+
+_LONGEST_SAVE_S = 86_400.0
+"""Nothing that takes longer is believed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +96,37 @@ class ReportService:
         now: Callable[[], float] = time.time,
         board: ProgressBoard | None = None,
         spans: MorphSpans | None = None,
+        sessions: AgentSessions | None = None,
     ) -> None:
-        """`board`: told of the newest step of every job; `spans`: of every generation's first."""
+        """`board`: told of the newest step of every job; `spans`: of every generation's first.
+
+        `sessions`: know what each VM was told to prepare; None: nothing.
+        """
         self._database = database
         self._events = events
         self._planning = planning
         self._bell = bell
         self._now = now
+        self._sessions = sessions or AgentSessions()
         self._progress = Progress(events, board, spans)
         self._batches = Together(self._store)
         self._log = structlog.get_logger("varuna.reports")
 
     async def apply(self, vm_id: str, reports: Sequence[pb.Report]) -> None:
         """Store the reports of one VM, in their order; when this returns they are committed."""
+        reports = [report for report in reports if self._makes_sense(vm_id, report)]
+        if reports:
+            await self._apply(vm_id, reports)
+
+    def _makes_sense(self, vm_id: str, report: pb.Report) -> bool:
+        report_bounds.tidy(report)
+        flaw = report_bounds.flaw_of(report)
+        if flaw is not None:
+            kind = report.WhichOneof("fact")
+            self._log.warning("a report makes no sense: dropped", vm=vm_id, kind=kind, reason=flaw)
+        return flaw is None
+
+    async def _apply(self, vm_id: str, reports: Sequence[pb.Report]) -> None:
         bad_profiles = {
             report.number: problem
             for report in reports
@@ -98,46 +140,57 @@ class ReportService:
                 raise
             if len(reports) > 1:
                 for report in reports:
-                    await self.apply(vm_id, [report])
+                    await self._apply(vm_id, [report])
                 return
-            kind = reports[0].WhichOneof("fact")
+            kind, exited = reports[0].WhichOneof("fact"), reports[0].worker_exited
+            if kind == "worker_exited" and exited.error_text:
+                # That it has stopped is to be known in any case, or its job would wait for it for ever.
+                self._log.error("a worker's last words cannot be stored", vm=vm_id, exc_info=error)
+                exited.error_text = ""
+                await self._apply(vm_id, reports)
+                return
             self._log.error("a report cannot be stored: dropped", vm=vm_id, kind=kind, exc_info=error)
 
     async def _store(self, batches: Sequence[_Batch]) -> Sequence[None]:
         async with self._database.write() as session:
-            rings = False
+            rings, places = False, Placements()
             done: dict[tuple[str, int], dict[int, pb.StepResult]] = {}
             for batch in batches:
                 for report in batch.reports:
                     if report.WhichOneof("fact") == "steps_completed":
                         fact = report.steps_completed
+                        if not await self._is_of(session, places, batch.vm_id, fact):
+                            continue
                         steps = done.setdefault((fact.job_id, fact.generation), {})
                         steps.update({step.step: step for step in fact.steps})
                         continue
                     rings |= report.WhichOneof("fact") != "step_traced"
-                    await self._apply_one(session, batch.vm_id, report, batch.bad_profiles.get(report.number))
+                    await self._apply_one(session, places, batch, report)
             for (job_id, number), steps in done.items():
                 rings |= await self._progress.steps(session, job_id, number, steps, self._now())
             if rings:
                 after_commit(session, self._bell.ring)
         return [None] * len(batches)
 
-    async def _apply_one(self, session: AsyncSession, vm_id: str, report: pb.Report, bad_profile: str | None) -> None:
+    async def _apply_one(self, session: AsyncSession, places: Placements, batch: _Batch, report: pb.Report) -> None:
+        vm_id = batch.vm_id
         match report.WhichOneof("fact"):
             case "worker_started":
                 await self._started(session, vm_id, report.worker_started)
             case "worker_exited":
                 await self._exited(session, vm_id, report.worker_exited)
             case "checkpoint_committed":
-                await self._checkpoint(session, report.checkpoint_committed)
+                if await self._is_of(session, places, vm_id, report.checkpoint_committed):
+                    await self._checkpoint(session, report.checkpoint_committed)
             case "preemption_notice":
                 fact = report.preemption_notice
                 deadline = self._now() + fact.seconds_left
                 await note_notice(session, self._events, vm_id, fact.notice_id, deadline, source=fact.source)
             case "profile_measured":
-                await self._profile(session, report.profile_measured, bad_profile)
+                if await self._is_of(session, places, vm_id, report.profile_measured):
+                    await self._profile(session, report.profile_measured, batch.bad_profiles.get(report.number))
             case "setup_failed":
-                await self._setup_failed(session, vm_id, report.setup_failed)
+                await self._setup_failed(session, vm_id, report.setup_failed, report.number)
             case "step_traced":
                 if await self._worker(session, vm_id, report.step_traced) is not None:
                     await traces.keep(session, report.step_traced, self._now())
@@ -146,14 +199,38 @@ class ReportService:
             case unknown:
                 self._log.warning("report of an unknown kind", vm=vm_id, number=report.number, kind=unknown)
 
-    async def _setup_failed(self, session: AsyncSession, vm_id: str, fact: pb.SetupFailed) -> None:
+    async def _setup_failed(self, session: AsyncSession, vm_id: str, fact: pb.SetupFailed, number: int) -> None:
         job = await session.get(JobRow, fact.job_id)
         if job is None or job.job_state in TERMINAL_JOB_STATES:
             return
+        if not self._sessions.is_entrusted(vm_id, job.id):
+            self._log.warning("report of a setup that was not asked for there", vm=vm_id, job=job.id)
+            return
+        failures = dict(job.setup_failures or {})
+        known = failures.pop(vm_id, {"times": 0, "report": None})
+        if known["report"] == number:
+            return
+        failures[vm_id] = {"times": known["times"] + 1, "exit_code": fact.exit_code or None, "report": number}
+        job.setup_failures = dict(list(failures.items())[-_SETUP_FAILURES_KEPT:])
         job.setup_error, job.setup_exit_code = f"on VM {vm_id}: {fact.error_text}", fact.exit_code or None
         text = f"the workdir cannot be made ready on VM {vm_id}: {last_line(fact.error_text)}"
         data = {"exit_code": fact.exit_code, "error": fact.error_text}
         self._events.add(session, "setup_failed", text, job_id=job.id, vm_id=vm_id, data=data)
+
+    async def _is_of(
+        self,
+        session: AsyncSession,
+        places: Placements,
+        vm_id: str,
+        fact: pb.StepsCompleted | pb.CheckpointCommitted | pb.ProfileMeasured,
+    ) -> bool:
+        """Whether the generation that the agent speaks of runs on its VM. Its exits there are told last of all: who was
+        part of a generation once cannot speak of it for ever."""
+        is_of = await places.runs_on(session, vm_id, fact.job_id, fact.generation)
+        if not is_of:
+            kind, about = fact.DESCRIPTOR.name, {"job": fact.job_id, "generation": fact.generation}
+            self._log.warning("report of a generation that is not there", vm=vm_id, kind=kind, **about)
+        return is_of
 
     # ------------------------------------------------------------ workers
 
@@ -185,6 +262,9 @@ class ReportService:
         worker = await self._worker(session, vm_id, fact)
         if worker is not None:
             cause = _EXIT_CAUSES.get(fact.cause, ExitCause.KILLED)
+            worker.unreached = _unreached(fact)
+            if 0.0 < fact.save_s < _LONGEST_SAVE_S:
+                await self._progress.saved(session, fact)
             self.stop_worker(session, worker, cause, exit_code=fact.exit_code, error_text=fact.error_text)
 
     def stop_worker(
@@ -221,7 +301,7 @@ class ReportService:
         )
         for worker in workers.all():
             text = f"the agent refused the command: {fact.reason}"
-            self.stop_worker(session, worker, ExitCause.LAUNCH_FAILED, exit_code=None, error_text=text)
+            self.stop_worker(session, worker, ExitCause.LAUNCH_REFUSED, exit_code=None, error_text=text)
 
     # ------------------------------------------------------------ what was made
 
@@ -257,7 +337,7 @@ class ReportService:
         if job is None or job.profile_json is not None:
             return
         if problem is not None:
-            message = f"the measured profile cannot be used: {' '.join(problem.split())}"
+            message = f"the measured profile cannot be used: {clean_text(_shortened(problem), ERROR_CHARS)}"
             if job.profile_error == message:
                 return
             job.profile_error, kind = message, "profile_rejected"
@@ -266,6 +346,14 @@ class ReportService:
             message = _from_cache(fact.profile_json) if fact.from_cache else "the job's profile is measured"
             kind = "profile_measured"
         self._events.add(session, kind, message, job_id=job.id, generation=fact.generation)
+
+
+def _unreached(fact: pb.WorkerExited) -> int | None:
+    return fact.unreached.rank if fact.HasField("unreached") else None
+
+
+def _shortened(problem: str) -> str:
+    return " ".join(problem[:_PROBLEM_CHARS].split())
 
 
 def _from_cache(profile_json: str) -> str:

@@ -29,6 +29,12 @@ class AgentSession:
         """What the store expected there, what its agent said runs there, and whether it drains, when last told."""
         self.told_to_prepare: dict[str, float] = {}
         """For the workers of which job, and when."""
+        self.entrusted: set[str] = set()
+        """The jobs that it was told to run or to prepare for: their archives are for it, and it may speak of them."""
+        self.told_stale: frozenset[str] = frozenset()
+        """Jobs for which it prepares or keeps something, and was told that it need not."""
+        self.certificate_ends_at: float | None = None
+        """Of its agent's newest certificate, in seconds since the epoch; None: it shows none."""
         self.log_requests: dict[str, asyncio.Queue[pb.LogChunk]] = {}
         self.stack_requests: dict[str, Callable[[pb.StackDump], None]] = {}
         self._commands: deque[pb.ManagerMessage] = deque()
@@ -40,6 +46,9 @@ class AgentSession:
         if self._closed:
             return
         self._commands.append(message)
+        kind = message.WhichOneof("body")
+        if kind == "launch" or kind == "prepare":
+            self.entrusted.add(message.launch.job_id if kind == "launch" else message.prepare.job_id)
         if len(self._commands) > _MAX_WAITING:
             self._commands.clear()
             self.close()
@@ -119,8 +128,18 @@ class AgentSessions:
     def get(self, vm_id: str) -> AgentSession | None:
         return self._sessions.get(vm_id)
 
+    def is_entrusted(self, vm_id: str, job_id: str) -> bool:
+        """Whether the VM's agent was told, on its present stream, to run the job or to prepare for it."""
+        session = self._sessions.get(vm_id)
+        return session is not None and job_id in session.entrusted
+
     def all(self) -> tuple[AgentSession, ...]:
         return tuple(self._sessions.values())
+
+    def first_certificate_end(self) -> float | None:
+        """When the first certificate of a connected agent ends, in seconds since the epoch; None: they show none."""
+        ends = (session.certificate_ends_at for session in self._sessions.values())
+        return min((end for end in ends if end is not None), default=None)
 
     def close_all(self) -> None:
         for session in self.all():

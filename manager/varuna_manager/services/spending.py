@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Row, func, select
+from sqlalchemy import Row, select
 
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow, VmRow, WorkerRow
+from varuna_manager.db.models import GenerationRow
 from varuna_manager.domain import accounting
 from varuna_manager.domain.accounting import Account, Past
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.services.documents import Document, iso
+from varuna_manager.services.job_bills import job_bill
 from varuna_manager.services.jobs import find
 
-_MOST_VMS = 1000
+MOST_VMS = 1000
 """Of a job's bill."""
 _COLUMNS = [
     GenerationRow.number,
@@ -30,7 +31,6 @@ _COLUMNS = [
     GenerationRow.ended_at,
     GenerationRow.resumed_step,
     GenerationRow.last_step,
-    GenerationRow.steps_redone,
 ]
 _Generation = Row[*tuple[Any, ...]]
 
@@ -48,74 +48,37 @@ class Spending:
             rows = (await session.execute(query)).all()
         now = self._now()
         bubbles = await asyncio.to_thread(_bubble_shares, job.profile_json, rows, now)
-        past = [_past(row, bubbles.get(row.number, 0.0)) for row in rows]
+        before = itertools.accumulate((row.last_step or 0 for row in rows), max, initial=0)
+        past = [_past(row, bubbles.get(row.number, 0.0), best) for row, best in zip(rows, before, strict=False)]
         end = now if job.finished_at is None else job.finished_at
         return _time_document(accounting.account(job.created_at, end, past))
 
-    async def cost(self, id_or_name: str) -> Document:
-        """VM-hours of the job, and their price where it is known."""
-        now = self._now()
+    async def cost(self, id_or_name: str, most_vms: int = MOST_VMS) -> Document:
+        """VM-hours of the job, and their price where it is known; of the dearest VMs also by VM."""
         async with self._database.read() as session:
             job = await find(session, id_or_name)
-            counted = (
-                select(WorkerRow.vm_id, WorkerRow.generation, func.count().label("gpus"))
-                .where(WorkerRow.job_id == job.id)
-                .group_by(WorkerRow.vm_id, WorkerRow.generation)
-                .subquery()
-            )
-            rows = await session.execute(
-                select(
-                    counted.c.vm_id,
-                    counted.c.gpus,
-                    GenerationRow.created_at,
-                    GenerationRow.ended_at,
-                    VmRow.gpus.label("vm_gpus"),
-                    VmRow.price_per_hour,
-                )
-                .join(
-                    GenerationRow,
-                    (GenerationRow.job_id == job.id) & (GenerationRow.number == counted.c.generation),
-                )
-                .join(VmRow, VmRow.id == counted.c.vm_id)
-            )
-            found = [(_use(row, now), row.ended_at is None) for row in rows]
-        bills = accounting.bills(use for use, _ in found)
-        whole = accounting.total(bills)
-        rates = [
-            use.price_per_hour * use.gpus / max(use.vm_gpus, 1)
-            for use, lasts in found
-            if lasts and use.price_per_hour is not None
-        ]
+            bill = await job_bill(session, job.id, self._now(), most_vms=most_vms)
         return {
-            "vm_hours": whole.hours,
-            "gpu_hours": whole.gpu_hours,
-            "cost": whole.cost,
-            "cost_per_hour": None if whole.cost is None else sum(rates),
-            "vms_without_price": sum(bill.price_per_hour is None for bill in bills),
+            "vm_hours": bill.hours,
+            "gpu_hours": bill.gpu_hours,
+            "cost": bill.cost,
+            "cost_per_hour": bill.cost_per_hour,
+            "vms_without_price": bill.vms_without_price,
             "by_vm": [
                 {
-                    "vm_id": bill.vm_id,
-                    "hours": bill.hours,
-                    "gpu_hours": bill.gpu_hours,
-                    "price_per_hour": bill.price_per_hour,
-                    "cost": bill.cost,
+                    "vm_id": vm.vm_id,
+                    "hours": vm.hours,
+                    "gpu_hours": vm.gpu_hours,
+                    "price_per_hour": vm.price_per_hour,
+                    "cost": vm.cost,
                 }
-                for bill in bills[:_MOST_VMS]
+                for vm in bill.by_vm
             ],
         }
 
 
-def _use(row: _Generation, now: float) -> accounting.Use:
-    return accounting.Use(
-        vm_id=row.vm_id,
-        seconds=max((now if row.ended_at is None else row.ended_at) - row.created_at, 0.0),
-        gpus=row.gpus,
-        vm_gpus=row.vm_gpus,
-        price_per_hour=row.price_per_hour,
-    )
-
-
-def _past(row: _Generation, bubble_share: float) -> Past:
+def _past(row: _Generation, bubble_share: float, best_before: int) -> Past:
+    """`best_before`: the newest step that an earlier generation completed."""
     return Past(
         number=row.number,
         kind=GenerationKind(row.kind),
@@ -124,7 +87,7 @@ def _past(row: _Generation, bubble_share: float) -> Past:
         last_step_at=row.last_step_at,
         ended_at=row.ended_at,
         steps=_steps(row),
-        redone=row.steps_redone or 0,
+        redone=max(min(row.last_step or 0, best_before) - (row.resumed_step or 0), 0),
         bubble_share=bubble_share,
     )
 

@@ -18,6 +18,7 @@ from varuna_manager.services.bell import Bell
 from varuna_manager.services.documents import Document
 from varuna_manager.services.jobs import find
 from varuna_manager.services.sessions import AgentSessions
+from varuna_proto.bounds import ERROR_CHARS, clean_text
 from varuna_proto.v1 import agent_pb2 as pb
 
 _TEXT_CHARACTERS = 64 * 1024
@@ -65,8 +66,9 @@ class StackService:
 
         def take(dump: pb.StackDump) -> None:
             if dump.rank in ranks:
-                error = dump.error or ("" if dump.text else "it is empty")
-                asked.answers[dump.rank] = RankStack(text=dump.text[:_TEXT_CHARACTERS], error=error)
+                error = clean_text(dump.error, ERROR_CHARS) or ("" if dump.text else "it is empty")
+                text = clean_text(dump.text[:_TEXT_CHARACTERS], _TEXT_CHARACTERS)
+                asked.answers[dump.rank] = RankStack(text=text, error=error)
                 if len(asked.answers) == len(asked.vm_ids):
                     self._bell.ring()
 
@@ -86,9 +88,8 @@ class StackService:
             return
         for rank, vm_id in asked.vm_ids.items():
             answer = asked.answers.get(rank, RankStack(error="no answer in time"))
-            text = answer.text.replace("\0", "")  # PostgreSQL's text has none
             key = {"job_id": job_id, "generation": generation, "rank": rank}
-            session.add(StackRow(**key, vm_id=vm_id, at=asked.at, text=text, error=answer.error))
+            session.add(StackRow(**key, vm_id=vm_id, at=asked.at, text=answer.text, error=answer.error))
 
     def keep_only(self, job_ids: Collection[str]) -> None:
         """Drop what was asked of all other jobs: they are over."""

@@ -22,6 +22,8 @@ from varuna_manager.services.documents import Document, iso
 from varuna_manager.services.errors import ConflictError, NotFoundError, UnauthenticatedError
 
 _ACCESS, _JOIN = "vt1", "vj1"
+ACCESS_LIFE_S = 90 * 86_400.0
+"""Of a token of the REST API for which no other is asked."""
 _SECRET_BYTES = 32
 _MOST_TEXT = 512
 _USE_NOTED_S = 60.0
@@ -42,7 +44,9 @@ class TokenService:
     async def create_access(
         self, name: str, role: Role, ttl_s: float | None, *, by: str, keep: Callable[[str], None] | None = None
     ) -> Document:
-        """A token of the REST API; its text is in this answer and nowhere else. Raises ConflictError.
+        """A token of the REST API; its text is in this answer and nowhere else. `ttl_s` None: ACCESS_LIFE_S.
+
+        Raises ConflictError.
 
         `keep` is given the text before the token counts: what it has kept is never missing.
         """
@@ -51,7 +55,8 @@ class TokenService:
             live = select(TokenRow.id).where(TokenRow.name == name, TokenRow.role.is_not(None), self._is_live())
             if await session.scalar(live) is not None:
                 raise ConflictError(f"there is a token {name!r} already: choose another name or revoke it first")
-            row = self._add(session, name, secret, ttl_s, by, role=role.value)
+            life_s = ACCESS_LIFE_S if ttl_s is None else ttl_s
+            row = self._add(session, name, secret, life_s, by, role=role.value)
             text = f"{_ACCESS}.{row.id}.{secret}"
             if keep is not None:
                 keep(text)
@@ -97,9 +102,15 @@ class TokenService:
         await self._note_use(row.id)
         return Principal(row.name, Role(row.role), row.id)
 
+    async def check_join(self, text: str) -> None:
+        """Whether this is a join token that is good now: nothing is locked or changed. Raises UnauthenticatedError."""
+        async with self._database.read() as session:
+            await self._find(session, text, _JOIN)
+
     async def find_join(self, session: AsyncSession, text: str) -> TokenRow:
-        """The row of a join token. Raises UnauthenticatedError."""
-        return await self._find(session, text, _JOIN)
+        """The row of a join token, for the transaction that joins with it. Raises UnauthenticatedError."""
+        # Locked, so that of two who join at once with a single-use token one comes second (SQLite has one writer).
+        return await self._find(session, text, _JOIN, lock=True)
 
     def use_join(self, row: TokenRow) -> None:
         """An agent joins with it, in the row's transaction. Raises UnauthenticatedError."""
@@ -107,23 +118,24 @@ class TokenService:
             raise UnauthenticatedError("the join token was used before, and is for a single use: make a new one")
         row.last_used_at = self._now()
 
-    async def _find(self, session: AsyncSession, text: str, kind: str) -> TokenRow:
+    async def _find(self, session: AsyncSession, text: str, kind: str, *, lock: bool = False) -> TokenRow:
         """The row of a token that is good now. The messages never repeat what was sent."""
         name = "join token" if kind == _JOIN else "token"
-        parts = text.split(".") if len(text) <= _MOST_TEXT else []
+        is_text = len(text) <= _MOST_TEXT and text.isascii() and text.isprintable()  # PostgreSQL takes no NUL
+        parts = text.split(".") if is_text else []
         if len(parts) != (4 if kind == _JOIN else 3) or parts[0] != kind:
             raise UnauthenticatedError(f"this is no {name}: it begins with '{kind}.'; copy it whole")
-        # Locked, so that of two who join at once with a single-use token one comes second (SQLite has one writer).
-        row = await session.get(TokenRow, parts[1], with_for_update=kind == _JOIN)
+        row = await session.get(TokenRow, parts[1], with_for_update=lock)
         good = hmac.compare_digest(row.secret_sha256 if row is not None else "", _hash(parts[2]))
         if row is None or not good or (row.role is None) != (kind == _JOIN):
             raise UnauthenticatedError(f"the {name} is not one of this manager's: ask its admin for one")
         if row.revoked_at is not None:
             raise UnauthenticatedError(f"the {name} {row.name!r} was revoked: ask the manager's admin for a new one")
         if row.expires_at is not None and row.expires_at <= self._now():
-            raise UnauthenticatedError(
-                f"the {name} {row.name!r} expired at {iso(row.expires_at)}: ask the manager's admin for a new one"
-            )
+            helps = "ask the manager's admin for a new one"
+            if row.role == Role.ADMIN:
+                helps = "another admin makes a new one; when there is none, the manager does at its next start"
+            raise UnauthenticatedError(f"the {name} {row.name!r} expired at {iso(row.expires_at)}: {helps}")
         return row
 
     async def _note_use(self, token_id: str) -> None:
@@ -147,7 +159,7 @@ class TokenService:
         session: AsyncSession,
         name: str,
         secret: str,
-        ttl_s: float | None,
+        ttl_s: float,
         by: str,
         *,
         role: str | None = None,
@@ -162,7 +174,7 @@ class TokenService:
             secret_sha256=_hash(secret),
             created_at=now,
             created_by=by,
-            expires_at=None if ttl_s is None else now + ttl_s,
+            expires_at=now + ttl_s,
             last_used_at=None,
             revoked_at=None,
             single_use=single_use,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from varuna_manager.db.engine import Database
+from varuna_manager.domain.retention import KeepDays
 from varuna_manager.services.event_list import EventList
 from varuna_manager.services.fleet_past import FleetPast
 from varuna_manager.services.job_history import JobHistory
@@ -26,10 +27,11 @@ class Views:
     vms: VmList
 
     @classmethod
-    def over(cls, database: Database, registry: VmRegistry) -> Views:
+    def over(cls, database: Database, registry: VmRegistry, keep: KeepDays | None = None) -> Views:
+        """`keep`: how long the store keeps what is over; None: as long as by default."""
         return cls(
             events=EventList(database),
-            fleet=FleetPast(database),
+            fleet=FleetPast(database, keep or KeepDays()),
             history=JobHistory(database, registry),
             spending=Spending(database),
             steps=StepMetrics(database),

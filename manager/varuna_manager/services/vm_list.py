@@ -21,6 +21,7 @@ from varuna_manager.services.fleet import live_workers
 from varuna_manager.services.jobs import ALIVE, find
 from varuna_manager.services.paging import Order, Page
 from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.services.vm_rows import NOT_GONE
 
 _Vm = Row[*tuple[Any, ...]]
 _VmQuery = Select[*tuple[Any, ...]]
@@ -45,8 +46,10 @@ class _VmFacts(NamedTuple):
     quarantines: int
     notice_deadline: float | None
     drain_deadline: float | None
+    cordoned_at: float | None
     hangs: int
     price_per_hour: float | None
+    gpu_type: str | None
 
 
 class _WorkerFacts(NamedTuple):
@@ -124,23 +127,22 @@ class VmList:
     async def summary(self) -> Document:
         """The fleet in numbers."""
         now = self._now()
-        there = VmRow.state != VmState.GONE.value
         quarantined = VmRow.quarantined_until > now
         async with self._database.read() as session:
             states = await session.execute(
-                select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour)).group_by(
-                    VmRow.state
-                )
+                select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour))
+                .where(NOT_GONE)
+                .group_by(VmRow.state)
             )
             by_state = {state: (count, int(gpus), price) for state, count, gpus, price in states}
             marks = [
-                await session.scalar(select(func.count()).select_from(VmRow).where(there, mark)) or 0
+                await session.scalar(select(func.count()).select_from(VmRow).where(NOT_GONE, mark)) or 0
                 for mark in (quarantined, VmRow.slow_ratio.is_not(None), VmRow.notice_deadline.is_not(None))
             ]
+            gone = await session.scalar(select(func.count()).where(VmRow.state == VmState.GONE.value)) or 0
             workers = await session.scalar(
                 select(func.count()).select_from(WorkerRow).where(WorkerRow.state.in_(ALIVE))
             )
-        gone = by_state.pop(VmState.GONE.value, (0, 0, None))[0]
         prices = [price for _, _, price in by_state.values() if price is not None]
         return {
             "total": sum(count for count, _, _ in by_state.values()),
@@ -159,7 +161,7 @@ class VmList:
 
     async def _filtered(self, session: AsyncSession, query: _VmQuery, wanted: VmFilter) -> _VmQuery:
         if not wanted.gone:
-            query = query.where(VmRow.state != VmState.GONE.value)
+            query = query.where(NOT_GONE)
         if wanted.states:
             query = query.where(VmRow.state.in_(wanted.states))
         if wanted.provider is not None:

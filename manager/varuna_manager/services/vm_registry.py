@@ -7,7 +7,7 @@ nobody has been heard yet: silence then counts from the start.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from varuna_manager.domain.observed import VmView
@@ -32,6 +32,11 @@ class Health:
     evaluated: int = 0
     """Micro-batches of evaluations, since it started."""
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Job, generation and rank."""
+        return self.job_id, self.generation, self.rank
+
 
 @dataclass(kw_only=True)
 class _Live:
@@ -48,6 +53,7 @@ class _Live:
     """Job and generation of these workers: the same object for as long as they are the same."""
     preparing: frozenset[str] = frozenset()
     prepared: frozenset[str] = frozenset()
+    setting_up: frozenset[str] = frozenset()
     warm: frozenset[str] = frozenset()
     evaluated: dict[tuple[str, int, int], _Evaluated] = field(default_factory=dict)
     """By job, generation and rank."""
@@ -73,6 +79,8 @@ class VmRegistry:
         """VMs whose workers have told of evaluations: few, if any."""
         self._away: set[str] = set()
         """VMs that were connected once and are not now."""
+        self._quarantines: dict[str, tuple[float, float]] = {}
+        """By VM: until when by the wall clock, and by the monotonic one."""
         self.market_hazard: float | None = None
         """Removals per VM-hour to expect, by what the provider says; None: it says nothing."""
 
@@ -82,12 +90,36 @@ class VmRegistry:
             live = self._live[vm_id] = _Live(changed_at=self._now())
         return live
 
+    def monotonic_s(self) -> float:
+        """The clock by which silence is measured."""
+        return self._now()
+
+    def is_quarantined(self, vm_id: str, until: float | None, now: float) -> bool:
+        """Whether its quarantine lasts, which ends at `until`.
+
+        `now`: the wall clock, which is asked once. From then on the monotonic one tells when the quarantine is over.
+        """
+        if until is None:
+            self._quarantines.pop(vm_id, None)
+            return False
+        known = self._quarantines.get(vm_id)
+        if known is None or known[0] != until:
+            known = self._quarantines[vm_id] = (until, self._now() + max(until - now, 0.0))
+        return self._now() < known[1]
+
     def hello(self, vm_id: str, *, rendezvous_port: int, workers: Sequence[Health]) -> None:
         live = self._of(vm_id)
         live.connected, live.changed_at = True, self._now()
         self._note_change(live)
         self._away.discard(vm_id)
-        self.heartbeat(vm_id, rendezvous_port=rendezvous_port, workers=workers)
+        # Its first heartbeat tells what is prepared; until then that is taken to be as it was.
+        self.heartbeat(
+            vm_id,
+            rendezvous_port=rendezvous_port,
+            workers=workers,
+            prepared=live.prepared,
+            setting_up=live.setting_up,
+        )
 
     def heartbeat(
         self,
@@ -97,16 +129,17 @@ class VmRegistry:
         workers: Sequence[Health],
         preparing: Iterable[str] = (),
         prepared: Iterable[str] = (),
+        setting_up: Iterable[str] = (),
         warm: Iterable[str] = (),
     ) -> bool:
         """Note that the VM lives; whether this is news for the decisions (another port, heard after silence, ...)."""
         live = self._of(vm_id)
         now = self._now()
         was_silent = live.heard_at is None or now - live.heard_at > self._silent_after_s
-        jobs = frozenset(preparing), frozenset(prepared), frozenset(warm)
-        known = live.preparing, live.prepared, live.warm
+        jobs = frozenset(preparing), frozenset(prepared), frozenset(setting_up), frozenset(warm)
+        known = live.preparing, live.prepared, live.setting_up, live.warm
         news = was_silent or live.rendezvous_port != rendezvous_port or known != jobs
-        live.preparing, live.prepared, live.warm = jobs
+        live.preparing, live.prepared, live.setting_up, live.warm = jobs
         if known != jobs or live.heard_at is None:
             self._note_change(live)
         live.heard_at, live.rendezvous_port, live.workers = now, rendezvous_port, tuple(workers)
@@ -121,18 +154,21 @@ class VmRegistry:
         self._evaluating.add(vm_id)
         before, live.evaluated = live.evaluated, {}
         for worker in live.workers:
-            key = (worker.job_id, worker.generation, worker.rank)
+            key = worker.key
             known = before.get(key, _Evaluated(0, 0.0))
             if worker.evaluated > known.micro_batches:
                 known = _Evaluated(worker.evaluated, self._now())
             if known.micro_batches:  # a hello does not say how many: they are not forgotten for that
                 live.evaluated[key] = known
 
-    def evaluated_s(self, job_id: str, generation: int) -> float | None:
-        """How long ago a worker of the generation was first heard to have evaluated more; None: that never was."""
+    def evaluated_s(self, job_id: str, generation: int, vm_ids: Collection[str]) -> float | None:
+        """How long ago a worker of the generation was first heard to have evaluated more; None: that never was.
+
+        `vm_ids`: where its workers are: of them, no other agent is heard.
+        """
         at = [
             evaluated.at
-            for vm_id in self._evaluating
+            for vm_id in self._evaluating.intersection(vm_ids)
             for (of_job, number, _), evaluated in self._live[vm_id].evaluated.items()
             if (of_job, number) == (job_id, generation)
         ]
@@ -154,6 +190,7 @@ class VmRegistry:
         self._live.pop(vm_id, None)
         self._evaluating.discard(vm_id)
         self._away.discard(vm_id)
+        self._quarantines.pop(vm_id, None)
 
     def rendezvous_port(self, vm_id: str) -> int | None:
         """A port that the agent holds open and that no generation has used; None: it has not offered one yet."""
@@ -181,13 +218,16 @@ class VmRegistry:
         """Whether a stream broke a moment ago: the provider may need that moment to see why."""
         return any(self._now() - self._live[vm_id].changed_at < within_s for vm_id in self._away)
 
-    def steps(self, job_id: str, generation: int, vm_ids: Iterable[str]) -> dict[int, int]:
-        """By rank, the last step that each worker on the VMs has completed, as its agent last said; heard ones only."""
+    def steps(self, job_id: str, generation: int, places: Mapping[int, str]) -> dict[int, int]:
+        """By rank, the last step that each worker has completed, as its agent last said; heard ones only.
+
+        `places`: by rank, the VM of the worker: no other agent is heard of it.
+        """
         return {
             health.rank: health.step
-            for live in [self._live[vm_id] for vm_id in vm_ids if vm_id in self._live]
-            for health in live.workers
-            if health.job_id == job_id and health.generation == generation
+            for vm_id in set(places.values()) & self._live.keys()
+            for health in self._live[vm_id].workers
+            if (health.job_id, health.generation) == (job_id, generation) and places.get(health.rank) == vm_id
         }
 
     def changed_since(self, seen: int) -> tuple[int, set[str]]:
@@ -216,6 +256,7 @@ class VmRegistry:
             state=row.vm_state,
             gpus=row.gpus,
             device_memory_bytes=row.device_memory_bytes,
+            gpu_type=row.gpu_type or "",
             connected=live.connected,
             heard_since_start=live.heard_at is not None,
             listed=live.listed,
@@ -223,12 +264,16 @@ class VmRegistry:
             drain_deadline=row.drain_deadline,
             slow_ratio=row.slow_ratio,
             slow_reason=row.slow_reason or "",
-            quarantined=row.quarantined_until is not None and now() < row.quarantined_until,
+            quarantined=self.is_quarantined(row.id, row.quarantined_until, now()),
             quarantines=row.quarantines,
             hangs=row.hangs,
+            deaths=row.deaths,
+            last_death_at=row.last_death_at,
+            cordoned=row.cordoned_at is not None,
             workers=workers,
             preparing=live.preparing,
             prepared=live.prepared,
+            setting_up=live.setting_up,
             warm=live.warm,
             reason=row.reason or "",
         )

@@ -37,8 +37,12 @@ class VmFacts(NamedTuple):
     quarantined_until: float | None
     quarantines: int
     hangs: int
+    deaths: int
+    last_death_at: float | None
+    cordoned_at: float | None
     request: str | None
     price_per_hour: float | None
+    gpu_type: str | None = None
 
     @property
     def vm_state(self) -> VmState:
@@ -46,9 +50,10 @@ class VmFacts(NamedTuple):
 
 
 # The queries are made once: making one, and the key that finds its compiled form, takes as long as a small answer.
-_NOT_GONE = VmRow.state != VmState.GONE.value
-_VERSIONS = select(VmRow.id, VmRow.version).where(_NOT_GONE)
-_FACTS = select(*(VmRow.__table__.c[name] for name in VmFacts._fields)).where(_NOT_GONE)
+# By the states that there are, and not by "not gone": so the stores pass over the gone ones, of which there are many.
+NOT_GONE = VmRow.state.in_([state.value for state in VmState if state is not VmState.GONE])
+_VERSIONS = select(VmRow.id, VmRow.version).where(NOT_GONE)
+_FACTS = select(*(VmRow.__table__.c[name] for name in VmFacts._fields)).where(NOT_GONE)
 
 
 class VmRows:

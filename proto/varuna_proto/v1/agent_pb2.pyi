@@ -43,7 +43,13 @@ class _ExitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExitCause.V
     EXIT_CAUSE_KILLED: _ExitCause.ValueType  # 5
     """ended by a signal"""
     EXIT_CAUSE_LAUNCH_FAILED: _ExitCause.ValueType  # 6
-    """never came up (command not found, rendezvous port stale, ...)"""
+    """never came up (command not found, ...)"""
+    EXIT_CAUSE_LEASE_OVER: _ExitCause.ValueType  # 130
+    """ended by its agent, which had not heard from the manager for a whole lease"""
+    EXIT_CAUSE_AGENT_ENDED: _ExitCause.ValueType  # 131
+    """ended by its agent, which was itself asked to end"""
+    EXIT_CAUSE_LAUNCH_REFUSED: _ExitCause.ValueType  # 132
+    """the agent did not start it (rendezvous port stale, ...)"""
 
 class ExitCause(_ExitCause, metaclass=_ExitCauseEnumTypeWrapper): ...
 
@@ -59,7 +65,13 @@ EXIT_CAUSE_SCRIPT_FAILED: ExitCause.ValueType  # 4
 EXIT_CAUSE_KILLED: ExitCause.ValueType  # 5
 """ended by a signal"""
 EXIT_CAUSE_LAUNCH_FAILED: ExitCause.ValueType  # 6
-"""never came up (command not found, rendezvous port stale, ...)"""
+"""never came up (command not found, ...)"""
+EXIT_CAUSE_LEASE_OVER: ExitCause.ValueType  # 130
+"""ended by its agent, which had not heard from the manager for a whole lease"""
+EXIT_CAUSE_AGENT_ENDED: ExitCause.ValueType  # 131
+"""ended by its agent, which was itself asked to end"""
+EXIT_CAUSE_LAUNCH_REFUSED: ExitCause.ValueType  # 132
+"""the agent did not start it (rendezvous port stale, ...)"""
 Global___ExitCause: _TypeAlias = ExitCause  # noqa: Y015
 
 class _TraceOp:
@@ -219,6 +231,7 @@ class ManagerMessage(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     DUMP_STACKS_FIELD_NUMBER: _builtins.int
     PREPARE_FIELD_NUMBER: _builtins.int
+    KEEP_PREPARED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """answers Hello"""
@@ -241,6 +254,8 @@ class ManagerMessage(_message.Message):
     def dump_stacks(self) -> Global___DumpStacks: ...
     @_builtins.property
     def prepare(self) -> Global___Prepare: ...
+    @_builtins.property
+    def keep_prepared(self) -> Global___KeepPrepared: ...
     def __init__(
         self,
         *,
@@ -253,12 +268,13 @@ class ManagerMessage(_message.Message):
         refused: Global___Refused | None = ...,
         dump_stacks: Global___DumpStacks | None = ...,
         prepare: Global___Prepare | None = ...,
+        keep_prepared: Global___KeepPrepared | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused", "dump_stacks", "prepare"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused", "dump_stacks", "prepare", "keep_prepared"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -280,6 +296,7 @@ class Hello(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     SEEN_GENERATIONS_FIELD_NUMBER: _builtins.int
     FIRST_REPORT_FIELD_NUMBER: _builtins.int
+    GPU_TYPE_FIELD_NUMBER: _builtins.int
     vm_id: _builtins.str
     incarnation: _builtins.str
     """new for every start of the agent process"""
@@ -294,6 +311,8 @@ class Hello(_message.Message):
     """a port that the agent holds open for the next rank 0 on this VM"""
     first_report: _builtins.int
     """the oldest report that is still unacknowledged"""
+    gpu_type: _builtins.str
+    """what the devices are called, such as "NVIDIA A100 80GB PCIe"; empty when not known"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningWorker]: ...
     @_builtins.property
@@ -311,10 +330,11 @@ class Hello(_message.Message):
         workers: _abc.Iterable[Global___RunningWorker] | None = ...,
         seen_generations: _abc.Iterable[Global___SeenGeneration] | None = ...,
         first_report: _builtins.int = ...,
+        gpu_type: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "device_memory_bytes", b"device_memory_bytes", "first_report", b"first_report", "gpus", b"gpus", "host", b"host", "incarnation", b"incarnation", "rendezvous_port", b"rendezvous_port", "seen_generations", b"seen_generations", "vm_id", b"vm_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "device_memory_bytes", b"device_memory_bytes", "first_report", b"first_report", "gpu_type", b"gpu_type", "gpus", b"gpus", "host", b"host", "incarnation", b"incarnation", "rendezvous_port", b"rendezvous_port", "seen_generations", b"seen_generations", "vm_id", b"vm_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,6 +401,7 @@ class Heartbeat(_message.Message):
     PREPARING_JOBS_FIELD_NUMBER: _builtins.int
     PREPARED_JOBS_FIELD_NUMBER: _builtins.int
     WARM_JOBS_FIELD_NUMBER: _builtins.int
+    SETTING_UP_JOBS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     rendezvous_port: _builtins.int
     @_builtins.property
@@ -397,6 +418,10 @@ class Heartbeat(_message.Message):
     def warm_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """job ids whose workers would start at once, from a process that has imported what they do"""
 
+    @_builtins.property
+    def setting_up_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """job ids whose folder is being made ready, or waits for its turn"""
+
     def __init__(
         self,
         *,
@@ -406,10 +431,11 @@ class Heartbeat(_message.Message):
         preparing_jobs: _abc.Iterable[_builtins.str] | None = ...,
         prepared_jobs: _abc.Iterable[_builtins.str] | None = ...,
         warm_jobs: _abc.Iterable[_builtins.str] | None = ...,
+        setting_up_jobs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prepared_jobs", b"prepared_jobs", "preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "warm_jobs", b"warm_jobs", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prepared_jobs", b"prepared_jobs", "preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "setting_up_jobs", b"setting_up_jobs", "warm_jobs", b"warm_jobs", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,6 +610,30 @@ class Phase(_message.Message):
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
+class Unreached(_message.Message):
+    """a rank that could not be reached when the ranks of a generation met"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unreached: _TypeAlias = Unreached  # noqa: Y015
+
+@_typing.final
 class WorkerExited(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -593,6 +643,8 @@ class WorkerExited(_message.Message):
     CAUSE_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     ERROR_TEXT_FIELD_NUMBER: _builtins.int
+    SAVE_S_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
@@ -601,6 +653,12 @@ class WorkerExited(_message.Message):
     """negative: the signal"""
     error_text: _builtins.str
     """traceback, or the last lines of the log"""
+    save_s: _builtins.float
+    """from a save-first Stop to this exit, when it saved and left; 0: not so"""
+    @_builtins.property
+    def unreached(self) -> Global___Unreached:
+        """the peer that it could not reach; unset: none is known"""
+
     def __init__(
         self,
         *,
@@ -610,10 +668,12 @@ class WorkerExited(_message.Message):
         cause: Global___ExitCause.ValueType = ...,
         exit_code: _builtins.int = ...,
         error_text: _builtins.str = ...,
+        save_s: _builtins.float = ...,
+        unreached: Global___Unreached | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["unreached", b"unreached"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "error_text", b"error_text", "exit_code", b"exit_code", "generation", b"generation", "job_id", b"job_id", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "error_text", b"error_text", "exit_code", b"exit_code", "generation", b"generation", "job_id", b"job_id", "rank", b"rank", "save_s", b"save_s", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1060,6 +1120,26 @@ class Launch(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SecretsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
@@ -1078,6 +1158,11 @@ class Launch(_message.Message):
     ARCHIVE_FIELD_NUMBER: _builtins.int
     SETUP_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    COMMITTED_STEP_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
+    SETUP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -1100,12 +1185,26 @@ class Launch(_message.Message):
     """run by /bin/sh -c in the workdir, once for this content on this VM; or empty"""
     traceparent: _builtins.str
     """W3C trace context of the morph that begins it; empty: nobody traces"""
+    secret: _builtins.str
+    """by which the generation's workers know each other; empty: an older manager"""
+    committed_step: _builtins.int
+    """of the job's newest checkpoint; 0: there is none, or it may start over"""
+    setup_timeout_s: _builtins.float
+    """for making the folder ready; 0: as long as it takes"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
     def plan(self) -> Global___PlanSpec: ...
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def limits(self) -> Global___JobLimits:
+        """the job file's vm_limits"""
+
+    @_builtins.property
+    def secrets(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """further variables of the workers' environment, not of the setup's: to be kept nowhere"""
+
     def __init__(
         self,
         *,
@@ -1127,14 +1226,48 @@ class Launch(_message.Message):
         archive: _builtins.str = ...,
         setup: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        limits: Global___JobLimits | None = ...,
+        secret: _builtins.str = ...,
+        committed_step: _builtins.int = ...,
+        secrets: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        setup_timeout_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "setup", b"setup", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "limits", b"limits", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Launch: _TypeAlias = Launch  # noqa: Y015
+
+@_typing.final
+class JobLimits(_message.Message):
+    """of all processes of a job on one VM together; 0: the job file sets none"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    cpus: _builtins.float
+    """that they may keep busy on the average"""
+    processes: _builtins.int
+    """and threads"""
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int = ...,
+        cpus: _builtins.float = ...,
+        processes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpus", b"cpus", "memory_bytes", b"memory_bytes", "processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobLimits: _TypeAlias = JobLimits  # noqa: Y015
 
 @_typing.final
 class WorkerAssignment(_message.Message):
@@ -1361,14 +1494,22 @@ class Prepare(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     ARCHIVE_FIELD_NUMBER: _builtins.int
     SETUP_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    SETUP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     command: _builtins.str
-    """as in Launch"""
+    """as in Launch; empty: nothing is to be imported ahead"""
     workdir: _builtins.str
     archive: _builtins.str
     setup: _builtins.str
+    setup_timeout_s: _builtins.float
+    """as in Launch"""
     @_builtins.property
-    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """as in Launch, where there is a setup, which is run in it; else empty"""
+
+    @_builtins.property
+    def limits(self) -> Global___JobLimits: ...
     def __init__(
         self,
         *,
@@ -1378,14 +1519,38 @@ class Prepare(_message.Message):
         environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         archive: _builtins.str = ...,
         setup: _builtins.str = ...,
+        limits: Global___JobLimits | None = ...,
+        setup_timeout_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "command", b"command", "environment", b"environment", "job_id", b"job_id", "setup", b"setup", "workdir", b"workdir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "command", b"command", "environment", b"environment", "job_id", b"job_id", "limits", b"limits", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "workdir", b"workdir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prepare: _TypeAlias = Prepare  # noqa: Y015
+
+@_typing.final
+class KeepPrepared(_message.Message):
+    """what was prepared for other jobs than these, or is being, is not needed any more"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        job_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_ids", b"job_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepPrepared: _TypeAlias = KeepPrepared  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):

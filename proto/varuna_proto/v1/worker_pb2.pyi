@@ -33,6 +33,7 @@ class WorkerMessage(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     STEP_TRACED_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """first"""
@@ -51,6 +52,10 @@ class WorkerMessage(_message.Message):
     def evaluated(self) -> Global___Evaluated: ...
     @_builtins.property
     def step_traced(self) -> _agent_pb2.StepTraced: ...
+    @_builtins.property
+    def unreached(self) -> _agent_pb2.Unreached:
+        """the rank leaves because of it"""
+
     def __init__(
         self,
         *,
@@ -62,12 +67,13 @@ class WorkerMessage(_message.Message):
         failure: Global___WorkerFailure | None = ...,
         evaluated: Global___Evaluated | None = ...,
         step_traced: _agent_pb2.StepTraced | None = ...,
+        unreached: _agent_pb2.Unreached | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done", "step_traced", b"step_traced"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done", "step_traced", b"step_traced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced", "unreached"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -78,18 +84,24 @@ class AgentToWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEAVE_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def leave(self) -> Global___Leave: ...
+    @_builtins.property
+    def admitted(self) -> Global___Admitted:
+        """answers WorkerHello where VARUNA_SECRET_FROM_AGENT is set"""
+
     def __init__(
         self,
         *,
         leave: Global___Leave | None = ...,
+        admitted: Global___Admitted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "leave", b"leave"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "body", b"body", "leave", b"leave"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "leave", b"leave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "body", b"body", "leave", b"leave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["leave"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["leave", "admitted"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -279,6 +291,26 @@ class WorkerFailure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
+
+@_typing.final
+class Admitted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECRET_FIELD_NUMBER: _builtins.int
+    secret: _builtins.str
+    """of the generation, as in Launch"""
+    def __init__(
+        self,
+        *,
+        secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
 
 @_typing.final
 class Leave(_message.Message):

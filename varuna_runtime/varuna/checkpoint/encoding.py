@@ -17,18 +17,23 @@ from varuna.checkpoint.errors import CheckpointError
 
 __all__ = ["decode", "encode"]
 
+_DEEPEST = 100
+"""Levels of nesting: far more than a state needs, and well below the interpreter's own limit."""
+
 
 def encode(value: Any, where: str) -> tuple[Any, dict[str, Tensor]]:
     """`value` as (JSON value, tensors by name). Tensors are named by their path, which starts with `where`.
 
     Raises CheckpointError naming the path of the first thing that is neither a number, text, None, a list, a tuple, a
-    dict nor a tensor.
+    dict nor a tensor, and for what is nested too deeply (a list that holds itself, say).
     """
     tensors: dict[str, Tensor] = {}
     return _encode(value, where, tensors), tensors
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{path[:80]}… is nested more than {_DEEPEST} levels deep: does it hold itself?")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -41,42 +46,52 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = value
         return {"$tensor": path}
     if isinstance(value, list | tuple):
-        items = [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        items = [_encode(item, f"{path}/{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors)
+        return _encode_mapping(value, path, tensors, depth + 1)
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
         "give numbers, text, None, lists, tuples, dicts or tensors"
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if isinstance(value, Counter):
-        return {"$counter": [[_encode(key, f"{path}/{key}", tensors), int(count)] for key, count in value.items()]}
+        pairs = [[_encode(key, f"{path}/{key}", tensors, depth), int(count)] for key, count in value.items()]
+        return {"$counter": pairs}
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: _encode(item, f"{path}/{key}", tensors) for key, item in value.items()}
+        return {key: _encode(item, f"{path}/{key}", tensors, depth) for key, item in value.items()}
     pairs = []
     for key, item in value.items():
         if not isinstance(key, str | int | float | bool | None):
             raise CheckpointError(f"{path} has the key {key!r} ({type(key).__name__}): keys must be text or numbers")
-        pairs.append([key, _encode(item, f"{path}/{key}", tensors)])
+        pairs.append([key, _encode(item, f"{path}/{key}", tensors, depth)])
     return {"$dict": pairs}
 
 
 def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given. Raises KeyError when a tensor is missing."""
+    """What `encode` was given. Raises CheckpointError for what `encode` did not write, or when a tensor is missing."""
+    try:
+        return _decode(encoded, tensors)
+    except KeyError as error:
+        raise CheckpointError(f"its state names {error}, and no file holds a tensor of that name") from None
+    except (TypeError, ValueError, RecursionError) as error:  # pairs that are none, keys that cannot be keys
+        raise CheckpointError(f"its state is malformed: {error}") from None
+
+
+def _decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(encoded, list):
-        return [decode(item, tensors) for item in encoded]
+        return [_decode(item, tensors) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     match encoded:
         case {"$tensor": str(name)}:
             return tensors[name]
         case {"$tuple": list(items)}:
-            return tuple(decode(item, tensors) for item in items)
+            return tuple(_decode(item, tensors) for item in items)
         case {"$dict": list(pairs)}:
-            return {key: decode(item, tensors) for key, item in pairs}
+            return {key: _decode(item, tensors) for key, item in pairs}
         case {"$counter": list(pairs)}:
-            return Counter({decode(key, tensors): count for key, count in pairs})
-    return {key: decode(item, tensors) for key, item in encoded.items()}
+            return Counter({_decode(key, tensors): count for key, count in pairs})
+    return {key: _decode(item, tensors) for key, item in encoded.items()}

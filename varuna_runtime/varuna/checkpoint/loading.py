@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import structlog
 from torch import Tensor
@@ -35,6 +36,8 @@ __all__ = [
 Report = Callable[[int, str], None]
 """Told the step of a checkpoint that was passed over, and what is wrong with it."""
 
+T = TypeVar("T")
+
 _log = structlog.get_logger(__name__)
 
 _KEY = "varuna.resume"
@@ -57,15 +60,15 @@ class Loaded:
 def newest_complete(url: str, *, before: int | None = None, report: Report | None = None) -> int | None:
     """The newest step (below `before`, if given) whose checkpoint is whole: manifest, files, sizes. None: no such.
 
-    Checksums are `load`'s to verify. Raises CheckpointError when the store cannot be read.
+    The files' checksums are `load`'s to verify. Raises CheckpointError when the store cannot be listed.
     """
     store = CheckpointStore(url)
     for step in reversed(store.steps()):
         if before is not None and step >= before:
             continue
-        if not store.sizes(step):  # all that is left of a save that failed
-            continue
         try:
+            if not store.sizes(step):  # all that is left of a save that failed
+                continue
             _complete_manifest(store, step)
         except CheckpointError as error:
             if report is not None:
@@ -104,6 +107,7 @@ def resume(
     store: KeyValueStore | None = None,
     rank: int = 0,
     world_size: int = 1,
+    committed_step: int = 0,
     report: Report | None = None,
 ) -> Loaded | None:
     """Fill every rank's `state` from the newest checkpoint that all ranks can read; None: start from nothing.
@@ -111,27 +115,48 @@ def resume(
     Rank 0 proposes, all ranks verify their part, and only when all could does any of them change its state; else rank 0
     proposes the one before. `store` is the generation's rendezvous store, needed when there are other ranks. `report`
     is told on rank 0.
+
+    `committed_step`: of the newest checkpoint that is known to have been there; 0: none is. Raises CheckpointError on
+    every rank when there was one, and now none can be read; and on rank 0 when the store cannot be listed.
     """
     if world_size > 1 and store is None:
         raise ValueError(f"rank {rank} of {world_size} needs the rendezvous store to agree with the others")
+    passed_over: list[str] = []
+
+    def note(step: int, fault: str) -> None:
+        passed_over.append(fault)
+        if report is not None:
+            report(step, fault)
+
     before: int | None = None
     attempt = 0
     # Ranks count their calls, so that a second one does not read what the first agreed on.
     call = 1 if store is None else store.add(f"{_KEY}/calls/{rank}", 1)
     while True:
         prefix = f"{_KEY}/{call}/{attempt}"
-        step = newest_complete(url, before=before, report=report) if rank == 0 else None
+        step = newest_complete(url, before=before, report=note) if rank == 0 else None
         step = _from_rank_0(store, f"{prefix}/step", step, rank)
         if step is None:
+            if committed_step:
+                lost = _lost(url, committed_step, passed_over) if rank == 0 else ""
+                raise CheckpointError(_from_rank_0(store, f"{prefix}/lost", lost, rank))
             return None
         staged, fault = _try_stage(url, step, state)
         faults = _agree(store, prefix, fault, rank, world_size)
         if not faults and staged is not None:
             staged.apply()
             return staged.loaded
-        if rank == 0 and report is not None:
-            report(step, "; ".join(faults))
+        if rank == 0:
+            note(step, "; ".join(faults))
         before, attempt = step, attempt + 1
+
+
+def _lost(url: str, committed_step: int, passed_over: list[str]) -> str:
+    found = f"none there can be read; the newest: {passed_over[0]}" if passed_over else "none is there"
+    return (
+        f"step {committed_step} was saved at {CheckpointStore(url).url}, and {found}. Bring the checkpoints back and "
+        "retry the job, or submit it with checkpoint.may_start_over to train from step 0 again"
+    )
 
 
 def read_parameters(url: str, step: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -178,6 +203,8 @@ def _complete_manifest(store: CheckpointStore, step: int) -> Manifest:
 def _stage(url: str, step: int, state: TrainingState) -> _Staged:
     store = CheckpointStore(url)
     manifest = _complete_manifest(store, step)
+    if not manifest.is_sealed:
+        _log.warning("this checkpoint's manifest has no checksum: an earlier version wrote it", step=step)
     reader = _Reader(store, step)
     values = _values(manifest, reader, state.tensors)
     for name, tensor in state.tensors.items():
@@ -190,19 +217,19 @@ def _stage(url: str, step: int, state: TrainingState) -> _Staged:
     extra = _decoded_state(manifest, reader)
     optimizer_state: dict[str, dict[str, Any]] = {}
     if state.optimizer is not None:
-        _check_optimizer(manifest, state, extra["optimizer_groups"], store.url_of(step))
+        _check_optimizer(manifest, state, extra.optimizer_groups, store.url_of(step))
         optimizer_state = _optimizer_state(manifest, reader, state.parameters)
     if reader.faults:
         _log.info("read from the store, not the local copies", files=len(reader.faults), first=reader.faults[0])
     loaded = Loaded(
         step=step,
         generation=manifest.generation,
-        user=extra["user"],
+        user=extra.user,
         seed=manifest.seed,
         bytes_read=reader.bytes_read,
         store_bytes=reader.store_bytes,
     )
-    return _Staged(loaded, state, values, optimizer_state, extra["optimizer_groups"])
+    return _Staged(loaded, state, values, optimizer_state, extra.optimizer_groups)
 
 
 def _try_stage(url: str, step: int, state: TrainingState) -> tuple[_Staged | None, str]:
@@ -251,7 +278,7 @@ class _Reader:
             return self._verified(self.store, entry), ""
         try:
             return self._verified(CheckpointStore(entry.local), entry), ""
-        except CheckpointError as error:
+        except (CheckpointError, ValueError) as error:  # a ValueError: it is no URL of a store
             return self._verified(self.store, entry), str(error)
 
     def _verified(self, store: CheckpointStore, entry: FileEntry) -> _Content:
@@ -277,16 +304,48 @@ def _values(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[s
         if name not in files:
             raise CheckpointError(f"{reader.store.url_of(reader.step)} holds no {name}: it is another model's")
     reader.fetch(files[name] for name in names)
-    return {name: reader.tensors(files[name])[0][name] for name in names}
+    return {name: _tensor(reader, files[name], name) for name in names}
 
 
-def _decoded_state(manifest: Manifest, reader: _Reader) -> dict[str, Any]:
+def _tensor(reader: _Reader, entry: FileEntry, name: str) -> Tensor:
+    tensors, _ = reader.tensors(entry)
+    if name not in tensors:
+        raise CheckpointError(f"{reader.store.url_of(reader.step)}/{entry.name} does not hold {name}, as it should")
+    return tensors[name]
+
+
+class _Extra(NamedTuple):
+    """What a manifest holds besides the tensors of sections."""
+
+    user: dict[str, Any]
+    optimizer_groups: list[dict[str, Any]]
+
+
+def _decoded_state(manifest: Manifest, reader: _Reader) -> _Extra:
+    where = reader.store.url_of(reader.step)
     tensors: dict[str, Tensor] = {}
     for entry in manifest.files:
         if entry.kind is FileKind.STATE:
             tensors |= reader.tensors(entry)[0]
-    decoded: dict[str, Any] = decode(manifest.state, tensors)
-    return decoded
+    with _located(where):
+        decoded = decode(manifest.state, tensors)
+    if not isinstance(decoded, dict):
+        raise CheckpointError(f"{where}/{MANIFEST}: field state is no mapping")
+    user, groups = decoded.get("user"), decoded.get("optimizer_groups")
+    if not isinstance(user, dict):
+        raise CheckpointError(f"{where}/{MANIFEST}: field state.user is no mapping")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CheckpointError(f"{where}/{MANIFEST}: field state.optimizer_groups is no list of mappings")
+    return _Extra(user, groups)
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Says where the checkpoint lies in which something was found to be wrong."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
 
 
 def _optimizer_state(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -297,7 +356,10 @@ def _optimizer_state(manifest: Manifest, reader: _Reader, names: Iterable[str]) 
     for name in names:
         if name not in states:
             tensors, metadata = reader.tensors(files[name])
-            states |= optimizer_states(metadata, tensors)
+            with _located(f"{reader.store.url_of(reader.step)}/{files[name].name}"):
+                states |= optimizer_states(metadata, tensors)
+            if not isinstance(states.get(name), dict):
+                raise CheckpointError(f"{reader.store.url_of(reader.step)}/{files[name].name} has no state of {name}")
     return states
 
 
@@ -315,12 +377,12 @@ def _check_optimizer(manifest: Manifest, state: TrainingState, groups: list[dict
         )
 
 
-def _from_rank_0(store: KeyValueStore | None, key: str, value: int | None, rank: int) -> int | None:
+def _from_rank_0(store: KeyValueStore | None, key: str, value: T, rank: int) -> T:
     if store is None:
         return value
     if rank == 0:
         store.set(key, json.dumps(value))
-    agreed: int | None = json.loads(store.get(key))
+    agreed: T = json.loads(store.get(key))
     return agreed
 
 

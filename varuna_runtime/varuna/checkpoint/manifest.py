@@ -3,6 +3,8 @@
 A checkpoint of step k lies in `varuna_ckpt_<k>/`. Each rank of generation g writes its files, whose names carry g, and
 then its receipt. When every rank's receipt is there, rank 0 creates `manifest.json`: from then on it is a checkpoint.
 Files of another generation that stopped half-way may lie beside them; the manifest does not name those.
+
+A receipt or manifest is JSON whose last field is the checksum of the text without that field.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from varuna.checkpoint.checksum import Checksum
 from varuna.checkpoint.errors import CheckpointError
 
 __all__ = [
@@ -31,6 +34,11 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _GENERATION = re.compile(r"-g([0-9]+)[.-]")
+_SEAL = re.compile(rb',\n "checksum": "([^"]*)"\n\}\Z')
+_SEAL_BYTES = 100
+"""At the end of a document; more than a seal has."""
+_UNSEALED_SCHEMA = "varuna.checkpoint/2"
+"""The earlier format: it has no checksum, and otherwise the same fields."""
 
 
 def receipt_name(generation: int, rank: int) -> str:
@@ -48,7 +56,8 @@ class _Document(BaseModel):
 
     def to_bytes(self) -> bytes:
         # Python's json, unlike pydantic's, keeps NaN and infinities.
-        return json.dumps(self.model_dump(by_alias=True), indent=1).encode()
+        text = json.dumps(self.model_dump(by_alias=True), indent=1).encode()
+        return text.removesuffix(b"\n}") + f',\n "checksum": "{_sum_of(text)}"\n}}'.encode()
 
 
 Document = TypeVar("Document", bound=_Document)
@@ -66,7 +75,7 @@ class FileKind(StrEnum):
 class FileEntry(_Document):
     """One safetensors file of a checkpoint."""
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     kind: FileKind
     section: int = Field(ge=-1)
     """The section it belongs to; -1 for what belongs to none."""
@@ -82,7 +91,7 @@ class FileEntry(_Document):
 class Receipt(_Document):
     """One rank's word that its files are in the store."""
 
-    schema_: Literal["varuna.checkpoint-receipt/2"] = Field(default="varuna.checkpoint-receipt/2", alias="schema")
+    schema_: Literal["varuna.checkpoint-receipt/3"] = Field(default="varuna.checkpoint-receipt/3", alias="schema")
     generation: int
     step: int
     rank: int
@@ -97,7 +106,9 @@ class Receipt(_Document):
 class Manifest(_Document):
     """What a complete checkpoint consists of."""
 
-    schema_: Literal["varuna.checkpoint/2"] = Field(default="varuna.checkpoint/2", alias="schema")
+    schema_: Literal["varuna.checkpoint/3", "varuna.checkpoint/2"] = Field(
+        default="varuna.checkpoint/3", alias="schema"
+    )
     generation: int
     step: int
     """Training steps behind the state."""
@@ -115,18 +126,31 @@ class Manifest(_Document):
     state_dict: dict[str, str] = Field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: the name under which its value is stored. Empty: unknown."""
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether it has a checksum, which then was right."""
+        return self.schema_ != _UNSEALED_SCHEMA
+
     def by_name(self, kind: FileKind) -> dict[str, FileEntry]:
         """The file of `kind` that holds each parameter."""
         return {name: entry for entry in self.files if entry.kind is kind for name in entry.holds}
 
 
 def parse(kind: type[Document], data: bytes, where: str) -> Document:
-    """Read a receipt or manifest. Raises CheckpointError saying what is wrong with it."""
+    """Read a receipt or manifest. Raises CheckpointError saying what is wrong with it.
+
+    A manifest of the earlier format has no checksum, and is read without (`Manifest.is_sealed`).
+    """
     wanted = kind.model_fields["schema_"].default
+    text = _unsealed(data, where)
     try:
-        document = json.loads(data)
-        if isinstance(document, dict) and document.get("schema", wanted) != wanted:
-            raise CheckpointError(f"{where} is of the format {document['schema']}; this version reads {wanted}")
+        document = json.loads(data if text is None else text)
+        if isinstance(document, dict):
+            schema = document.get("schema", wanted)
+            if schema not in (wanted, _UNSEALED_SCHEMA):
+                raise CheckpointError(f"{where} is of the format {schema}; this version reads {wanted}")
+            if text is None and schema == wanted:
+                raise CheckpointError(f"{where} is corrupt: it does not end with its checksum")
         return kind.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
@@ -134,6 +158,26 @@ def parse(kind: type[Document], data: bytes, where: str) -> Document:
         raise CheckpointError(f"{where}: field {field}: {first['msg']}") from None
     except ValueError as error:
         raise CheckpointError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise CheckpointError(f"{where} is nested more deeply than anything that a checkpoint holds") from None
+
+
+def _sum_of(text: bytes) -> str:
+    checksum = Checksum()
+    checksum.update(text)
+    return str(checksum)
+
+
+def _unsealed(data: bytes, where: str) -> bytes | None:
+    """The text whose checksum `data` ends with; None when it ends with none. Raises CheckpointError for a wrong one."""
+    seal = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
+    if seal is None:
+        return None
+    text = data[: seal.start()] + b"\n}"
+    found, given = _sum_of(text), seal[1].decode(errors="replace")
+    if found != given:
+        raise CheckpointError(f"{where} is corrupt: its checksum is {found} instead of {given}")
+    return text
 
 
 def merge(receipts: Iterable[Receipt], section_count: int) -> tuple[FileEntry, ...]:

@@ -197,7 +197,9 @@ def group_options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 
 
 def optimizer_states(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of each parameter in an optimizer file."""
+    """The optimizer's state of each parameter in an optimizer file. Raises CheckpointError when it is none."""
+    if _METADATA_STATE not in metadata:
+        raise CheckpointError("a file that should hold the optimizer's state holds none")
     decoded: dict[str, dict[str, Any]] = decode(json.loads(metadata[_METADATA_STATE]), tensors)
     return decoded
 

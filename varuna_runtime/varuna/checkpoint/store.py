@@ -1,6 +1,8 @@
 """Where checkpoints lie: a folder or an object store, by URL, through obstore.
 
 Every put is atomic: a reader sees the whole object or none. `create` succeeds for exactly one of many writers.
+
+A read that fails is tried again for a moment, because a store that hiccups must not cost a job its checkpoint.
 """
 
 from __future__ import annotations
@@ -8,8 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -21,6 +25,8 @@ from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.tensor_file import ALIGNMENT
 from varuna.error_text import first_line
 
+T = TypeVar("T")
+
 __all__ = ["CheckpointStore", "folder_of", "local_path"]
 
 _FOLDER = re.compile(r"varuna_ckpt_(0|[1-9][0-9]*)")
@@ -30,6 +36,19 @@ _LOCAL_PART_BYTES = 4 * 1024 * 1024
 """Small, so that one is written while the next is made."""
 _READ_BYTES = 1024 * 1024
 """So little at a time that it is still in the cache when its checksum is taken."""
+_UNFINISHED = re.compile(r"#[0-9]+$")
+"""At the end of the name of a file that obstore is writing, or was when its process was killed."""
+_PATIENCE_S = 10.0
+"""How long after its first failure a read is tried again. Clients of object stores have retried for minutes by then."""
+_FIRST_PAUSE_S = 0.1
+_FINAL_ERRORS = (
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+    obstore.exceptions.PermissionDeniedError,
+    obstore.exceptions.UnauthenticatedError,
+)
+"""Trying again does not help."""
 
 
 def folder_of(step: int) -> str:
@@ -70,16 +89,19 @@ class CheckpointStore:
     def read(self, path: str, size: int) -> tuple[memoryview, str] | None:
         """An object of `size` bytes, in writable memory of its own, and its checksum; None when there is no such."""
         data = _memory(size)
+        with _Explained(self.url, path):
+            return _patiently(lambda: self._read_once(data, path))
+
+    def _read_once(self, data: memoryview, path: str) -> tuple[memoryview, str] | None:
         checksum = Checksum()
         at = 0
-        with _Explained(self.url, path):
-            try:
-                for count in self._read_into(data, path):
-                    checksum.update(data[at : at + count])
-                    at += count
-            except (FileNotFoundError, obstore.exceptions.NotFoundError):
-                return None
-        return (data, str(checksum)) if at == size else None
+        try:
+            for count in self._read_into(data, path):
+                checksum.update(data[at : at + count])
+                at += count
+        except (FileNotFoundError, obstore.exceptions.NotFoundError):
+            return None
+        return (data, str(checksum)) if at == len(data) else None
 
     def _read_into(self, data: memoryview, path: str) -> Iterator[int]:
         """Fills `data`, if the object is as long; the lengths of the pieces, as each is there."""
@@ -112,10 +134,13 @@ class CheckpointStore:
         if not self._exists():
             return None
         with _Explained(self.url, path):
-            try:
-                return bytes(obstore.get(self._open(), path).bytes())
-            except (FileNotFoundError, obstore.exceptions.NotFoundError):
-                return None
+            return _patiently(lambda: self._get_once(path))
+
+    def _get_once(self, path: str) -> bytes | None:
+        try:
+            return bytes(obstore.get(self._open(), path).bytes())
+        except (FileNotFoundError, obstore.exceptions.NotFoundError):
+            return None
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
         """`length` bytes from `start` on, fewer at the object's end. Raises CheckpointError when there is no object."""
@@ -130,21 +155,32 @@ class CheckpointStore:
 
     def sizes(self, step: int) -> dict[str, int]:
         """Bytes of each file in the folder of `step`, by its name within the folder."""
-        if not self._exists():
-            return {}
         folder = folder_of(step)
         with _Explained(self.url, folder):
-            listed = obstore.list(self._open(), prefix=folder).collect()
-            return {meta["path"].removeprefix(f"{folder}/"): meta["size"] for meta in listed}
+            return _patiently(lambda: self._sizes_once(folder))
+
+    def _sizes_once(self, folder: str) -> dict[str, int]:
+        if self._local is not None:
+            entries = _entries(self._local / folder)
+            return {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if entry.is_file() and not _UNFINISHED.search(entry.name)
+            }
+        listed = obstore.list(self._open(), prefix=folder).collect()
+        return {meta["path"].removeprefix(f"{folder}/"): meta["size"] for meta in listed}
 
     def steps(self) -> list[int]:
         """The steps that have a folder, complete or not, ascending."""
-        if not self._exists():
-            return []
         with _Explained(self.url, ""):
-            prefixes = obstore.list_with_delimiter(self._open())["common_prefixes"]
-        matches = (_FOLDER.fullmatch(prefix.rsplit("/", 1)[-1]) for prefix in prefixes)
+            matches = (_FOLDER.fullmatch(name) for name in _patiently(self._folders_once))
         return sorted(int(match[1]) for match in matches if match)
+
+    def _folders_once(self) -> list[str]:
+        if self._local is not None:
+            return [entry.name for entry in _entries(self._local) if entry.is_dir()]
+        prefixes = obstore.list_with_delimiter(self._open())["common_prefixes"]
+        return [prefix.rsplit("/", 1)[-1] for prefix in prefixes]
 
     def remove(self, path: str) -> None:
         """Delete one object; that it is gone already is no error."""
@@ -172,6 +208,39 @@ class CheckpointStore:
             assert self._local is not None
             self._opened = LocalStore(self._local, mkdir=True)
         return self._opened
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What lies in a folder, except strangers whose names are not UTF-8; obstore refuses folders with one of those."""
+    try:
+        with os.scandir(folder) as found:
+            return [entry for entry in found if _is_utf8(entry.name)]
+    except FileNotFoundError:
+        return []
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """What `read` returns, after a failure or two."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return read()
+        except _FINAL_ERRORS:
+            raise
+        except (obstore.exceptions.BaseError, OSError):
+            if time.monotonic() + pause_s > deadline_s:
+                raise
+        time.sleep(pause_s)
+        pause_s *= 2
 
 
 def _memory(size: int) -> memoryview:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 import grpc
 import structlog
 
-from varuna_manager.api.grpc.limits import HELLO_WITHIN_S, excess
+from varuna_manager.api.grpc.limits import HELLO_WITHIN_S, excess, flaw_of_hello, port_of, without_excess
 from varuna_manager.api.grpc.peers import Peers
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.domain.observed import Rules
@@ -25,6 +25,7 @@ from varuna_manager.services.metrics.instruments import Instruments
 from varuna_manager.services.reports import ReportService
 from varuna_manager.services.sessions import AgentSession, AgentSessions
 from varuna_manager.services.vm_registry import Health, VmRegistry
+from varuna_proto.bounds import MOST_EXACT, MOST_STEP
 from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
@@ -79,7 +80,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             self._log.warning("an agent was refused", vm=hello.vm_id, reason=refusal)
             yield _refused(refusal)
             return
-        session = self._open(hello)
+        session = self._open(hello, self._peers.certificate_end(context))
         reading = asyncio.create_task(self._read(request_iterator, session))
         try:
             while (message := await session.next_message()) is not None:
@@ -96,7 +97,12 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         refusal = await self._peers.refusal(context, request.vm_id)
         if refusal is not None:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
+        session = self._sessions.get(request.vm_id)
         try:
+            jobs = frozenset[str]() if session is None else session.entrusted
+            if not await self._archives.is_for(jobs, request.vm_id, request.sha256):
+                text = f"VM {request.vm_id!r} runs and prepares no job with archive {request.sha256[:80]!r}"
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
             async for chunk in self._archives.chunks(request.sha256):
                 yield pb.ArchiveChunk(data=chunk)
         except NotFoundError as error:
@@ -112,22 +118,29 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             return f"the first message must be Hello, not {first.WhichOneof('body')}"
         vm_id = first.hello.vm_id
         try:
-            return excess(first) or await self._peers.refusal(context, vm_id) or await self._fleet.admit(first.hello)
+            refusal = excess(first) or flaw_of_hello(first.hello) or await self._peers.refusal(context, vm_id)
+            return refusal or await self._fleet.admit(first.hello)
         except (NotLeaderError, StoreAwayError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except Exception:
             self._log.exception("an agent could not be admitted: it will dial again", vm=vm_id)
             await context.abort(grpc.StatusCode.INTERNAL, "the manager failed: its log has the traceback")
 
-    def _open(self, hello: pb.Hello) -> AgentSession:
+    def _open(self, hello: pb.Hello, certificate_ends_at: float | None) -> AgentSession:
         running = {(worker.job_id, worker.generation) for worker in hello.workers}
         seen = {(seen.job_id, seen.generation) for seen in hello.seen_generations}
         session = AgentSession(hello.vm_id, hello.incarnation, running | seen)
+        session.certificate_ends_at = certificate_ends_at
         welcome = pb.Welcome(lease_s=self._rules.lease_s, heartbeat_interval_s=self._rules.heartbeat_interval_s)
         session.send(pb.ManagerMessage(welcome=welcome))
         self._sessions.open(session)
         workers = [
-            Health(job_id=worker.job_id, generation=worker.generation, rank=worker.rank, step=worker.step)
+            Health(
+                job_id=worker.job_id,
+                generation=worker.generation,
+                rank=worker.rank,
+                step=min(worker.step, MOST_STEP),
+            )
             for worker in hello.workers
         ]
         self._registry.hello(hello.vm_id, rendezvous_port=hello.rendezvous_port, workers=workers)
@@ -151,8 +164,11 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         try:
             async for message in messages:
                 if (reason := excess(message)) is not None:
-                    self._log.warning("an agent's stream is ended", vm=session.vm_id, reason=reason)
-                    return
+                    if not message.HasField("report"):
+                        self._log.warning("an agent's stream is ended", vm=session.vm_id, reason=reason)
+                        return
+                    self._log.warning("a report is not stored as it is", vm=session.vm_id, reason=reason)
+                    message.report.CopyFrom(without_excess(message.report))
                 match message.WhichOneof("body"):
                     case "heartbeat":
                         self._heartbeat(message.heartbeat, session)
@@ -177,13 +193,14 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             return  # a newer stream of this VM is open
         workers = tuple(_healths(heartbeat.workers))
         self._heartbeats.inc()
-        self._times.note(workers)
+        self._times.note(session.vm_id, workers)
         is_news = self._registry.heartbeat(
             session.vm_id,
-            rendezvous_port=heartbeat.rendezvous_port,
+            rendezvous_port=port_of(heartbeat.rendezvous_port),
             workers=workers,
             preparing=heartbeat.preparing_jobs,
             prepared=heartbeat.prepared_jobs,
+            setting_up=heartbeat.setting_up_jobs,
             warm=heartbeat.warm_jobs,
         )
         if is_news:
@@ -216,12 +233,12 @@ def _healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
             job_id=worker.job_id,
             generation=worker.generation,
             rank=worker.rank,
-            step=worker.step,
-            forward_us=worker.forward_us,
-            backward_us=worker.backward_us,
-            memory_bytes=worker.memory_bytes,
-            wait_us=worker.wait_us,
-            evaluated=worker.evaluated,
+            step=min(worker.step, MOST_STEP),
+            forward_us=min(worker.forward_us, MOST_EXACT),
+            backward_us=min(worker.backward_us, MOST_EXACT),
+            memory_bytes=min(worker.memory_bytes, MOST_EXACT),
+            wait_us=min(worker.wait_us, MOST_EXACT),
+            evaluated=min(worker.evaluated, MOST_EXACT),
         )
 
 

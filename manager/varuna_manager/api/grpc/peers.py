@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
-from varuna_manager.services.authority import AgentSubject, agent_subject
+from varuna_manager.services.authority import AgentSubject, agent_subject, end_of
 from varuna_manager.services.enrolments import EnrolmentService
 from varuna_manager.services.errors import ServiceError
 from varuna_proto.v1 import identity_pb2, identity_pb2_grpc
@@ -19,11 +19,17 @@ class Peers(Protocol):
     async def refusal(self, context: Context, vm_id: str) -> str | None:
         """Why the caller is not taken for the agent of this VM; None: it is."""
 
+    def certificate_end(self, context: Context) -> float | None:
+        """When the caller's certificate ends, in seconds since the epoch; None: it shows none."""
+
 
 class OpenPeers:
     """An open manager: everybody who reaches its loopback address is who they say they are."""
 
     async def refusal(self, context: Context, vm_id: str) -> str | None:
+        return None
+
+    def certificate_end(self, context: Context) -> float | None:
         return None
 
 
@@ -42,6 +48,10 @@ class CertifiedPeers:
                 f"the certificate is of VM {subject.vm_id!r}, not of {vm_id!r}: each agent joins with its own VM's id"
             )
         return await self._enrolments.refusal(subject)
+
+    def certificate_end(self, context: Context) -> float | None:
+        certificate = _certificate_of(context)
+        return None if certificate is None else end_of(certificate)
 
 
 class IdentityServicer(identity_pb2_grpc.IdentityServiceServicer):
@@ -68,8 +78,13 @@ class IdentityServicer(identity_pb2_grpc.IdentityServiceServicer):
 
 def subject_of(context: Context) -> AgentSubject | None:
     """Whom the verified certificate of the caller names; None: it is no agent's, or there is none."""
+    certificate = _certificate_of(context)
+    return None if certificate is None else agent_subject(certificate)
+
+
+def _certificate_of(context: Context) -> bytes | None:
     certificates = context.auth_context().get("x509_pem_cert")
-    return agent_subject(next(iter(certificates))) if certificates else None
+    return next(iter(certificates), None) if certificates else None
 
 
 async def _abort(context: Context, code: grpc.StatusCode, text: str) -> identity_pb2.RenewAnswer:

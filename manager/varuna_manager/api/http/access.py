@@ -6,14 +6,17 @@ admins only, until `required_role` says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import asyncio
+import ipaddress
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from varuna_manager.api.http.problems import problem, problem_of
@@ -25,12 +28,13 @@ from varuna_manager.services.buckets import Buckets
 from varuna_manager.services.enrolments import EnrolmentService
 from varuna_manager.services.errors import ForbiddenError, ServiceError, UnauthenticatedError
 from varuna_manager.services.tokens import TokenService
-from varuna_proto.hosts import is_loopback
+from varuna_proto.hosts import caller_of, is_loopback
 
 MAX_HEADER_BYTES = 32 * 1024
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _JOIN = "/api/v1/join"
 _ARCHIVES = "/api/v1/archives/"
+_Found = TypeVar("_Found")
 _PUBLIC = frozenset(
     {
         ("GET", "/api/v1/healthz"),
@@ -42,6 +46,8 @@ _PUBLIC = frozenset(
     }
 )
 """Joining takes a token of its own."""
+_MISSING = "this manager asks for a token: set VARUNA_TOKEN, or pass --token-file (Authorization: Bearer vt1...)"
+_MISSING_JOIN = "a join token is missing: send it as Authorization: Bearer vj1..."
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
     # The two style elements that plotly.js makes, by their contents; it adds rules to them by script.
@@ -74,7 +80,8 @@ class Limits:
     changes: Buckets = field(default_factory=lambda: Buckets(per_s=20.0, burst=100))
     """Calls that change something, by token."""
     failures: Buckets = field(default_factory=lambda: Buckets(per_s=0.2, burst=10))
-    """Calls with no good token, by address."""
+    """Calls with no good token, by address. It bounds these calls alone: whoever has a good token, and a health probe,
+    may come from the same address."""
 
     def most_bytes(self, path: str) -> int:
         """Of a call's body."""
@@ -104,9 +111,8 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        address = scope["client"][0] if scope.get("client") else "unknown"
         header_bytes = len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
-        call = _Call(scope["method"], scope["path"], address, header_bytes)
+        call = _Call(scope["method"], scope["path"], caller_address(scope), header_bytes)
         try:
             principal = await self._admit(call, headers)
             entry = await self._begin(call, principal)
@@ -120,11 +126,14 @@ class AccessMiddleware:
             await problem(error.status_code, error.detail, error.headers)(scope, receive, send)
             return
         scope.setdefault("state", {})["principal"] = principal or OPEN
-        answered = _Answered(send, scope["path"])
+        answered, unanswered = _Answered(send, scope["path"]), 500
         try:
             await self._app(scope, _Counted(receive, self._limits.most_bytes(call.path)), answered)
+        except asyncio.CancelledError:
+            unanswered = 503  # as `roles.CutOff` answers
+            raise
         finally:
-            await self._end(call, entry, answered.status or 500, scope["state"].get("joined"))
+            await self._end(call, entry, answered.status or unanswered, scope["state"].get("joined"))
 
     async def _admit(self, call: _Call, headers: Headers) -> Principal | None:
         """Who calls; None: nobody is asked. Raises ServiceError, HTTPException."""
@@ -139,9 +148,10 @@ class AccessMiddleware:
             return OPEN
         needed = required_role(call.method, call.path)
         if needed is None:
-            self._refuse_guesser(call)  # also of join tokens
+            if call.path == _JOIN and call.changes:
+                await self._check(call, headers, self._tokens.check_join)
             return None
-        principal = await self._authenticated(call, headers, self._tokens)
+        principal = await self._check(call, headers, self._tokens.authenticate)
         if not principal.role.covers(needed):
             with suppress(NotLeaderError, StoreAwayError):
                 await self._audit.begin(principal, call.address, call.action, status=403)
@@ -154,32 +164,33 @@ class AccessMiddleware:
             raise _too_many(wait_s, f"token {principal.name!r} makes too many changes")
         return principal
 
-    async def _authenticated(self, call: _Call, headers: Headers, tokens: TokenService) -> Principal:
-        self._refuse_guesser(call)
-        scheme, _, text = headers.get("authorization", "").partition(" ")
+    async def _check(self, call: _Call, headers: Headers, find: Callable[[str], Awaitable[_Found]]) -> _Found:
+        """What `find` knows of the call's token. The token is looked at first, and only then how often this address
+        has failed: else ten wrong tokens would lock out everybody behind it.
+
+        Raises UnauthenticatedError, HTTPException.
+        """
+        scheme, _, rest = headers.get("authorization", "").partition(" ")
+        text = rest.strip() if scheme.lower() == "bearer" else ""
         try:
-            if scheme.lower() != "bearer" or not text:
-                raise UnauthenticatedError(
-                    "this manager asks for a token: set VARUNA_TOKEN, or pass --token-file "
-                    "(Authorization: Bearer vt1...)"
-                )
-            return await tokens.authenticate(text.strip())
+            if not text:
+                raise UnauthenticatedError(_MISSING_JOIN if call.path == _JOIN else _MISSING)
+            return await find(text)
         except UnauthenticatedError as error:
-            await self._note_failure(call, str(error))
+            wait_s = await self._note_failure(call, str(error))
+            if wait_s and text:  # who shows no token guesses nothing, and may need to hear that one is asked for
+                raise _too_many(wait_s, f"too many calls without a good token came from {call.address}") from error
             raise
 
-    def _refuse_guesser(self, call: _Call) -> None:
-        wait_s = self._limits.failures.wait_s(call.address)
+    async def _note_failure(self, call: _Call, reason: str) -> float:
+        """In the log and the record; the bucket bounds how often. 0, or how long the address has to wait."""
+        wait_s = self._limits.failures.take(caller_of(call.address))
         if wait_s:
-            raise _too_many(wait_s, f"too many calls without a good token came from {call.address}")
-
-    async def _note_failure(self, call: _Call, reason: str) -> None:
-        """In the log and the record; the bucket bounds how often."""
-        if self._limits.failures.take(call.address):
-            return
+            return wait_s
         self._log.warning("a call was not authenticated", address=call.address, call=call.action, reason=reason)
         with suppress(NotLeaderError, StoreAwayError):  # a manager that stands by writes nothing
             await self._audit.begin(None, call.address, call.action, status=401)
+        return 0.0
 
     async def _begin(self, call: _Call, principal: Principal | None) -> int | None:
         if not call.changes or call.path == _JOIN:
@@ -213,6 +224,22 @@ class _Call:
     @property
     def changes(self) -> bool:
         return self.method not in _SAFE
+
+
+def principal_of(request: Request) -> Principal:
+    """Who makes the call."""
+    found = request.scope["state"]["principal"]
+    assert isinstance(found, Principal), "the middleware has put it there"
+    return found
+
+
+def caller_address(scope: Scope) -> str:
+    """The IP address of whoever calls; "unknown" where a proxy names something that is none."""
+    host = scope["client"][0] if scope.get("client") else ""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return "unknown"
 
 
 class _Counted:

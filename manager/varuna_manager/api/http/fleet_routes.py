@@ -111,5 +111,15 @@ def _vm_routes(router: APIRouter, fleet: FleetService, drains: DrainService, vie
 
     @router.post("/vms/{vm}/drain")
     async def drain_vm(vm: by.VmId, body: DrainBody | None = None) -> rest.Vm:
-        """Take the VM out of use: its workers save and leave, then it is given back."""
+        """Take the VM out of use: it is cordoned, its workers save and leave, then it is given back."""
         return by.as_told(await drains.drain(vm, None if body is None else body.deadline_s))
+
+    @router.post("/vms/{vm}/cordon")
+    async def cordon_vm(vm: by.VmId) -> rest.Vm:
+        """Start nothing new on the VM until it is uncordoned, also when it restarts; what runs there goes on."""
+        return by.as_told(await drains.cordon(vm))
+
+    @router.post("/vms/{vm}/uncordon")
+    async def uncordon_vm(vm: by.VmId) -> rest.Vm:
+        """Use the VM again."""
+        return by.as_told(await drains.uncordon(vm))

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from varuna_manager.api.http import parameters as by
 from varuna_manager.api.http.parameters import Direction
+from varuna_manager.services.spending import MOST_VMS
 from varuna_manager.services.views import Views
 from varuna_proto import rest
 
@@ -112,9 +113,12 @@ def _account_routes(router: APIRouter, views: Views) -> None:
         return by.as_told(await views.spending.time(job))
 
     @router.get("/cost")
-    async def get_cost(job: by.JobName) -> rest.JobCost:
+    async def get_cost(
+        job: by.JobName,
+        vms: Annotated[int, Query(ge=0, le=MOST_VMS, description="the most VMs in by_vm")] = MOST_VMS,
+    ) -> rest.JobCost:
         """The job's VM-hours, and what they cost where the provider tells prices."""
-        return by.as_told(await views.spending.cost(job))
+        return by.as_told(await views.spending.cost(job, vms))
 
     @router.get("/pipeline")
     async def get_pipeline(

@@ -9,10 +9,12 @@ from fastapi import APIRouter, Body, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from varuna_manager.api.http import parameters as by
+from varuna_manager.api.http.access import principal_of
 from varuna_manager.api.http.examples import JOB_SPECS
+from varuna_manager.domain.access import Role
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import JobState
-from varuna_manager.services.documents import Document
+from varuna_manager.services.documents import Document, without_env_values
 from varuna_manager.services.jobs import JobService
 from varuna_manager.services.logs import MAX_BYTES, MOST_WAIT_S, LogPart, LogService
 from varuna_manager.services.stacks import StackService
@@ -80,18 +82,27 @@ def job_routes(jobs: JobService) -> APIRouter:
         state: Annotated[list[JobState], Query(description="in one of these")] = [],  # noqa: B006
         name: by.Text = None,
         since: by.At = None,
+        label: by.Labels = [],  # noqa: B006
         limit: by.JobLimit = by.DEFAULT_LIMIT,
         cursor: by.Cursor = None,
     ) -> list[rest.Job]:
-        """The jobs, newest first; `name` is a part of theirs, `since` when they were submitted at the earliest."""
-        found = await jobs.page(states=state, name=name, since=by.seconds(since), limit=limit, cursor=cursor)
+        """The jobs, newest first; `name` is a part of theirs, `since` when they were submitted at the earliest.
+
+        A viewer reads no values of environment variables.
+        """
+        found = await jobs.page(
+            states=state, name=name, since=by.seconds(since), labels=label, limit=limit, cursor=cursor
+        )
         by.link_next(request, response, found.next_cursor)
-        return by.as_told(found.items)
+        return by.as_told([_shown_to(request, job) for job in found.items])
 
     @router.get("/jobs/{job}")
-    async def get_job(job: by.JobName, response: Response) -> rest.Job:
-        """One job. Its ETag changes with its state, its spec and the last decision's reason, not with its steps."""
-        return _tagged(await jobs.one(job), response)
+    async def get_job(job: by.JobName, request: Request, response: Response) -> rest.Job:
+        """One job. Its ETag changes with its state, its spec and the last decision's reason, not with its steps.
+
+        A viewer reads no values of environment variables.
+        """
+        return _tagged(_shown_to(request, await jobs.one(job)), response)
 
     @router.patch("/jobs/{job}")
     async def change_job(
@@ -102,6 +113,11 @@ def job_routes(jobs: JobService) -> APIRouter:
     ) -> rest.Job:
         """Give a job that is not over another priority, or other limits of GPUs; it morphs where it must."""
         return _tagged(await jobs.change(job, body.model_dump(exclude_unset=True), _versions(if_match)), response)
+
+    @router.delete("/jobs/{job}")
+    async def delete_job(job: by.JobName) -> rest.Deleted:
+        """Forget a job that is over, with its steps, generations and events. Its checkpoints stay where they are."""
+        return by.as_told(await jobs.delete(job))
 
     @router.post("/jobs/{job}/cancel")
     async def cancel_job(job: by.JobName, body: CancelBody | None = None) -> rest.Job:
@@ -161,6 +177,11 @@ def log_routes(logs: LogService, stacks: StackService) -> APIRouter:
         return by.as_told(await stacks.read(job, generation))
 
     return router
+
+
+def _shown_to(request: Request, job: Document) -> Document:
+    """The job as its caller may read it."""
+    return job if principal_of(request).role.covers(Role.USER) else without_env_values(job)
 
 
 def _tagged(document: Document, response: Response) -> rest.Job:

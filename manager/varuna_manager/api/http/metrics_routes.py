@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -56,6 +57,9 @@ class _Measured:
 
         try:
             await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            note(503)  # as `roles.CutOff` answers
+            raise
         except Exception:
             note(500)
             raise

@@ -45,6 +45,11 @@ Text = Annotated[
     str | None, Query(max_length=255), AfterValidator(lambda text: text if text is None else _no_nul(text))
 ]
 Texts = Annotated[list[str], Query(max_length=100), AfterValidator(lambda texts: [_no_nul(text) for text in texts])]
+Labels = Annotated[
+    list[str],
+    Query(max_length=32, description="KEY=VALUE, or KEY for any value; given again: jobs that have both"),
+    AfterValidator(lambda texts: [_no_nul(text) for text in texts]),
+]
 At = Annotated[datetime | None, Query(description="ISO 8601; without a zone: UTC")]
 Order = Annotated[Direction, Query(description="asc: the oldest first; desc: the newest")]
 DEFAULT_LIMIT = _PAGE

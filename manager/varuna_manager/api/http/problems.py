@@ -50,6 +50,8 @@ _STATUS: dict[type[ServiceError], int] = {
     UnavailableError: 503,
 }
 
+_SHOWN_CHARS = 200
+"""Of a value that is wrong."""
 _MEDIA_TYPE = "application/problem+json"
 _FIELDS = {
     "type": "array",
@@ -143,6 +145,18 @@ def _field_error(entry: dict[str, Any]) -> dict[str, str]:
         text = f"{path} is not a field of this: take it out, or check its spelling"
     elif not path:
         text = message
+    elif path.partition(".")[0] == "secrets":
+        text = f"{path}: {message}"  # what was sent may be the secret itself
     else:
-        text = f"{path} is {entry.get('input')!r}: {message[:1].lower()}{message[1:]}"
-    return {"field": path, "text": " ".join(text.split())}
+        text = f"{path} is {_shown(entry.get('input'))}: {message[:1].lower()}{message[1:]}"
+    return {"field": _writable(path), "text": _writable(" ".join(text.split()))}
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _writable(text: str) -> str:
+    """What was sent may have half characters in it, which no answer can have."""
+    return text.encode(errors="backslashreplace").decode()

@@ -58,6 +58,23 @@ export function drainButton(vm, may, changed) {
   return button("Drain…", null, () => drain(vm).then(changed));
 }
 
+/** Cordons a VM, or lifts its cordon. */
+export function cordonButton(vm, may, changed) {
+  if (!may("admin") || vm.state === "gone") return null;
+  if (vm.cordoned_at) return vm.state === "draining" ? null : button("Uncordon…", null, () => uncordon(vm).then(changed));
+  return vm.state === "draining" ? null : button("Cordon…", null, () => cordon(vm).then(changed));
+}
+
+function cordon(vm) {
+  return ask(`Cordon ${vm.id}?`, h("p", {}, "Nothing new starts there, also when it restarts, until you uncordon it. What runs there goes on."),
+    "Cordon the VM", () => send("POST", `vms/${encodeURIComponent(vm.id)}/cordon`));
+}
+
+function uncordon(vm) {
+  return ask(`Uncordon ${vm.id}?`, h("p", {}, "Jobs may use it again."), "Uncordon the VM",
+    () => send("POST", `vms/${encodeURIComponent(vm.id)}/uncordon`));
+}
+
 function drain(vm) {
   return ask(`Drain ${vm.id}?`, h("p", {}, vm.workers.length
     ? "Its workers leave after a checkpoint, and their job morphs away from it. Then the VM is given back."

@@ -21,7 +21,7 @@ const STATES = {
   requested: ["…", "info"], ready: ["●", "good"], suspect: ["?", "warn"], draining: ["◐", "warn"],
   lost: ["✘", "bad"], gone: ["○", "quiet"],
   assigned: ["…", "info"], exited: ["○", "quiet"],
-  slow: ["▼", "warn"], quarantined: ["⊘", "warn"], "notice given": ["!", "bad"], fits: ["✔", "good"], chosen: ["★", "good"],
+  slow: ["▼", "warn"], quarantined: ["⊘", "warn"], cordoned: ["⊘", "warn"], "notice given": ["!", "bad"], fits: ["✔", "good"], chosen: ["★", "good"],
   "too large": ["✘", "bad"], "predicted slower": ["▼", "quiet"],
 };
 

@@ -90,7 +90,7 @@ function quarantined() {
 /** What to know of a VM beside its state. */
 export function troubles(vm) {
   return [
-    vm.notice_deadline ? state("notice given") : null, vm.quarantined_until ? state("quarantined") : null,
+    vm.notice_deadline ? state("notice given") : null, vm.cordoned_at ? state("cordoned") : null, vm.quarantined_until ? state("quarantined") : null,
     vm.slow_ratio && !vm.quarantined_until ? state("slow", `slow, ${vm.slow_ratio.toFixed(2)}×`) : null];
 }
 

@@ -4,6 +4,7 @@ import { jobActions } from "./actions.js";
 import { atMostEvery, figures, h, link, put, state } from "./dom.js";
 import { eventList } from "./events.js";
 import { age, clock, count, loss, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
+import { Generations } from "./generations.js";
 import { rateAndLoss } from "./job_charts.js";
 import { grid } from "./job_grid.js";
 import { pipeline } from "./job_pipeline.js";
@@ -17,6 +18,7 @@ const HEALTH_MS = 4_000;
 
 export function jobPage({ root, signal, may, argument, title }) {
   const about = { job: null, generations: [], current: null, series: new Series(argument), plans: [], may, signal };
+  const pages = new Generations();
   const head = h("div", { class: "head" });
   const summary = h("div");
   const trouble = h("div");
@@ -54,7 +56,8 @@ export function jobPage({ root, signal, may, argument, title }) {
 
   async function refreshJob() {
     about.job = await get(`jobs/${encodeURIComponent(argument)}`, signal);
-    about.generations = (await get(`jobs/${about.job.id}/generations?brief=true&order=desc&limit=1000`, signal)).reverse();
+    await pages.refresh(about.job.id, signal);
+    about.generations = pages.list;
     about.current = about.generations.at(-1) ?? null;
     drawHead();
   }
@@ -64,11 +67,20 @@ export function jobPage({ root, signal, may, argument, title }) {
     parts.charts.draw(about);
   }
 
+  /** Once for each page: the charts and the table are drawn with the newest generations first. */
+  async function addOlder() {
+    while (await pages.addOlder(signal)) {
+      about.generations = pages.list;
+      parts.charts.draw(about);
+      parts.generations.draw(about.generations);
+    }
+  }
+
   async function refreshHealth() {
     const newest = about.generations.filter((one) => one.kind === "training").at(-1) ?? about.current;
     const whole = newest ? await get(`jobs/${about.job.id}/generations/${newest.number}`, signal) : null;
     const vms = whole && whole.state !== "ended" ? await get(`vms?job=${about.job.id}&gone=false&limit=5000`, signal) : [];
-    parts.grid.draw(whole, vms, about.job);
+    parts.grid.draw(whole, vms);
   }
 
   async function refreshSlow() {
@@ -77,7 +89,7 @@ export function jobPage({ root, signal, may, argument, title }) {
       getOrNull(`${base}/pipeline`, signal).then((found) => parts.pipeline.draw(found)),
       Promise.all([get(`${base}/plans?limit=30`, signal), getOrNull(`${base}/plans/newest`, signal)]).then(([list, newest]) => parts.plans.draw(list, newest)),
       get(`${base}/time`, signal).then((found) => parts.time.draw(found)),
-      get(`${base}/cost`, signal).then((found) => parts.cost.draw(found)),
+      get(`${base}/cost?vms=100`, signal).then((found) => parts.cost.draw(found)),
       parts.checkpoints.refresh(),
     ];
     parts.generations.draw(about.generations);
@@ -98,6 +110,7 @@ export function jobPage({ root, signal, may, argument, title }) {
     if (!log) open();
     log.show(about.job.generation);
     await Promise.all([refreshCharts(), refreshHealth(), refreshSlow()]);
+    await addOlder();
   });
   const onChange = atMostEvery(1000, refresh);
   const onSteps = atMostEvery(2000, quietly(refreshCharts));

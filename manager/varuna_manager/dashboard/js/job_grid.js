@@ -10,14 +10,12 @@ export function grid() {
   const region = h("div", { class: "scroll tall", tabindex: "0", role: "group", "aria-label": "Ranks by stage and replica" }, body);
   return {
     element: card("Placement", note, region),
-    draw(generation, vms, job) {
+    draw(generation, vms) {
       if (!generation) { put(body, h("p", { class: "empty" }, "Not placed yet.")); return; }
       put(note, `generation ${generation.number} (${generation.state}): ${shape(generation.p, generation.d)}, `
         + `${many(generation.p, "pipeline stage")} × ${many(generation.d, "replica")}`);
       const places = new Map(generation.placement.map((place) => [place.rank, place]));
-      // What a worker does now is known to its VM.
-      const live = vms.flatMap((vm) => vm.workers).filter((worker) => worker.job_id === job.id && worker.generation === generation.number);
-      const workers = new Map([...generation.workers, ...live].map((worker) => [worker.rank, worker]));
+      const workers = new Map(generation.workers.map((worker) => [worker.rank, worker]));
       const byId = new Map(vms.map((vm) => [vm.id, vm]));
       const wordy = generation.p * generation.d <= MOST_WORDY;
       const starts = generation.plan.stage_starts;
@@ -47,6 +45,7 @@ function sections(first, next) {
 function healthOf(worker, vm) {
   if (vm?.notice_deadline) return "notice given";
   if (vm && vm.state !== "ready") return vm.state;
+  if (vm?.cordoned_at) return "cordoned";
   if (vm?.quarantined_until) return "quarantined";
   if (vm?.slow_ratio) return "slow";
   return worker?.state ?? "assigned";

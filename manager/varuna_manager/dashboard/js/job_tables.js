@@ -58,7 +58,7 @@ export function cost() {
       const unpriced = found.vms_without_price ? `; ${found.vms_without_price} VMs have no known price` : "";
       put(head, `${number(found.gpu_hours)} GPU-hours, ${number(found.vm_hours)} VM-hours`,
         found.cost === null ? "; the provider tells no price." : `; ${money(found.cost)} in all, ${money(found.cost_per_hour)} per hour now${unpriced}.`);
-      vms.fill(found.by_vm.slice(0, 100).map((one) => [vmLink(one.vm_id), number(one.hours), number(one.gpu_hours), money(one.price_per_hour), money(one.cost)]));
+      vms.fill(found.by_vm.map((one) => [vmLink(one.vm_id), number(one.hours), number(one.gpu_hours), money(one.price_per_hour), money(one.cost)]));
     },
   };
 }

@@ -1,6 +1,6 @@
 // The page of one VM.
 import { get } from "./api.js";
-import { drainButton } from "./actions.js";
+import { cordonButton, drainButton } from "./actions.js";
 import { atMostEvery, card, figures, h, jobLink, link, put, state, table } from "./dom.js";
 import { eventList } from "./events.js";
 import { heard, troubles } from "./fleet.js";
@@ -21,7 +21,7 @@ export function vmPage({ root, signal, may, argument, title }) {
     try {
       const vm = await get(`vms/${encodeURIComponent(argument)}`, signal);
       put(head, h("h1", {}, vm.id), state(vm.state), ...troubles(vm).filter(Boolean), h("span", { class: "crumb" }, link("#/fleet", "fleet")),
-        h("span", { class: "grow" }), drainButton(vm, may, refresh));
+        h("span", { class: "grow" }), cordonButton(vm, may, refresh), drainButton(vm, may, refresh));
       put(summary, figures(["GPUs", count(vm.gpus), `${bytes(vm.device_memory_bytes)} each`], ["Host", vm.host ?? "–", vm.provider], ["Heard", heard(vm)],
         ["Since", clock(vm.created_at)], ["Price per hour", money(vm.price_per_hour)], ["Hangs", count(vm.hangs)], ["Quarantines", count(vm.quarantines), vm.quarantined_until ? `until ${clock(vm.quarantined_until)}` : null]),
       vm.slow_reason || vm.reason ? h("p", { class: "reason" }, vm.slow_reason ?? vm.reason) : null);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client.exposition import choose_encoder
@@ -39,11 +40,21 @@ only the first two are there. So sums over all managers are right, and a fleet t
 
 
 class MetricsService:
-    def __init__(self, instruments: Instruments, figures: StoreFigures, connected: Callable[[], int]) -> None:
-        """`connected`: how many agents are, now."""
+    """`connected`: how many agents are, now; `first_certificate_end`: of theirs, in seconds since the epoch."""
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        figures: StoreFigures,
+        connected: Callable[[], int],
+        first_certificate_end: Callable[[], float | None] = lambda: None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self.instruments = instruments
         self._figures = figures
         self._connected = connected
+        self._first_certificate_end = first_certificate_end
+        self._now = now
 
     async def text(self, accept: str) -> tuple[bytes, str]:
         """All of them in the format that `accept` (a header of HTTP) prefers, and its media type."""
@@ -55,6 +66,9 @@ class MetricsService:
             findings = Findings()
             findings.add("varuna_store_up", 0)
         findings.add("varuna_agents_connected", self._connected())
+        ends_at = self._first_certificate_end()
+        if ends_at is not None:
+            findings.add("varuna_agent_certificate_days_left", (ends_at - self._now()) / 86_400)
         encode, media_type = choose_encoder(accept)
         return encode(_Both(self.instruments, findings)), media_type
 

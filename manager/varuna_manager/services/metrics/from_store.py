@@ -16,9 +16,11 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import CheckpointRow, FleetRow, GenerationRow, JobRow, MetricRow, VmRow
+from varuna_manager.db.models import CheckpointRow, FleetRow, GenerationRow, JobProgressRow, JobRow, MetricRow, VmRow
 from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationKind, GenerationState, JobState, VmState
+from varuna_manager.services.jobs import IS_KEPT
 from varuna_manager.services.metrics.family import COUNTER, Family
+from varuna_manager.services.vm_rows import NOT_GONE
 
 JOBS_SHOWN = 100
 
@@ -30,6 +32,11 @@ FAMILIES = (
         "varuna_store_up", "Whether the store answered (1) when this was asked; if not (0), what it tells is missing."
     ),
     Family("varuna_agents_connected", "Agents that are connected to this manager: to the leader, all of them."),
+    Family(
+        "varuna_agent_certificate_days_left",
+        "Days until the first certificate of a connected agent ends; agents renew theirs while at least a third of its "
+        "life (--agent-certificate-ttl-s) is left. Without --secure there is none.",
+    ),
     Family("varuna_vms", "VMs by their state; those that are gone are not counted.", ("state",)),
     Family(
         "varuna_vms_wanted",
@@ -39,7 +46,7 @@ FAMILIES = (
     Family("varuna_vms_quarantined", "VMs in quarantine for being slow or for hangs."),
     Family("varuna_gpus", "GPUs of the VMs that are ready."),
     Family("varuna_price_per_hour", "Of all VMs that are not gone, in the provider's currency, where it knows prices."),
-    Family("varuna_jobs", "Jobs by their state, all that ever were.", ("state",)),
+    Family("varuna_jobs", "Jobs by their state, all that are kept.", ("state",)),
     Family(
         "varuna_jobs_not_shown", f"Jobs that are not over and have no figures here: more than {JOBS_SHOWN} are there."
     ),
@@ -113,7 +120,8 @@ class StoreFigures:
         """Raises StoreAwayError."""
         async with self._database.read() as session:
             await self._fleet(session, findings)
-            by_state = dict((await session.execute(select(JobRow.state, func.count()).group_by(JobRow.state))).all())
+            counted = select(JobRow.state, func.count()).where(IS_KEPT).group_by(JobRow.state)
+            by_state = dict((await session.execute(counted)).all())
             for state in JobState:
                 findings.add("varuna_jobs", by_state.get(state.value, 0), state.value)
             live = sum(count for state, count in by_state.items() if state not in TERMINAL_JOB_STATES)
@@ -122,7 +130,7 @@ class StoreFigures:
 
     async def _fleet(self, session: AsyncSession, findings: Findings) -> None:
         query = select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour))
-        rows = (await session.execute(query.where(VmRow.state != VmState.GONE.value).group_by(VmRow.state))).all()
+        rows = (await session.execute(query.where(NOT_GONE).group_by(VmRow.state))).all()
         by_state = {state: (count, gpus, price) for state, count, gpus, price in rows}
         for state in VmState:
             if state is not VmState.GONE:
@@ -130,7 +138,7 @@ class StoreFigures:
         findings.add("varuna_gpus", by_state.get(VmState.READY.value, (0, 0, 0))[1])
         prices = [price for _, _, price in by_state.values() if price is not None]
         findings.add("varuna_price_per_hour", sum(prices) if prices else None)
-        in_quarantine = (VmRow.state != VmState.GONE.value, VmRow.quarantined_until > self._now())
+        in_quarantine = (NOT_GONE, VmRow.quarantined_until > self._now())
         findings.add("varuna_vms_quarantined", await session.scalar(select(func.count()).where(*in_quarantine)))
         fleet = await session.get(FleetRow, self._provider)
         if fleet is not None and fleet.max_vms is None:
@@ -184,34 +192,24 @@ class StoreFigures:
 
 async def _generations(session: AsyncSession, findings: Findings, names: dict[str, str]) -> dict[str, float | None]:
     """By job, when it last completed a step."""
-    row = GenerationRow
-    query = select(
-        row.job_id,
-        func.max(row.number),
-        func.sum(row.seconds_without_progress),
-        func.sum(row.steps_redone),
-        func.max(row.last_step),
-        func.max(row.last_step_at),
-    )
     last_steps: dict[str, float | None] = {}
-    found = await session.execute(query.where(row.job_id.in_(names)).group_by(row.job_id))
-    for job_id, number, stalled_s, redone, step, step_at in found:
-        findings.add("varuna_job_generations", number, names[job_id])
-        findings.add("varuna_job_stalled_seconds", float(stalled_s or 0.0), names[job_id])
-        findings.add("varuna_job_redone_steps", int(redone or 0), names[job_id])
-        findings.add("varuna_job_step", step, names[job_id])
-        last_steps[job_id] = step_at
+    for row in await session.scalars(select(JobProgressRow).where(JobProgressRow.job_id.in_(names))):
+        name = names[row.job_id]
+        findings.add("varuna_job_generations", row.newest, name)
+        findings.add("varuna_job_stalled_seconds", row.stalled_s, name)
+        findings.add("varuna_job_redone_steps", row.steps_redone, name)
+        findings.add("varuna_job_step", row.step or None, name)
+        last_steps[row.job_id] = row.step_at or None
     for generation in await _newest(session, list(names)):
         _shape(findings, generation, names[generation.job_id])
     return last_steps
 
 
 async def _newest(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[Any]:
-    row = GenerationRow
-    newest = select(row.job_id, func.max(row.number).label("number")).where(row.job_id.in_(job_ids))
-    last = newest.group_by(row.job_id).subquery()
+    row, whole = GenerationRow, JobProgressRow
     query = select(row.job_id, row.kind, row.state, row.plan, row.last_loss)
-    query = query.join(last, (row.job_id == last.c.job_id) & (row.number == last.c.number))
+    query = query.join(whole, (row.job_id == whole.job_id) & (row.number == whole.newest))
+    query = query.where(whole.job_id.in_(job_ids))
     return (await session.execute(query)).all()
 
 

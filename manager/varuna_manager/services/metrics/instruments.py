@@ -27,6 +27,7 @@ _LAG_EVERY_S = 0.5
 _PHASES, _START = ("notice", "stop", "plan"), "start"
 """Of a morph; what comes after the first three is the start, whatever its parts are called."""
 _FROM_ZERO = (
+    "checkpoint_passed_over",
     "first_step",
     "generation_started",
     "generation_ended",

@@ -1,0 +1,153 @@
+"""How many connections a caller may hold, and for how long one may stand still.
+
+These limits are for callers of whom nothing is known yet: without them, connections on which nobody says anything would
+keep everybody else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from varuna_manager.services.archives import MOST_BYTES
+from varuna_proto.hosts import Network, caller_of, is_in
+
+
+class Listener(socket.socket):
+    """A listening socket with limits: `most` connections at once, and `most_per_address` of one caller.
+
+    It counts where it accepts, so a connection whose TLS handshake never ends counts too. Each of the `proxies` stands
+    for many callers: only `most` holds for it.
+    """
+
+    def __init__(
+        self, listening: socket.socket, *, most: int, most_per_address: int, proxies: Sequence[Network] = ()
+    ) -> None:
+        """Takes the socket over: `listening` is closed for its caller."""
+        super().__init__(listening.family, listening.type, listening.proto, fileno=listening.detach())
+        self._most = most
+        self._most_per_address = most_per_address
+        self._proxies = proxies
+        self.held: Counter[str] = Counter()
+        """Connections, by caller."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises ConnectionAbortedError for one connection too many, and closes it."""
+        accepted, peer = super().accept()
+        caller = caller_of(peer[0])
+        is_over = self.held[caller] >= self._most_per_address and not is_in(peer[0], self._proxies)
+        if is_over or self.held.total() >= self._most:
+            accepted.close()
+            raise ConnectionAbortedError(f"{caller} holds {self.held[caller]} of {self.held.total()} connections")
+        self.held[caller] += 1
+        return _Connection(accepted, lambda: self._forget(caller)), peer
+
+    def _forget(self, caller: str) -> None:
+        self.held[caller] -= 1
+        if not self.held[caller]:
+            del self.held[caller]
+
+
+class _Connection(socket.socket):
+    """An accepted socket that calls `on_end` once: when it is closed, or dropped without that."""
+
+    def __init__(self, accepted: socket.socket, on_end: Callable[[], None]) -> None:
+        super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
+        self._end = weakref.finalize(self, on_end)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        super().close()
+        self._end()
+
+
+class PatientHttp(H11Protocol):
+    """uvicorn's HTTP/1.1, for callers who do not get on: it gives each its time, and then hangs up."""
+
+    head_s = 15.0
+    """For a request's line and headers."""
+    body_s = 30.0
+    """For a request's body, and as long again for each `body_s * body_bytes_per_s` that it announces."""
+    body_bytes_per_s = 64 * 1024
+    rest_s = 30.0
+    """For the rest of a body whose request was answered before: the caller is to come to read why."""
+    unread_s = 60.0
+    """For reading some of an answer."""
+
+    _awaited: tuple[str, object] | None = None
+    """What the other side has to send next, and within which request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._sending, self._reading = _Timer(self.loop), _Timer(self.loop)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading.start(self.unread_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reading.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._sending.stop()
+        self._reading.stop()
+
+    def _watch(self) -> None:
+        """Start the clock whenever the other side has something else to send than before."""
+        awaited = self._next_awaited()
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        self._sending.stop()
+        if awaited is not None and not self.transport.is_closing():
+            self._sending.start(self._limit_s(awaited[0]), self.transport.abort)
+
+    def _next_awaited(self) -> tuple[str, object] | None:
+        if self.conn.their_state is h11.IDLE:
+            return "head", self.cycle
+        if self.conn.their_state is h11.SEND_BODY:
+            return "rest" if self.cycle.response_complete else "body", self.cycle
+        return None
+
+    def _limit_s(self, awaited: str) -> float:
+        if awaited == "head":
+            return self.head_s
+        if awaited == "rest":
+            return self.rest_s
+        announced = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        return self.body_s + min(int(announced), MOST_BYTES) / self.body_bytes_per_s
+
+
+class _Timer:
+    """Calls something once, unless it is stopped before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, after_s: float, call: Callable[[], None]) -> None:
+        self.stop()
+        self._handle = self._loop.call_later(after_s, call)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None

@@ -1,0 +1,77 @@
+"""How long what is over is kept, how much of it is deleted at once, and what is remembered of VMs for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+DAY_S = 86_400.0
+_HELD_S = 0.05
+"""What one batch aims at: for so long at most, others who write wait for it."""
+_LEAST, _MOST = 100, 5_000
+"""Rows of a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepDays:
+    """Days for which something is kept after it is over; 0: for ever."""
+
+    events: float = 30.0
+    jobs: float = 60.0
+    vms: float = 30.0
+    archives: float = 30.0
+    logs: float = 7.0
+    """Also stacks, traces, the plans that were not taken, and the pasts of workers."""
+    tokens: float = 7.0
+
+
+def horizon(now: float, days: float) -> float | None:
+    """What was over before this time goes; None: nothing does."""
+    return now - days * DAY_S if days > 0 else None
+
+
+def next_batch(rows: int, took_s: float) -> int:
+    """How many rows to delete at once, after a batch of `rows` has taken `took_s`: at most twice as many."""
+    factor = min(max(_HELD_S / max(took_s, 1e-4), 0.1), 2.0)
+    return min(max(int(rows * factor), _LEAST), _MOST)
+
+
+# ---------------------------------------------------------------- VMs by the day
+
+
+@dataclass(frozen=True, kw_only=True)
+class VmPast:
+    """A VM that is gone."""
+
+    created_at: float
+    gone_at: float
+    gpus: int
+    price_per_hour: float | None
+
+
+@dataclass(kw_only=True)
+class FleetDay:
+    """What VMs did on one day (UTC)."""
+
+    vm_hours: float = 0.0
+    gpu_hours: float = 0.0
+    cost: float = 0.0
+    gone: int = 0
+    gone_with_price: int = 0
+
+
+def sum_up_by_day(vms: Iterable[VmPast]) -> dict[int, FleetDay]:
+    """By day since the epoch. A VM's hours are those of each day on which it was there."""
+    days: dict[int, FleetDay] = {}
+    for vm in vms:
+        last = int(max(vm.gone_at, vm.created_at) // DAY_S)
+        for number in range(int(vm.created_at // DAY_S), last + 1):
+            day = days.setdefault(number, FleetDay())
+            begins, ends = max(vm.created_at, number * DAY_S), min(vm.gone_at, (number + 1) * DAY_S)
+            hours = max(ends - begins, 0.0) / 3600
+            day.vm_hours += hours
+            day.gpu_hours += hours * vm.gpus
+            day.cost += hours * (vm.price_per_hour or 0.0)
+        days[last].gone += 1
+        days[last].gone_with_price += vm.price_per_hour is not None
+    return days

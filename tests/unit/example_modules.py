@@ -1,0 +1,28 @@
+"""The modules of an example, as its scripts import them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+__all__ = ["BERT", "GPT", "example_modules"]
+
+_EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+BERT, GPT = _EXAMPLES / "bert", _EXAMPLES / "gpt"
+
+
+@contextmanager
+def example_modules(patch: pytest.MonkeyPatch, folder: Path, *names: str) -> Iterator[dict[str, ModuleType]]:
+    """The modules of that name in `folder`; all that were loaded from there are forgotten again afterwards."""
+    patch.syspath_prepend(str(folder))
+    try:
+        yield {name: importlib.import_module(name) for name in names}
+    finally:
+        for path in folder.glob("*.py"):
+            sys.modules.pop(path.stem, None)

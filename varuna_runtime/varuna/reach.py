@@ -1,0 +1,83 @@
+"""Whether this rank reaches the peers that it is about to meet; and if not, which one.
+
+Two machines may both reach the rest of the fleet and not each other. gloo then waits until its time is over and names
+nobody, and so do all ranks that wait for these two. So every rank listens on a port of its own, which the store tells,
+and whoever is to form a group with it connects there first. A rank that is not up yet has told no port: it is waited
+for as before.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from varuna.error_text import first_line
+
+__all__ = ["ReachablePort", "UnreachedError", "is_out_of_reach", "try_connect"]
+
+_ATTEMPTS = 3
+_ATTEMPT_S = 5.0
+
+
+@dataclass
+class UnreachedError(Exception):
+    """A rank that is up cannot be reached from here."""
+
+    rank: int
+    error: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} cannot be reached from here: {self.error}"
+
+
+def is_out_of_reach(error: OSError) -> bool:
+    """Whether nothing answered. A refused connection has reached the machine, where nobody listens (yet)."""
+    return not isinstance(error, ConnectionError)
+
+
+def try_connect(host: str, port: int, timeout_s: float) -> None:
+    """Connects, and hangs up. Raises OSError."""
+    socket.create_connection((host, port), timeout_s).close()
+
+
+class ReachablePort:
+    """The port on which this rank can be reached; and the ports of the others, as the store has them."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, address: str) -> None:
+        self._store = store
+        self._reached: set[str] = set()
+        """Hosts."""
+        # Nobody accepts: that the connection is made says enough, and the kernel makes it.
+        self._listener = socket.create_server((address, 0), backlog=max(min(world_size, 4096), 16))
+        store.set(_key(rank), f"{address} {self._listener.getsockname()[1]}")
+
+    def reach(self, ranks: Iterable[int]) -> None:
+        """Connects to each host of `ranks` that was not reached before.
+
+        Blocks until they are up. Raises UnreachedError, and the store's RuntimeError when they are not up in time.
+        """
+        for rank in ranks:
+            host, port = self._store.get(_key(rank)).decode().split()
+            if host not in self._reached:
+                _reach(rank, host, int(port))
+                self._reached.add(host)
+
+
+def _reach(rank: int, host: str, port: int) -> None:
+    for attempt in range(_ATTEMPTS):
+        try:
+            try_connect(host, port, _ATTEMPT_S)
+        except OSError as error:
+            if not is_out_of_reach(error):
+                return  # it has ended meanwhile, which shows elsewhere
+            if attempt == _ATTEMPTS - 1:
+                raise UnreachedError(rank, f"{host}: {first_line(error)}") from error
+        else:
+            return
+
+
+def _key(rank: int) -> str:
+    return f"reach/{rank}"
