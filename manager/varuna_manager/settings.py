@@ -137,6 +137,9 @@ class ManagerSettings(BaseSettings):
     growth_settle_s: float = Field(
         default=2.0, ge=0, description="how long new devices must have been there to be used"
     )
+    growth_prepare_s: float = Field(
+        default=30.0, ge=0, description="and how long at most for their agents to prepare for the job's workers"
+    )
     start_settle_s: float = Field(default=5.0, ge=0, description="how long a new job waits for VMs on their way")
     first_step_timeout_s: float = Field(default=120.0, gt=0, description="from a launch to its first step")
     hang_minimum_s: float = Field(default=30.0, gt=0, description="time without a step that may be a hang")
@@ -319,6 +322,7 @@ class ManagerSettings(BaseSettings):
             lease_s=self.lease_s,
             request_timeout_s=self.request_timeout_s or (1200.0 if is_cloud(self.provider) else 120.0),
             growth_settle_s=self.growth_settle_s,
+            growth_prepare_s=self.growth_prepare_s,
             start_settle_s=self.start_settle_s,
             first_step_timeout_s=self.first_step_timeout_s,
             hang_minimum_s=self.hang_minimum_s,

@@ -34,7 +34,9 @@ from varuna_client.errors import UserError, VarunaError
 from varuna_client.jobfile import load_job
 from varuna_client.options import make_console
 
-FULL_STEPS, SHORT_STEPS = 120, 60
+FULL_STEPS, SHORT_STEPS = 160, 90
+FULL_PREPARE_S, SHORT_PREPARE_S = 20.0, 10.0
+"""How long the job waits for a new VM's imports before it grows: by then some 100 steps of 0.2 s are over, or 50."""
 DEVICE_MEMORY_BYTES = 34 * 1024 * 1024
 """Of each emulated device: less than the model with its gradients and Adam's state, so one device cannot hold it."""
 POLL_S = 0.25
@@ -52,13 +54,13 @@ def run_demo(*, out: Path, folder: Path, steps: int | None, short: bool, as_json
     afterwards, whichever way it ends.
     """
     steps = steps or (SHORT_STEPS if short else FULL_STEPS)
-    steps_between = 5 if short else max(5, steps // 8)
+    steps_between = 5 if short else max(5, steps // 10)
     example = find_example()
     fresh_folder(folder)
     console = make_console(stderr=as_json)
     began = time.monotonic()
     with DemoProcesses(folder) as processes, make_view(console, steps) as view:
-        url = _start_manager(processes, view)
+        url = _start_manager(processes, view, SHORT_PREPARE_S if short else FULL_PREPARE_S)
         with Client(url) as client:
             stage = Stage(client, view, steps_between, OtherLoad(processes.marked))
             observed = stage.play(job_spec(example, steps))
@@ -216,11 +218,11 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _start_manager(processes: DemoProcesses, view: View) -> str:
+def _start_manager(processes: DemoProcesses, view: View, prepare_s: float) -> str:
     """The URL of a manager of our own, on free ports, with four local VMs to come."""
     view.say(f"starting the manager (its files: {processes.folder})")
     data, log = processes.folder / "manager", processes.folder / "manager.log"
-    manager = processes.start(["-m", "varuna_manager.main", *manager_arguments(data)], log)
+    manager = processes.start(["-m", "varuna_manager.main", *manager_arguments(data, prepare_s)], log)
     deadline = time.monotonic() + MANAGER_DEADLINE_S
     addresses = data / "manager.json"
     while time.monotonic() < deadline:
@@ -235,7 +237,7 @@ def _start_manager(processes: DemoProcesses, view: View) -> str:
     raise VarunaError(f"the manager was not ready after {MANAGER_DEADLINE_S:.0f} s: {_last_line(log)} ({log})")
 
 
-def manager_arguments(data: Path) -> list[str]:
+def manager_arguments(data: Path, prepare_s: float) -> list[str]:
     """The manager's options for the demo: free ports, a store of its own, small devices."""
     return [
         *("--data-dir", str(data)),
@@ -243,8 +245,9 @@ def manager_arguments(data: Path) -> list[str]:
         *("--vms", str(FULL_FLEET)),
         *("--device-memory-bytes", str(DEVICE_MEMORY_BYTES)),
         "--local-ephemeral",
-        # A few steps on a fast machine are over before the default would let the job grow.
-        *("--growth-settle-s", "0.5"),
+        # A few steps on a fast machine are over before the defaults would let the job grow; on a slow one, its steps
+        # keep a new VM's imports waiting for as long as they are waited for.
+        *("--growth-settle-s", "0.5", "--growth-prepare-s", f"{prepare_s:g}"),
     ]
 
 
