@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from varuna_client.follow import END_KINDS, is_event, telling_rank
 _POLL_S = 20.0
 _PAUSE_S = 0.5
 """While a log cannot be read: its worker has not begun, or its VM is out of reach."""
+_HEAD_BYTES = 256 * 1024
+"""Of rank 0's log, kept to leave out what the failed rank's log begins with too."""
 ALL = "all"
 Ranks = int | str | None
 """One rank, ALL of them, or None: rank 0, and at the end of a job that failed the one whose script failed."""
@@ -43,6 +46,8 @@ class LogFollower:
         self._only = generation
         self._chunks: asyncio.Queue[LogChunk | None] = asyncio.Queue(64)
         self._tails: dict[_Tail, asyncio.Task[None]] = {}
+        self._head: tuple[int, bytes] = (0, b"")
+        """The generation whose log of rank 0 was followed last, and the beginning of that log."""
 
     async def chunks(self) -> AsyncIterator[LogChunk]:
         """Parts of the logs, those of each rank in their order. Raises what the client raises."""
@@ -110,7 +115,10 @@ class LogFollower:
         self._tails.clear()
 
     async def _tell_failure(self) -> None:
-        """Of a job that failed, the log of the rank that made it fail."""
+        """Emit the log of the rank that made a failed job fail, without the lines that rank 0's log began with.
+
+        Ranks of one script write much the same, and the manager may have stopped rank 0 just before it failed alike.
+        """
         job = await self._client.job(self._job_id)
         if job["state"] != "failed" or job["generation"] is None:
             return
@@ -119,15 +127,35 @@ class LogFollower:
         if rank:
             tail = _Tail(generation=number, rank=rank)
             tail.over.set()
-            await self._follow(tail)
+            await self._follow(tail, await self._measure_common_lines(tail))
 
-    async def _follow(self, tail: _Tail) -> None:
-        offset = 0
+    async def _measure_common_lines(self, tail: _Tail) -> int:
+        """The bytes of the whole lines with which both this log and rank 0's of the same generation begin."""
+        generation, head = self._head
+        log = b""
+        while generation == tail.generation and len(log) < len(head):
+            chunk = await self._next(tail, len(log), 0.0)
+            if chunk is None or not chunk.data or chunk.offset != len(log):
+                break
+            log += chunk.data
+        pairs = zip(head.splitlines(keepends=True), log.splitlines(keepends=True), strict=False)
+        return sum(len(line) for line, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _keep_head(self, chunk: LogChunk) -> None:
+        generation, head = self._head
+        if chunk.generation != generation:
+            head = b""
+        if chunk.offset == len(head) < _HEAD_BYTES:
+            self._head = (chunk.generation, head + chunk.data[: _HEAD_BYTES - len(head)])
+
+    async def _follow(self, tail: _Tail, offset: int = 0) -> None:
         while True:
             was_over = tail.over.is_set()
             chunk = await self._next(tail, offset, 0.0 if was_over else _POLL_S)
             if chunk is not None and chunk.data:
                 offset = chunk.next_offset
+                if self._ranks is None and tail.rank == 0:
+                    self._keep_head(chunk)
                 await self._chunks.put(chunk)
             elif was_over:
                 return
