@@ -20,15 +20,17 @@ PATIENT = ("--suspect-after-s", "30", "--lost-after-s", "50", "--hang-minimum-s"
 """For managers whose tests are not about silence: on a busy machine a VM may be silent, and a job slow, for long."""
 
 
-def run_varuna(*arguments: str, url: str = "", timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
-    """The `varuna` command as a user runs it, in the repository's folder."""
+def run_varuna(
+    *arguments: str, url: str = "", timeout_s: float = DEADLINE_S, folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """The `varuna` command as a user runs it in `folder`, which is the repository's by default."""
     return subprocess.run(
         [str(PROGRAMS / "varuna"), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, "VARUNA_MANAGER_URL": url, "COLUMNS": "160"},
     )
 
@@ -41,8 +43,10 @@ class RunningManager:
     folder: Path
     processes: DemoProcesses
 
-    def varuna(self, *arguments: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
-        return run_varuna(*arguments, url=self.url, timeout_s=timeout_s)
+    def varuna(
+        self, *arguments: str, timeout_s: float = DEADLINE_S, folder: Path = ROOT
+    ) -> subprocess.CompletedProcess[str]:
+        return run_varuna(*arguments, url=self.url, timeout_s=timeout_s, folder=folder)
 
 
 def all_ready(client: Client, count: int) -> bool:
