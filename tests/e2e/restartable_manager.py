@@ -69,7 +69,7 @@ class RestartableManager:
     def lives(self) -> bool:
         """Whether the process answers, in whatever role."""
         try:
-            return httpx.get(f"{self.url}/healthz", trust_env=False, timeout=5).status_code == 200
+            return httpx.get(f"{self.url}/healthz", trust_env=False, timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from waiting import DEADLINE_S
-
 pytestmark = pytest.mark.xdist_group("demo")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +39,7 @@ def test_the_demo_morphs_three_times_and_every_loss_is_that_of_plain_pytorch(tmp
         [VARUNA, "demo", "--short", "--dir", str(folder), "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=None,  # it gives up by itself when nothing happens for long
         check=False,
         cwd=ROOT,
     )

@@ -18,6 +18,7 @@ from varuna_manager.backup import BackupError, restore_backup, save_backup
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import JobRow
 from varuna_manager.settings import ManagerSettings
+from waiting import DEADLINE_S
 
 
 @pytest.fixture
@@ -202,7 +203,7 @@ def test_half_a_backup_restores_nothing(data_dir: Path, tmp_path: Path) -> None:
 def test_the_commands_say_it_in_one_line(data_dir: Path, tmp_path: Path) -> None:
     def varuna(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "varuna_client.cli", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
     file = str(tmp_path / "b.tar.gz")
     done = varuna("backup", "--data-dir", str(data_dir), file)

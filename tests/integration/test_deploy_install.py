@@ -147,7 +147,7 @@ def test_an_upgrade_drains_the_host_and_leaves_its_cordon_as_it_was(tmp_path: Pa
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=DEADLINE_S,
     )
     assert answer.returncode == 0, answer.stderr
     log = (folder / "log").read_text().splitlines()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from varuna_proto.environment import is_read_early
+from waiting import DEADLINE_S
 
 RECORDS = """
 import importlib, json, os
@@ -22,7 +23,9 @@ print(json.dumps(sorted(read)))
 
 
 def test_a_worker_misses_nothing_that_was_read_before_it_was_forked() -> None:
-    ran = subprocess.run([sys.executable, "-c", RECORDS], capture_output=True, text=True, check=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-c", RECORDS], capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
     read = json.loads(ran.stdout.splitlines()[-1])
     assert len(read) > 50, "torch reads many"
     assert [name for name in read if not is_read_early(name)] == []

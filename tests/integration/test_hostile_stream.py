@@ -16,8 +16,6 @@ from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
 from waiting import until
 
-pytestmark = [pytest.mark.timeout(240)]
-
 ENVIRONMENT = {"SECRET": "only for those who run it"}
 
 

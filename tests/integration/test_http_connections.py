@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from varuna_manager.api.http.connections import Listener, PatientHttp
 from varuna_proto.hosts import networks
-from waiting import until
+from waiting import DEADLINE_S, until
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
@@ -56,7 +56,7 @@ def connections() -> Iterator[ExitStack]:
 
 
 def dial(server: Listener, source: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection(server.getsockname(), source_address=(source, 0), timeout=60)
+    return socket.create_connection(server.getsockname(), source_address=(source, 0), timeout=DEADLINE_S)
 
 
 def ask(server: Listener, source: str) -> bytes:

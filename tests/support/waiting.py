@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 """For every wait of every test: for conditions, processes, answers."""
 
 
