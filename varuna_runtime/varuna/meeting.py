@@ -29,6 +29,7 @@ from varuna.handshake import MeetingKey
 from varuna.reach import address_towards, is_loopback
 from varuna.rendezvous_store import is_served
 from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.stage_map import StageMap
 
 __all__ = ["MEETING_LIMIT", "check_arguments_agree", "meet_through_torch"]
 
@@ -112,7 +113,8 @@ def _announce(environment: WorkerEnvironment, store: Store) -> WorkerEnvironment
 def _follow(environment: WorkerEnvironment, store: Store, departure: Departure) -> WorkerEnvironment:
     store.set(f"address/{environment.rank}", address_towards(_master()))
     deadline_s = time.monotonic() + MEETING_LIMIT.total_seconds()
-    fault = "rank 0 has not announced itself"
+    first = StageMap.parse(environment.stage_to_rank_map).stages[0][0]
+    fault = f"rank {first} of the launcher, the first in the map, has not announced itself"
     while True:
         departure.check()
         if store.check(["announced"]):
@@ -125,7 +127,7 @@ def _follow(environment: WorkerEnvironment, store: Store, departure: Departure) 
             )
             if is_served(met.rendezvous_host, MeetingKey.of(met), _ANSWER_S):
                 return met
-            fault = f"rank 0 has announced itself at {met.rendezvous_host}, where it is not reached"
+            fault = f"rank {first} of the launcher has announced {met.rendezvous_host}, where it is not reached"
         if time.monotonic() > deadline_s:
             raise dist.DistStoreError(f"timed out after {MEETING_LIMIT.total_seconds():g} s: {fault}")
         time.sleep(_POLL_S)
