@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from varuna_proto.stage_map import StageMap
+
 EXIT_GENERATION_ENDED = 75
 """A worker that left because it was told to (os.EX_TEMPFAIL: try again elsewhere)."""
 
@@ -54,7 +56,8 @@ class Mode(StrEnum):
 class WorkerEnvironment:
     """All that a worker knows before it meets its peers.
 
-    Ranks are numbered replica by replica: rank = replica * p + stage.
+    Ranks are numbered replica by replica: rank = replica * p + stage. Another launcher may number them otherwise; that
+    numbering is in `launcher_map` alone.
     """
 
     job_id: str
@@ -103,6 +106,9 @@ class WorkerEnvironment:
     """For Mode.INSPECT: the file that the report goes to, as JSON."""
     report_times: str = ""
     """For Mode.INSPECT: `measure`, or a file with the profile that has the sections' times; empty: no times."""
+    launcher_map: str = ""
+    """Set when torchrun or the like started this process: the stage-to-rank map in that launcher's numbers. Such
+    workers exchange the place where they meet through torch's store. It is in no environment variable."""
 
     @classmethod
     def alone(cls, job_id: str, *, micro_batch: int, global_batch: int, device: str = "cpu") -> WorkerEnvironment:
@@ -125,8 +131,13 @@ class WorkerEnvironment:
 
     @property
     def stage_to_rank_map(self) -> str:
-        """Stages joined by `;`, the ranks of a stage's replicas by `,`."""
-        return ";".join(",".join(str(d * self.p + s) for d in range(self.d)) for s in range(self.p))
+        """Stages joined by `;`, the ranks of a stage's replicas by `,`; in the numbers of whoever started them."""
+        return self.launcher_map or str(StageMap.of_shape(self.p, self.d))
+
+    @property
+    def launcher_rank(self) -> int:
+        """The number of this rank with whoever started it."""
+        return StageMap.parse(self.stage_to_rank_map).stages[self.rank % self.p][self.rank // self.p]
 
     def to_environ(self) -> dict[str, str]:
         """As environment variables, the names that torchrun uses among them."""
@@ -170,7 +181,12 @@ class WorkerEnvironment:
         """
         if "VARUNA_GENERATION" not in environ:
             return None
-        p, d = parse_stage_to_rank_map(_text(environ, "VARUNA_STAGE_TO_RANK_MAP"))
+        stage_map = StageMap.parse(_text(environ, "VARUNA_STAGE_TO_RANK_MAP"))
+        if stage_map != StageMap.of_shape(stage_map.p, stage_map.d):
+            raise ValueError(
+                f"VARUNA_STAGE_TO_RANK_MAP={stage_map}: Varuna's launchers number ranks replica by replica, which is "
+                f"{StageMap.of_shape(stage_map.p, stage_map.d)}"
+            )
         return cls(
             job_id=_text(environ, "VARUNA_JOB_ID"),
             generation=_int(environ, "VARUNA_GENERATION"),
@@ -180,8 +196,8 @@ class WorkerEnvironment:
             world_size=_int(environ, "WORLD_SIZE"),
             rendezvous_host=_text(environ, "MASTER_ADDR"),
             rendezvous_port=_int(environ, "MASTER_PORT"),
-            p=p,
-            d=d,
+            p=stage_map.p,
+            d=stage_map.d,
             micro_batch=_int(environ, "VARUNA_CHUNK_SIZE"),
             global_batch=_int(environ, "VARUNA_GLOBAL_BATCH"),
             stage_starts=_ints(environ, "VARUNA_STAGE_STARTS"),
@@ -203,21 +219,6 @@ class WorkerEnvironment:
             report_path=environ.get("VARUNA_REPORT_PATH", ""),
             report_times=environ.get("VARUNA_REPORT_TIMES", ""),
         )
-
-
-def parse_stage_to_rank_map(text: str) -> tuple[int, int]:
-    """(P, D) of a stage-to-rank map such as `0,2;1,3`. Raises ValueError when stages differ in replicas."""
-    try:
-        stages = [[int(rank) for rank in stage.split(",")] for stage in text.split(";")]
-    except ValueError:
-        raise ValueError(f"stage_to_rank_map {text!r}: expected ranks joined by ',' and stages by ';'") from None
-    if len({len(stage) for stage in stages}) != 1:
-        raise ValueError(f"stage_to_rank_map {text!r}: every stage needs the same number of ranks")
-    if sorted(rank for stage in stages for rank in stage) != list(range(len(stages) * len(stages[0]))):
-        raise ValueError(
-            f"stage_to_rank_map {text!r}: ranks must be 0 to {len(stages) * len(stages[0]) - 1}, each once"
-        )
-    return len(stages), len(stages[0])
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

@@ -2,7 +2,7 @@
 
 Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "die", "overflow", "raise": {"rank", "step"}, "save": {"step", "url", "fails"}, "forever": bool,
-"cut_points": how many Varuna is to find, the model's own being taken out}.
+"cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from small_gpt import Examples, Task, example_batch, make_model, make_optimizer,
 from varuna import Varuna
 from varuna.data import Batches
 
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+"""As launchers call it."""
+
 
 def main() -> None:
     torch.set_num_threads(1)
@@ -31,7 +34,7 @@ def main() -> None:
 
 def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     """Trains as the environment says and writes what this rank then has into `out`."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = int(next((os.environ[name] for name in RANKS if name in os.environ), "0"))
     plain = make_model(replace(task, tied=task.tied and not task.declared))
     if "cut_points" in wanted:
         plain.cut_points = [nn.Identity() for _ in plain.cut_points]
@@ -45,6 +48,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         dtype=task.dtype,
         offload_optimizer=task.offload,
         cut_points=wanted.get("cut_points"),
+        **wanted.get("varuna", {}),
     )
     assert torch.equal(before, torch.get_rng_state())
     optimizer = make_optimizer(model.parameters(), task)

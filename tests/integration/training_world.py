@@ -69,6 +69,8 @@ class World:
     script: Path = SCRIPT
     environ: Mapping[str, str] = field(default_factory=dict)
     """More of it, for every rank."""
+    launched: Callable[[int], Mapping[str, str]] | None = None
+    """By rank: the variables of another launcher, in place of Varuna's."""
 
     @property
     def out(self) -> Path:
@@ -100,7 +102,8 @@ class World:
         self.out.mkdir(parents=True)
         job = self.out / "job.json"
         job.write_text(json.dumps({"task": asdict(self.task), "out": str(self.out), **self.wanted}))
-        environ = [{**self.environment(rank).to_environ(), **self.environ} for rank in range(self.p * self.d)]
+        launched = self.launched or (lambda rank: self.environment(rank).to_environ())
+        environ = [{**launched(rank), **self.environ} for rank in range(self.p * self.d)]
         spec = self.out / "world.json"
         # CUDA does not survive a fork, and who knows what looks for a device while the zygote imports.
         fresh = self.device(0) != "cpu"

@@ -47,6 +47,7 @@ def supervise(spec: Path) -> dict[str, str]:
         events.write(json.dumps({"supervisor": os.getpid()}) + "\n")
         # The port is held open from here and handed to rank 0, as an agent does it.
         held.bind(("127.0.0.1", 0))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for an init_process_group of the script
         ranks: dict[int, int] = {}
         for rank, environ in enumerate(world["environ"]):
             environ["MASTER_PORT"] = str(held.getsockname()[1])

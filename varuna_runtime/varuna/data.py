@@ -15,7 +15,6 @@ Letters: B examples in the global batch, n examples in the dataset, D replicas, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from varuna.launched import environment_of_process
 from varuna.local_copy import local_copy
 from varuna_planner.batching import micro_batches
 from varuna_proto.environment import Mode, WorkerEnvironment
@@ -71,8 +71,9 @@ def replica_indices(
 class Batches:
     """Yields `(step, batch)` for this process' replica, from `first_step` to `last_step` (included; None: for ever).
 
-    Under the launcher the replica, the micro-batch and the global batch are read from the environment; a plain process
-    gets the whole global batch. `collate` turns a list of dataset items into the batch, a dict of model inputs
+    Under the launcher the replica, the micro-batch and the global batch are read from the environment; under torchrun
+    and its like they are those of this process' `Varuna`, which is made before. A plain process gets the whole global
+    batch. `collate` turns a list of dataset items into the batch, a dict of model inputs
     (default: PyTorch's `default_collate`, which needs items that are dicts).
     """
 
@@ -88,7 +89,7 @@ class Batches:
         collate: Callable[[list[Any]], Any] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        worker = WorkerEnvironment.from_environ(os.environ if environ is None else environ)
+        worker = environment_of_process() if environ is None else WorkerEnvironment.from_environ(environ)
         self.global_batch = _global_batch(global_batch, worker)
         _check(len(dataset), self.global_batch)
         if first_step < 1:

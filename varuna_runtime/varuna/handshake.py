@@ -18,6 +18,8 @@ import struct
 import time
 from dataclasses import dataclass, field
 
+from varuna_proto.environment import WorkerEnvironment
+
 __all__ = ["GREETING_BYTES", "PROOF_BYTES", "Greeting", "MeetingKey", "StrangerError", "greet"]
 
 _MAGIC = b"varuna1\n"
@@ -44,6 +46,17 @@ class MeetingKey:
         """`host`, `port`: where the launcher says that the generation meets. Without a secret anybody can derive it."""
         place = f"varuna generation key/{job_id}/{generation}/{host}/{port}"
         return cls(hmac.digest(secret.encode(), place.encode(), "sha256"))
+
+    @classmethod
+    def of(cls, environment: WorkerEnvironment) -> MeetingKey:
+        """That of a worker's generation."""
+        return cls.derive(
+            environment.secret,
+            environment.job_id,
+            environment.generation,
+            environment.rendezvous_host,
+            environment.rendezvous_port,
+        )
 
     def mac(self, purpose: str, *words: bytes) -> bytes:
         text = b"".join(struct.pack("!I", len(word)) + word for word in (purpose.encode(), *words))

@@ -8,11 +8,10 @@ in every group before anything else goes over it.
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -32,10 +31,19 @@ from varuna._gloo import NEVER, GlooGroup, Work, connect_group
 from varuna.departure import Departure, PeerLost
 from varuna.error_text import first_line
 from varuna.handshake import MeetingKey
+from varuna.launched import environment_of_process, find_launched_rank, new_generation
 from varuna.peer_proof import prove_peers
-from varuna.reach import ReachablePort, UnreachedError, is_out_of_reach, try_connect
+from varuna.reach import (
+    ReachablePort,
+    UnreachedError,
+    address_towards,
+    is_loopback,
+    is_out_of_reach,
+    try_connect,
+)
 from varuna.rendezvous_store import RendezvousServer, RendezvousStore
-from varuna_proto.environment import Mode, WorkerEnvironment, parse_stage_to_rank_map
+from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.stage_map import StageMap
 
 __all__ = [
     "Group",
@@ -71,9 +79,10 @@ def get_varuna_config(stage_to_rank_map: str | None = None) -> tuple[int, int]:
     None: those of this process, which are (1, 1) where no launcher started it. Raises ValueError when malformed.
     """
     if stage_to_rank_map is None:
-        environment = worker_environment()
-        return environment.p, environment.d
-    return parse_stage_to_rank_map(stage_to_rank_map)
+        environment = environment_of_process()
+        return (1, 1) if environment is None else (environment.p, environment.d)
+    stage_map = StageMap.parse(stage_to_rank_map)
+    return stage_map.p, stage_map.d
 
 
 def get_this_rank_config_varuna(stage_to_rank_map: str | None = None, rank: int = -1) -> tuple[int, int]:
@@ -81,37 +90,66 @@ def get_this_rank_config_varuna(stage_to_rank_map: str | None = None, rank: int 
 
     Raises ValueError when the map is malformed or the rank is not in it.
     """
-    if stage_to_rank_map is None or rank < 0:
-        environment = worker_environment()
-        stage_to_rank_map = environment.stage_to_rank_map if stage_to_rank_map is None else stage_to_rank_map
-        rank = environment.rank if rank < 0 else rank
-    p, d = parse_stage_to_rank_map(stage_to_rank_map)
-    for stage, ranks in enumerate(stage_to_rank_map.split(";")):
-        for replica, text in enumerate(ranks.split(",")):
-            if int(text) == rank:
-                return stage, replica
-    raise ValueError(f"rank {rank} is not in stage_to_rank_map {stage_to_rank_map!r}, which has ranks 0 to {p * d - 1}")
+    if stage_to_rank_map is None:
+        environment = environment_of_process()
+        stage_map = StageMap.of_shape(1, 1) if environment is None else StageMap.parse(environment.stage_to_rank_map)
+    else:
+        stage_map = StageMap.parse(stage_to_rank_map)
+    return stage_map.place_of(_own_rank() if rank < 0 else rank)
+
+
+def _own_rank() -> int:
+    """As whoever started this process numbers it."""
+    environment = WorkerEnvironment.from_environ(os.environ)
+    if environment is not None:
+        return environment.rank
+    launched = find_launched_rank()
+    return 0 if launched is None else launched.rank
 
 
 def worker_environment(
     environ: Mapping[str, str] | None = None,
     *,
     stage_to_rank_map: str | None = None,
+    stages: int | None = None,
     batch_size: int | None = None,
     chunk_size: int | None = None,
+    profiles: bool = False,
 ) -> WorkerEnvironment:
     """What the launcher says about this process, or, without a launcher, a single process: P = D = 1.
 
-    The arguments are the script's own; one that is None is left to the launcher. Sizes that nobody gives are 0.
-    Raises ValueError when an argument contradicts the launcher.
+    The arguments are the script's own; one that is None is left to the launcher. torchrun and its like know neither
+    shape nor sizes: there they are the arguments'. Sizes that nobody gives are 0. `profiles`: no shape is needed, for
+    the process measures and does not train.
+    Raises ValueError when an argument contradicts the launcher, or one that it does not know is missing.
     """
+    launched = None
     environment = WorkerEnvironment.from_environ(os.environ if environ is None else environ)
     if environment is None:
-        if stage_to_rank_map is not None and get_varuna_config(stage_to_rank_map) != (1, 1):
-            raise ValueError(
-                f"stage_to_rank_map={stage_to_rank_map!r} has more than one rank, but this process was not started by "
-                "the varuna launcher: submit the script as a job, or leave the argument out to run as a single process"
+        launched = find_launched_rank(environ)
+    if launched is not None and profiles:
+        return launched.environment_to_profile()
+    if launched is not None:
+        url = (os.environ if environ is None else environ).get("VARUNA_CHECKPOINT_URL", "")
+        if launched.world_size > 1:
+            return launched.environment(
+                stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size, checkpoint_url=url
             )
+        alone = worker_environment(
+            {}, stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
+        )
+        return replace(alone, generation=new_generation(), checkpoint_url=url, launcher_map="0")
+    if environment is None:
+        for name, value, p, d in (
+            ("stage_to_rank_map", stage_to_rank_map, *get_varuna_config(stage_to_rank_map or "0")),
+            ("stages", stages, 1 if stages is None else stages, 1),
+        ):
+            if (p, d) != (1, 1):
+                raise ValueError(
+                    f"{name}={value!r} needs {p * d} processes, but this one was not started by the varuna launcher, "
+                    "torchrun or the like: submit the script as a job, start it with one of these, or leave the "
+                    "argument out to run as a single process"
+                )
         return WorkerEnvironment.alone(
             "local",
             micro_batch=chunk_size or batch_size or 0,
@@ -121,7 +159,8 @@ def worker_environment(
     if environment.mode is not Mode.TRAIN:
         return environment  # sizes and shape of the coming plan are what is being found out
     for name, value, known in (
-        ("stage_to_rank_map", stage_to_rank_map, environment.stage_to_rank_map),
+        ("stage_to_rank_map", _without_semicolon(stage_to_rank_map), environment.stage_to_rank_map),
+        ("stages", stages, environment.p),
         ("batch_size", batch_size, environment.global_batch),
         ("chunk_size", chunk_size, environment.micro_batch),
     ):
@@ -131,6 +170,11 @@ def worker_environment(
                 + (" or submit the job with this global batch" if name == "batch_size" else "")
             )
     return environment
+
+
+def _without_semicolon(stage_to_rank_map: str | None) -> str | None:
+    """The map as it is written today."""
+    return None if stage_to_rank_map is None else str(StageMap.parse(stage_to_rank_map))
 
 
 class Group:
@@ -207,13 +251,7 @@ class Rendezvous:
         """Connects to the store, which rank 0 serves. Raises PeerLost when it cannot be reached in time."""
         self._environment = environment
         self._departure = departure
-        self._key = MeetingKey.derive(
-            environment.secret,
-            environment.job_id,
-            environment.generation,
-            environment.rendezvous_host,
-            environment.rendezvous_port,
-        )
+        self._key = MeetingKey.of(environment)
         self.store: Store = HashStore()
         self._port: ReachablePort | None = None
         if environment.world_size > 1:
@@ -285,11 +323,8 @@ class Rendezvous:
             raise
 
     def own_address(self) -> str:
-        """The address of this machine on the network that leads to rank 0; a host's name may resolve to loopback."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self._environment.rendezvous_host, self._environment.rendezvous_port))  # sends nothing
-            address: str = probe.getsockname()[0]
-            return address
+        """The address of this machine on the network that leads to rank 0."""
+        return address_towards(self._environment.rendezvous_host, self._environment.rendezvous_port)
 
     def _leave_unreached(self, error: UnreachedError) -> None:
         self._departure.leave(PeerLost(str(error), unreached=error.rank))
@@ -303,15 +338,8 @@ class Rendezvous:
 
 def warn_without_secret(environment: WorkerEnvironment) -> None:
     """Logs it where processes of other machines could take part in the run."""
-    if not environment.secret and not _is_loopback(environment.rendezvous_host):
+    if not environment.secret and not is_loopback(environment.rendezvous_host):
         _log.warning(
             "this run has no secret: whoever reaches its ports can take part in it; start all launchers with the same "
             "VARUNA_SECRET in their environments, or through run_varuna"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -36,7 +36,7 @@ _PROFILE_FILE = "profile.json"
 class Profiler(nn.Module):
     """Profiles a model by the seeds' three steps: wrap it, set the optimizer, `profile_all`.
 
-    Every worker does the same; without the launcher, one process profiles alone. The result is the document that the
+    Every worker does the same; without a launcher, one process profiles alone. The result is the document that the
     manager's calibration makes, and lies as `profile.json` in `out_folder`.
 
     Args:
@@ -75,7 +75,7 @@ class Profiler(nn.Module):
             raise ValueError(f"gpus_per_node {gpus_per_node}: a node has at least one GPU")
         self._model = model
         self._get_batch = example_maker(get_batch)
-        self._worker = Worker.join(worker_environment())
+        self._worker = Worker.join(worker_environment(profiles=True))
         self._device = make_current(choose_device(self._worker.environment, device, -1))
         self._precision = Precision.of(fp16, dtype, self._device)
         self._precision.check_parameters(model.named_parameters())

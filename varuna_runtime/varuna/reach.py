@@ -8,6 +8,7 @@ for as before.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from varuna.error_text import first_line
 
-__all__ = ["ReachablePort", "UnreachedError", "is_out_of_reach", "try_connect"]
+__all__ = ["ReachablePort", "UnreachedError", "address_towards", "is_loopback", "is_out_of_reach", "try_connect"]
 
 _ATTEMPTS = 3
 _ATTEMPT_S = 5.0
@@ -31,6 +32,25 @@ class UnreachedError(Exception):
 
     def __str__(self) -> str:
         return f"rank {self.rank} cannot be reached from here: {self.error}"
+
+
+def address_towards(host: str, port: int = 9) -> str:
+    """This machine's address on the network that leads to `host`; its own name may resolve to loopback.
+
+    Raises OSError when no network leads there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_out_of_reach(error: OSError) -> bool:

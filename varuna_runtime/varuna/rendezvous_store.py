@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Store
 from varuna._gloo import keep_for_ever
 from varuna.handshake import GREETING_BYTES, PROOF_BYTES, Greeting, MeetingKey, StrangerError, greet
 
-__all__ = ["RendezvousServer", "RendezvousStore"]
+__all__ = ["RendezvousServer", "RendezvousStore", "is_served"]
 
 _log = structlog.get_logger("varuna")
 
@@ -391,6 +391,15 @@ class RendezvousStore(Store):
 
 def _encoded(text: str | bytes) -> bytes:
     return text.encode() if isinstance(text, str) else text
+
+
+def is_served(host: str, key: MeetingKey, within_s: float) -> bool:
+    """Whether somebody at `host` who knows the key's secret serves the store."""
+    try:
+        _find(host, key, within_s).close()
+    except dist.DistNetworkError:
+        return False
+    return True
 
 
 def _find(host: str, key: MeetingKey, within_s: float) -> socket.socket:

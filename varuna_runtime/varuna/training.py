@@ -61,6 +61,7 @@ class Varuna(nn.Module):
         model: returns its loss, the mean over the examples of its inputs. On the CPU, or on `meta`: then its modules
             initialise what is this stage's, and nothing else of it is ever in memory.
         stage_to_rank_map: ranks of each stage, joined by `,` and `;`.
+        stages: P, in place of the map: under torchrun and its like, whose ranks are then numbered replica by replica.
         get_batch_fn: `get_batch_fn(size, device="cpu")` gives example inputs, a dict for `model(**inputs)`; or one
             such dict, of any batch size.
         batch_size: B.
@@ -99,11 +100,12 @@ class Varuna(nn.Module):
         offload_optimizer: bool = False,
         cut_points: int | None = None,
         weights: str | os.PathLike[str] | None = None,
+        stages: int | None = None,
     ) -> None:
         super().__init__()
         get_batch = example_maker(get_batch_fn)
         environment = worker_environment(
-            stage_to_rank_map=stage_to_rank_map, batch_size=batch_size, chunk_size=chunk_size
+            stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
         )
         self._scalars = Scalars(environment, os.environ)
         self._worker = Worker.join(environment)

@@ -16,6 +16,8 @@ from varuna._gloo import keep_for_ever
 from varuna.agent_link import AgentLink, install_excepthook
 from varuna.departure import Departure, end_process
 from varuna.launch import Rendezvous
+from varuna.launched import remember_environment
+from varuna.meeting import check_arguments_agree, meet_through_torch
 from varuna.phases import Phases
 from varuna.pipeline.engine import PassResult
 from varuna.presence import Presence
@@ -55,12 +57,18 @@ class Worker:
         if environment.world_size > 1 or environment.agent_socket:
             install_excepthook(link)
         environment = replace(environment, secret=link.secret)
+        if environment.launcher_map and environment.world_size > 1:
+            environment = meet_through_torch(environment, departure)
+            if environment.global_batch:
+                remember_environment(environment)
         rendezvous = Rendezvous(environment, departure)
         if environment.world_size > 1:
             presence = Presence.join(
                 environment.rank, environment.world_size, rendezvous.store, rendezvous.own_address(), departure
             )
             atexit.register(presence.say_goodbye)  # before `_at_exit`: what is registered last is called first
+            if environment.launcher_map:
+                check_arguments_agree(environment, rendezvous.store)
         phases.done("meet")
         topology = Topology(environment.p, environment.d, environment.rank)
         return cls(environment, topology, departure, link, rendezvous, phases, StartSpans(environment, phases))
@@ -113,12 +121,16 @@ def choose_device(
 ) -> torch.device:
     """The device of this worker: the launcher's kind, and the script's index (else the local rank).
 
+    torchrun and its like give no device: there the script's kind counts.
+
     Raises ValueError when the script asks for another kind of device than the launcher gave it.
     """
     given = torch.device(environment.device)
     index: int | None
     if isinstance(device, str | torch.device):
         asked = torch.device(device)
+        if environment.launcher_map and asked.type == "cpu":
+            given = asked
         if asked.type != given.type:
             raise ValueError(
                 f"device={str(asked)!r}, but the launcher gave this worker a {given.type!r} device: leave it out"
