@@ -198,7 +198,7 @@ def varuna_system(
         section_count=len(parameters),
         parameters=parameters,
         section_of={name: index for index, name in enumerate(parameters)},
-        optimizer=optimizer,
+        optimizers=(optimizer,),
     )
     checkpointer = Checkpointer(str(folder), generation=1, rank=0, p=1, d=1)
 

@@ -32,7 +32,7 @@ def make_state() -> TrainingState:
         section_count=1,
         parameters={"weight": weight},
         section_of={"weight": 0},
-        optimizer=optimizer,
+        optimizers=(optimizer,),
         user={"schedule": {"milestones": (3, 5), "scale": torch.tensor(2.0), 7: "seven"}},
         state_dict={"weight": "weight"},
     )
@@ -77,7 +77,7 @@ def test_a_manifest_with_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_
     manifest = save(tmp_path, 3)
     data = manifest.read_bytes()
     state = make_state()
-    assert state.optimizer is not None
+    [optimizer] = state.optimizers
     for at in range(0, len(data), 31):
         manifest.write_bytes(flipped(data, at, at % 8))
         reports: list[tuple[int, str]] = []
@@ -86,7 +86,7 @@ def test_a_manifest_with_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_
         assert loaded.step == 2
         assert [step for step, _ in reports] == [3]
         assert "manifest.json" in reports[0][1]
-        assert state.optimizer.param_groups[0]["lr"] == LEARNING_RATE
+        assert optimizer.param_groups[0]["lr"] == LEARNING_RATE
 
 
 def test_a_cut_manifest_is_refused(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class Rank:
             parameters=self.parameters,
             section_of=SECTION_OF,
             tied={"embedding.weight"},
-            optimizer=self.optimizer,
+            optimizers=(self.optimizer,),
             buffers=self.buffers,
             user=self.user,
             seed=5,

@@ -50,8 +50,8 @@ def print_of(
         model,
         trace(model, get_batch(2)),
         get_batch(1),
-        optimizer=optimizer,
-        memory=measure_optimizer(optimizer),
+        optimizers=[optimizer],
+        memory=[measure_optimizer(optimizer)],
         precision=Precision(dtype, "cpu"),
         hardware=hardware,
     )

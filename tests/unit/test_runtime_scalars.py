@@ -22,7 +22,7 @@ def optimizer(*rates: float) -> torch.optim.Optimizer:
 
 def write(scalars: Scalars, first: int, last: int, loss: float) -> None:
     for step in range(first, last + 1):
-        scalars.step_done(step, loss, 0.5, 32, optimizer(0.125))
+        scalars.step_done(step, loss, 0.5, 32, [optimizer(0.125)])
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -46,7 +46,7 @@ def test_a_step_that_is_done_again_is_there_once(tmp_path: Path) -> None:
 
 def test_learning_rates_that_differ_have_a_curve_each(tmp_path: Path) -> None:
     scalars = Scalars(ALONE, {"VARUNA_TENSORBOARD": str(tmp_path)})
-    scalars.step_done(1, 1.0, 0.5, 32, optimizer(0.5, 0.25))
+    scalars.step_done(1, 1.0, 0.5, 32, [optimizer(0.5, 0.25)])
     events = read(tmp_path)
     assert [events.Scalars(f"train/learning_rate/{index}")[0].value for index in (0, 1)] == [0.5, 0.25]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,11 +46,11 @@ class Calibrating:
     values: Values | None = None
     """Of parameters and buffers, where they are not the model's own."""
 
-    def run(self, optimizer: Optimizer) -> NoReturn:
+    def run(self, optimizers: Sequence[Optimizer]) -> NoReturn:
         """Measures with the other ranks, tells the agent (rank 0) and ends the script (SystemExit with code 0)."""
         departure = self.worker.departure
         try:
-            profile, from_cache = self._profile(optimizer)
+            profile, from_cache = self._profile(optimizers)
         except torch.distributed.DistError as error:  # a peer went away: that is no fault of the script's
             departure.leave(PeerLost(f"while calibrating: {first_line(error)}"))
             departure.check()
@@ -59,7 +59,7 @@ class Calibrating:
             self.worker.link.profile_done(profile.to_json(), from_cache=from_cache)
         raise SystemExit(0)
 
-    def _profile(self, optimizer: Optimizer) -> tuple[Profile | None, bool]:
+    def _profile(self, optimizers: Sequence[Optimizer]) -> tuple[Profile | None, bool]:
         """(the profile on rank 0 and None elsewhere, whether it was measured before)."""
         environment, rendezvous = self.worker.environment, self.worker.rendezvous
         peers = Peers(environment.rank, environment.world_size, rendezvous.store)
@@ -67,7 +67,7 @@ class Calibrating:
         fleet = peers.gather("fleet", [socket.gethostname(), _hardware(self.device)])
         key, earlier, enough = "", None, False
         if cache is not None and fleet is not None:
-            key = self._fingerprint(optimizer, [hardware for _, hardware in fleet])
+            key = self._fingerprint(optimizers, [hardware for _, hardware in fleet])
             earlier = cache.find(key) if self.from_cache else None
             enough = earlier is not None and self._is_enough(earlier, [host for host, _ in fleet])
         if peers.tell("cached", enough):
@@ -77,7 +77,7 @@ class Calibrating:
             self.model,
             self.model_map,
             self.get_batch,
-            optimizer=optimizer,
+            optimizer=optimizers,
             device=self.device,
             precision=self.precision,
             optimizer_on_device=self.optimizer_on_device,
@@ -93,13 +93,16 @@ class Calibrating:
             cache.keep(key, profile)
         return profile, False
 
-    def _fingerprint(self, optimizer: Optimizer, hardware: list[str]) -> str:
+    def _fingerprint(self, optimizers: Sequence[Optimizer], hardware: list[str]) -> str:
         return fingerprint(
             self.model,
             self.model_map,
             self.get_batch(1),
-            optimizer=optimizer,
-            memory=measure_optimizer(optimizer) if self.optimizer_on_device else OptimizerMemory(0.0, 0),
+            optimizers=optimizers,
+            memory=[
+                measure_optimizer(optimizer) if self.optimizer_on_device else OptimizerMemory(0.0, 0)
+                for optimizer in optimizers
+            ],
             precision=self.precision,
             hardware=hardware,
         )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import structlog
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.agreement import Totals, agree
 from varuna.checkpoint import Cadence, Checkpointer, Loaded, TrainingState, load, on_one_disk, resume
@@ -45,6 +46,7 @@ class Registered:
     def __init__(self) -> None:
         self._registered: dict[str, Stateful] = {}
         self._unclaimed: dict[str, dict[str, Any]] = {}
+        self._loaded: Loaded | None = None
 
     def add(self, name: str, state: Stateful, *, replace: bool = False) -> None:
         """Raises ValueError for a name taken, unless `replace`."""
@@ -52,19 +54,29 @@ class Registered:
             raise ValueError(f"a state named {name!r} is registered already: give each its own name")
         self._registered[name] = state
         if name in self._unclaimed:  # registered after the checkpoint was loaded
-            state.load_state_dict(self._unclaimed.pop(name))
+            self._claim(name, state)
+
+    def schedulers(self) -> dict[str, LRScheduler]:
+        """Those of the states that belong to parameter groups."""
+        return {name: state for name, state in self._registered.items() if isinstance(state, LRScheduler)}
 
     def states(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._registered.items()}
 
     def load(self, loaded: Loaded) -> None:
         """Gives every state its own from a checkpoint; what no name claims is kept for later."""
-        self._unclaimed = dict(loaded.user)
+        self._loaded, self._unclaimed = loaded, dict(loaded.user)
         for name, state in self._registered.items():
             if name in self._unclaimed:
-                state.load_state_dict(self._unclaimed.pop(name))
+                self._claim(name, state)
             else:
                 _log.warning("the checkpoint has no state of this name", name=name, step=loaded.step)
+
+    def _claim(self, name: str, state: Stateful) -> None:
+        saved = self._unclaimed.pop(name)
+        if isinstance(state, LRScheduler) and self._loaded is not None:
+            saved = self._loaded.scheduler_state(name, state, saved)
+        state.load_state_dict(saved)
 
 
 def state_dict_names(model: nn.Module, model_map: ModelMap) -> dict[str, str]:

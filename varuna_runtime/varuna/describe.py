@@ -88,10 +88,12 @@ def times_document(profile: Profile, micro_batch: int) -> dict[str, Any]:
     }
 
 
-def optimizer_document(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
+def optimizer_document(names: Sequence[str], findings: Sequence[Finding], left_out: Sequence[str]) -> dict[str, Any]:
+    """Of all of the script's optimizers, whose classes have these names; `left_out`: parameters that none holds."""
     return {
-        "class": name,
+        "class": " and ".join(names),
         "findings": [{"what": x.what, "place": x.place, "way_out": x.way_out, "matters": x.matters} for x in findings],
+        "left_out": list(left_out),
     }
 
 
@@ -130,6 +132,10 @@ def _notes(document: Mapping[str, Any]) -> list[str]:
         lines += [
             f"  {x['what']}{' (at ' + x['place'] + ')' if x['place'] else ''}: {x['way_out']}"
             for x in optimizer["findings"]
+        ]
+        lines += [
+            f"  held by no optimizer: {name}, which requires a gradient and never changes"
+            for name in optimizer["left_out"]
         ]
     return lines
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from varuna.calibration.measuring import calibrate
 from varuna.describe import optimizer_document, sections_document, text_of, times_document
 from varuna.optimizer_check import check_optimizer
+from varuna.optimizers import left_out
 from varuna.partition import ModelMap
 from varuna.precision import Precision
 from varuna_planner.profile import Profile
@@ -44,15 +45,19 @@ class Inspecting:
         object.__setattr__(self, "_document", document)
         _write(self.environment, document)
 
-    def run(self, optimizer: Optimizer) -> NoReturn:
-        """Adds what the optimizer does, and what is measured; ends the script (SystemExit with code 0)."""
-        self._document["optimizer"] = optimizer_document(type(optimizer).__name__, check_optimizer(optimizer))
+    def run(self, optimizers: Sequence[Optimizer]) -> NoReturn:
+        """Adds what the optimizers do, and what is measured; ends the script (SystemExit with code 0)."""
+        self._document["optimizer"] = optimizer_document(
+            [type(optimizer).__name__ for optimizer in optimizers],
+            [finding for optimizer in optimizers for finding in check_optimizer(optimizer)],
+            left_out(optimizers, dict(self.model.named_parameters())),
+        )
         if self.environment.report_times == _MEASURE:
             profile = calibrate(
                 self.model,
                 self.model_map,
                 self.get_batch,
-                optimizer=optimizer,
+                optimizer=optimizers,
                 device=self.device,
                 precision=self.precision,
                 global_batch=self.environment.micro_batch,

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from varuna._gloo import GlooGroup
 from varuna.calibration.measuring import Meters, calibrate, document, measure_network, measure_sections
 from varuna.calibration.merging import with_earlier
-from varuna.calibration.optimizer import ADAM_MEMORY, OptimizerTime, measure_optimizer, time_optimizer
+from varuna.calibration.optimizer import ADAM_MEMORY, OptimizerCosts, OptimizerTime, measure_optimizer, time_optimizer
 from varuna.calibration.peers import Peers
 from varuna.example_inputs import example_maker
 from varuna.generators import global_generators_kept
 from varuna.launch import worker_environment
+from varuna.optimizers import Optimizers, listed
 from varuna.partition import trace
 from varuna.precision import Precision
 from varuna.worker import Worker, choose_device, make_current
@@ -83,7 +84,7 @@ class Profiler(nn.Module):
         self._path = Path(out_folder) / _PROFILE_FILE
         self._from_cache = from_cache
         self._add_to_existing = add_to_existing
-        self._optimizer: Optimizer | None = None
+        self._optimizers: tuple[Optimizer, ...] = ()
         self._calls = 0
         with global_generators_kept(self._device), self._precision.dry_run():
             self._model_map = trace(model, self._get_batch(2), cut_points=cut_points)
@@ -100,17 +101,17 @@ class Profiler(nn.Module):
 
     def set_optimizer(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         amp_opt_level: str = "O2",
         loss_scale: float | Literal["dynamic"] = "dynamic",
         init_loss_scale: float = 2**20,
         min_loss_scale: float | None = None,
     ) -> None:
-        """The optimizer that training will use: how much it keeps per parameter goes into the profile.
+        """The optimizer, or list of several, that training will use: what it keeps per parameter goes into the profile.
 
         The other arguments, which cost neither time nor memory, are for the seeds' sake.
         """
-        self._optimizer = optimizer
+        self._optimizers = listed(optimizer)
 
     def profile_all(self, microbatch_sizes: Sequence[int]) -> Profile:
         """Measure at these micro-batch sizes, all workers together; the whole profile, on every one of them.
@@ -143,11 +144,14 @@ class Profiler(nn.Module):
         found.by_section = with_earlier(
             found.by_section, before, len(self._model_map.sections), every_size=self._add_to_existing
         )
-        memory, step = ADAM_MEMORY, OptimizerTime(0.0, 0.0)
-        if self._optimizer is not None:
-            memory = measure_optimizer(self._optimizer)
-            step = time_optimizer(self._optimizer, self._device, meters.clock)
-        profile = document(self._model, self._model_map, found, network, memory, step, self._precision)
+        costs = OptimizerCosts((), [ADAM_MEMORY], [OptimizerTime(0.0, 0.0)])
+        if self._optimizers:
+            costs = OptimizerCosts(
+                self._optimizers,
+                [measure_optimizer(each) for each in self._optimizers],
+                [time_optimizer(each, self._device, meters.clock).times(found.sharing) for each in self._optimizers],
+            )
+        profile = document(self._model, self._model_map, found, network, costs, self._precision)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(profile.to_json())
         return profile

@@ -7,7 +7,7 @@ earlier generation wrote of the same steps, so each step is there once, however 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -41,18 +41,18 @@ class Scalars:
         if environment.mode is Mode.CALIBRATE:
             self._folder = ""
 
-    def step_done(self, step: int, loss: float, step_s: float, examples: int, optimizer: Optimizer) -> None:
+    def step_done(self, step: int, loss: float, step_s: float, examples: int, optimizers: Sequence[Optimizer]) -> None:
         """Is written when this returns; `step` counts from 1, `loss` is the mean over the batch. A folder that cannot
         be written is told of once and does not stop training."""
         if not self._folder:
             return
         try:
-            self._write(step, loss, step_s, examples, optimizer)
+            self._write(step, loss, step_s, examples, optimizers)
         except OSError as error:
             _log.warning("no more curves for TensorBoard", folder=self._folder, error=str(error))
             self._folder = ""
 
-    def _write(self, step: int, loss: float, step_s: float, examples: int, optimizer: Optimizer) -> None:
+    def _write(self, step: int, loss: float, step_s: float, examples: int, optimizers: Sequence[Optimizer]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -61,15 +61,15 @@ class Scalars:
             ("loss", loss),
             ("step_s", step_s),
             ("examples_per_s", examples / step_s),
-            *_learning_rates(optimizer).items(),
+            *_learning_rates(optimizers).items(),
         ):
             self._writer.add_scalar(f"train/{name}", value, step)
         self._writer.flush()  # this process may have to leave at any time, and the next goes on after this step
 
 
-def _learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """By name; of each group of parameters where they differ. None where the optimizer has no such thing."""
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+def _learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:
+    """By name; of each group of parameters where they differ. None where the optimizers have no such thing."""
+    rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     if len(set(rates)) == 1:
         return {"learning_rate": rates[0]}
     return {f"learning_rate/{index}": rate for index, rate in enumerate(rates)}

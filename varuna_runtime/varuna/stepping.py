@@ -8,7 +8,7 @@ from the same gradients would train something else, without a word. So would a s
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from types import FrameType, MethodType
 from typing import Any
@@ -19,9 +19,10 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from varuna.optim import is_stepping, stepping
+from varuna.optimizers import renew_placeholders
 from varuna.places import users_code
 
-__all__ = ["GradientsLeft", "refuse_clipping", "step_optimizer", "take_over_steps"]
+__all__ = ["GradientsLeft", "refuse_clipping", "step_optimizers", "take_over_steps"]
 
 _log = structlog.get_logger("varuna")
 
@@ -34,7 +35,7 @@ _INSTEAD = (
 
 
 def take_over_steps(optimizer: Optimizer) -> None:
-    """From now on `optimizer.step()` does something only inside `step_optimizer`.
+    """From now on `optimizer.step()` does something only inside `step_optimizers`.
 
     The object stays the user's own: its method is replaced on it, as PyTorch's learning-rate schedulers do, which may
     come before or after this.
@@ -58,13 +59,15 @@ def take_over_steps(optimizer: Optimizer) -> None:
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def step_optimizer(optimizer: Optimizer, gradient_norm: float) -> None:
-    """Steps it: `step` as the user's object has it now, with the hooks and the schedulers' wrapping.
+def step_optimizers(optimizers: Sequence[Optimizer], gradient_norm: float) -> None:
+    """Steps them in their order: `step` as the user's object has it now, with the hooks and the schedulers' wrapping.
 
     `gradient_norm`: of the whole model's gradient as it is now, for optimizers that ask.
     """
+    renew_placeholders(optimizers)
     with stepping(gradient_norm):
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def refuse_clipping() -> None:

@@ -29,13 +29,14 @@ from varuna.launch import worker_environment
 from varuna.offload import HostParameters
 from varuna.optim import clip_factor, scale_gradients
 from varuna.optimizer_check import require_splittable
+from varuna.optimizers import Optimizers, allow_empty_stages, check_parameters, listed, report_left_out
 from varuna.partition import PartitionError, trace
 from varuna.partition.batch import batch_size_of
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.precision import LossScaler, Precision
 from varuna.pretrained import Weights
 from varuna.scalars import Scalars
-from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizer, take_over_steps
+from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizers, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
 from varuna_proto.environment import Mode
@@ -124,7 +125,7 @@ class Varuna(nn.Module):
             raise
         self._worker.phases.done("trace")
         self._sections = len(model_map.sections)
-        self._optimizer: Optimizer | None = None
+        self._optimizers: tuple[Optimizer, ...] = ()
         self._scaler: LossScaler | None = None
         self._step = 0
         self._seed = torch.initial_seed()
@@ -160,6 +161,8 @@ class Varuna(nn.Module):
         stage, everyone = self._parts.stage, self._parts.everyone
         self._seed = agreed_seed(self._seed, everyone)
         self._host = HostParameters(stage.parameters) if offload_optimizer else None
+        if self._worker.topology.p > 1:
+            allow_empty_stages(self._device if self._host is None else torch.device("cpu"))
         self._parameters_here = stage.parameters if self._host is None else self._host.parameters
         if (description := hugging_face.Description.of(model)) is not None:
             self._registered.add(hugging_face.STATE, description)
@@ -196,44 +199,50 @@ class Varuna(nn.Module):
 
     def set_optimizer(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         loss_scale: float | Literal["dynamic"] = "dynamic",
         init_loss_scale: float = 2**20,
         min_loss_scale: float = 1.0,
     ) -> None:
         """Connects the optimizer, made from this object's `parameters()`: this object itself steps it.
 
-        A call of `optimizer.step()` by the script does nothing from now on: `step` has done it.
+        A call of `optimizer.step()` by the script does nothing from now on: `step` has done it. A log line names the
+        trainable parameters that no optimizer holds.
         In a calibration generation this measures the profile and then ends the script (SystemExit with code 0), and
         under `varuna inspect` it writes the report.
 
         Args:
+            optimizer: one, or a list of several, which step in its order; no parameter may be in two of them.
             loss_scale: for fp16 alone: a number, which then stays; or "dynamic": halved when gradients overflow,
                 doubled after 2000 steps without.
             init_loss_scale, min_loss_scale: where a dynamic scale starts, and the least it becomes.
 
         Raises:
-            ValueError: the optimizer holds a parameter that is not of this stage, or cannot be split over stages and
-                replicas; or a scale is no positive number.
+            ValueError: an optimizer holds a parameter that is not of this stage or is in another one, too, or cannot be
+                split over stages and replicas; other optimizers were set before; or a scale is no positive number.
         """
-        own = {id(parameter) for parameter in self._parameters_here.values()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in own:
-                    raise ValueError(
-                        f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not of this stage: "
-                        "make the optimizer after wrapping the model, from the Varuna object's parameters()"
-                    )
-        if self._worker.environment.mode is not Mode.INSPECT:  # which tells of it
-            require_splittable(optimizer, self._worker.environment, self._sections)
-        self._optimizer = optimizer
-        take_over_steps(optimizer)
+        optimizers = listed(optimizer)
+        if self._optimizers and set(map(id, self._optimizers)) != set(map(id, optimizers)):
+            raise ValueError(
+                "set_optimizer was called before, with other optimizers: give it all of them at once, in a list: "
+                "set_optimizer([first, second])"
+            )
+        check_parameters(optimizers, self._parameters_here)
+        environment = self._worker.environment
+        if environment.mode is not Mode.INSPECT:  # which tells of it
+            for each in optimizers:
+                require_splittable(each, environment, self._sections)
+            if self._worker.topology.replica == 0:
+                report_left_out(optimizers, self._parameters_here)
+        self._optimizers = optimizers
+        for each in optimizers:
+            take_over_steps(each)
         if self._precision.needs_scale:
             self._scaler = LossScaler(loss_scale, init_loss_scale, min_loss_scale)
             self._registered.add(_LOSS_SCALE, self._scaler, replace=True)
         if self._instead is not None:
             self._say_ready()
-            self._instead.run(optimizer)
+            self._instead.run(optimizers)
 
     def step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None = None) -> tuple[float, bool, float]:
         """Trains one step on this replica's share of the global batch. Called by all ranks.
@@ -251,7 +260,7 @@ class Varuna(nn.Module):
             GenerationEnded, PeerLost: this worker must leave (both are SystemExit).
         """
         began_ns = time.perf_counter_ns()
-        optimizer = self._require_optimizer("step")
+        optimizers = self._require_optimizers("step")
         if self._broken:
             raise RuntimeError("an earlier step failed half-way, so ranks may no longer agree: end the script")
         self._gradients_left.check()
@@ -280,18 +289,18 @@ class Varuna(nn.Module):
         # Every gradient of the model is in this norm, which is the same on all ranks; so is what they conclude from it.
         overflow = self._scaler is not None and not math.isfinite(totals.squared_norm)
         clip = clip_factor(norm, clip_grad_max_norm)
-        self._update(optimizer, correction * clip, norm * clip, skip=overflow)
+        self._update(optimizers, correction * clip, norm * clip, skip=overflow)
         self._gradients_left.note(self._parameters_here.values())
         self._step += 1
         self._broken = False
         self._checkpointing.automatic.agree(totals.wishes)
         step_ns = time.perf_counter_ns() - began_ns
         self._worker.report_step(self._step, loss, totals.examples, passed, step_ns, self._device)
-        self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizer)
+        self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizers)
         return loss, overflow, norm
 
-    def _update(self, optimizer: Optimizer, factor: float, norm: float, *, skip: bool) -> None:
-        """Multiplies the gradients with `factor` and steps the optimizer, unless they have overflowed (`skip`).
+    def _update(self, optimizers: Sequence[Optimizer], factor: float, norm: float, *, skip: bool) -> None:
+        """Multiplies the gradients with `factor` and steps the optimizers, unless they have overflowed (`skip`).
 
         `norm`: of the whole model's gradient after that.
         """
@@ -300,7 +309,7 @@ class Varuna(nn.Module):
         if self._host is not None:
             self._host.take_gradients()
         if not skip:
-            step_optimizer(optimizer, norm)
+            step_optimizers(optimizers, norm)
             if self._host is not None:
                 self._host.put_back()
         if self._scaler is not None:
@@ -403,7 +412,7 @@ class Varuna(nn.Module):
         It is always checked that the checkpoint is complete. Raises varuna.checkpoint.CheckpointError when it is not,
         and ValueError when the ranks ask for different ones.
         """
-        self._require_optimizer("load_checkpoint")
+        self._require_optimizers("load_checkpoint")
         self._resumed = True
         mean = agree(self._parts.everyone, Totals(loss_sum=float(iteration), examples=1)).loss
         if mean != iteration:
@@ -419,7 +428,7 @@ class Varuna(nn.Module):
         Called by all ranks, after `set_optimizer`. Continue with step `resume() + 1`.
         Raises varuna.checkpoint.CheckpointError when the manager has recorded checkpoints and none can be read.
         """
-        self._require_optimizer("resume")
+        self._require_optimizers("resume")
         self._resumed = True
         self._worker.phases.done("script")
         loaded = self._checkpointing.resume(self._training_state())
@@ -438,12 +447,18 @@ class Varuna(nn.Module):
         self._registered.load(loaded)
 
     def _training_state(self) -> TrainingState:
-        return replace(self._held, optimizer=self._optimizer, user=self._registered.states(), seed=self._seed)
+        return replace(
+            self._held,
+            optimizers=self._optimizers,
+            schedulers=self._registered.schedulers(),
+            user=self._registered.states(),
+            seed=self._seed,
+        )
 
-    def _require_optimizer(self, caller: str) -> Optimizer:
-        if self._optimizer is None:
+    def _require_optimizers(self, caller: str) -> tuple[Optimizer, ...]:
+        if not self._optimizers:
             raise RuntimeError(f"{caller}() needs the optimizer: call set_optimizer(optimizer) before")
-        return self._optimizer
+        return self._optimizers
 
     def _say_ready(self) -> None:
         if not self._said_ready:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from varuna.calibration.links import ring_sizes
 from varuna.calibration.measuring import doubling
-from varuna.calibration.optimizer import OptimizerMemory
+from varuna.calibration.optimizer import OptimizerMemory, numbers_of_holders
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.store import CheckpointStore
 from varuna.partition import ModelMap
@@ -37,8 +37,8 @@ def fingerprint(
     model_map: ModelMap,
     inputs: Mapping[str, Any],
     *,
-    optimizer: Optimizer,
-    memory: OptimizerMemory,
+    optimizers: Sequence[Optimizer],
+    memory: Sequence[OptimizerMemory],
     precision: Precision,
     hardware: Sequence[str],
 ) -> str:
@@ -49,7 +49,7 @@ def fingerprint(
 
     Args:
         inputs: one example.
-        memory: what the optimizer keeps on the device.
+        memory: what each of the optimizers keeps on the device.
         hardware: of every rank.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -66,10 +66,17 @@ def fingerprint(
         ],
         "inputs": [[leaf.shape, str(leaf.dtype)] for leaf in tree_flatten(dict(inputs))[0] if isinstance(leaf, Tensor)],
         "precision": str(precision.dtype),
-        "optimizer": [_type_name(optimizer), memory.per_element, memory.fixed],
+        "optimizer": [
+            fact
+            for optimizer, kept in zip(optimizers, memory, strict=True)
+            for fact in (_type_name(optimizer), kept.per_element, kept.fixed)
+        ],
         "torch": torch.__version__.split(".")[:2],
         "hardware": sorted(set(hardware)),
     }
+    if len(optimizers) > 1:
+        holder = numbers_of_holders(optimizers)
+        described["holders"] = [holder.get(id(parameters[name])) for name in model_map.parameter_bytes]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 

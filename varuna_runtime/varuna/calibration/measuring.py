@@ -23,15 +23,15 @@ from typing import Any
 import structlog
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from varuna.calibration.compute import Clock, SectionMeter, measure_in_turn, time_stage_overhead, worth_doubling
 from varuna.calibration.links import Connect, LinkSample, classify, measure_all_reduce, measure_links
 from varuna.calibration.merging import in_step, scaled, with_earlier, without
-from varuna.calibration.optimizer import OptimizerMemory, OptimizerTime, measure_optimizer, time_optimizer
+from varuna.calibration.optimizer import OptimizerCosts, OptimizerMemory, measure_optimizer, time_optimizer
 from varuna.calibration.peers import Peers
 from varuna.example_inputs import GetBatch
 from varuna.launch import KeyValueStore
+from varuna.optimizers import Optimizers, listed
 from varuna.partition import ModelMap, Values
 from varuna.precision import Precision
 from varuna_planner.profile import AllReduceMeasurement, Links, Measurement, Profile, Section, SharedParameter
@@ -65,7 +65,7 @@ def calibrate(
     model_map: ModelMap,
     get_batch: GetBatch,
     *,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     device: torch.device,
     global_batch: int,
     precision: Precision | None = None,
@@ -85,7 +85,7 @@ def calibrate(
     Args:
         model_map: of `varuna.partition.trace`, the same on every rank.
         get_batch: makes example inputs of a given size.
-        optimizer: the one that training will use: how much it keeps per parameter is measured on a copy.
+        optimizer: the one or several that training will use: how much they keep per parameter is measured on copies.
         global_batch: no micro-batch larger than this is measured.
         precision: the one that training will use, and `model_map` was traced under; None: fp32.
         optimizer_on_device: whether the optimizer's state takes the device's memory; else the host's.
@@ -113,15 +113,17 @@ def calibrate(
     network = measure_network(peers, connect, device, host or socket.gethostname())
     if found is None or network is None:
         return None
-    memory = measure_optimizer(optimizer) if optimizer_on_device else OptimizerMemory(0.0, 0)
+    optimizers = listed(optimizer)
+    memory = [measure_optimizer(each) if optimizer_on_device else OptimizerMemory(0.0, 0) for each in optimizers]
     network.environment["global_batch"] = str(global_batch)
     if earlier is not None:
         found.by_section = with_earlier(
             found.by_section, in_step(earlier, found.sharing), len(earlier.sections), every_size=True
         )
         network.extend(earlier)
-    step = time_optimizer(optimizer, device if optimizer_on_device else torch.device("cpu"), meters.clock)
-    return document(model, model_map, found, network, memory, step, precision)
+    stepped_on = device if optimizer_on_device else torch.device("cpu")
+    step = [time_optimizer(each, stepped_on, meters.clock).times(found.sharing) for each in optimizers]
+    return document(model, model_map, found, network, OptimizerCosts(optimizers, memory, step), precision)
 
 
 class Meters:
@@ -378,8 +380,7 @@ def document(
     model_map: ModelMap,
     found: Measured,
     network: Network,
-    memory: OptimizerMemory,
-    step: OptimizerTime,
+    costs: OptimizerCosts,
     precision: Precision,
 ) -> Profile:
     return Profile(
@@ -389,8 +390,7 @@ def document(
             "sharing": f"{found.sharing:.4g}",
         },
         sections=tuple(
-            _section(model, model_map, index, found.by_section[index], memory, step.times(found.sharing))
-            for index in sorted(found.by_section)
+            _section(model, model_map, index, found.by_section[index], costs) for index in sorted(found.by_section)
         ),
         shared_parameters=tuple(
             SharedParameter(name=name, sections=uses, bytes=model_map.parameter_bytes[name])
@@ -407,8 +407,7 @@ def _section(
     model_map: ModelMap,
     index: int,
     measurements: list[Measurement],
-    memory: OptimizerMemory,
-    step: OptimizerTime,
+    costs: OptimizerCosts,
 ) -> Section:
     """A section with its memory. Tied parameters count in each section that uses them: a stage with one needs them."""
     section = model_map.sections[index]
@@ -419,7 +418,7 @@ def _section(
         name=section.name,
         parameter_bytes=sum(model_map.parameter_bytes[name] for name in section.parameters),
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        optimizer_bytes=sum(memory.bytes_for(parameter.numel()) for parameter in trained),
-        optimizer_us=step.us_for(len(trained), sum(parameter.numel() for parameter in trained)),
+        optimizer_bytes=costs.bytes_for(trained),
+        optimizer_us=costs.us_for(trained),
         measurements=tuple(measurements),
     )

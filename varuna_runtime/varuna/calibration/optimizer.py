@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -17,7 +18,15 @@ from torch.optim import Optimizer
 
 from varuna.calibration.compute import Clock
 
-__all__ = ["ADAM_MEMORY", "OptimizerMemory", "OptimizerTime", "measure_optimizer", "time_optimizer"]
+__all__ = [
+    "ADAM_MEMORY",
+    "OptimizerCosts",
+    "OptimizerMemory",
+    "OptimizerTime",
+    "measure_optimizer",
+    "numbers_of_holders",
+    "time_optimizer",
+]
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +78,35 @@ class OptimizerTime:
 
     def us_for(self, tensors: int, elements: int) -> float:
         return self.tensor_us * tensors + self.element_us * elements
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """Of a script's optimizers together. A parameter that none of them holds is taken to be the first one's."""
+
+    optimizers: Sequence[Optimizer]
+    memory: Sequence[OptimizerMemory]
+    """Of each; of one at least."""
+    step: Sequence[OptimizerTime]
+    """Of each."""
+
+    def bytes_for(self, parameters: Iterable[Tensor]) -> int:
+        holder = numbers_of_holders(self.optimizers)
+        return sum(self.memory[holder.get(id(p), 0)].bytes_for(p.numel()) for p in parameters)
+
+    def us_for(self, parameters: Iterable[Tensor]) -> float:
+        holder = numbers_of_holders(self.optimizers)
+        return sum((self.step[holder.get(id(p), 0)].us_for(1, p.numel()) for p in parameters), 0.0)
+
+
+def numbers_of_holders(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """The number of the optimizer that holds a parameter, by the parameter's id."""
+    return {
+        id(parameter): number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def time_optimizer(optimizer: Optimizer, device: torch.device, clock: Clock) -> OptimizerTime:

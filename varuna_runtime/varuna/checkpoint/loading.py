@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import structlog
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.checkpoint import tensor_file
 from varuna.checkpoint.encoding import decode
 from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.group_options import OptionsByName, options_by_place
 from varuna.checkpoint.manifest import MANIFEST, FileEntry, FileKind, Manifest, file_generation, parse
-from varuna.checkpoint.state import TrainingState, fill, optimizer_name, optimizer_states
+from varuna.checkpoint.state import TrainingState, fill, optimizer_states
 from varuna.checkpoint.store import CheckpointStore, folder_of
 
 if TYPE_CHECKING:
@@ -55,6 +58,17 @@ class Loaded:
     bytes_read: int
     store_bytes: int
     """Of them, those that came from the store: the others' copies were on this VM."""
+    options: OptionsByName
+    """Of parameter groups, with what LR schedulers have for them."""
+    optimizers: Sequence[Optimizer] = ()
+    """Those that the state was loaded into."""
+
+    def scheduler_state(self, name: str, scheduler: LRScheduler, state: Mapping[str, Any]) -> dict[str, Any]:
+        """`state`, saved under `name`, for this rank's scheduler: its lists have what was saved for this rank's groups.
+
+        Raises CheckpointError when the groups cannot take over what was saved.
+        """
+        return self.options.scheduler_state(name, scheduler, state, self.optimizers)
 
 
 def newest_complete(url: str, *, before: int | None = None, report: Report | None = None) -> int | None:
@@ -175,7 +189,7 @@ class _Staged:
     state: TrainingState
     values: Mapping[str, Tensor]
     optimizer_state: Mapping[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
+    groups: Sequence[Sequence[Mapping[str, Any]]]
 
     def apply(self) -> None:
         fill(self.state, self.values, self.optimizer_state, self.groups)
@@ -215,9 +229,11 @@ def _stage(url: str, step: int, state: TrainingState) -> _Staged:
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
             )
     extra = _decoded_state(manifest, reader)
+    by_name = _options_by_name(manifest, reader, state)
     optimizer_state: dict[str, dict[str, Any]] = {}
-    if state.optimizer is not None:
-        _check_optimizer(manifest, state, extra.optimizer_groups, store.url_of(step))
+    groups: Sequence[Sequence[Mapping[str, Any]]] = ()
+    if state.optimizers:
+        groups = _groups(manifest, state, by_name, extra.optimizer_groups, store.url_of(step))
         optimizer_state = _optimizer_state(manifest, reader, state.parameters)
     if reader.faults:
         _log.info("read from the store, not the local copies", files=len(reader.faults), first=reader.faults[0])
@@ -228,8 +244,10 @@ def _stage(url: str, step: int, state: TrainingState) -> _Staged:
         seed=manifest.seed,
         bytes_read=reader.bytes_read,
         store_bytes=reader.store_bytes,
+        options=by_name,
+        optimizers=state.optimizers,
     )
-    return _Staged(loaded, state, values, optimizer_state, extra.optimizer_groups)
+    return _Staged(loaded, state, values, optimizer_state, groups)
 
 
 def _try_stage(url: str, step: int, state: TrainingState) -> tuple[_Staged | None, str]:
@@ -319,6 +337,7 @@ class _Extra(NamedTuple):
 
     user: dict[str, Any]
     optimizer_groups: list[dict[str, Any]]
+    """Rank 0's, from an earlier version."""
 
 
 def _decoded_state(manifest: Manifest, reader: _Reader) -> _Extra:
@@ -331,7 +350,7 @@ def _decoded_state(manifest: Manifest, reader: _Reader) -> _Extra:
         decoded = decode(manifest.state, tensors)
     if not isinstance(decoded, dict):
         raise CheckpointError(f"{where}/{MANIFEST}: field state is no mapping")
-    user, groups = decoded.get("user"), decoded.get("optimizer_groups")
+    user, groups = decoded.get("user"), decoded.get("optimizer_groups", [])
     if not isinstance(user, dict):
         raise CheckpointError(f"{where}/{MANIFEST}: field state.user is no mapping")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -363,18 +382,24 @@ def _optimizer_state(manifest: Manifest, reader: _Reader, names: Iterable[str]) 
     return states
 
 
-def _check_optimizer(manifest: Manifest, state: TrainingState, groups: list[dict[str, Any]], where: str) -> None:
-    assert state.optimizer is not None
+def _options_by_name(manifest: Manifest, reader: _Reader, state: TrainingState) -> OptionsByName:
+    entries = [entry for entry in manifest.files if entry.kind is FileKind.OPTIONS]
+    reader.fetch(entries)
+    tensors = {name: tensor for entry in entries for name, tensor in reader.tensors(entry)[0].items()}
+    where = reader.store.url_of(reader.step)
+    with _located(where):
+        return OptionsByName(manifest.groups, tensors, state.names, where)
+
+
+def _groups(
+    manifest: Manifest, state: TrainingState, by_name: OptionsByName, of_rank_0: list[dict[str, Any]], where: str
+) -> Sequence[Sequence[Mapping[str, Any]]]:
+    """The options of each optimizer's groups. Raises CheckpointError for optimizers that cannot take them over."""
     if manifest.optimizer is None:
         raise CheckpointError(f"{where} holds no optimizer state: load it before the optimizer is set")
-    name = optimizer_name(state.optimizer)
-    if manifest.optimizer != name:
-        raise CheckpointError(f"{where} holds the state of {manifest.optimizer}, and the optimizer is {name}")
-    if len(groups) != len(state.optimizer.param_groups):
-        raise CheckpointError(
-            f"{where} holds {len(groups)} parameter groups, and the optimizer has {len(state.optimizer.param_groups)}: "
-            "make the same groups, in the same order, on every rank (empty ones too)"
-        )
+    if manifest.groups:
+        return by_name.options(state.optimizers)
+    return [options_by_place(manifest, of_rank_0, state.optimizers, where)]
 
 
 def _from_rank_0(store: KeyValueStore | None, key: str, value: T, rank: int) -> T:

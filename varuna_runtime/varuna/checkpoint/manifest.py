@@ -26,8 +26,10 @@ __all__ = [
     "FileKind",
     "Manifest",
     "Receipt",
+    "SavedGroup",
     "file_generation",
     "merge",
+    "merge_groups",
     "parse",
     "receipt_name",
 ]
@@ -69,7 +71,9 @@ class FileKind(StrEnum):
     OPTIMIZER = "optimizer"
     """Tensors by parameter name and state key; the rest of the state is JSON in the file's metadata."""
     STATE = "state"
-    """Tensors among the user's states and the optimizer's options."""
+    """Tensors among the user's states."""
+    OPTIONS = "options"
+    """Tensors among the options of one rank's parameter groups."""
 
 
 class FileEntry(_Document):
@@ -88,6 +92,20 @@ class FileEntry(_Document):
     """Where its writer has kept a copy: the URL of a folder of its VM, with the same folders and names in it; or ""."""
 
 
+class SavedGroup(_Document):
+    """A parameter group of an optimizer: on one rank; or, in a manifest, on all ranks where it has the same options."""
+
+    optimizer: str
+    """The optimizer's class."""
+    position: tuple[int, int]
+    """Of the optimizer among the script's, and of the group in the optimizer."""
+    options: dict[str, Any]
+    """Encoded as in `varuna.checkpoint.encoding`."""
+    schedulers: dict[str, Any]
+    """By the name of a registered LR scheduler: what it keeps for this group, by path in its state; encoded, too."""
+    parameters: tuple[str, ...]
+
+
 class Receipt(_Document):
     """One rank's word that its files are in the store."""
 
@@ -99,6 +117,8 @@ class Receipt(_Document):
     sections: tuple[int, ...]
     """The sections that were this rank's to write, also those without a file."""
     files: tuple[FileEntry, ...]
+    groups: tuple[SavedGroup, ...] = ()
+    """Its parameter groups; of the ranks of replica 0 alone."""
     error: str = ""
     """Why this rank could not write its files: there will be no checkpoint of this step."""
 
@@ -118,9 +138,11 @@ class Manifest(_Document):
     section_count: int
     seed: int
     optimizer: str | None
-    """The optimizer's class; None when no optimizer state was saved."""
+    """The optimizer's class (of several: joined with ` and `); None when no optimizer state was saved."""
     state: dict[str, Any]
-    """`user` and `optimizer_groups`, encoded as in `varuna.checkpoint.encoding`."""
+    """`user`, encoded as in `varuna.checkpoint.encoding`; from an earlier version also rank 0's `optimizer_groups`."""
+    groups: tuple[SavedGroup, ...] = ()
+    """All ranks' parameter groups, each with the parameters that it had on any rank. Empty: unknown."""
     files: tuple[FileEntry, ...]
     total_bytes: int
     state_dict: dict[str, str] = Field(default_factory=dict)
@@ -196,3 +218,17 @@ def merge(receipts: Iterable[Receipt], section_count: int) -> tuple[FileEntry, .
     if missing:
         raise CheckpointError(f"no rank wrote section {missing[0]} of {section_count} (and {len(missing) - 1} more)")
     return tuple(sorted(files, key=lambda entry: (entry.section, entry.name)))
+
+
+def merge_groups(receipts: Iterable[Receipt]) -> tuple[SavedGroup, ...]:
+    """The groups of all ranks, equal ones made one. A parameter of several stages is in the group of the first."""
+    placed: set[str] = set()
+    groups: dict[str, SavedGroup] = {}
+    names: dict[str, list[str]] = {}
+    for group in (group for receipt in receipts for group in receipt.groups):
+        key = json.dumps(group.model_dump(exclude={"parameters"}), sort_keys=True)
+        groups.setdefault(key, group)
+        own = [name for name in group.parameters if name not in placed]
+        names.setdefault(key, []).extend(own)
+        placed.update(own)
+    return tuple(group.model_copy(update={"parameters": tuple(names[key])}) for key, group in groups.items())

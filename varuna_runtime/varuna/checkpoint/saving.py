@@ -20,6 +20,7 @@ from varuna.checkpoint.manifest import (
     Receipt,
     file_generation,
     merge,
+    merge_groups,
     parse,
     receipt_name,
 )
@@ -212,6 +213,7 @@ class Checkpointer:
             world_size=self._p * self._d,
             sections=copied.sections,
             files=entries,
+            groups=copied.groups if not error else (),
             error=error,
         )
         name = receipt_name(self._generation, self._rank)
@@ -224,6 +226,7 @@ class Checkpointer:
         if receipts is None:
             return dropped
         files = merge(receipts, copied.section_count)
+        groups = merge_groups(receipts)
         manifest = Manifest(
             generation=self._generation,
             step=step,
@@ -231,8 +234,9 @@ class Checkpointer:
             d=self._d,
             section_count=copied.section_count,
             seed=copied.seed,
-            optimizer=copied.optimizer,
+            optimizer=" and ".join(sorted({group.optimizer for group in groups})) or None,
             state=copied.state,
+            groups=groups,
             files=files,
             total_bytes=sum(entry.bytes for entry in files),
             state_dict=copied.state_dict,

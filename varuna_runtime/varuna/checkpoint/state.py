@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.checkpoint.encoding import decode, encode
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.manifest import FileKind
+from varuna.checkpoint.group_options import encode_groups, set_options
+from varuna.checkpoint.manifest import FileKind, SavedGroup
 from varuna.checkpoint.tensor_file import ALIGNMENT
 
 __all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot"]
 
 _METADATA_STATE = "state"
 """Under this key a file's metadata holds the JSON that its tensors are part of."""
-
-_NOT_OPTIONS = frozenset({"params", "param_names"})
-"""What a parameter group holds besides its options: it depends on P."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,10 @@ class TrainingState:
     """For each parameter and buffer: the first section of the whole model that uses it."""
     tied: Collection[str] = ()
     """Parameters that sections of several stages may share. Each lies in a file that other stages can read alone."""
-    optimizer: Optimizer | None = None
+    optimizers: Sequence[Optimizer] = ()
+    """No parameter is in two of them."""
+    schedulers: Mapping[str, LRScheduler] = field(default_factory=dict)
+    """Those of them that are registered, by their names in `user`."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """Buffers that training changes (running statistics), by name."""
     user: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +58,20 @@ class TrainingState:
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {**self.parameters, **self.buffers}
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Of the parameters, by id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def optimizer_of(self) -> dict[int, Optimizer]:
+        """Which optimizer steps a parameter, by the parameter's id."""
+        return {
+            id(parameter): optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +95,10 @@ class Snapshot:
     seed: int
     sections: tuple[int, ...]
     files: tuple[HostFile, ...]
-    optimizer: str | None
+    groups: tuple[SavedGroup, ...]
+    """The optimizers' parameter groups; empty except in replica 0."""
     state: dict[str, Any]
-    """User states and optimizer options, encoded; empty except on rank 0."""
+    """User states, encoded; empty except on rank 0."""
     state_dict: dict[str, str]
 
 
@@ -136,9 +153,14 @@ def snapshot(
                 )
     encoded: dict[str, Any] = {}
     if rank == 0:
-        encoded, tensors = encode({"user": dict(state.user), "optimizer_groups": group_options(state.optimizer)}, "")
+        encoded, tensors = encode({"user": dict(state.user)}, "")
         if tensors:
             files.append(_host_file(f"state-g{generation}", FileKind.STATE, -1, (), tensors, {}, buffers))
+    groups: tuple[SavedGroup, ...] = ()
+    if replica == 0:
+        groups, tensors = encode_groups(state.optimizers, state.names, state.schedulers, f"rank{rank}")
+        if tensors:
+            files.append(_host_file(f"options-g{generation}-r{rank}", FileKind.OPTIONS, -1, (), tensors, {}, buffers))
     buffers.synchronize()
     return Snapshot(
         step=step,
@@ -146,7 +168,7 @@ def snapshot(
         seed=state.seed,
         sections=mine,
         files=tuple(files),
-        optimizer=optimizer_name(state.optimizer),
+        groups=groups,
         state=encoded,
         state_dict=dict(state.state_dict),
     )
@@ -157,11 +179,11 @@ def _section_files(
 ) -> list[HostFile]:
     values = {name: state.tensors[name] for name in names}
     files = [_host_file(f"{stem}.parameters", FileKind.PARAMETERS, section, tuple(names), values, {}, buffers)]
-    if state.optimizer is None:
-        return files
-    kept = state.optimizer.state
-    # `in` first: the optimizer's state is a defaultdict, which a look-up would change.
-    by_parameter = {name: kept[values[name]] for name in names if name in state.parameters and values[name] in kept}
+    by_parameter: dict[str, Any] = {}
+    for name in names:
+        for optimizer in state.optimizers if name in state.parameters else ():
+            if values[name] in optimizer.state:  # `in` first: it is a defaultdict, which a look-up would change
+                by_parameter[name] = optimizer.state[values[name]]
     if by_parameter:
         encoded, tensors = encode(by_parameter, "")
         metadata = {_METADATA_STATE: json.dumps(encoded)}
@@ -185,17 +207,6 @@ def _host_file(
     )
 
 
-def optimizer_name(optimizer: Optimizer | None) -> str | None:
-    return None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def group_options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """The options of each parameter group: learning rate and the like."""
-    if optimizer is None:
-        return []
-    return [{key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups]
-
-
 def optimizer_states(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter in an optimizer file. Raises CheckpointError when it is none."""
     if _METADATA_STATE not in metadata:
@@ -208,27 +219,30 @@ def fill(
     state: TrainingState,
     values: Mapping[str, Tensor],
     optimizer_state: Mapping[str, dict[str, Any]],
-    groups: list[dict[str, Any]],
+    groups: Sequence[Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Put loaded values, all verified, into the live tensors and the optimizer."""
+    """Put loaded values, all verified, into the live tensors and the optimizers.
+
+    `groups`: the options of each optimizer's groups.
+    """
     with torch.no_grad():
         for name, tensor in state.tensors.items():
             tensor.copy_(values[name])
-    if state.optimizer is None:
-        return
+    optimizer_of = state.optimizer_of()
     for name, parameter in state.parameters.items():
+        # One that no group holds may be added to a group later, as scripts do that unfreeze layers.
+        optimizer = optimizer_of.get(id(parameter), state.optimizers[0] if len(state.optimizers) == 1 else None)
+        if optimizer is None:
+            continue
         if name in optimizer_state:
-            state.optimizer.state[parameter] = {
-                key: _placed(key, value, parameter, state.optimizer) for key, value in optimizer_state[name].items()
+            optimizer.state[parameter] = {
+                key: _placed(key, value, parameter, optimizer) for key, value in optimizer_state[name].items()
             }
         else:
-            state.optimizer.state.pop(parameter, None)
-    for group, options in zip(state.optimizer.param_groups, groups, strict=True):
-        for key, value in options.items():
-            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = value
+            optimizer.state.pop(parameter, None)
+    for optimizer, options in zip(state.optimizers, groups, strict=True):
+        for group, loaded in zip(optimizer.param_groups, options, strict=True):
+            set_options(group, loaded)
 
 
 def _placed(key: str, value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
@@ -240,7 +254,8 @@ def _placed(key: str, value: Any, parameter: Tensor, optimizer: Optimizer) -> An
     if not isinstance(value, Tensor):
         return value
     if key == "step":
-        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        holding = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        group = next(holding, optimizer.defaults)
         if not (group.get("capturable") or group.get("fused")):
             return value.clone()
     if value.device == parameter.device and value.data_ptr() % ALIGNMENT == 0:
