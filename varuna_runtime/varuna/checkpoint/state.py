@@ -13,16 +13,38 @@ from torch.optim import Optimizer
 
 from varuna.checkpoint.encoding import decode, encode
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.manifest import FileKind
+from varuna.checkpoint.manifest import FileKind, Per
+from varuna.checkpoint.registered import Named, Names, by_section, split
 from varuna.checkpoint.tensor_file import ALIGNMENT
 
-__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot"]
+__all__ = [
+    "HostBuffers",
+    "HostFile",
+    "Place",
+    "RegisteredCopy",
+    "Snapshot",
+    "TrainingState",
+    "fill",
+    "snapshot",
+    "state_file",
+]
 
 _METADATA_STATE = "state"
 """Under this key a file's metadata holds the JSON that its tensors are part of."""
 
+_SUFFIX = ".safetensors"
+
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 """What a parameter group holds besides its options: it depends on P."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which rank of which shape this is."""
+
+    rank: int = 0
+    p: int = 1
+    d: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +64,13 @@ class TrainingState:
     optimizer: Optimizer | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """Buffers that training changes (running statistics), by name."""
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    """Moving averages of parameters, by the parameter's name."""
     user: Mapping[str, Any] = field(default_factory=dict)
-    """What else must come back: scheduler, loss scale. Rank 0's is stored; JSON values and tensors, nested."""
+    """What else must come back: scheduler, loss scale. JSON values, numbers and tensors, nested."""
+    user_per: Mapping[str, Per] = field(default_factory=dict)
+    """What each of `user` belongs to; AUTO where it is not said."""
+    place: Place = Place()
     seed: int = 0
     state_dict: Mapping[str, str] = field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: its name in `tensors`. For exporting a plain model."""
@@ -56,6 +83,10 @@ class TrainingState:
     @property
     def tensors(self) -> dict[str, Tensor]:
         return {**self.parameters, **self.buffers}
+
+    @property
+    def names(self) -> Names:
+        return Names(held=self.tensors, stored=self.state_dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +102,19 @@ class HostFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegisteredCopy:
+    """One of the user's states on one rank, without what lies in files of sections."""
+
+    per: Per
+    value: Any
+    """Encoded."""
+    tensors: dict[str, Tensor]
+    """Those that `value` names, in host memory."""
+    file: str
+    """Which has them; "" for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """One rank's share of the state after `step` steps, copied."""
 
@@ -81,7 +125,8 @@ class Snapshot:
     files: tuple[HostFile, ...]
     optimizer: str | None
     state: dict[str, Any]
-    """User states and optimizer options, encoded; empty except on rank 0."""
+    """Optimizer options, encoded; empty except on rank 0."""
+    registered: dict[str, RegisteredCopy]
     state_dict: dict[str, str]
 
 
@@ -124,6 +169,7 @@ def snapshot(
     """
     mine = tuple(section for section in state.sections if section % replicas == replica)
     files: list[HostFile] = []
+    rests, named = _split_states(state, rank)
     for section in mine:
         names = [name for name in state.tensors if state.section_of[name] == section]
         for suffix, part in (
@@ -131,15 +177,31 @@ def snapshot(
             (".tied", [name for name in names if name in state.tied]),
         ):
             if part:
-                files.extend(
-                    _section_files(state, section, f"section-{section:05d}-g{generation}{suffix}", part, buffers)
-                )
+                stem = f"section-{section:05d}-g{generation}{suffix}"
+                files.extend(_section_files(state, section, stem, part, buffers))
+                files.extend(_further_files(state, section, stem, part, named, buffers))
     encoded: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     if rank == 0:
-        encoded, tensors = encode({"user": dict(state.user), "optimizer_groups": group_options(state.optimizer)}, "")
-        if tensors:
-            files.append(_host_file(f"state-g{generation}", FileKind.STATE, -1, (), tensors, {}, buffers))
+        encoded, tensors = encode({"optimizer_groups": group_options(state.optimizer)}, "")
+    values = {name: encode(rest, f"/user/{name}") for name, rest in rests.items()}
+    for _, of_state in values.values():
+        tensors |= of_state
+    file = state_file(generation, rank)
+    copied: dict[str, Tensor] = {}
+    if tensors:
+        files.append(_host_file(file.removesuffix(_SUFFIX), FileKind.STATE, -1, (), tensors, {}, buffers))
+        copied = files[-1].tensors
     buffers.synchronize()
+    registered = {
+        name: RegisteredCopy(
+            per=state.user_per.get(name, Per.AUTO),
+            value=value,
+            tensors={key: copied[key] for key in of_state},
+            file=file if of_state else "",
+        )
+        for name, (value, of_state) in values.items()
+    }
     return Snapshot(
         step=step,
         section_count=state.section_count,
@@ -148,8 +210,51 @@ def snapshot(
         files=tuple(files),
         optimizer=optimizer_name(state.optimizer),
         state=encoded,
+        registered=registered,
         state_dict=dict(state.state_dict),
     )
+
+
+def state_file(generation: int, rank: int) -> str:
+    """The name of a rank's file of tensors that belong to no section."""
+    return f"state-g{generation}{'' if rank == 0 else f'-r{rank}'}{_SUFFIX}"
+
+
+def _split_states(state: TrainingState, rank: int) -> tuple[dict[str, Any], dict[str, Named]]:
+    """The user's states without what belongs to sections, and that."""
+    rests: dict[str, Any] = {}
+    named: dict[str, Named] = {}
+    for name, value in state.user.items():
+        per = state.user_per.get(name, Per.AUTO)
+        if per is Per.JOB and rank != 0:
+            continue
+        if per in (Per.AUTO, Per.SECTION):
+            value, named[name] = split(value, state.names)
+        rests[name] = value
+    return rests, named
+
+
+def _further_files(
+    state: TrainingState,
+    section: int,
+    stem: str,
+    names: list[str],
+    named: Mapping[str, Named],
+    buffers: HostBuffers,
+) -> list[HostFile]:
+    """Averages, and the user's states that are keyed by these names."""
+    files: list[HostFile] = []
+    averages = {name: state.averages[name] for name in names if name in state.averages}
+    if averages:
+        holds = tuple(averages)
+        files.append(_host_file(f"{stem}.average", FileKind.AVERAGE, section, holds, averages, {}, buffers))
+    content, found = by_section(named, names, state.names)
+    if content:
+        encoded, tensors = encode(content, "/user")
+        metadata = {_METADATA_STATE: json.dumps(encoded)}
+        holds = tuple(name for name in names if name in found)
+        files.append(_host_file(f"{stem}.registered", FileKind.REGISTERED, section, holds, tensors, metadata, buffers))
+    return files
 
 
 def _section_files(
@@ -180,9 +285,7 @@ def _host_file(
     buffers: HostBuffers,
 ) -> HostFile:
     copies = {name: buffers.copy(f"{kind.value}:{name}", tensor) for name, tensor in tensors.items()}
-    return HostFile(
-        name=f"{stem}.safetensors", kind=kind, section=section, holds=holds, tensors=copies, metadata=metadata
-    )
+    return HostFile(name=f"{stem}{_SUFFIX}", kind=kind, section=section, holds=holds, tensors=copies, metadata=metadata)
 
 
 def optimizer_name(optimizer: Optimizer | None) -> str | None:
