@@ -17,6 +17,7 @@ from varuna.checkpoint.local import LocalCopies
 from varuna.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
+    FileKind,
     Manifest,
     Per,
     RankState,
@@ -200,14 +201,19 @@ class Checkpointer:
             return SaveOutcome(step=step, result="dropped", url=self._store.url_of(step))
         copies = ""
         if local is not None:
-            copies = local.write({file.name: pieces(file.tensors, file.metadata) for file in copied.files})
-        entries = tuple(self._put(folder, file, copies) for file in copied.files)
+            files = {f.name: pieces(f.tensors, f.metadata) for f in copied.files if self._is_worth_a_copy(f)}
+            copies = local.write(files)
+        entries = tuple(self._put(folder, f, copies if self._is_worth_a_copy(f) else "") for f in copied.files)
         self._put_receipt(step, copied, entries)
         self.last_write_s = write_s = time.perf_counter() - started_s
         if self._rank != 0:
             size = sum(entry.bytes for entry in entries)
             return SaveOutcome(step=step, result="written", url=self._store.url_of(step), bytes=size, write_s=write_s)
         return self._commit(copied, write_s, retention)
+
+    def _is_worth_a_copy(self, file: HostFile) -> bool:
+        """All but states that, where they are rank 0's too, are not even in the checkpoint."""
+        return self._rank == 0 or file.kind is not FileKind.STATE
 
     def _put(self, folder: str, file: HostFile, copies: str) -> FileEntry:
         checksum = Checksum()
