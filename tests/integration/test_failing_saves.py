@@ -16,8 +16,10 @@ SCRIPT = Path(__file__).with_name("failing_saves_script.py")
 
 @pytest.mark.parametrize(("p", "d", "fails"), [(2, 1, 1), (1, 2, 0)])
 def test_a_failed_save_is_known_to_all_ranks(zygote: Zygote, tmp_path: Path, p: int, d: int, fails: int) -> None:
+    """What has raised in the script does not make it end badly; what it has never heard of does."""
+    ends_badly = p == 2
     store = str(tmp_path / "store")
-    wanted = {"url": store, "fails": fails, "ends_badly": True}
+    wanted = {"url": store, "fails": fails, "ends_badly": ends_badly}
     with World(zygote, tmp_path, Task(), p, d, wanted=wanted, script=SCRIPT) as world:
         codes = world.exit_codes()
         log = world.logs()
@@ -28,12 +30,6 @@ def test_a_failed_save_is_known_to_all_ranks(zygote: Zygote, tmp_path: Path, p: 
             assert "was not saved in" in text
             assert "callbacks/callback is a builtins.builtin_function_or_method" in text
     assert newest_complete(store) == 2
-    assert codes[0] == 1, "rank 0 knows of every failure, and the script is over without a word of it"
-    assert codes[fails] == 1
+    # Rank 0 and the rank that failed know of it.
+    assert codes == ([1, 1] if ends_badly else [0, 0])
     assert log.count("CheckpointError: the checkpoint of step 3 was not saved") == codes.count(1)
-
-
-def test_a_script_whose_saves_are_well_in_the_end_ends_well(zygote: Zygote, tmp_path: Path) -> None:
-    wanted = {"url": str(tmp_path / "store"), "fails": 0, "ends_badly": False}
-    with World(zygote, tmp_path, Task(), 1, 1, wanted=wanted, script=SCRIPT) as world:
-        assert world.exit_codes() == [0], world.logs()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from varuna import Varuna
+from varuna.calibration.optimizer import measure_optimizer
 from varuna.checkpoint import CheckpointError
 from varuna.checkpoint.export import export, main
 
@@ -154,3 +155,9 @@ def test_what_is_no_decay_is_refused(decay: Any) -> None:
 def test_no_average_to_evaluate_with() -> None:
     with pytest.raises(ValueError, match="no average is kept"):
         wrapped(ema=None).evaluate(batch(), ema=True)
+
+
+def test_calibration_counts_its_memory() -> None:
+    optimizer = torch.optim.SGD(Tower().parameters(), lr=0.1, momentum=0.9)
+    assert measure_optimizer(optimizer).per_element == 4
+    assert measure_optimizer(optimizer, averaged=True).per_element == 8

@@ -155,6 +155,7 @@ class Varuna(nn.Module):
                 device=self._device,
                 precision=self._precision,
                 optimizer_on_device=not offload_optimizer,
+                averaged=ema is not None,
                 from_cache=from_cache,
                 values=values,
             )
