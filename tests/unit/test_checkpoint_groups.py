@@ -55,7 +55,7 @@ class Rank:
     @property
     def rates(self) -> dict[str, float]:
         """By parameter."""
-        names = self.state.names
+        names = self.state.names_by_id
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return {names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
 

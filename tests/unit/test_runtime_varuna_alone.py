@@ -135,3 +135,49 @@ def test_a_change_in_place_that_would_spoil_a_recompute_is_reported() -> None:
         model.step(batch(4))
     with pytest.raises(RuntimeError, match="failed half-way"):
         model.step(batch(4))
+
+
+class Unkeepable:
+    """A state that a checkpoint can hold only when it is told so."""
+
+    def __init__(self) -> None:
+        self.value: Any = print
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"callback": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["callback"]
+
+
+def test_a_checkpoint_that_fails_raises_and_training_can_go_on(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    state = Unkeepable()
+    model.register_state("mine", state)
+    model.step(batch(4))
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved in .*varuna_ckpt_1: /?user/mine/callback"):
+        model.checkpoint(str(tmp_path))
+    model.step(batch(4))
+    state.value = optimizer.param_groups[0]["lr"] = (1 - 1.0001) ** 0.5  # as NVIDIA's BERT has it at its end
+    assert model.checkpoint(str(tmp_path))
+    state.value, optimizer.param_groups[0]["lr"] = 0, 0.1
+    model.load_checkpoint(str(tmp_path), 2)
+    assert state.value == optimizer.param_groups[0]["lr"] == (1 - 1.0001) ** 0.5
+
+
+def test_a_checkpoint_that_fails_in_the_background_raises_at_the_next_call(tmp_path: Path) -> None:
+    model, _ = wrapped()
+    state = Unkeepable()
+    model.register_state("mine", state)
+    store, copies = str(tmp_path / "store"), str(tmp_path / "copies")
+    assert model.checkpoint(store, step=1, tmpdir=copies)
+    state.value = 1
+    model.step(batch(4))
+    with pytest.raises(CheckpointError, match="user/mine/callback"):
+        model.checkpoint(store)
+    assert model.checkpoint(store, tmpdir=copies)
+    assert model.checkpoint(store, step=2, keep=1)
+    assert model.checkpoint(store, step=3, keep=1)
+    assert {folder.name for folder in (tmp_path / "store").iterdir()} == {"varuna_ckpt_1", "varuna_ckpt_3"}
+    with pytest.raises(ValueError, match="keep=0"):
+        model.checkpoint(store, keep=0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from varuna import stacks
 
 if TYPE_CHECKING:
+    from varuna import checkpoint as checkpoint
     from varuna import data
     from varuna.cut_point import CutPoint
     from varuna.departure import GenerationEnded, PeerLost
@@ -45,8 +46,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
-        return importlib.import_module("varuna.data")
+    if name in ("checkpoint", "data"):
+        return importlib.import_module(f"varuna.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'varuna' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"varuna.{_HOMES[name]}"), name)

@@ -43,6 +43,8 @@ class Calibrating:
     optimizer_on_device: bool
     from_cache: bool
     """Whether what was measured before will do."""
+    averaged: bool = False
+    """Whether a moving average of the parameters is kept."""
     values: Values | None = None
     """Of parameters and buffers, where they are not the model's own."""
 
@@ -81,6 +83,7 @@ class Calibrating:
             device=self.device,
             precision=self.precision,
             optimizer_on_device=self.optimizer_on_device,
+            averaged=self.averaged,
             global_batch=environment.global_batch,
             rank=environment.rank,
             world_size=environment.world_size,
@@ -99,13 +102,15 @@ class Calibrating:
             self.model_map,
             self.get_batch(1),
             optimizers=optimizers,
-            memory=[
-                measure_optimizer(optimizer) if self.optimizer_on_device else OptimizerMemory(0.0, 0)
-                for optimizer in optimizers
-            ],
+            memory=[self._memory(optimizer) for optimizer in optimizers],
             precision=self.precision,
             hardware=hardware,
         )
+
+    def _memory(self, optimizer: Optimizer) -> OptimizerMemory:
+        if not self.optimizer_on_device:
+            return OptimizerMemory(0.0, 0)
+        return measure_optimizer(optimizer, averaged=self.averaged)
 
     def _is_enough(self, earlier: Profile, hosts: list[str]) -> bool:
         environment = earlier.environment

@@ -12,10 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from varuna.agreement import Totals, agree
-from varuna.checkpoint import Cadence, Checkpointer, Loaded, TrainingState, load, on_one_disk, resume
+from varuna.checkpoint import (
+    Asked,
+    Cadence,
+    Checkpointer,
+    CheckpointError,
+    Loaded,
+    Per,
+    TrainingState,
+    load,
+    on_one_disk,
+    resume,
+)
+from varuna.checkpoint.store import CheckpointStore
 from varuna.departure import PeerLost
 from varuna.error_text import first_line
+from varuna.failed_saves import FailedSaves
 from varuna.launch import Group
 from varuna.partition import Stage
 from varuna.partition.model_map import ModelMap, first_names
@@ -45,20 +57,42 @@ class Registered:
 
     def __init__(self) -> None:
         self._registered: dict[str, Stateful] = {}
+        self._per: dict[str, Per] = {}
         self._unclaimed: dict[str, dict[str, Any]] = {}
         self._loaded: Loaded | None = None
 
-    def add(self, name: str, state: Stateful, *, replace: bool = False) -> None:
-        """Raises ValueError for a name taken, unless `replace`."""
+    def add(self, name: str, state: Stateful, *, per: Per = Per.AUTO, replace: bool = False) -> None:
+        """Raises ValueError for a name taken, unless `replace`; CheckpointError when what was loaded cannot be its."""
         if name in self._registered and not replace:
             raise ValueError(f"a state named {name!r} is registered already: give each its own name")
         self._registered[name] = state
+        # What a scheduler keeps for each parameter group is saved with the groups; the rest is the same on all ranks.
+        self._per[name] = Per.JOB if per is Per.AUTO and isinstance(state, LRScheduler) else per
         if name in self._unclaimed:  # registered after the checkpoint was loaded
-            self._claim(name, state)
+            self._give(name, state)
 
     def schedulers(self) -> dict[str, LRScheduler]:
         """Those of the states that belong to parameter groups."""
         return {name: state for name, state in self._registered.items() if isinstance(state, LRScheduler)}
+
+    def _give(self, name: str, state: Stateful) -> None:
+        """Loads what the checkpoint has of this name. Raises CheckpointError when that is another rank's."""
+        loaded = self._loaded
+        if loaded is not None and name in loaded.rank_0s and self._per[name] is not Per.JOB:
+            raise CheckpointError(
+                f"the checkpoint of step {loaded.step} has the registered state {name!r} of each rank of a "
+                f"{loaded.p}x{loaded.d} shape (P x D), and they differ: none is known to be this rank's in another "
+                "shape. Go on in that shape; or register the state with per='job', and all ranks get rank 0's. States "
+                "whose entries are keyed by names of parameters go into any shape"
+            )
+        saved = self._unclaimed.pop(name)
+        if loaded is not None and isinstance(state, LRScheduler):
+            saved = loaded.scheduler_state(name, state, saved)
+        state.load_state_dict(saved)
+
+    @property
+    def per(self) -> dict[str, Per]:
+        return dict(self._per)
 
     def states(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._registered.items()}
@@ -68,15 +102,9 @@ class Registered:
         self._loaded, self._unclaimed = loaded, dict(loaded.user)
         for name, state in self._registered.items():
             if name in self._unclaimed:
-                self._claim(name, state)
+                self._give(name, state)
             else:
                 _log.warning("the checkpoint has no state of this name", name=name, step=loaded.step)
-
-    def _claim(self, name: str, state: Stateful) -> None:
-        saved = self._unclaimed.pop(name)
-        if isinstance(state, LRScheduler) and self._loaded is not None:
-            saved = self._loaded.scheduler_state(name, state, saved)
-        state.load_state_dict(saved)
 
 
 def state_dict_names(model: nn.Module, model_map: ModelMap) -> dict[str, str]:
@@ -116,6 +144,7 @@ class Checkpointing:
         self._worker = worker
         self._everyone = everyone
         self._checkpointers: dict[str, Checkpointer] = {}
+        self._failed = FailedSaves(worker, everyone)
         environment = worker.environment
         own: Checkpointer | None = None
         if url := environment.checkpoint_url:
@@ -128,22 +157,30 @@ class Checkpointing:
         atexit.register(self._finish)
 
     def save(
-        self, url: str, step: int, state: TrainingState, *, tmpdir: str | None = None, in_background: bool = False
-    ) -> bool:
+        self,
+        url: str,
+        step: int,
+        state: TrainingState,
+        *,
+        asked: Asked,
+        tmpdir: str | None = None,
+        in_background: bool = False,
+    ) -> None:
         """Writes a checkpoint into `url`, and its copies into `tmpdir` (None: where the job's own have theirs).
 
-        Returns whether all ranks have written it; `in_background`: as soon as `state` may change again.
+        Returns when all ranks have written it; `in_background`: as soon as `state` may change again.
+        Raises CheckpointError on all ranks when any of them could not write, or could not at the last `in_background`.
         """
         checkpointer = self._checkpointer(url)
         local = None if tmpdir is None else _worth_copying(url, tmpdir)
+        self._failed.check_background()
         wait_for_save(checkpointer, self._worker.departure)
-        checkpointer.save(step, state, local=local)
+        checkpointer.save(step, state, local=local, asked=asked)
         if in_background:
-            return True
-        outcome = wait_for_save(checkpointer, self._worker.departure)
-        failed = outcome is None or outcome.result == "failed"
-        # Rank 0 commits last, so when this reduction is through, the checkpoint is there for everybody.
-        return agree(self._everyone, Totals(loss_sum=float(failed), examples=0)).loss_sum == 0
+            self._failed.expect(checkpointer)
+        else:
+            # Rank 0 commits last, so when this has agreed, the checkpoint is there for everybody.
+            self._failed.check(checkpointer)
 
     def load(self, url: str, step: int, state: TrainingState) -> Loaded:
         """Fills `state` from the checkpoint of `step` in `url`. Raises CheckpointError when it cannot be read."""
@@ -175,6 +212,7 @@ class Checkpointing:
             raise
 
     def _checkpointer(self, url: str, local: str = "") -> Checkpointer:
+        url = CheckpointStore(url).url  # one store has one, however the script spells it
         if url not in self._checkpointers:
             environment = self._worker.environment
             self._checkpointers[url] = Checkpointer(
@@ -193,6 +231,8 @@ class Checkpointing:
         for checkpointer in self._checkpointers.values():
             while self._worker.departure.exit_code is None and checkpointer.in_flight:
                 checkpointer.wait(_LOOK_UP_S)
+        if self._worker.departure.exit_code is None:
+            self._failed.end_script()
 
 
 def _worth_copying(url: str, folder: str) -> str:

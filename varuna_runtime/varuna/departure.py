@@ -71,12 +71,22 @@ class Departure:
         self._exit: GenerationEnded | PeerLost | None = None
         self._failure: BaseException | None = None
         self._save_first = False
+        self._end_code: int | None = None
         self._on_unreached: Callable[[int, str], None] = lambda rank, reason: None
 
     @property
     def exit_code(self) -> int | None:
         """The code with which this worker leaves; None while it stays."""
         return None if self._exit is None else int(str(self._exit.code))
+
+    @property
+    def end_code(self) -> int | None:
+        """The code with which this process ends when the script is through; None: the script's own."""
+        return self._end_code if self.exit_code is None else self.exit_code
+
+    def end_with(self, code: int) -> None:
+        """Makes the process end with `code` when the script is through: something that it asked for has failed."""
+        self._end_code = code
 
     @property
     def save_first(self) -> bool:

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self
 
@@ -19,8 +20,9 @@ from torch.optim import Optimizer
 
 from varuna.agreement import Totals, agree
 from varuna.assembly import agreed_seed, assemble
+from varuna.averaging import AVERAGE_STATE, WeightAverage, check_decay
 from varuna.calibrating import Calibrating
-from varuna.checkpoint import Loaded, TrainingState, hugging_face
+from varuna.checkpoint import Asked, Loaded, Per, Place, TrainingState, hugging_face
 from varuna.checkpointing import Checkpointing, Registered, Stateful, held_state, state_dict_names
 from varuna.example_inputs import example_maker
 from varuna.generators import global_generators_kept
@@ -76,6 +78,8 @@ class Varuna(nn.Module):
         cut_points: how many to find in a model without CutPoints; None: as its repeated blocks have it; 0: none.
         weights: path or URL of pretrained weights: a folder that `save_pretrained` has written, or one `.safetensors`
             file. Each stage reads its own.
+        ema: keep an exponential moving average of the parameters with this decay (0.999, say), updated after each step
+            that the optimizer makes; `evaluate(..., ema=True)` and `varuna export --ema` use it.
 
     The global random generators are afterwards as they were before, on every rank.
 
@@ -102,8 +106,10 @@ class Varuna(nn.Module):
         cut_points: int | None = None,
         weights: str | os.PathLike[str] | None = None,
         stages: int | None = None,
+        ema: float | None = None,
     ) -> None:
         super().__init__()
+        check_decay(ema)
         get_batch = example_maker(get_batch_fn)
         environment = worker_environment(
             stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
@@ -152,6 +158,7 @@ class Varuna(nn.Module):
                 device=self._device,
                 precision=self._precision,
                 optimizer_on_device=not offload_optimizer,
+                averaged=ema is not None,
                 from_cache=from_cache,
                 values=values,
             )
@@ -164,9 +171,15 @@ class Varuna(nn.Module):
         if self._worker.topology.p > 1:
             allow_empty_stages(self._device if self._host is None else torch.device("cpu"))
         self._parameters_here = stage.parameters if self._host is None else self._host.parameters
+        self._average = None if ema is None else WeightAverage(self._parameters_here, ema)
+        if self._average is not None:
+            self._registered.add(AVERAGE_STATE, self._average, per=Per.JOB)
         if (description := hugging_face.Description.of(model)) is not None:
-            self._registered.add(hugging_face.STATE, description)
-        self._held = held_state(model_map, stage, self._parameters_here, names)
+            self._registered.add(hugging_face.STATE, description, per=Per.JOB)
+        self._held = replace(
+            held_state(model_map, stage, self._parameters_here, names),
+            place=Place(rank=environment.rank, p=environment.p, d=environment.d),
+        )
         self._checkpointing = Checkpointing(self._worker, everyone)
         self._worker.phases.done("connect")
 
@@ -239,7 +252,7 @@ class Varuna(nn.Module):
             take_over_steps(each)
         if self._precision.needs_scale:
             self._scaler = LossScaler(loss_scale, init_loss_scale, min_loss_scale)
-            self._registered.add(_LOSS_SCALE, self._scaler, replace=True)
+            self._registered.add(_LOSS_SCALE, self._scaler, per=Per.JOB, replace=True)
         if self._instead is not None:
             self._say_ready()
             self._instead.run(optimizers)
@@ -309,7 +322,11 @@ class Varuna(nn.Module):
         if self._host is not None:
             self._host.take_gradients()
         if not skip:
+            if self._average is not None:
+                self._average.add_trained()
             step_optimizers(optimizers, norm)
+            if self._average is not None:
+                self._average.update()
             if self._host is not None:
                 self._host.put_back()
         if self._scaler is not None:
@@ -341,14 +358,19 @@ class Varuna(nn.Module):
             )
         return passed, expected
 
-    def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
+    def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None, *, ema: bool = False) -> float:
         """The mean loss over all replicas' `inputs`, in evaluation mode and without gradients. Called by all ranks.
 
         `inputs` may hold any number of examples on each replica; `batch_size`, their total, is checked when given.
+        `ema`: with the moving average of the parameters in their place. Raises ValueError when none is kept.
         """
+        if ema and self._average is None:
+            raise ValueError("evaluate(ema=True), but no average is kept: give one to Varuna(..., ema=0.999)")
         self._worker.departure.check()
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
-        with self._parts.evaluating(), self._precision.whole_pass():
+        parameters = self._parts.stage.parameters
+        averaged = self._average.exchanged_with(parameters) if ema and self._average is not None else nullcontext()
+        with averaged, self._parts.evaluating(), self._precision.whole_pass():
             passed = self._parts.engine.evaluate(
                 cut_inputs(inputs, sizes, first), self._worker.link.micro_batch_evaluated
             )
@@ -367,9 +389,23 @@ class Varuna(nn.Module):
         """Where the job's own checkpoints go; None when it has no such store, as in a plain process."""
         return self._worker.environment.checkpoint_url or None
 
-    def register_state(self, name: str, state: Stateful) -> None:
-        """Saves and loads `state` (an LR scheduler, say) with every checkpoint. Raises ValueError for a name taken."""
-        self._registered.add(name, state)
+    def register_state(
+        self, name: str, state: Stateful, per: Literal["auto", "section", "rank", "job"] = "auto"
+    ) -> None:
+        """Saves and loads `state` (an LR scheduler, say) with every checkpoint.
+
+        Args:
+            per: "auto": entries of its mappings whose keys are names of this stage's parameters go to whoever holds
+                those in the next shape; the rest is kept once where all ranks have it equal, and else for each rank,
+                which no other shape can load. "section": the same, but the save fails where that rest differs.
+                "rank": each rank's own, for the same shape alone. "job": rank 0's, for all ranks.
+
+        Raises ValueError for a name taken or an unknown `per`, and varuna.checkpoint.CheckpointError when a checkpoint
+        that was loaded has the state of each rank of another shape.
+        """
+        if per not in list(Per):
+            raise ValueError(f"per={per!r}: give 'auto', 'section', 'rank' or 'job'")
+        self._registered.add(name, state, per=Per(per))
 
     def checkpoint(
         self,
@@ -380,6 +416,8 @@ class Varuna(nn.Module):
         on_demand: bool = False,
         *,
         tempdir: str | None = None,
+        keep: int | None = None,
+        keep_every: int | None = None,
     ) -> bool:
         """Writes the checkpoint `varuna_ckpt_<step>` into `global_store`, a path or URL. Called by all ranks.
 
@@ -388,9 +426,15 @@ class Varuna(nn.Module):
         is copied in memory. Workers that start on this VM again read what they find in `tmpdir` instead of the store;
         on the store's own disk no such copies are made. Writing is always shared out over the replicas (`shard`).
 
-        Returns whether it is committed (with `tmpdir`: begun). A failed save is logged and does not stop training.
-        Raises ValueError when there is no store, or `tmpdir` is no local folder.
+        It stays for good. With `keep=n`, only the newest n that were saved with `keep` stay in this store; those whose
+        step is a multiple of `keep_every` stay all the same.
+
+        Returns True when it is committed (with `tmpdir`: begun).
+        Raises ValueError when there is no store, `tmpdir` is no local folder, or `keep` is not at least 1; and
+        varuna.checkpoint.CheckpointError on all ranks when any could not write. What fails in the background raises at
+        the next call instead, which then writes nothing; without one the script ends with code 1.
         """
+        asked = Asked(keep=keep, keep_every=keep_every)
         global_store = global_store or self.checkpoint_url
         if global_store is None:
             raise ValueError(
@@ -398,13 +442,15 @@ class Varuna(nn.Module):
                 "script as a job"
             )
         tmpdir = tempdir if tmpdir is None else tmpdir
-        return self._checkpointing.save(
+        self._checkpointing.save(
             str(global_store),
             self._step if step is None else step,
             self._training_state(),
+            asked=asked,
             tmpdir=None if tmpdir is None else str(tmpdir),
             in_background=tmpdir is not None and not on_demand,
         )
+        return True
 
     def load_checkpoint(self, global_store: str, iteration: int, check_complete: bool = True) -> None:
         """Loads `varuna_ckpt_<iteration>` from `global_store`. Called by all ranks, after `set_optimizer`.
@@ -445,13 +491,20 @@ class Varuna(nn.Module):
         self._step = loaded.step
         self._seed = loaded.seed
         self._registered.load(loaded)
+        if self._average is not None and not loaded.averaged:
+            self._average.begin_again()
+            _log.warning("the checkpoint has no average of the parameters: it begins with these", step=loaded.step)
+        if self._average is None and loaded.averaged:
+            _log.warning("the checkpoint's average of the parameters is left out: Varuna(ema=...) keeps it")
 
     def _training_state(self) -> TrainingState:
         return replace(
             self._held,
             optimizers=self._optimizers,
             schedulers=self._registered.schedulers(),
+            averages={} if self._average is None else self._average.averages,
             user=self._registered.states(),
+            user_per=self._registered.per,
             seed=self._seed,
         )
 

@@ -93,8 +93,8 @@ class Worker:
 
 
 def _at_exit(departure: Departure) -> None:
-    if departure.exit_code is not None:
-        end_process(departure.exit_code)
+    if departure.end_code is not None:
+        end_process(departure.end_code)
     for group in distributed_c10d._world.pg_map:  # those that the script made
         keep_for_ever(group)
     _let_threads_hang()

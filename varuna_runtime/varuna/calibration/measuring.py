@@ -70,6 +70,7 @@ def calibrate(
     global_batch: int,
     precision: Precision | None = None,
     optimizer_on_device: bool = True,
+    averaged: bool = False,
     rank: int = 0,
     world_size: int = 1,
     store: KeyValueStore | None = None,
@@ -89,6 +90,7 @@ def calibrate(
         global_batch: no micro-batch larger than this is measured.
         precision: the one that training will use, and `model_map` was traced under; None: fp32.
         optimizer_on_device: whether the optimizer's state takes the device's memory; else the host's.
+        averaged: whether a moving average of the parameters is kept, where the optimizer's state is.
         store: the rendezvous store; needed when there are other ranks.
         connect: makes gloo groups (`Rendezvous.gloo`); without it links keep the planner's defaults.
         budget_s: about how long measuring sections may take, once they are built; by default 6 s, and 0.2 s for each of
@@ -114,7 +116,10 @@ def calibrate(
     if found is None or network is None:
         return None
     optimizers = listed(optimizer)
-    memory = [measure_optimizer(each) if optimizer_on_device else OptimizerMemory(0.0, 0) for each in optimizers]
+    memory = [
+        measure_optimizer(each, averaged=averaged) if optimizer_on_device else OptimizerMemory(0.0, 0)
+        for each in optimizers
+    ]
     network.environment["global_batch"] = str(global_batch)
     if earlier is not None:
         found.by_section = with_earlier(

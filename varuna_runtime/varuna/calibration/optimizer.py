@@ -50,19 +50,23 @@ ADAM_MEMORY = OptimizerMemory(8.0, 0)
 """Two fp32 numbers per parameter."""
 
 
-def measure_optimizer(optimizer: Optimizer) -> OptimizerMemory:
-    """What `optimizer` will keep. One that cannot be copied is taken to keep two elements each, as Adam does."""
+def measure_optimizer(optimizer: Optimizer, *, averaged: bool = False) -> OptimizerMemory:
+    """What `optimizer` will keep. One that cannot be copied is taken to keep two elements each, as Adam does.
+
+    `averaged`: a moving average of the parameters is kept, too, of their size.
+    """
     twin, made_up = _twin(optimizer, 256)
+    average = float(made_up.element_size()) if averaged else 0.0
     try:
         twin.step()
     except _NOT_COPIED as error:
         _log.warning("optimizer state size is not known", optimizer=type(optimizer).__name__, error=str(error))
-        return OptimizerMemory(2.0 * made_up.element_size(), 0)
+        return OptimizerMemory(2.0 * made_up.element_size() + average, 0)
     state = twin.state.get(made_up, {})
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     sized = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim() > 0)
     fixed = sum(tensor.element_size() for tensor in tensors if tensor.dim() == 0)
-    return OptimizerMemory(sized / made_up.numel(), fixed)
+    return OptimizerMemory(sized / made_up.numel() + average, fixed)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,19 @@ from varuna.checkpoint.loading import (
     resume,
 )
 from varuna.checkpoint.local import on_one_disk
+from varuna.checkpoint.manifest import Per
+from varuna.checkpoint.pruning import Asked
 from varuna.checkpoint.saving import Checkpointer, SaveOutcome
-from varuna.checkpoint.state import TrainingState
+from varuna.checkpoint.state import Place, TrainingState
 
 __all__ = [
+    "Asked",
     "Cadence",
     "CheckpointError",
     "Checkpointer",
     "Loaded",
+    "Per",
+    "Place",
     "SaveOutcome",
     "TrainingState",
     "last_generation",

@@ -7,6 +7,7 @@ transformers does not: a folder for that has them once, as `save_pretrained` wri
 
     python -m varuna.checkpoint.export CKPT --out model.safetensors
     python -m varuna.checkpoint.export CKPT --hf --out folder
+    python -m varuna.checkpoint.export CKPT --ema --out averaged.safetensors
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class _Target:
     hf: bool
     """`out` is a folder for `from_pretrained`, not a file."""
     tokenizer: Path | None
+    ema: bool = False
+    """The moving average of the parameters is wanted, not the parameters."""
 
     @property
     def file(self) -> Path:
@@ -73,7 +76,13 @@ class _Target:
 
 
 def export(
-    checkpoint: str, out: Path, *, hf: bool = False, tokenizer: Path | None = None, report: Report | None = None
+    checkpoint: str,
+    out: Path,
+    *,
+    hf: bool = False,
+    tokenizer: Path | None = None,
+    ema: bool = False,
+    report: Report | None = None,
 ) -> Exported:
     """Write the model of `checkpoint` to `out`, a file that appears only when it is whole.
 
@@ -81,13 +90,13 @@ def export(
     has a tokenizer: `tokenizer` is a folder that does, whose files are copied.
 
     `checkpoint` is the path or URL of a `varuna_ckpt_<step>` folder, or of a store, of which the newest checkpoint that
-    can be read is taken; `report` is told of those passed over.
+    can be read is taken; `report` is told of those passed over. `ema`: the moving average in place of the parameters.
 
     Raises CheckpointError naming what is missing, corrupt or cannot be written.
     """
     if tokenizer is not None and not hf:
         raise ValueError("a tokenizer is for a folder that from_pretrained loads: add --hf")
-    target = _Target(out=out, hf=hf, tokenizer=tokenizer)
+    target = _Target(out=out, hf=hf, tokenizer=tokenizer, ema=ema)
     match = _ONE_CHECKPOINT.fullmatch(checkpoint)
     if match:
         return _export_step(match["store"] or ".", int(match["step"]), target)
@@ -119,11 +128,16 @@ def _export_step(url: str, step: int, target: _Target) -> Exported:
     out = target.file
     try:
         manifest = read_manifest(url, step)
-        source = _Source(CheckpointStore(url), step, manifest)
+        source = _Source(CheckpointStore(url), step, manifest, ema=target.ema)
         names = manifest.state_dict or {name: name for name in manifest.by_name(FileKind.PARAMETERS)}
         found = source.tensors(set(names.values()))
     except CheckpointError as error:
         raise _SourceError(str(error)) from error
+    if target.ema and not manifest.by_name(FileKind.AVERAGE):
+        raise CheckpointError(
+            f"{source.store.url_of(step)} has no average of the parameters: leave out --ema, or train with "
+            "Varuna(..., ema=0.999)"
+        )
     if target.hf:
         files, tied = description_in(manifest, source.store.url_of(step))
         names = _once(names, tied)
@@ -169,10 +183,13 @@ class _Source:
     store: CheckpointStore
     step: int
     manifest: Manifest
+    ema: bool = False
 
     def tensors(self, names: Iterable[str]) -> dict[str, tuple[FileEntry, TensorEntry]]:
         """For each stored name: its file and its place there."""
         files = self.manifest.by_name(FileKind.PARAMETERS)
+        if self.ema:  # what was not trained has no average but its value
+            files |= self.manifest.by_name(FileKind.AVERAGE)
         headers: dict[str, dict[str, TensorEntry]] = {}
         found = {}
         for name in names:
@@ -237,6 +254,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="with --hf: copy the tokenizer's files from here"
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="write the moving average of the parameters, which Varuna(..., ema=) keeps"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     try:
@@ -245,6 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
             given.out,
             hf=given.hf,
             tokenizer=given.tokenizer,
+            ema=given.ema,
             report=lambda step, fault: _say(f"passed over: {fault}"),
         )
     except (CheckpointError, ValueError) as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import structlog
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,6 +20,7 @@ from varuna.checkpoint.encoding import decode
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.group_options import OptionsByName, options_by_place
 from varuna.checkpoint.manifest import MANIFEST, FileEntry, FileKind, Manifest, file_generation, parse
+from varuna.checkpoint.registered import Resolved, resolve
 from varuna.checkpoint.state import TrainingState, fill, optimizer_states
 from varuna.checkpoint.store import CheckpointStore, folder_of
 
@@ -54,6 +56,14 @@ class Loaded:
     step: int
     generation: int
     user: dict[str, Any]
+    """The script's states, as this rank is to have them."""
+    rank_0s: frozenset[str] = frozenset()
+    """Of them, those that differed between ranks of another shape: what stands in `user` is rank 0's."""
+    p: int
+    d: int
+    """The shape that wrote it."""
+    averaged: bool = False
+    """Whether it holds moving averages of the parameters."""
     seed: int
     bytes_read: int
     store_bytes: int
@@ -188,11 +198,15 @@ class _Staged:
     loaded: Loaded
     state: TrainingState
     values: Mapping[str, Tensor]
+    averages: Mapping[str, Tensor]
     optimizer_state: Mapping[str, dict[str, Any]]
     groups: Sequence[Sequence[Mapping[str, Any]]]
 
     def apply(self) -> None:
         fill(self.state, self.values, self.optimizer_state, self.groups)
+        with torch.no_grad():
+            for name, average in self.averages.items():
+                self.state.averages[name].copy_(average)
 
 
 def _complete_manifest(store: CheckpointStore, step: int) -> Manifest:
@@ -235,19 +249,43 @@ def _stage(url: str, step: int, state: TrainingState) -> _Staged:
     if state.optimizers:
         groups = _groups(manifest, state, by_name, extra.optimizer_groups, store.url_of(step))
         optimizer_state = _optimizer_state(manifest, reader, state.parameters)
+    averages = _averages(manifest, reader, state, values)
+    with _located(store.url_of(step)):
+        resolved = _registered(manifest, reader, state, extra.user)
     if reader.faults:
         _log.info("read from the store, not the local copies", files=len(reader.faults), first=reader.faults[0])
     loaded = Loaded(
         step=step,
         generation=manifest.generation,
-        user=extra.user,
+        user=resolved.states,
+        rank_0s=resolved.rank_0s,
+        p=manifest.p,
+        d=manifest.d,
+        averaged=bool(manifest.by_name(FileKind.AVERAGE)),
         seed=manifest.seed,
         bytes_read=reader.bytes_read,
         store_bytes=reader.store_bytes,
         options=by_name,
         optimizers=state.optimizers,
     )
-    return _Staged(loaded, state, values, optimizer_state, groups)
+    return _Staged(loaded, state, values, averages, optimizer_state, groups)
+
+
+def _registered(manifest: Manifest, reader: _Reader, state: TrainingState, job: dict[str, Any]) -> Resolved:
+    same_shape = (manifest.p, manifest.d) == (state.place.p, state.place.d)
+    return resolve(manifest, job, state.names, reader.tensors, rank=state.place.rank if same_shape else None)
+
+
+def _averages(
+    manifest: Manifest, reader: _Reader, state: TrainingState, values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Of the parameters that are averaged now; of one that was not when it was saved, its value."""
+    files = manifest.by_name(FileKind.AVERAGE)
+    averages = {name: _tensor(reader, files[name], name) if name in files else values[name] for name in state.averages}
+    for name, average in averages.items():
+        if average.shape != state.averages[name].shape:
+            raise CheckpointError(f"{reader.store.url_of(reader.step)}: the average of {name} has another shape")
+    return averages
 
 
 def _try_stage(url: str, step: int, state: TrainingState) -> tuple[_Staged | None, str]:
@@ -388,7 +426,7 @@ def _options_by_name(manifest: Manifest, reader: _Reader, state: TrainingState) 
     tensors = {name: tensor for entry in entries for name, tensor in reader.tensors(entry)[0].items()}
     where = reader.store.url_of(reader.step)
     with _located(where):
-        return OptionsByName(manifest.groups, tensors, state.names, where)
+        return OptionsByName(manifest.groups, tensors, state.names_by_id, where)
 
 
 def _groups(

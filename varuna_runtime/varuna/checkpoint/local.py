@@ -18,6 +18,9 @@ __all__ = ["LocalCopies", "on_one_disk"]
 
 _log = structlog.get_logger(__name__)
 
+_CHECKPOINTS_KEPT = 3
+"""Copies of so many: the folder may be in RAM, and workers that start here again ask for the newest."""
+
 
 class LocalCopies:
     """The copies that one rank makes of its files of one checkpoint. What goes wrong is logged, and in nobody's way."""
@@ -46,11 +49,13 @@ class LocalCopies:
             _log.warning("local copies stay", step=self._step, error=str(error))
 
     def prune(self, store: CheckpointStore) -> None:
-        """Removes the copies of earlier checkpoints that `store` no longer has."""
+        """Removes the copies of earlier checkpoints that `store` no longer has, and of all but the newest."""
         try:
             there = set(store.steps())
-            for step in self._folder.steps():
-                if step < self._step and step not in there:
+            earlier = [step for step in self._folder.steps() if step < self._step]
+            newest = set(earlier[1 - _CHECKPOINTS_KEPT :])
+            for step in earlier:
+                if step not in there or step not in newest:
                     self._folder.delete(step)
         except CheckpointError as error:
             _log.warning("old local copies stay", step=self._step, error=str(error))

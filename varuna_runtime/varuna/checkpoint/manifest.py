@@ -25,7 +25,10 @@ __all__ = [
     "FileEntry",
     "FileKind",
     "Manifest",
+    "Per",
+    "RankState",
     "Receipt",
+    "Retention",
     "SavedGroup",
     "file_generation",
     "merge",
@@ -74,6 +77,35 @@ class FileKind(StrEnum):
     """Tensors among the user's states."""
     OPTIONS = "options"
     """Tensors among the options of one rank's parameter groups."""
+    RANK_STATE = "rank-state"
+    """Tensors among the user's states that differ between ranks."""
+    REGISTERED = "registered"
+    """Entries of the user's states that are keyed by parameter names; what is no tensor is JSON in the metadata."""
+    AVERAGE = "average"
+    """The moving average of the parameters, by name."""
+
+
+class Per(StrEnum):
+    """What a registered state belongs to."""
+
+    AUTO = "auto"
+    """What is keyed by parameter names: their sections. The rest: the job if all ranks have it alike, else the rank."""
+    SECTION = "section"
+    """As `AUTO`, but a rest that differs is refused."""
+    RANK = "rank"
+    JOB = "job"
+    """Rank 0's is everybody's."""
+
+
+class Retention(StrEnum):
+    """How long a checkpoint stays."""
+
+    AUTOMATIC = "automatic"
+    """Nobody asked for it: until there are newer ones."""
+    ROLLING = "rolling"
+    """A script asked for it with `keep=`: until there are so many newer ones."""
+    KEPT = "kept"
+    """A script asked for it: for good."""
 
 
 class FileEntry(_Document):
@@ -106,6 +138,19 @@ class SavedGroup(_Document):
     parameters: tuple[str, ...]
 
 
+class RankState(_Document):
+    """A registered state, without what lies in files of sections, as some ranks had it."""
+
+    per: Per
+    ranks: tuple[int, ...]
+    value: Any
+    """As in `varuna.checkpoint.encoding`."""
+    digest: str
+    """Equal for equal states."""
+    file: str = ""
+    """Which has its tensors; "" for none."""
+
+
 class Receipt(_Document):
     """One rank's word that its files are in the store."""
 
@@ -119,6 +164,8 @@ class Receipt(_Document):
     files: tuple[FileEntry, ...]
     groups: tuple[SavedGroup, ...] = ()
     """Its parameter groups; of the ranks of replica 0 alone."""
+    registered: dict[str, RankState] = Field(default_factory=dict)
+    """The user's states as this rank has them."""
     error: str = ""
     """Why this rank could not write its files: there will be no checkpoint of this step."""
 
@@ -145,6 +192,10 @@ class Manifest(_Document):
     """All ranks' parameter groups, each with the parameters that it had on any rank. Empty: unknown."""
     files: tuple[FileEntry, ...]
     total_bytes: int
+    rank_states: dict[str, tuple[RankState, ...]] = Field(default_factory=dict)
+    """The user's states that differed between ranks; those that all had alike are in `state`."""
+    retention: Retention | None = None
+    """None: an earlier version wrote it, which did not say."""
     state_dict: dict[str, str] = Field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: the name under which its value is stored. Empty: unknown."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,15 +17,21 @@ from varuna.checkpoint.local import LocalCopies
 from varuna.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
+    FileKind,
     Manifest,
+    Per,
+    RankState,
     Receipt,
+    Retention,
     file_generation,
     merge,
     merge_groups,
     parse,
     receipt_name,
 )
-from varuna.checkpoint.state import HostBuffers, HostFile, Snapshot, TrainingState, snapshot
+from varuna.checkpoint.pruning import KEPT_AUTOMATIC, Asked, Pruning
+from varuna.checkpoint.registered import Merged, digest_of, merge_registered
+from varuna.checkpoint.state import HostBuffers, HostFile, Snapshot, TrainingState, snapshot, state_file
 from varuna.checkpoint.store import CheckpointStore, folder_of
 from varuna.checkpoint.tensor_file import pieces
 
@@ -55,8 +62,9 @@ class Checkpointer:
     """Saves one rank's share of checkpoints into a store, at most one at a time.
 
     All ranks of a generation call `save` at the same steps. A save that fails is logged and told to `on_failed`; it
-    never raises into training. Both callbacks run in the background thread;
-    `on_committed(step, url, bytes)` on rank 0 only. `local`: a folder of this VM for copies of the files; "": none.
+    never raises into training. One that a script has asked for is `take_failure`'s to give then. Both callbacks run in
+    the background thread; `on_committed(step, url, bytes)` on rank 0 only. `local`: a folder of this VM for copies of
+    the files; "": none. `keep`: so many automatic checkpoints stay.
     """
 
     def __init__(
@@ -70,22 +78,22 @@ class Checkpointer:
         local: str = "",
         on_committed: Callable[[int, str, int], None] | None = None,
         on_failed: Callable[[int, str], None] | None = None,
-        keep: int = 2,
+        keep: int = KEPT_AUTOMATIC,
         receipt_deadline_s: float = 600.0,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep {keep}: at least the newest checkpoint must stay")
         self._store = CheckpointStore(url)
+        self._pruning = Pruning(self._store, generation, keep)
         self._generation, self._rank, self._p, self._d = generation, rank, p, d
         self._local = local
         self._on_committed = on_committed
         self._on_failed = on_failed
-        self._keep = keep
         self._receipt_deadline_s = receipt_deadline_s
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._outcome: SaveOutcome | None = None
+        self._failure_of_asked: SaveOutcome | None = None
+        self._said_by_rank: set[str] = set()
         self._log = structlog.get_logger(__name__).bind(generation=generation, rank=rank)
         self.last_stall_s: float | None = None
         """Seconds that the newest snapshot took."""
@@ -97,10 +105,10 @@ class Checkpointer:
         """Whether a save is still being written by this rank."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, state: TrainingState, *, local: str | None = None) -> bool:
+    def save(self, step: int, state: TrainingState, *, local: str | None = None, asked: Asked | None = None) -> bool:
         """Copy `state`, the one after `step` steps, and write it in the background.
 
-        `local`: a folder for copies of this checkpoint, in place of the usual one.
+        `local`: a folder for copies of this checkpoint, in place of the usual one. `asked`: a script asks for it.
 
         False, with nothing done, while an earlier save is in flight: the next one comes soon enough.
         """
@@ -118,14 +126,21 @@ class Checkpointer:
                 buffers=self._buffers,
             )
         except CheckpointError as error:
-            self._ended(self._failure(step, str(error)))
+            self._start(step, self._refuse, step, str(error), asked)
             return True
         self.last_stall_s = time.perf_counter() - started_s
         folder = self._local if local is None else local
-        copies = LocalCopies(folder, step) if folder else None
-        self._thread = threading.Thread(target=self._run, args=(copied, copies), name=f"checkpoint-{step}", daemon=True)
-        self._thread.start()
+        self._start(step, self._run, copied, LocalCopies(folder, step) if folder else None, asked)
         return True
+
+    def _start(self, step: int, write: Callable[..., None], *arguments: object) -> None:
+        self._thread = threading.Thread(target=write, args=arguments, name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def take_failure(self) -> SaveOutcome | None:
+        """The newest failed save of those that a script has asked for, once; None when all went well."""
+        failure, self._failure_of_asked = self._failure_of_asked, None
+        return failure
 
     def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
         """The newest save's outcome, once it has one. None when there was no save or the time has run out."""
@@ -141,13 +156,24 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, copied: Snapshot, local: LocalCopies | None) -> None:
+    def _refuse(self, step: int, error: str, asked: Asked | None) -> None:
+        """Ends a save whose state cannot be kept."""
         try:
-            outcome = self._write(copied, local)
+            if self._rank != 0:  # which else would wait for this rank's receipt
+                self._put_receipt(step, error=error)
+        except CheckpointError as further:
+            self._log.warning("after a failed checkpoint save", step=step, error=str(further))
+        self._ended(self._failure(step, error), asked)
+
+    def _run(self, copied: Snapshot, local: LocalCopies | None, asked: Asked | None) -> None:
+        try:
+            outcome = self._write(copied, local, asked)
+            if outcome.result == "dropped" and self._rank == 0 and asked is not None:
+                self._pruning.promote(copied.step, asked.retention(copied.step))
         except Exception as error:  # a failed save never stops training, whatever it failed by; it is logged and told
             outcome = self._failure(copied.step, str(error) or type(error).__name__)
             self._give_up(copied, local, outcome.error)
-        self._ended(outcome)
+        self._ended(outcome, asked)
         if local is not None and outcome.result in ("committed", "written"):
             local.prune(self._store)
 
@@ -157,29 +183,38 @@ class Checkpointer:
         if local is not None:
             local.remove(mine)
         try:
-            for name in self._store.sizes(copied.step):
+            there = self._store.sizes(copied.step)
+            if MANIFEST in there:  # a whole checkpoint, which another save has made
+                return
+            for name in there:
                 if name in mine or (self._rank == 0 and file_generation(name) == self._generation):
                     self._store.remove(f"{folder_of(copied.step)}/{name}")
             if self._rank != 0:
-                self._put_receipt(copied, (), error)
+                self._put_receipt(copied.step, error=error)
         except CheckpointError as further:  # rank 0 will miss the receipt, and the next commit deletes what is left
             self._log.warning("after a failed checkpoint save", step=copied.step, error=str(further))
 
-    def _write(self, copied: Snapshot, local: LocalCopies | None) -> SaveOutcome:
+    def _write(self, copied: Snapshot, local: LocalCopies | None, asked: Asked | None) -> SaveOutcome:
         started_s = time.perf_counter()
         folder, step = folder_of(copied.step), copied.step
+        retention = Retention.AUTOMATIC if asked is None else asked.retention(step)
         if self._store.get(f"{folder}/{MANIFEST}") is not None:
             return SaveOutcome(step=step, result="dropped", url=self._store.url_of(step))
         copies = ""
         if local is not None:
-            copies = local.write({file.name: pieces(file.tensors, file.metadata) for file in copied.files})
-        entries = tuple(self._put(folder, file, copies) for file in copied.files)
-        self._put_receipt(copied, entries)
+            files = {f.name: pieces(f.tensors, f.metadata) for f in copied.files if self._is_worth_a_copy(f)}
+            copies = local.write(files)
+        entries = tuple(self._put(folder, f, copies if self._is_worth_a_copy(f) else "") for f in copied.files)
+        self._put_receipt(step, copied, entries)
         self.last_write_s = write_s = time.perf_counter() - started_s
         if self._rank != 0:
             size = sum(entry.bytes for entry in entries)
             return SaveOutcome(step=step, result="written", url=self._store.url_of(step), bytes=size, write_s=write_s)
-        return self._commit(copied, write_s)
+        return self._commit(copied, write_s, retention)
+
+    def _is_worth_a_copy(self, file: HostFile) -> bool:
+        """All but states that, where they are rank 0's too, are not even in the checkpoint."""
+        return self._rank == 0 or file.kind is not FileKind.STATE
 
     def _put(self, folder: str, file: HostFile, copies: str) -> FileEntry:
         checksum = Checksum()
@@ -205,27 +240,45 @@ class Checkpointer:
             local=copies,
         )
 
-    def _put_receipt(self, copied: Snapshot, entries: tuple[FileEntry, ...], error: str = "") -> None:
+    def _put_receipt(
+        self, step: int, copied: Snapshot | None = None, entries: tuple[FileEntry, ...] = (), *, error: str = ""
+    ) -> None:
+        registered = {} if copied is None else copied.registered
         receipt = Receipt(
             generation=self._generation,
-            step=copied.step,
+            step=step,
             rank=self._rank,
             world_size=self._p * self._d,
-            sections=copied.sections,
+            sections=() if copied is None else copied.sections,
             files=entries,
-            groups=copied.groups if not error else (),
+            groups=() if copied is None or error else copied.groups,
+            registered={
+                name: RankState(
+                    per=state.per,
+                    ranks=(self._rank,),
+                    value=state.value,
+                    digest=digest_of(state.value, state.tensors),
+                    file=state.file,
+                )
+                for name, state in registered.items()
+            },
             error=error,
         )
         name = receipt_name(self._generation, self._rank)
-        self._store.put(f"{folder_of(copied.step)}/{name}", receipt.to_bytes())
+        self._store.put(f"{folder_of(step)}/{name}", receipt.to_bytes())
 
-    def _commit(self, copied: Snapshot, write_s: float) -> SaveOutcome:
+    def _commit(self, copied: Snapshot, write_s: float, retention: Retention) -> SaveOutcome:
         step, url = copied.step, self._store.url_of(copied.step)
         dropped = SaveOutcome(step=step, result="dropped", url=url, write_s=write_s)
         receipts = self._await_receipts(step)
         if receipts is None:
             return dropped
-        files = merge(receipts, copied.section_count)
+        registered = merge_registered(receipts)
+        always = state_file(self._generation, 0)
+        files, needless = registered.keep(merge(receipts, copied.section_count), always)
+        for name in needless:
+            with suppress(CheckpointError):  # then it stays, and goes with the checkpoint
+                self._store.remove(f"{folder_of(step)}/{name}")
         groups = merge_groups(receipts)
         manifest = Manifest(
             generation=self._generation,
@@ -235,15 +288,29 @@ class Checkpointer:
             section_count=copied.section_count,
             seed=copied.seed,
             optimizer=" and ".join(sorted({group.optimizer for group in groups})) or None,
-            state=copied.state,
+            state={"user": registered.job},
             groups=groups,
+            rank_states=registered.by_rank,
             files=files,
             total_bytes=sum(entry.bytes for entry in files),
+            retention=retention,
             state_dict=copied.state_dict,
         )
         if not self._store.create(f"{folder_of(step)}/{MANIFEST}", manifest.to_bytes()):
             return dropped
+        self._report_by_rank(registered)
         return SaveOutcome(step=step, result="committed", url=url, bytes=manifest.total_bytes, write_s=write_s)
+
+    def _report_by_rank(self, registered: Merged) -> None:
+        """Logs, once, what no other shape can load: before a morph does."""
+        for name, copies in registered.by_rank.items():
+            if copies[0].per is Per.AUTO and name not in self._said_by_rank:
+                self._said_by_rank.add(name)
+                self._log.warning(
+                    f"the registered state {name!r} differs between ranks and is not keyed by names of parameters: no "
+                    "other shape can load it; key its entries by such names, or register it with per='job' or 'rank'",
+                    first_ranks=[copy.ranks[0] for copy in copies[:2]],
+                )
 
     def _await_receipts(self, step: int) -> list[Receipt] | None:
         """The receipts of all ranks; None when a manifest appears first. Raises CheckpointError when some
@@ -283,39 +350,21 @@ class Checkpointer:
     def _failure(self, step: int, error: str) -> SaveOutcome:
         return SaveOutcome(step=step, result="failed", url=self._store.url_of(step), error=error)
 
-    def _ended(self, outcome: SaveOutcome) -> None:
+    def _ended(self, outcome: SaveOutcome, asked: Asked | None) -> None:
         """Log and tell; errors of the callbacks and of pruning are logged, for the outcome stands."""
         self._outcome = outcome
         if outcome.result == "failed":
             self._log.warning("checkpoint save failed, training goes on", step=outcome.step, error=outcome.error)
+            if asked is not None:
+                self._failure_of_asked = outcome
         elif outcome.result != "written":  # rank 0 speaks for the others
             self._log.info("checkpoint " + outcome.result, step=outcome.step, bytes=outcome.bytes)
         try:
             if outcome.result == "committed":
                 if self._on_committed is not None:
                     self._on_committed(outcome.step, outcome.url, outcome.bytes)
-                prune(self._store, outcome.step, self._generation, self._keep)
+                self._pruning.prune(outcome.step, None if asked is None else asked.keep)
             elif outcome.result == "failed" and self._on_failed is not None:
                 self._on_failed(outcome.step, outcome.error)
         except Exception as error:  # neither a callback nor a store that refuses to delete may stop training
             self._log.warning("after a checkpoint save", step=outcome.step, error=str(error))
-
-
-def prune(store: CheckpointStore, committed_step: int, generation: int, keep: int) -> list[int]:
-    """Delete what the checkpoint of `committed_step` makes needless; the steps that went.
-
-    Kept: the newest `keep` complete ones up to it, everything after it, and folders that a newer generation writes to.
-    """
-    kept: list[int] = []
-    gone: list[int] = []
-    for step in sorted((s for s in store.steps() if s <= committed_step), reverse=True):
-        names = store.sizes(step)
-        if MANIFEST in names and len(kept) < keep:
-            kept.append(step)
-        elif not kept or any((file_generation(name) or 0) > generation for name in names):
-            continue
-        else:
-            # The manifest goes first: a half-deleted checkpoint must not look like a complete one.
-            store.delete(step, first=MANIFEST)
-            gone.append(step)
-    return gone

@@ -15,13 +15,35 @@ from torch.optim.lr_scheduler import LRScheduler
 from varuna.checkpoint.encoding import decode, encode
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.group_options import encode_groups, set_options
-from varuna.checkpoint.manifest import FileKind, SavedGroup
+from varuna.checkpoint.manifest import FileKind, Per, SavedGroup
+from varuna.checkpoint.registered import Named, Names, by_section, split
 from varuna.checkpoint.tensor_file import ALIGNMENT
 
-__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot"]
+__all__ = [
+    "HostBuffers",
+    "HostFile",
+    "Place",
+    "RegisteredCopy",
+    "Snapshot",
+    "TrainingState",
+    "fill",
+    "snapshot",
+    "state_file",
+]
 
 _METADATA_STATE = "state"
 """Under this key a file's metadata holds the JSON that its tensors are part of."""
+
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which rank of which shape this is."""
+
+    rank: int = 0
+    p: int = 1
+    d: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +66,13 @@ class TrainingState:
     """Those of them that are registered, by their names in `user`."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """Buffers that training changes (running statistics), by name."""
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    """Moving averages of parameters, by the parameter's name."""
     user: Mapping[str, Any] = field(default_factory=dict)
-    """What else must come back: scheduler, loss scale. Rank 0's is stored; JSON values and tensors, nested."""
+    """What else must come back: scheduler, loss scale. JSON values, numbers and tensors, nested."""
+    user_per: Mapping[str, Per] = field(default_factory=dict)
+    """What each of `user` belongs to; AUTO where it is not said."""
+    place: Place = Place()
     seed: int = 0
     state_dict: Mapping[str, str] = field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: its name in `tensors`. For exporting a plain model."""
@@ -60,7 +87,7 @@ class TrainingState:
         return {**self.parameters, **self.buffers}
 
     @property
-    def names(self) -> dict[int, str]:
+    def names_by_id(self) -> dict[int, str]:
         """Of the parameters, by id."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
@@ -72,6 +99,10 @@ class TrainingState:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+
+    @property
+    def names(self) -> Names:
+        return Names(held=self.tensors, stored=self.state_dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +118,19 @@ class HostFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegisteredCopy:
+    """One of the user's states on one rank, without what lies in files of sections."""
+
+    per: Per
+    value: Any
+    """Encoded."""
+    tensors: dict[str, Tensor]
+    """Those that `value` names, in host memory."""
+    file: str
+    """Which has them; "" for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """One rank's share of the state after `step` steps, copied."""
 
@@ -97,8 +141,7 @@ class Snapshot:
     files: tuple[HostFile, ...]
     groups: tuple[SavedGroup, ...]
     """The optimizers' parameter groups; empty except in replica 0."""
-    state: dict[str, Any]
-    """User states, encoded; empty except on rank 0."""
+    registered: dict[str, RegisteredCopy]
     state_dict: dict[str, str]
 
 
@@ -141,6 +184,7 @@ def snapshot(
     """
     mine = tuple(section for section in state.sections if section % replicas == replica)
     files: list[HostFile] = []
+    rests, named = _split_states(state, rank)
     for section in mine:
         names = [name for name in state.tensors if state.section_of[name] == section]
         for suffix, part in (
@@ -148,20 +192,33 @@ def snapshot(
             (".tied", [name for name in names if name in state.tied]),
         ):
             if part:
-                files.extend(
-                    _section_files(state, section, f"section-{section:05d}-g{generation}{suffix}", part, buffers)
-                )
-    encoded: dict[str, Any] = {}
-    if rank == 0:
-        encoded, tensors = encode({"user": dict(state.user)}, "")
-        if tensors:
-            files.append(_host_file(f"state-g{generation}", FileKind.STATE, -1, (), tensors, {}, buffers))
+                stem = f"section-{section:05d}-g{generation}{suffix}"
+                files.extend(_section_files(state, section, stem, part, buffers))
+                files.extend(_further_files(state, section, stem, part, named, buffers))
     groups: tuple[SavedGroup, ...] = ()
     if replica == 0:
-        groups, tensors = encode_groups(state.optimizers, state.names, state.schedulers, f"rank{rank}")
-        if tensors:
-            files.append(_host_file(f"options-g{generation}-r{rank}", FileKind.OPTIONS, -1, (), tensors, {}, buffers))
+        groups, options = encode_groups(state.optimizers, state.names_by_id, state.schedulers, f"rank{rank}")
+        if options:
+            files.append(_host_file(f"options-g{generation}-r{rank}", FileKind.OPTIONS, -1, (), options, {}, buffers))
+    values = {name: encode(rest, f"/user/{name}") for name, rest in rests.items()}
+    tensors: dict[str, Tensor] = {}
+    for _, of_state in values.values():
+        tensors |= of_state
+    file = state_file(generation, rank)
+    copied: dict[str, Tensor] = {}
+    if tensors:
+        files.append(_host_file(file.removesuffix(_SUFFIX), FileKind.STATE, -1, (), tensors, {}, buffers))
+        copied = files[-1].tensors
     buffers.synchronize()
+    registered = {
+        name: RegisteredCopy(
+            per=state.user_per.get(name, Per.AUTO),
+            value=value,
+            tensors={key: copied[key] for key in of_state},
+            file=file if of_state else "",
+        )
+        for name, (value, of_state) in values.items()
+    }
     return Snapshot(
         step=step,
         section_count=state.section_count,
@@ -169,9 +226,51 @@ def snapshot(
         sections=mine,
         files=tuple(files),
         groups=groups,
-        state=encoded,
+        registered=registered,
         state_dict=dict(state.state_dict),
     )
+
+
+def state_file(generation: int, rank: int) -> str:
+    """The name of a rank's file of tensors that belong to no section."""
+    return f"state-g{generation}{'' if rank == 0 else f'-r{rank}'}{_SUFFIX}"
+
+
+def _split_states(state: TrainingState, rank: int) -> tuple[dict[str, Any], dict[str, Named]]:
+    """The user's states without what belongs to sections, and that."""
+    rests: dict[str, Any] = {}
+    named: dict[str, Named] = {}
+    for name, value in state.user.items():
+        per = state.user_per.get(name, Per.AUTO)
+        if per is Per.JOB and rank != 0:
+            continue
+        if per in (Per.AUTO, Per.SECTION):
+            value, named[name] = split(value, state.names)
+        rests[name] = value
+    return rests, named
+
+
+def _further_files(
+    state: TrainingState,
+    section: int,
+    stem: str,
+    names: list[str],
+    named: Mapping[str, Named],
+    buffers: HostBuffers,
+) -> list[HostFile]:
+    """Averages, and the user's states that are keyed by these names."""
+    files: list[HostFile] = []
+    averages = {name: state.averages[name] for name in names if name in state.averages}
+    if averages:
+        holds = tuple(averages)
+        files.append(_host_file(f"{stem}.average", FileKind.AVERAGE, section, holds, averages, {}, buffers))
+    content, found = by_section(named, names, state.names)
+    if content:
+        encoded, tensors = encode(content, "/user")
+        metadata = {_METADATA_STATE: json.dumps(encoded)}
+        holds = tuple(name for name in names if name in found)
+        files.append(_host_file(f"{stem}.registered", FileKind.REGISTERED, section, holds, tensors, metadata, buffers))
+    return files
 
 
 def _section_files(
@@ -202,9 +301,7 @@ def _host_file(
     buffers: HostBuffers,
 ) -> HostFile:
     copies = {name: buffers.copy(f"{kind.value}:{name}", tensor) for name, tensor in tensors.items()}
-    return HostFile(
-        name=f"{stem}.safetensors", kind=kind, section=section, holds=holds, tensors=copies, metadata=metadata
-    )
+    return HostFile(name=f"{stem}{_SUFFIX}", kind=kind, section=section, holds=holds, tensors=copies, metadata=metadata)
 
 
 def optimizer_states(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
