@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.manifest import MANIFEST
 from varuna.checkpoint.store import CheckpointStore, folder_of, local_path
 
 __all__ = ["LocalCopies", "on_one_disk"]
@@ -46,12 +47,14 @@ class LocalCopies:
             _log.warning("local copies stay", step=self._step, error=str(error))
 
     def prune(self, store: CheckpointStore) -> None:
-        """Removes the copies of earlier checkpoints that `store` no longer has."""
+        """Removes the copies of earlier checkpoints' files that `store` no longer has."""
         try:
             there = set(store.steps())
             for step in self._folder.steps():
-                if step < self._step and step not in there:
-                    self._folder.delete(step)
+                if step < self._step:
+                    names = store.sizes(step) if step in there else {}
+                    if MANIFEST not in names:
+                        self._folder.delete(step, keep=names)
         except CheckpointError as error:
             _log.warning("old local copies stay", step=self._step, error=str(error))
 

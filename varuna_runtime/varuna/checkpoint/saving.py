@@ -22,8 +22,11 @@ from varuna.checkpoint.manifest import (
     merge,
     parse,
     receipt_name,
+    set_aside_name,
 )
-from varuna.checkpoint.state import HostBuffers, HostFile, Snapshot, TrainingState, snapshot
+from varuna.checkpoint.references import EarlierFiles, files_referred_to, require_present
+from varuna.checkpoint.snapshot import HostBuffers, HostFile, Snapshot, snapshot
+from varuna.checkpoint.state import TrainingState
 from varuna.checkpoint.store import CheckpointStore, folder_of
 from varuna.checkpoint.tensor_file import pieces
 
@@ -169,10 +172,13 @@ class Checkpointer:
         folder, step = folder_of(copied.step), copied.step
         if self._store.get(f"{folder}/{MANIFEST}") is not None:
             return SaveOutcome(step=step, result="dropped", url=self._store.url_of(step))
+        referred = self._find_earlier(copied)
+        files = [file for file in copied.files if file.name not in referred]
         copies = ""
         if local is not None:
-            copies = local.write({file.name: pieces(file.tensors, file.metadata) for file in copied.files})
-        entries = tuple(self._put(folder, file, copies) for file in copied.files)
+            copies = local.write({file.name: pieces(file.tensors, file.metadata) for file in files})
+        entries = (*(self._put(folder, file, copies) for file in files), *referred.values())
+        self._store.sync(step, (file.name for file in files))
         self._put_receipt(copied, entries)
         self.last_write_s = write_s = time.perf_counter() - started_s
         if self._rank != 0:
@@ -180,29 +186,28 @@ class Checkpointer:
             return SaveOutcome(step=step, result="written", url=self._store.url_of(step), bytes=size, write_s=write_s)
         return self._commit(copied, write_s)
 
+    def _find_earlier(self, copied: Snapshot) -> dict[str, FileEntry]:
+        """For files of what is frozen, by name: the same file of an earlier checkpoint, if there is one."""
+        frozen = [file for file in copied.files if file.is_frozen]
+        if not frozen:
+            return {}
+        earlier = EarlierFiles(self._store, copied.step, keep=self._keep)
+        found = {file.name: earlier.find(_entry(file, *_summed(file))) for file in frozen}
+        return {name: entry for name, entry in found.items() if entry is not None}
+
     def _put(self, folder: str, file: HostFile, copies: str) -> FileEntry:
         checksum = Checksum()
         size = 0
 
         def summed() -> Iterator[memoryview]:
             nonlocal size
-            for piece in pieces(file.tensors, file.metadata):
-                for start in range(0, len(piece), _PIECE_BYTES):
-                    part = piece[start : start + _PIECE_BYTES]
-                    checksum.update(part)
-                    size += len(part)
-                    yield part
+            for part in _parts(file):
+                checksum.update(part)
+                size += len(part)
+                yield part
 
         self._store.put(f"{folder}/{file.name}", summed())
-        return FileEntry(
-            name=file.name,
-            kind=file.kind,
-            section=file.section,
-            holds=file.holds,
-            bytes=size,
-            checksum=str(checksum),
-            local=copies,
-        )
+        return _entry(file, checksum, size, copies)
 
     def _put_receipt(self, copied: Snapshot, entries: tuple[FileEntry, ...], error: str = "") -> None:
         receipt = Receipt(
@@ -210,7 +215,7 @@ class Checkpointer:
             step=copied.step,
             rank=self._rank,
             world_size=self._p * self._d,
-            sections=copied.sections,
+            tensors_of=copied.tensors_of,
             files=entries,
             error=error,
         )
@@ -224,6 +229,7 @@ class Checkpointer:
         if receipts is None:
             return dropped
         files = merge(receipts, copied.section_count)
+        require_present(self._store, files)
         manifest = Manifest(
             generation=self._generation,
             step=step,
@@ -231,6 +237,7 @@ class Checkpointer:
             d=self._d,
             section_count=copied.section_count,
             seed=copied.seed,
+            cursor=copied.cursor,
             optimizer=copied.optimizer,
             state=copied.state,
             files=files,
@@ -239,6 +246,7 @@ class Checkpointer:
         )
         if not self._store.create(f"{folder_of(step)}/{MANIFEST}", manifest.to_bytes()):
             return dropped
+        self._store.sync(step, [MANIFEST])
         return SaveOutcome(step=step, result="committed", url=url, bytes=manifest.total_bytes, write_s=write_s)
 
     def _await_receipts(self, step: int) -> list[Receipt] | None:
@@ -297,21 +305,53 @@ class Checkpointer:
             self._log.warning("after a checkpoint save", step=outcome.step, error=str(error))
 
 
+def _parts(file: HostFile) -> Iterator[memoryview]:
+    for piece in pieces(file.tensors, file.metadata):
+        for start in range(0, len(piece), _PIECE_BYTES):
+            yield piece[start : start + _PIECE_BYTES]
+
+
+def _summed(file: HostFile) -> tuple[Checksum, int]:
+    """The checksum and the bytes of a file that is not written yet."""
+    checksum, size = Checksum(), 0
+    for part in _parts(file):
+        checksum.update(part)
+        size += len(part)
+    return checksum, size
+
+
+def _entry(file: HostFile, checksum: Checksum, size: int, copies: str = "") -> FileEntry:
+    return FileEntry(
+        name=file.name,
+        kind=file.kind,
+        section=file.section,
+        holds=file.holds,
+        bytes=size,
+        checksum=str(checksum),
+        local=copies,
+    )
+
+
 def prune(store: CheckpointStore, committed_step: int, generation: int, keep: int) -> list[int]:
     """Delete what the checkpoint of `committed_step` makes needless; the steps that went.
 
-    Kept: the newest `keep` complete ones up to it, everything after it, and folders that a newer generation writes to.
+    Kept: the newest `keep` complete ones up to it, everything after it, folders that a newer generation writes to,
+    checkpoints that were set aside, and the files of others that those kept refer to.
     """
     kept: list[int] = []
-    gone: list[int] = []
-    for step in sorted((s for s in store.steps() if s <= committed_step), reverse=True):
+    needless: list[int] = []
+    steps = sorted(store.steps(), reverse=True)
+    for step in (one for one in steps if one <= committed_step):
         names = store.sizes(step)
         if MANIFEST in names and len(kept) < keep:
             kept.append(step)
-        elif not kept or any((file_generation(name) or 0) > generation for name in names):
+        elif not kept or set_aside_name(1) in names or any((file_generation(name) or 0) > generation for name in names):
             continue
         else:
+            needless.append(step)
+    if needless:
+        referred = files_referred_to(store, (step for step in steps if step not in needless))
+        for step in needless:
             # The manifest goes first: a half-deleted checkpoint must not look like a complete one.
-            store.delete(step, first=MANIFEST)
-            gone.append(step)
-    return gone
+            store.delete(step, first=MANIFEST, keep=referred.get(step, set()))
+    return needless

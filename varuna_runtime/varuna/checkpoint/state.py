@@ -1,4 +1,4 @@
-"""One rank's share of the training state: cut into files for saving, filled from files when loading."""
+"""One rank's share of the training state, as checkpoints see it: filled from files when one is loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from varuna.checkpoint.encoding import decode, encode
+from varuna.checkpoint.encoding import decode
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.manifest import FileKind
+from varuna.checkpoint.manifest import Cursor
 from varuna.checkpoint.tensor_file import ALIGNMENT
 
-__all__ = ["HostBuffers", "HostFile", "Snapshot", "TrainingState", "fill", "snapshot"]
+__all__ = [
+    "METADATA_STATE",
+    "TrainingState",
+    "fill_group_options",
+    "fill_optimizer_states",
+    "fill_values",
+]
 
-_METADATA_STATE = "state"
+METADATA_STATE = "state"
 """Under this key a file's metadata holds the JSON that its tensors are part of."""
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -45,6 +51,8 @@ class TrainingState:
     user: Mapping[str, Any] = field(default_factory=dict)
     """What else must come back: scheduler, loss scale. Rank 0's is stored; JSON values and tensors, nested."""
     seed: int = 0
+    cursor: Cursor | None = None
+    """The samples that training has used."""
     state_dict: Mapping[str, str] = field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: its name in `tensors`. For exporting a plain model."""
 
@@ -57,132 +65,10 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor]:
         return {**self.parameters, **self.buffers}
 
-
-@dataclass(frozen=True, kw_only=True)
-class HostFile:
-    """A file to be: tensors in host memory that nothing else changes."""
-
-    name: str
-    kind: FileKind
-    section: int
-    holds: tuple[str, ...]
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """One rank's share of the state after `step` steps, copied."""
-
-    step: int
-    section_count: int
-    seed: int
-    sections: tuple[int, ...]
-    files: tuple[HostFile, ...]
-    optimizer: str | None
-    state: dict[str, Any]
-    """User states and optimizer options, encoded; empty except on rank 0."""
-    state_dict: dict[str, str]
-
-
-class HostBuffers:
-    """Host memory for snapshots, kept between them: fresh pages cost several times the copy itself."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._devices: set[torch.device] = set()
-
-    def copy(self, key: str, tensor: Tensor) -> Tensor:
-        """A contiguous copy of `tensor` in host memory, valid until the next copy under `key`.
-
-        Copies from a GPU are only queued: call `synchronize` when all are.
-        """
-        if tensor.layout is not torch.strided:
-            raise CheckpointError(f"{key} is a {tensor.layout} tensor: a checkpoint holds dense ones")
-        source = tensor.detach()
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[key] = buffer
-        if source.is_cuda:
-            self._devices.add(source.device)
-        buffer.copy_(source, non_blocking=True)
-        return buffer
-
-    def synchronize(self) -> None:
-        """Wait until all copies are there."""
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
-
-
-def snapshot(
-    state: TrainingState, step: int, *, generation: int, replica: int, replicas: int, rank: int, buffers: HostBuffers
-) -> Snapshot:
-    """Copy what this rank has to write: section i of its stage where i mod D is its replica, rank 0 the rest too.
-
-    Raises CheckpointError for state that a checkpoint cannot hold.
-    """
-    mine = tuple(section for section in state.sections if section % replicas == replica)
-    files: list[HostFile] = []
-    for section in mine:
-        names = [name for name in state.tensors if state.section_of[name] == section]
-        for suffix, part in (
-            ("", [name for name in names if name not in state.tied]),
-            (".tied", [name for name in names if name in state.tied]),
-        ):
-            if part:
-                files.extend(
-                    _section_files(state, section, f"section-{section:05d}-g{generation}{suffix}", part, buffers)
-                )
-    encoded: dict[str, Any] = {}
-    if rank == 0:
-        encoded, tensors = encode({"user": dict(state.user), "optimizer_groups": group_options(state.optimizer)}, "")
-        if tensors:
-            files.append(_host_file(f"state-g{generation}", FileKind.STATE, -1, (), tensors, {}, buffers))
-    buffers.synchronize()
-    return Snapshot(
-        step=step,
-        section_count=state.section_count,
-        seed=state.seed,
-        sections=mine,
-        files=tuple(files),
-        optimizer=optimizer_name(state.optimizer),
-        state=encoded,
-        state_dict=dict(state.state_dict),
-    )
-
-
-def _section_files(
-    state: TrainingState, section: int, stem: str, names: list[str], buffers: HostBuffers
-) -> list[HostFile]:
-    values = {name: state.tensors[name] for name in names}
-    files = [_host_file(f"{stem}.parameters", FileKind.PARAMETERS, section, tuple(names), values, {}, buffers)]
-    if state.optimizer is None:
-        return files
-    kept = state.optimizer.state
-    # `in` first: the optimizer's state is a defaultdict, which a look-up would change.
-    by_parameter = {name: kept[values[name]] for name in names if name in state.parameters and values[name] in kept}
-    if by_parameter:
-        encoded, tensors = encode(by_parameter, "")
-        metadata = {_METADATA_STATE: json.dumps(encoded)}
-        holds = tuple(by_parameter)
-        files.append(_host_file(f"{stem}.optimizer", FileKind.OPTIMIZER, section, holds, tensors, metadata, buffers))
-    return files
-
-
-def _host_file(
-    stem: str,
-    kind: FileKind,
-    section: int,
-    holds: tuple[str, ...],
-    tensors: dict[str, Tensor],
-    metadata: dict[str, str],
-    buffers: HostBuffers,
-) -> HostFile:
-    copies = {name: buffers.copy(f"{kind.value}:{name}", tensor) for name, tensor in tensors.items()}
-    return HostFile(
-        name=f"{stem}.safetensors", kind=kind, section=section, holds=holds, tensors=copies, metadata=metadata
-    )
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that are not trained, and so rarely change."""
+        return frozenset(name for name, value in self.parameters.items() if not value.requires_grad)
 
 
 def optimizer_name(optimizer: Optimizer | None) -> str | None:
@@ -198,32 +84,36 @@ def group_options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 
 def optimizer_states(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter in an optimizer file. Raises CheckpointError when it is none."""
-    if _METADATA_STATE not in metadata:
+    if METADATA_STATE not in metadata:
         raise CheckpointError("a file that should hold the optimizer's state holds none")
-    decoded: dict[str, dict[str, Any]] = decode(json.loads(metadata[_METADATA_STATE]), tensors)
+    decoded: dict[str, dict[str, Any]] = decode(json.loads(metadata[METADATA_STATE]), tensors)
     return decoded
 
 
-def fill(
-    state: TrainingState,
-    values: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, dict[str, Any]],
-    groups: list[dict[str, Any]],
-) -> None:
-    """Put loaded values, all verified, into the live tensors and the optimizer."""
+def fill_values(state: TrainingState, values: Mapping[str, Tensor]) -> None:
+    """Put loaded values, all verified, into the live tensors of these names, as far as this rank has them."""
     with torch.no_grad():
         for name, tensor in state.tensors.items():
-            tensor.copy_(values[name])
-    if state.optimizer is None:
-        return
-    for name, parameter in state.parameters.items():
-        if name in optimizer_state:
-            state.optimizer.state[parameter] = {
-                key: _placed(key, value, parameter, state.optimizer) for key, value in optimizer_state[name].items()
-            }
-        else:
+            if name in values:
+                tensor.copy_(values[name])
+
+
+def fill_optimizer_states(state: TrainingState, states: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Put loaded states of these parameters, all verified, into the optimizer; None: the optimizer has none for it."""
+    assert state.optimizer is not None
+    for name, loaded in states.items():
+        parameter = state.parameters[name]
+        if loaded is None:
             state.optimizer.state.pop(parameter, None)
-    for group, options in zip(state.optimizer.param_groups, groups, strict=True):
+        else:
+            state.optimizer.state[parameter] = {
+                key: _placed(key, value, parameter, state.optimizer) for key, value in loaded.items()
+            }
+
+
+def fill_group_options(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Put loaded options into the optimizer's parameter groups."""
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
         for key, value in options.items():
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                 group[key].copy_(value)
