@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from varuna.checkpoint.checksum import Checksum
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.manifest import MANIFEST, FileEntry, Manifest, parse
 from varuna.checkpoint.store import CheckpointStore, folder_of
@@ -16,10 +17,15 @@ __all__ = ["EarlierFiles", "files_referred_to", "require_present"]
 
 
 class EarlierFiles:
-    """The files that a checkpoint of `step` may refer to instead of writing them."""
+    """The files that a checkpoint of `step` may refer to instead of writing them.
 
-    def __init__(self, store: CheckpointStore, step: int, *, keep: int) -> None:
+    `trusted`: (step, name) of files that this process has written or verified, which it adds to. One that came from
+    elsewhere is read once: harm to it must not go on into every later checkpoint.
+    """
+
+    def __init__(self, store: CheckpointStore, step: int, *, keep: int, trusted: set[tuple[int, str]]) -> None:
         self._store = store
+        self._trusted = trusted
         self._by_content: dict[tuple[str, int], FileEntry] = {}
         self._sizes: dict[int, dict[str, int]] = {}
         manifests: list[Manifest] = []
@@ -42,7 +48,22 @@ class EarlierFiles:
         assert found.in_step is not None
         if found.in_step not in self._sizes:
             self._sizes[found.in_step] = self._store.sizes(found.in_step)
-        return found if self._sizes[found.in_step].get(found.name) == found.bytes else None
+        is_there = self._sizes[found.in_step].get(found.name) == found.bytes
+        return found if is_there and self._is_sound(found.in_step, found) else None
+
+    def _is_sound(self, home: int, entry: FileEntry) -> bool:
+        if (home, entry.name) in self._trusted:
+            return True
+        checksum = Checksum()
+        try:
+            for piece in self._store.stream(f"{folder_of(home)}/{entry.name}", entry.bytes):
+                checksum.update(piece)
+        except (CheckpointError, FileNotFoundError):
+            return False
+        if str(checksum) != entry.checksum:
+            return False
+        self._trusted.add((home, entry.name))
+        return True
 
 
 def require_present(store: CheckpointStore, files: Iterable[FileEntry]) -> None:

@@ -85,6 +85,7 @@ class Checkpointer:
         self._keep = keep
         self._receipt_deadline_s = receipt_deadline_s
         self._buffers = HostBuffers()
+        self._trusted: set[tuple[int, str]] = set()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._outcome: SaveOutcome | None = None
@@ -179,6 +180,7 @@ class Checkpointer:
             copies = local.write({file.name: pieces(file.tensors, file.metadata) for file in files})
         entries = (*(self._put(folder, file, copies) for file in files), *referred.values())
         self._store.sync(step, (file.name for file in files))
+        self._trusted |= {(step, file.name) for file in files if file.is_frozen}
         self._put_receipt(copied, entries)
         self.last_write_s = write_s = time.perf_counter() - started_s
         if self._rank != 0:
@@ -191,7 +193,7 @@ class Checkpointer:
         frozen = [file for file in copied.files if file.is_frozen]
         if not frozen:
             return {}
-        earlier = EarlierFiles(self._store, copied.step, keep=self._keep)
+        earlier = EarlierFiles(self._store, copied.step, keep=self._keep, trusted=self._trusted)
         found = {file.name: earlier.find(_entry(file, *_summed(file))) for file in frozen}
         return {name: entry for name, entry in found.items() if entry is not None}
 
