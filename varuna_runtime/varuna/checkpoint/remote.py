@@ -28,8 +28,20 @@ _RANGES_AT_ONCE = 4
 
 _REQUEST_LIMIT = timedelta(seconds=180)
 """For one request of some megabytes, so that the limit of a file grows with its size. obstore's own is 30 s."""
-_RETRY_LIMIT = timedelta(seconds=600)
-"""How long one request is tried again. obstore's own limit is 180 s."""
+_RETRIES: dict[str, Any] = {"max_retries": 20, "retry_timeout": timedelta(seconds=180)}
+"""Of one request: about two minutes of a store that is away. obstore's own ten retries may be over in two seconds."""
+
+_PREFIXES = {
+    "s3": "AWS",
+    "s3a": "AWS",
+    "gs": "GOOGLE",
+    "az": "AZURE",
+    "adl": "AZURE",
+    "abfs": "AZURE",
+    "abfss": "AZURE",
+}
+_SWITCHES = ("allow_http", "allow_invalid_certificates", "http1_only", "http2_only")
+_TEXTS = ("timeout", "connect_timeout", "proxy_url", "proxy_ca_certificate", "proxy_excludes", "user_agent")
 
 _KEYS_IN_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
 _NEEDS_BOTO3 = ("role_arn", "sso_session", "sso_start_url", "credential_process", "login_session")
@@ -41,13 +53,27 @@ def open_remote(url: str, environ: Mapping[str, str] | None = None) -> ObjectSto
     Raises ValueError, and obstore's errors, for a URL or credentials that cannot be used.
     """
     scheme = urlsplit(url).scheme
+    environ = os.environ if environ is None else environ
     options: dict[str, Any] = {
-        "client_options": {"timeout": _REQUEST_LIMIT, **({"allow_http": True} if scheme == "http" else {})},
-        "retry_config": {"retry_timeout": _RETRY_LIMIT},
+        "client_options": _client_options(scheme, environ),
+        "retry_config": _RETRIES,
     }
-    if scheme in ("s3", "s3a"):
-        options |= aws_settings(os.environ if environ is None else environ)
+    if _PREFIXES.get(scheme) == "AWS":
+        options |= aws_settings(environ)
     return from_url(url, **options)
+
+
+def _client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Our limits, and what the environment says of connections: given any options, obstore reads no such variables."""
+    options: dict[str, Any] = {"timeout": _REQUEST_LIMIT}
+    if scheme == "http":
+        options["allow_http"] = True
+    if (prefix := _PREFIXES.get(scheme)) is not None:
+        for name in (*_SWITCHES, *_TEXTS):
+            value = environ.get(f"{prefix}_{name.upper()}")
+            if value:
+                options[name] = value.lower() in ("1", "true", "yes", "on", "y") if name in _SWITCHES else value
+    return options
 
 
 def stream_ranges(store: ObjectStore, path: str, size: int) -> Generator[memoryview]:
