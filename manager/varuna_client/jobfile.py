@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 from pydantic import ValidationError
 
@@ -122,12 +123,19 @@ def job_schema() -> dict[str, Any]:
     }
 
 
+def _report_left_out(left_out: Sequence[str]) -> None:
+    named, more = ", ".join(left_out[:3]), len(left_out) - 3
+    typer.echo(f"varuna: workdir: left out {named}" + (f" and {more} more" if more > 0 else ""), err=True)
+
+
 def hand_in(client: Client, job: JobFile) -> Job:
     """Submit the job, its workdir first where that is to be copied and the manager does not have it."""
     spec = job.spec
     if job.copies_workdir:
         with tempfile.TemporaryFile(prefix="varuna-workdir-") as file:
             packed = pack(Path(spec["workdir"]), file)
+            if packed.left_out:
+                _report_left_out(packed.left_out)
             if not client.has_archive(packed.sha256):
                 file.seek(0)
                 client.upload_archive(packed.sha256, file)

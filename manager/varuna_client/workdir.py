@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import stat
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _MOST_UNPACKED_BYTES = 4 * 1024**3
 _IGNORE_FILES = (".gitignore", ".varunaignore")
 _NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", ".venv/"])
 _TOLD = 3
+_OF_A_MANAGER = ("manager.lock", "manager.db.lock", "manager.db")
+"""Files by which a manager's data directory is known; it has keys and other jobs' workdirs in it."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +31,24 @@ class Packed:
     sha256: str
     total_bytes: int
     files: int
+    left_out: tuple[str, ...] = ()
+    """What no rule names and yet is not packed, each with the reason."""
 
 
 def pack(folder: Path, out: IO[bytes]) -> Packed:
     """Write the folder as .tar.gz. The same files give the same bytes, whenever and by whomever they are packed.
 
     Left out is what `.gitignore` and `.varunaignore` name (also those of the repository around the folder), `.git`,
-    `__pycache__` and `.venv`. Raises UserError for a folder that is too large, or cannot be read, or links outside.
+    `__pycache__` and `.venv`; and what `Packed.left_out` tells: sockets, pipes, devices, a manager's data directory.
+    Raises UserError for a folder that is too large, or cannot be read, or links outside, or is a manager's itself.
     """
-    entries = list(_entries(folder))
+    if _is_of_a_manager(folder):
+        raise UserError(
+            f"workdir {folder} is a manager's data directory, with its keys: give the job a workdir of its own, or "
+            "move the manager's --data-dir"
+        )
+    left_out: list[str] = []
+    entries = list(_entries(folder, left_out))
     sizes = {path: path.stat().st_size for path in entries if path.is_file() and not path.is_symlink()}
     if sum(sizes.values()) > _MOST_UNPACKED_BYTES:
         raise UserError(_too_large(folder, sizes, sum(sizes.values()), _MOST_UNPACKED_BYTES))
@@ -53,7 +65,7 @@ def pack(folder: Path, out: IO[bytes]) -> Packed:
         raise UserError(f"workdir {folder}: cannot pack {error.filename or folder}: {error.strerror}") from error
     if digest.total_bytes > MOST_BYTES:
         raise UserError(_too_large(folder, sizes, digest.total_bytes, MOST_BYTES))
-    return Packed(digest.hexdigest(), digest.total_bytes, len(sizes))
+    return Packed(digest.hexdigest(), digest.total_bytes, len(sizes), tuple(left_out))
 
 
 def _too_large(folder: Path, sizes: dict[Path, int], total: int, most: int) -> str:
@@ -91,11 +103,15 @@ def _link_inside(target: str, link: Path, *, depth: int) -> str:
     return target
 
 
-def _entries(folder: Path) -> Iterator[Path]:
+def _entries(folder: Path, left_out: list[str]) -> Iterator[Path]:
     """What is not ignored, folders before what is in them, in the order of their names."""
     root = folder.resolve()
     rules = [(above, spec) for above in reversed(_repository_above(root)) if (spec := _spec_of(above)) is not None]
-    yield from _within(root, folder, rules)
+    for shown in _within(root, folder, rules):
+        if (reason := _cannot_go(shown)) is None:
+            yield shown
+        else:
+            left_out.append(f"{shown.relative_to(folder)} ({reason})")
 
 
 def _within(real: Path, shown: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
@@ -110,8 +126,28 @@ def _within(real: Path, shown: Path, rules: list[tuple[Path, GitIgnoreSpec]]) ->
         if _is_ignored(real / entry.name, rules, is_folder=is_folder):
             continue
         yield entry
-        if is_folder:
+        if is_folder and not _is_of_a_manager(entry):
             yield from _within(real / entry.name, entry, rules)
+
+
+def _cannot_go(path: Path) -> str | None:
+    """Why it cannot be copied to a VM; None: it can."""
+    mode = path.lstat().st_mode
+    if stat.S_ISDIR(mode):
+        return "a manager's data directory" if _is_of_a_manager(path) else None
+    for is_kind, kind in (
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISBLK, "a device"),
+        (stat.S_ISCHR, "a device"),
+    ):
+        if is_kind(mode):
+            return kind
+    return None
+
+
+def _is_of_a_manager(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _OF_A_MANAGER)
 
 
 def _is_ignored(path: Path, rules: list[tuple[Path, GitIgnoreSpec]], *, is_folder: bool) -> bool:

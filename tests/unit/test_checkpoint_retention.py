@@ -18,7 +18,10 @@ KEPT = Asked()
 
 def state() -> TrainingState:
     return TrainingState(
-        sections=range(1), section_count=1, parameters={"weight": torch.ones(2)}, section_of={"weight": 0}
+        sections=range(1),
+        section_count=1,
+        parameters={"weight": torch.ones(2, requires_grad=True)},
+        section_of={"weight": 0},
     )
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from varuna.checkpoint import (
     read_parameters,
     resume,
 )
+from varuna.checkpoint.manifest import FileEntry, FileKind, Receipt, merge
 from waiting import DEADLINE_S
 
 SECTIONS = 4
@@ -246,11 +248,59 @@ def test_a_tied_weight_is_stored_once_and_read_alone(tmp_path: Path) -> None:
     assert loaded.bytes_read == sum(entry.bytes for entry in needed)
 
 
-def test_sections_are_shared_out_over_the_replicas(tmp_path: Path) -> None:
-    saved(str(tmp_path), p=2, d=2)
-    receipts = [json.loads((tmp_path / "varuna_ckpt_3" / f"receipt-g1-r{rank}.json").read_text()) for rank in range(4)]
-    # rank = replica * P + stage; stage 0 has sections 0 and 1, stage 1 has 2 and 3; section i is replica i mod D's.
-    assert [receipt["sections"] for receipt in receipts] == [[0], [2], [1], [3]]
+def test_bytes_are_shared_out_over_the_replicas_not_sections(tmp_path: Path) -> None:
+    """A stage of one large section and three small ones: each of three replicas writes about a third."""
+
+    def state() -> TrainingState:
+        torch.manual_seed(3)
+        values = {f"large.{index}": nn.Parameter(torch.randn(3000)) for index in range(10)}
+        values |= {f"small.{index}": nn.Parameter(torch.randn(100)) for index in range(3)}
+        optimizer = Adam(values.values())
+        for value in values.values():
+            value.grad = torch.ones_like(value)
+        optimizer.step()
+        section_of = {name: 0 if name.startswith("large") else 1 + int(name[-1]) for name in values}
+        return TrainingState(
+            sections=range(4), section_count=4, parameters=values, section_of=section_of, optimizers=[optimizer]
+        )
+
+    checkpointers = [Checkpointer(str(tmp_path), generation=1, rank=rank, p=1, d=3) for rank in range(3)]
+    for checkpointer in checkpointers:
+        assert checkpointer.save(1, state())
+    outcomes = [checkpointer.wait(DEADLINE_S) for checkpointer in checkpointers]
+    assert [outcome and outcome.result for outcome in outcomes] == ["committed", "written", "written"]
+    entries = [
+        json.loads((tmp_path / "varuna_ckpt_1" / f"receipt-g1-r{rank}.json").read_text())["files"] for rank in range(3)
+    ]
+    written = [sum(entry["bytes"] for entry in files) for files in entries]
+    largest_tensor = 3 * 3000 * 4
+    assert max(written) - min(written) < largest_tensor + 4096  # headers
+    held = sorted(name for entry in read_manifest(str(tmp_path), 1).files for name in entry.holds)
+    expected = state()
+    assert held == sorted(2 * list(expected.parameters))  # their values, and the optimizer's state
+    loaded = replace(state(), optimizers=[])
+    with torch.no_grad():
+        for value in loaded.parameters.values():
+            value.zero_()
+    load(str(tmp_path), 1, loaded)
+    for name, value in expected.parameters.items():
+        assert torch.equal(loaded.parameters[name], value)
+
+
+def test_a_tensor_that_no_replica_wrote_or_two_did_makes_no_checkpoint() -> None:
+    def receipt(rank: int, *names: str) -> Receipt:
+        entry = FileEntry(
+            name=f"f{rank}", kind=FileKind.PARAMETERS, section=0, holds=names, bytes=1, checksum="xxh3-128:0"
+        )
+        return Receipt(generation=1, step=1, rank=rank, world_size=2, tensors_of={0: 2}, files=(entry,))
+
+    assert [entry.name for entry in merge([receipt(0, "a"), receipt(1, "b")], 1)] == ["f0", "f1"]
+    with pytest.raises(CheckpointError, match="a was written by rank 0 and by rank 1"):
+        merge([receipt(0, "a", "b"), receipt(1, "a")], 1)
+    with pytest.raises(CheckpointError, match="of section 0, 1 of 2 tensors were written"):
+        merge([receipt(0, "a"), receipt(1)], 1)
+    with pytest.raises(CheckpointError, match="no rank wrote section 1 of 2"):
+        merge([receipt(0, "a"), receipt(1, "b")], 2)
 
 
 def test_a_checkpoint_without_every_receipt_does_not_exist(tmp_path: Path) -> None:
@@ -374,7 +424,7 @@ def test_a_checkpoint_of_another_format_is_named_and_passed_over(tmp_path: Path)
     )
     assert loaded is not None
     assert loaded.step == 2
-    assert reports[0].endswith("is of the format varuna.checkpoint/1; this version reads varuna.checkpoint/3")
+    assert reports[0].endswith("is of the format varuna.checkpoint/1; this version reads varuna.checkpoint/4")
 
 
 def test_the_optimizers_state_is_in_memory_of_its_own(tmp_path: Path) -> None:

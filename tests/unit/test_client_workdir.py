@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import socket
 import tarfile
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from varuna_agent.unpack import unpack
 from varuna_client import UserError, workdir
+from varuna_client.api import Client
+from varuna_client.jobfile import hand_in, load_job
 from varuna_client.workdir import pack
 
 
@@ -115,3 +120,47 @@ def test_a_workdir_that_is_too_large_names_its_largest_files(tmp_path: Path, mon
     monkeypatch.setattr(workdir, "MOST_BYTES", 2**20)
     with pytest.raises(UserError, match=r"has 3 MiB, more than 1: .*\.varunaignore.*weights\.bin \(3 MiB\)"):
         packed(folder)
+
+
+def test_sockets_pipes_and_devices_are_left_out_and_named(tmp_path: Path) -> None:
+    folder = put(tmp_path / "job", {"train.py": "x", "pkg/mod.py": "y"})
+    os.mkfifo(folder / "pkg" / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(folder):
+        listening.bind("sock")
+        (folder / "null").symlink_to("/dev/null")
+        with pytest.raises(UserError, match="null is a link to /dev/null, outside"):
+            packed(folder)
+        (folder / "null").unlink()
+        out = io.BytesIO()
+        made = pack(folder, out)
+    assert made.left_out == ("pkg/pipe (a pipe)", "sock (a socket)")
+    assert made.files == 2
+    assert set(packed(folder)[1]) == {"pkg", "pkg/mod.py", "train.py"}
+
+
+@pytest.mark.parametrize("mark", ["manager.lock", "manager.db", "manager.db.lock"])
+def test_a_managers_data_directory_stays_and_is_named(tmp_path: Path, mark: str) -> None:
+    folder = put(tmp_path / "job", {"train.py": "x", f"state/{mark}": "", "state/ca.key": "secret"})
+    assert set(packed(folder)[1]) == {"train.py"}
+    assert pack(folder, io.BytesIO()).left_out == ("state (a manager's data directory)",)
+    with pytest.raises(UserError, match=r"state is a manager's data directory, with its keys: give the job"):
+        pack(folder / "state", io.BytesIO())
+
+
+def test_what_is_left_out_is_one_line_for_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = put(tmp_path / "job", {"train.py": "x"})
+    for number in range(5):
+        os.mkfifo(folder / f"pipe{number}")
+    (tmp_path / "job.yaml").write_text(f"workdir: {folder}\nrun: python train.py\nglobal_batch: 8\n")
+
+    class Taking:
+        def has_archive(self, sha256: str) -> bool:
+            return True
+
+        def submit(self, spec: dict[str, object]) -> dict[str, object]:
+            return spec
+
+    hand_in(cast(Client, Taking()), load_job(tmp_path / "job.yaml"))
+    assert capsys.readouterr().err == (
+        "varuna: workdir: left out pipe0 (a pipe), pipe1 (a pipe), pipe2 (a pipe) and 2 more\n"
+    )

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varuna.data import Batches, replica_indices
+from varuna.sample_cursor import ResumedAt, note_resumed
 from varuna_proto.environment import Mode, WorkerEnvironment
 
 sizes = st.integers(min_value=1, max_value=400)
@@ -212,3 +213,17 @@ def test_clear_words_for_what_is_wrong() -> None:
         Batches(Squares(), global_batch=1, first_step=0, environ={})
     with pytest.raises(TypeError, match="pass collate="):
         next(iter(Batches([1, 2, 3], global_batch=2, environ={})))
+
+
+def test_a_resumed_run_begins_with_the_first_unseen_sample() -> None:
+    stream = [index for step in range(1, 40) for index in whole(step, 10, 1)]
+    try:
+        note_resumed(ResumedAt(step=3, samples=12))
+        resumed = Batches(Squares(), first_step=4, last_step=6, environ=worker(0, p=1, d=1))
+        seen = [index for _step, batch in resumed for index in batch["index"].tolist()]
+        assert seen == stream[12 : 12 + 3 * 7]
+        # A stream of its own (another phase, a validation set) begins where it always does.
+        assert Batches(Squares(), environ=worker(0, p=1, d=1)).indices(4) == whole(4, 10, 7)
+    finally:
+        note_resumed(None)
+    assert Batches(Squares(), first_step=4, environ=worker(0, p=1, d=1)).indices(4) == whole(4, 10, 7)

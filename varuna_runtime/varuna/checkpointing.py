@@ -186,11 +186,10 @@ class Checkpointing:
         """Fills `state` from the checkpoint of `step` in `url`. Raises CheckpointError when it cannot be read."""
         return load(url, step, state)
 
-    def resume(self, state: TrainingState) -> Loaded | None:
+    def resume(self, state: TrainingState, *, allow_fresh_start: bool = False) -> Loaded | None:
         """Fills `state` from the job's newest checkpoint that all ranks can read; None when there is none.
 
-        Raises PeerLost when another rank went away meanwhile, CheckpointError when the manager has recorded checkpoints
-        and none of them can be read.
+        Raises PeerLost when another rank went away meanwhile, CheckpointError as `varuna.checkpoint.resume` does.
         """
         environment, rendezvous, departure = self._worker.environment, self._worker.rendezvous, self._worker.departure
         if not environment.checkpoint_url:
@@ -204,6 +203,7 @@ class Checkpointing:
                 rank=environment.rank,
                 world_size=environment.world_size,
                 committed_step=environment.committed_step,
+                allow_fresh_start=allow_fresh_start,
                 report=lambda step, fault: _log.warning("checkpoint passed over", step=step, fault=fault),
             )
         except torch.distributed.DistError as error:

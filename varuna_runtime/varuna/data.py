@@ -2,6 +2,7 @@
 
 The examples form one endless stream: epoch 0's permutation of the dataset, then epoch 1's, and so on. Step k (counted
 from 1) takes the stream's positions [(k-1)·B, k·B), so it may straddle two epochs and a resumed run needs no replay.
+A run that goes on with another B begins at the first position that no earlier step has used (`varuna.sample_cursor`).
 The B examples of a step are cut into micro-batches, of which each replica takes a contiguous run
 (`varuna_planner.batching`): the global batch is the same whatever D and m are.
 
@@ -24,6 +25,7 @@ from torch.utils.data import default_collate
 
 from varuna.launched import environment_of_process
 from varuna.local_copy import local_copy
+from varuna.sample_cursor import samples_before
 from varuna_planner.batching import micro_batches
 from varuna_proto.environment import Mode, WorkerEnvironment
 
@@ -51,11 +53,14 @@ def replica_indices(
     replicas: int,
     seed: int = 0,
     shuffle: bool = True,
+    shift: int = 0,
 ) -> list[int]:
     """The dataset indices that `replica` of `replicas` trains on in `step` (from 1), in order.
 
-    Joined in replica order they are the step's global batch, which depends on (seed, step, global_batch) only.
-    Raises ValueError for an empty dataset, a step or batch below 1, or fewer micro-batches than replicas.
+    Joined in replica order they are the step's global batch, which depends on (seed, step, global_batch) only, and on
+    `shift`: how many samples more (or fewer) than (step - 1) · global_batch the steps before have used.
+    Raises ValueError for an empty dataset, a step or batch below 1, a shift to before the stream's beginning, or fewer
+    micro-batches than replicas.
     """
     _check(dataset_size, global_batch)
     if step < 1:
@@ -64,7 +69,9 @@ def replica_indices(
         raise ValueError(f"replica {replica} of {replicas}: replicas count from 0")
     run = micro_batches(global_batch, micro_batch, replicas)[replica]
     begin, end = run.start * micro_batch, min(run.stop * micro_batch, global_batch)
-    first = (step - 1) * global_batch
+    first = (step - 1) * global_batch + shift
+    if first < 0:
+        raise ValueError(f"step {step} with a shift of {shift} samples begins before the first one")
     return _stream(range(first + begin, first + end), dataset_size, seed, shuffle)
 
 
@@ -75,6 +82,9 @@ class Batches:
     and its like they are those of this process' `Varuna`, which is made before. A plain process gets the whole global
     batch. `collate` turns a list of dataset items into the batch, a dict of model inputs
     (default: PyTorch's `default_collate`, which needs items that are dicts).
+
+    Made after `Varuna.resume` with `first_step=resume() + 1`, it begins with the first sample that the training has not
+    used yet, also where the steps before had another global batch.
     """
 
     def __init__(
@@ -94,6 +104,8 @@ class Batches:
         _check(len(dataset), self.global_batch)
         if first_step < 1:
             raise ValueError(f"first_step {first_step}: steps count from 1")
+        used = samples_before(first_step)
+        self._shift = 0 if used is None else used - (first_step - 1) * self.global_batch
         self._dataset = dataset
         self._seed = seed
         self._first_step = first_step
@@ -116,6 +128,7 @@ class Batches:
             replicas=self._replicas,
             seed=self._seed,
             shuffle=self._shuffle,
+            shift=self._shift if step >= self._first_step else 0,
         )
 
     def batch(self, step: int) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from urllib.parse import unquote, urlsplit
 
 import obstore
 import structlog
-from obstore.store import ObjectStore, from_url
+from obstore.store import ObjectStore
 
+from varuna.checkpoint.remote import open_remote, stream_ranges
 from varuna.error_text import first_line
 
 __all__ = ["local_copy"]
@@ -75,7 +76,7 @@ def _opened(url: str) -> ObjectStore:
     parts = urlsplit(url)
     root = f"{parts.scheme}://{parts.netloc}"
     try:
-        return from_url(root, client_options={"allow_http": True}) if parts.scheme == "http" else from_url(root)
+        return open_remote(root)
     except (ValueError, obstore.exceptions.BaseError) as error:
         raise ValueError(f"data URL {url!r}: {first_line(error)}; give a path, or s3://…, abfs://…, gs://…") from error
 
@@ -111,7 +112,7 @@ def _copy_once(store: ObjectStore, objects: Sequence[_Object], home: Path) -> No
             target = half / one.below
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as file:
-                for chunk in obstore.get(store, one.path).stream():
+                for chunk in stream_ranges(store, one.path, one.size):
                     file.write(chunk)
             if target.stat().st_size != one.size:
                 raise OSError(f"{one.path} has changed while it was copied: ask again")

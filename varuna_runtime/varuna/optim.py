@@ -104,13 +104,25 @@ class GradientReducer:
         while self._launched < len(self._buckets) and self._buckets[self._launched].is_final:
             self._launch_next()
 
+    def _require_dense(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                name = next(name for name, one in self._parameters.items() if one is parameter)
+                layout = str(parameter.grad.layout).removeprefix("torch.")
+                raise RuntimeError(
+                    f"the gradient of {name} is {layout}, and only dense ones "
+                    "can be summed, clipped and scaled: leave sparse=True out of the call that uses it"
+                )
+
     def _launch_next(self) -> None:
+        self._require_dense(self._buckets[self._launched].members)
         self._buckets[self._launched].launch()
         self._launched += 1
 
     def reduce(self) -> None:
         """Replaces every `.grad` by its sum. A gradient that no rank has stays None, as it would in one process."""
         self._started = False
+        self._require_dense(self._parameters.values())
         if len(self._replicas.ranks) > 1:
             while self._launched < len(self._buckets):
                 self._launch_next()

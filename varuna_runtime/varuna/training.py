@@ -37,6 +37,7 @@ from varuna.partition.batch import batch_size_of
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.precision import LossScaler, Precision
 from varuna.pretrained import Weights
+from varuna.sample_cursor import SampleCount
 from varuna.scalars import Scalars
 from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizers, take_over_steps
 from varuna.topology import share_of_batch
@@ -134,6 +135,7 @@ class Varuna(nn.Module):
         self._optimizers: tuple[Optimizer, ...] = ()
         self._scaler: LossScaler | None = None
         self._step = 0
+        self._samples = SampleCount()
         self._seed = torch.initial_seed()
         self._gradients_left = GradientsLeft()
         self._registered = Registered()
@@ -305,6 +307,7 @@ class Varuna(nn.Module):
         self._update(optimizers, correction * clip, norm * clip, skip=overflow)
         self._gradients_left.note(self._parameters_here.values())
         self._step += 1
+        self._samples.add_step(expected)
         self._broken = False
         self._checkpointing.automatic.agree(totals.wishes)
         step_ns = time.perf_counter_ns() - began_ns
@@ -468,16 +471,23 @@ class Varuna(nn.Module):
             )
         self._take(self._checkpointing.load(str(global_store), iteration, self._training_state()))
 
-    def resume(self) -> int:
+    def resume(self, *, allow_fresh_start: bool = False) -> int:
         """Loads the newest complete checkpoint of the job; returns the number of steps it has behind it, 0 for none.
 
-        Called by all ranks, after `set_optimizer`. Continue with step `resume() + 1`.
-        Raises varuna.checkpoint.CheckpointError when the manager has recorded checkpoints and none can be read.
+        Called by all ranks, after `set_optimizer`. Continue with step `resume() + 1`, made with
+        `varuna.data.Batches(..., first_step=resume() + 1)`: with the next sample, also in another global batch.
+
+        Args:
+            allow_fresh_start: checkpoints of another model or optimizer are set aside, and training goes on from the
+                newest one that fits, or from step 0.
+
+        Raises varuna.checkpoint.CheckpointError: the newest complete checkpoint does not fit (MismatchError), the store
+        cannot be read (StoreError), or the manager has recorded checkpoints and none can be read.
         """
         self._require_optimizers("resume")
         self._resumed = True
         self._worker.phases.done("script")
-        loaded = self._checkpointing.resume(self._training_state())
+        loaded = self._checkpointing.resume(self._training_state(), allow_fresh_start=allow_fresh_start)
         if loaded is not None:
             self._take(loaded)
         self._worker.phases.done("load")
@@ -489,6 +499,7 @@ class Varuna(nn.Module):
         if self._host is not None:
             self._host.put_back()
         self._step = loaded.step
+        self._samples.load(loaded, self._worker.environment)
         self._seed = loaded.seed
         self._registered.load(loaded)
         if self._average is not None and not loaded.averaged:
@@ -506,6 +517,7 @@ class Varuna(nn.Module):
             user=self._registered.states(),
             user_per=self._registered.per,
             seed=self._seed,
+            cursor=self._samples.cursor,
         )
 
     def _require_optimizers(self, caller: str) -> tuple[Optimizer, ...]:

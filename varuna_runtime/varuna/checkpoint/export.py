@@ -18,7 +18,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,20 +218,26 @@ class _Source:
         """Copies tensors of one file, and verifies all of it."""
         checksum = Checksum()
         at = 0
-        for chunk in self.store.stream(self._path(entry)):
+        for chunk in self._stream(entry):
             checksum.update(chunk)
             end = at + len(chunk)
             for copy in copies:
                 first, last = max(copy.start, at), min(copy.end, end)
                 if first < last:
                     into.seek(copy.target + first - copy.start)
-                    into.write(memoryview(chunk)[first - at : last - at])
+                    into.write(chunk[first - at : last - at])
             at = end
         if at != entry.bytes or str(checksum) != entry.checksum:
             raise self._corrupt(entry, "its checksum is not the manifest's")
 
+    def _stream(self, entry: FileEntry) -> Iterator[memoryview]:
+        try:
+            yield from self.store.stream(self._path(entry), entry.bytes)
+        except FileNotFoundError:
+            raise self._corrupt(entry, f"it is missing, or not of {entry.bytes} bytes") from None
+
     def _path(self, entry: FileEntry) -> str:
-        return f"{folder_of(self.step)}/{entry.name}"
+        return f"{folder_of(self.step if entry.in_step is None else entry.in_step)}/{entry.name}"
 
     def _corrupt(self, entry: FileEntry, why: str) -> _SourceError:
         return _SourceError(f"{self.store.url}/{self._path(entry)} is corrupt: {why}")

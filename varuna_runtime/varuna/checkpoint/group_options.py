@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.checkpoint.encoding import decode, encode
-from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.errors import MismatchError
 from varuna.checkpoint.manifest import Manifest, SavedGroup
 
 __all__ = ["OptionsByName", "encode_groups", "optimizer_name", "options_by_place", "set_options"]
@@ -130,7 +130,7 @@ class OptionsByName:
     def options(self, optimizers: Sequence[Optimizer]) -> list[list[Mapping[str, Any]]]:
         """For each optimizer and group: its options, empty for a group that stays as the script made it.
 
-        Raises CheckpointError when parameters of one group were saved with different options, or a parameter with
+        Raises MismatchError when parameters of one group were saved with different options, or a parameter with
         another optimizer.
         """
         return [
@@ -143,7 +143,7 @@ class OptionsByName:
     ) -> dict[str, Any]:
         """`state`, saved on any rank under `name`, with the lists that this rank's scheduler needs.
 
-        Raises CheckpointError as `options` does.
+        Raises MismatchError as `options` does.
         """
         fitted = copy.deepcopy(dict(state))
         first = next((n for n, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
@@ -180,12 +180,12 @@ class OptionsByName:
         for name in saved:
             other = self._of[name]
             if other.saved.optimizer != optimizer:
-                raise CheckpointError(
+                raise MismatchError(
                     f"{self._where} holds the state of {other.saved.optimizer} for {name}, and the optimizer is "
                     f"{optimizer}"
                 )
             if other is not found and (difference := _difference(found, other)) is not None:
-                raise CheckpointError(
+                raise MismatchError(
                     f"{self._where}: {saved[0]} and {name} are in one parameter group now, and were saved with "
                     f"another {difference}: put them into groups of their own, as when they were saved"
                 )
@@ -197,14 +197,14 @@ def options_by_place(
 ) -> list[dict[str, Any]]:
     """The options of the one optimizer's groups from `saved`, all that an earlier version kept: rank 0's.
 
-    Raises CheckpointError when the optimizer is another, or has another number of groups.
+    Raises MismatchError when the optimizer is another, or has another number of groups.
     """
     names = " and ".join(sorted({optimizer_name(optimizer) for optimizer in optimizers}))
     if manifest.optimizer != names or len(optimizers) > 1:
-        raise CheckpointError(f"{where} holds the state of {manifest.optimizer}, and the optimizer is {names}")
+        raise MismatchError(f"{where} holds the state of {manifest.optimizer}, and the optimizer is {names}")
     count = len(optimizers[0].param_groups)
     if len(saved) != count:
-        raise CheckpointError(
+        raise MismatchError(
             f"{where} holds {len(saved)} parameter groups, by their places, for an earlier version wrote it, and the "
             f"optimizer has {count}: load it with as many groups on every rank (empty ones too)"
         )

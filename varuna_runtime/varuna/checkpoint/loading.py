@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import structlog
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from varuna.checkpoint import tensor_file
 from varuna.checkpoint.encoding import decode
-from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.errors import CheckpointError, MismatchError, StoreError
 from varuna.checkpoint.group_options import OptionsByName, options_by_place
-from varuna.checkpoint.manifest import MANIFEST, FileEntry, FileKind, Manifest, file_generation, parse
+from varuna.checkpoint.manifest import MANIFEST, Cursor, FileEntry, FileKind, Manifest, file_generation, parse
+from varuna.checkpoint.reading import FileContent, FileReader
 from varuna.checkpoint.registered import Resolved, resolve
-from varuna.checkpoint.state import TrainingState, fill, optimizer_states
+from varuna.checkpoint.state import (
+    TrainingState,
+    fill_averages,
+    fill_group_options,
+    fill_optimizer_states,
+    fill_values,
+    optimizer_states,
+)
 from varuna.checkpoint.store import CheckpointStore, folder_of
-
-if TYPE_CHECKING:
-    from varuna.launch import KeyValueStore
 
 __all__ = [
     "Loaded",
     "Report",
+    "Staged",
+    "find_newest",
     "last_generation",
     "load",
     "newest_complete",
     "read_manifest",
     "read_parameters",
-    "resume",
+    "stage_checkpoint",
 ]
 
 Report = Callable[[int, str], None]
 """Told the step of a checkpoint that was passed over, and what is wrong with it."""
 
-T = TypeVar("T")
-
 _log = structlog.get_logger(__name__)
-
-_KEY = "varuna.resume"
-_READERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +63,8 @@ class Loaded:
     averaged: bool = False
     """Whether it holds moving averages of the parameters."""
     seed: int
+    cursor: Cursor | None
+    """The samples behind it; None when an earlier version wrote it."""
     bytes_read: int
     store_bytes: int
     """Of them, those that came from the store: the others' copies were on this VM."""
@@ -86,7 +86,13 @@ def newest_complete(url: str, *, before: int | None = None, report: Report | Non
 
     The files' checksums are `load`'s to verify. Raises CheckpointError when the store cannot be listed.
     """
-    store = CheckpointStore(url)
+    return find_newest(CheckpointStore(url), before=before, report=report)
+
+
+def find_newest(
+    store: CheckpointStore, *, before: int | None = None, report: Report | None = None, strict: bool = False
+) -> int | None:
+    """As `newest_complete`. `strict`: a manifest that the store does not hand out raises StoreError."""
     for step in reversed(store.steps()):
         if before is not None and step >= before:
             continue
@@ -95,6 +101,8 @@ def newest_complete(url: str, *, before: int | None = None, report: Report | Non
                 continue
             _complete_manifest(store, step)
         except CheckpointError as error:
+            if strict and isinstance(error, StoreError):
+                raise
             if report is not None:
                 report(step, str(error))
             continue
@@ -117,96 +125,64 @@ def read_manifest(url: str, step: int) -> Manifest:
 def load(url: str, step: int, state: TrainingState) -> Loaded:
     """Fill `state` from the checkpoint of `step`, reading only files that hold its tensors.
 
-    Raises CheckpointError naming the file or tensor at fault; then nothing was changed.
+    Raises CheckpointError naming the file or tensor at fault, then nothing was changed: MismatchError when the
+    checkpoint is not of this model or optimizer, StoreError when it could not be read.
     """
-    staged = _stage(url, step, state)
+    staged = stage_checkpoint(url, step, state)
     staged.apply()
     return staged.loaded
-
-
-def resume(
-    url: str,
-    state: TrainingState,
-    *,
-    store: KeyValueStore | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-    committed_step: int = 0,
-    report: Report | None = None,
-) -> Loaded | None:
-    """Fill every rank's `state` from the newest checkpoint that all ranks can read; None: start from nothing.
-
-    Rank 0 proposes, all ranks verify their part, and only when all could does any of them change its state; else rank 0
-    proposes the one before. `store` is the generation's rendezvous store, needed when there are other ranks. `report`
-    is told on rank 0.
-
-    `committed_step`: of the newest checkpoint that is known to have been there; 0: none is. Raises CheckpointError on
-    every rank when there was one, and now none can be read; and on rank 0 when the store cannot be listed.
-    """
-    if world_size > 1 and store is None:
-        raise ValueError(f"rank {rank} of {world_size} needs the rendezvous store to agree with the others")
-    passed_over: list[str] = []
-
-    def note(step: int, fault: str) -> None:
-        passed_over.append(fault)
-        if report is not None:
-            report(step, fault)
-
-    before: int | None = None
-    attempt = 0
-    # Ranks count their calls, so that a second one does not read what the first agreed on.
-    call = 1 if store is None else store.add(f"{_KEY}/calls/{rank}", 1)
-    while True:
-        prefix = f"{_KEY}/{call}/{attempt}"
-        step = newest_complete(url, before=before, report=note) if rank == 0 else None
-        step = _from_rank_0(store, f"{prefix}/step", step, rank)
-        if step is None:
-            if committed_step:
-                lost = _lost(url, committed_step, passed_over) if rank == 0 else ""
-                raise CheckpointError(_from_rank_0(store, f"{prefix}/lost", lost, rank))
-            return None
-        staged, fault = _try_stage(url, step, state)
-        faults = _agree(store, prefix, fault, rank, world_size)
-        if not faults and staged is not None:
-            staged.apply()
-            return staged.loaded
-        if rank == 0:
-            note(step, "; ".join(faults))
-        before, attempt = step, attempt + 1
-
-
-def _lost(url: str, committed_step: int, passed_over: list[str]) -> str:
-    found = f"none there can be read; the newest: {passed_over[0]}" if passed_over else "none is there"
-    return (
-        f"step {committed_step} was saved at {CheckpointStore(url).url}, and {found}. Bring the checkpoints back and "
-        "retry the job, or submit it with checkpoint.may_start_over to train from step 0 again"
-    )
 
 
 def read_parameters(url: str, step: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Parameters and buffers by name, in host memory (all of them by default). Raises CheckpointError."""
     store = CheckpointStore(url)
     manifest = _complete_manifest(store, step)
-    reader = _Reader(store, step)
-    return _values(manifest, reader, manifest.by_name(FileKind.PARAMETERS) if names is None else names)
+    files = manifest.by_name(FileKind.PARAMETERS)
+    wanted = list(files if names is None else names)
+    for name in wanted:
+        if name not in files:
+            raise MismatchError(f"{store.url_of(step)} holds no {name}: it is another model's")
+    found: dict[str, Tensor] = {}
+    for _, content in FileReader(store, step).contents(files[name] for name in wanted):
+        found |= content.tensors
+    return {name: found[name] for name in wanted}
 
 
-@dataclass(frozen=True)
-class _Staged:
-    """A verified checkpoint in memory, ready to be put into place."""
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A verified checkpoint, ready to be put into place."""
 
     loaded: Loaded
     state: TrainingState
-    values: Mapping[str, Tensor]
-    averages: Mapping[str, Tensor]
-    optimizer_state: Mapping[str, dict[str, Any]]
+    manifest: Manifest
+    reader: FileReader
     groups: Sequence[Sequence[Mapping[str, Any]]]
+    """The options of each optimizer's parameter groups."""
 
     def apply(self) -> None:
-        fill(self.state, self.values, self.optimizer_state, self.groups)
-        with torch.no_grad():
-            for name, average in self.averages.items():
-                self.state.averages[name].copy_(average)
+        """Fills the state, file by file. Raises CheckpointError when a file is no longer what was verified."""
+        state, manifest = self.state, self.manifest
+        for _, content in self.reader.contents(_files(manifest, FileKind.PARAMETERS, state.tensors)):
+            fill_values(state, content.tensors)
+        # The average of a parameter that was not averaged when it was saved is its value.
+        fill_averages(state, state.parameters)
+        for _, content in self.reader.contents(_files(manifest, FileKind.AVERAGE, state.averages)):
+            fill_averages(state, content.tensors)
+        if not state.optimizers:
+            return
+        files = manifest.by_name(FileKind.OPTIMIZER)
+        fill_optimizer_states(state, dict.fromkeys(name for name in state.parameters if name not in files))
+        for entry, content in self.reader.contents(_files(manifest, FileKind.OPTIMIZER, state.parameters)):
+            states = optimizer_states(content.metadata, content.tensors)
+            held = [name for name in entry.holds if name in state.parameters]
+            fill_optimizer_states(state, {name: states[name] for name in held})
+        fill_group_options(state, self.groups)
+
+
+def _files(manifest: Manifest, kind: FileKind, names: Iterable[str]) -> list[FileEntry]:
+    """The files of `kind` that hold these names, each once; a name that none holds is left out."""
+    by_name = manifest.by_name(kind)
+    return list({by_name[name].name: by_name[name] for name in names if name in by_name}.values())
 
 
 def _complete_manifest(store: CheckpointStore, step: int) -> Manifest:
@@ -220,37 +196,37 @@ def _complete_manifest(store: CheckpointStore, step: int) -> Manifest:
     manifest = parse(Manifest, data, f"{where}/{MANIFEST}")
     if manifest.step != step:
         raise CheckpointError(f"{where}/{MANIFEST} is of step {manifest.step}")
+    folders = {step: present}
     for entry in manifest.files:
-        if entry.name not in present:
-            raise CheckpointError(f"{where}/{entry.name} is missing")
-        if present[entry.name] != entry.bytes:
-            raise CheckpointError(f"{where}/{entry.name} has {present[entry.name]} bytes instead of {entry.bytes}")
+        home = step if entry.in_step is None else entry.in_step
+        if home not in folders:
+            folders[home] = store.sizes(home)
+        file, size = f"{store.url_of(home)}/{entry.name}", folders[home].get(entry.name)
+        if size is None:
+            raise CheckpointError(f"{file} is missing")
+        if size != entry.bytes:
+            raise CheckpointError(f"{file} has {size} bytes instead of {entry.bytes}")
     return manifest
 
 
-def _stage(url: str, step: int, state: TrainingState) -> _Staged:
+def stage_checkpoint(url: str, step: int, state: TrainingState) -> Staged:
+    """Verifies the checkpoint of `step` for `state`, and changes nothing. Raises as `load` does."""
     store = CheckpointStore(url)
     manifest = _complete_manifest(store, step)
     if not manifest.is_sealed:
         _log.warning("this checkpoint's manifest has no checksum: an earlier version wrote it", step=step)
-    reader = _Reader(store, step)
-    values = _values(manifest, reader, state.tensors)
-    for name, tensor in state.tensors.items():
-        saved = values[name]
-        if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{store.url_of(step)}: {name} is {saved.dtype} {list(saved.shape)} there and "
-                f"{tensor.dtype} {list(tensor.shape)} in the model"
-            )
+    where = store.url_of(step)
+    _check_names(manifest, state, where)
+    reader = FileReader(store, step)
+    _check_values(manifest, reader, state)
+    _check_averages(manifest, reader, state)
     extra = _decoded_state(manifest, reader)
     by_name = _options_by_name(manifest, reader, state)
-    optimizer_state: dict[str, dict[str, Any]] = {}
     groups: Sequence[Sequence[Mapping[str, Any]]] = ()
     if state.optimizers:
-        groups = _groups(manifest, state, by_name, extra.optimizer_groups, store.url_of(step))
-        optimizer_state = _optimizer_state(manifest, reader, state.parameters)
-    averages = _averages(manifest, reader, state, values)
-    with _located(store.url_of(step)):
+        groups = _groups(manifest, state, by_name, extra.optimizer_groups, where)
+        _check_optimizer_states(manifest, reader, state.parameters)
+    with _located(where):
         resolved = _registered(manifest, reader, state, extra.user)
     if reader.faults:
         _log.info("read from the store, not the local copies", files=len(reader.faults), first=reader.faults[0])
@@ -263,111 +239,70 @@ def _stage(url: str, step: int, state: TrainingState) -> _Staged:
         d=manifest.d,
         averaged=bool(manifest.by_name(FileKind.AVERAGE)),
         seed=manifest.seed,
+        cursor=manifest.cursor,
         bytes_read=reader.bytes_read,
         store_bytes=reader.store_bytes,
         options=by_name,
         optimizers=state.optimizers,
     )
-    return _Staged(loaded, state, values, averages, optimizer_state, groups)
+    return Staged(loaded=loaded, state=state, manifest=manifest, reader=reader, groups=groups)
 
 
-def _registered(manifest: Manifest, reader: _Reader, state: TrainingState, job: dict[str, Any]) -> Resolved:
-    same_shape = (manifest.p, manifest.d) == (state.place.p, state.place.d)
-    return resolve(manifest, job, state.names, reader.tensors, rank=state.place.rank if same_shape else None)
+def _check_names(manifest: Manifest, state: TrainingState, where: str) -> None:
+    """Raises MismatchError unless the checkpoint holds what the model has, and nothing else."""
+    held = manifest.by_name(FileKind.PARAMETERS)
+    # A parameter that no section uses is in neither checkpoint, though both models have it.
+    whole = dict.fromkeys((*state.tensors, *state.state_dict.values()))
+    missing = [
+        name
+        for name in whole
+        if name not in held and (name in state.tensors or name not in manifest.state_dict.values())
+    ]
+    known = {*state.tensors, *state.section_of, *state.state_dict.values()}
+    # Without the names of the whole model, what other stages have cannot be told from what is nobody's.
+    unknown = [name for name in held if name not in known] if state.state_dict else []
+    differences = [
+        f"{what} {names[0]}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+        for what, names in (
+            ("the model has, and the checkpoint lacks,", missing),
+            ("the checkpoint has, and the model lacks,", unknown),
+        )
+        if names
+    ]
+    if differences:
+        raise MismatchError(f"{where} is another model's: {'; '.join(differences)}")
 
 
-def _averages(
-    manifest: Manifest, reader: _Reader, state: TrainingState, values: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Of the parameters that are averaged now; of one that was not when it was saved, its value."""
-    files = manifest.by_name(FileKind.AVERAGE)
-    averages = {name: _tensor(reader, files[name], name) if name in files else values[name] for name in state.averages}
-    for name, average in averages.items():
-        if average.shape != state.averages[name].shape:
-            raise CheckpointError(f"{reader.store.url_of(reader.step)}: the average of {name} has another shape")
-    return averages
-
-
-def _try_stage(url: str, step: int, state: TrainingState) -> tuple[_Staged | None, str]:
-    try:
-        return _stage(url, step, state), ""
-    except CheckpointError as error:
-        return None, str(error)
-
-
-_Content = tuple[dict[str, Tensor], dict[str, str]]
-"""The tensors and the metadata of a file."""
-
-
-@dataclass
-class _Reader:
-    """Reads and verifies files of one checkpoint, each once: the copy on this VM, if there is one, else the store's."""
-
-    store: CheckpointStore
-    step: int
-    bytes_read: int = 0
-    store_bytes: int = 0
-    faults: list[str] = field(default_factory=list)
-    """What is wrong with copies that should have been on this VM."""
-    _read: dict[str, _Content] = field(default_factory=dict)
-
-    def tensors(self, entry: FileEntry) -> _Content:
-        self.fetch([entry])
-        return self._read[entry.name]
-
-    def fetch(self, entries: Iterable[FileEntry]) -> None:
-        """Reads and verifies files side by side."""
-        wanted = list({entry.name: entry for entry in entries if entry.name not in self._read}.values())
-        if not wanted:
-            return
-        with ThreadPoolExecutor(min(_READERS, len(wanted)), thread_name_prefix="checkpoint-read") as pool:
-            for entry, (content, fault) in zip(wanted, pool.map(self._content, wanted), strict=True):
-                self._read[entry.name] = content
-                self.bytes_read += entry.bytes
-                if not entry.local or fault:
-                    self.store_bytes += entry.bytes
-                self.faults += [fault] if fault else []
-
-    def _content(self, entry: FileEntry) -> tuple[_Content, str]:
-        """And why it is not from the copy that this VM should have; empty when it is, or there is none."""
-        if not entry.local:
-            return self._verified(self.store, entry), ""
-        try:
-            return self._verified(CheckpointStore(entry.local), entry), ""
-        except (CheckpointError, ValueError) as error:  # a ValueError: it is no URL of a store
-            return self._verified(self.store, entry), str(error)
-
-    def _verified(self, store: CheckpointStore, entry: FileEntry) -> _Content:
-        path = f"{folder_of(self.step)}/{entry.name}"
-        found = store.read(path, entry.bytes)
-        if found is None:
-            raise CheckpointError(f"{store.url}/{path} is missing, or not of {entry.bytes} bytes")
-        data, checksum = found
-        if checksum != entry.checksum:
-            raise CheckpointError(
-                f"{store.url}/{path} is corrupt: its checksum is {checksum} instead of {entry.checksum}"
-            )
-        try:
-            return tensor_file.read(data)
-        except ValueError as error:
-            raise CheckpointError(f"{store.url}/{path} is not a safetensors file: {error}") from error
-
-
-def _values(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, Tensor]:
+def _check_values(manifest: Manifest, reader: FileReader, state: TrainingState) -> None:
+    reader.verify(_files(manifest, FileKind.PARAMETERS, state.tensors))
     files = manifest.by_name(FileKind.PARAMETERS)
-    names = list(names)
-    for name in names:
-        if name not in files:
-            raise CheckpointError(f"{reader.store.url_of(reader.step)} holds no {name}: it is another model's")
-    reader.fetch(files[name] for name in names)
-    return {name: _tensor(reader, files[name], name) for name in names}
+    for name, tensor in state.tensors.items():
+        saved = reader.outline(files[name]).tensors.get(name)
+        if saved is None:
+            raise CheckpointError(f"{reader.url_of(files[name])} does not hold {name}, as it should")
+        if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            raise MismatchError(
+                f"{reader.store.url_of(reader.step)}: {name} is {saved.dtype} {list(saved.shape)} there and "
+                f"{tensor.dtype} {list(tensor.shape)} in the model"
+            )
 
 
-def _tensor(reader: _Reader, entry: FileEntry, name: str) -> Tensor:
-    tensors, _ = reader.tensors(entry)
-    if name not in tensors:
-        raise CheckpointError(f"{reader.store.url_of(reader.step)}/{entry.name} does not hold {name}, as it should")
-    return tensors[name]
+def _check_averages(manifest: Manifest, reader: FileReader, state: TrainingState) -> None:
+    reader.verify(_files(manifest, FileKind.AVERAGE, state.averages))
+    files = manifest.by_name(FileKind.AVERAGE)
+    for name, average in state.averages.items():
+        saved = reader.outline(files[name]).tensors.get(name, average) if name in files else average
+        if saved.shape != average.shape:
+            raise CheckpointError(f"{reader.url_of(files[name])}: the average of {name} has another shape")
+
+
+def _registered(manifest: Manifest, reader: FileReader, state: TrainingState, job: dict[str, Any]) -> Resolved:
+    def read(entry: FileEntry) -> FileContent:
+        reader.verify([entry])
+        return next(content for _, content in reader.contents([entry]))
+
+    same_shape = (manifest.p, manifest.d) == (state.place.p, state.place.d)
+    return resolve(manifest, job, state.names, read, rank=state.place.rank if same_shape else None)
 
 
 class _Extra(NamedTuple):
@@ -378,12 +313,13 @@ class _Extra(NamedTuple):
     """Rank 0's, from an earlier version."""
 
 
-def _decoded_state(manifest: Manifest, reader: _Reader) -> _Extra:
+def _decoded_state(manifest: Manifest, reader: FileReader) -> _Extra:
     where = reader.store.url_of(reader.step)
     tensors: dict[str, Tensor] = {}
-    for entry in manifest.files:
-        if entry.kind is FileKind.STATE:
-            tensors |= reader.tensors(entry)[0]
+    files = [entry for entry in manifest.files if entry.kind is FileKind.STATE]
+    reader.verify(files)
+    for _, content in reader.contents(files):
+        tensors |= content.tensors
     with _located(where):
         decoded = decode(manifest.state, tensors)
     if not isinstance(decoded, dict):
@@ -405,25 +341,23 @@ def _located(where: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _optimizer_state(manifest: Manifest, reader: _Reader, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    files = manifest.by_name(FileKind.OPTIMIZER)
-    states: dict[str, dict[str, Any]] = {}
-    names = [name for name in names if name in files]
-    reader.fetch(files[name] for name in names)
-    for name in names:
-        if name not in states:
-            tensors, metadata = reader.tensors(files[name])
-            with _located(f"{reader.store.url_of(reader.step)}/{files[name].name}"):
-                states |= optimizer_states(metadata, tensors)
+def _check_optimizer_states(manifest: Manifest, reader: FileReader, names: Iterable[str]) -> None:
+    files = _files(manifest, FileKind.OPTIMIZER, names)
+    reader.verify(files)
+    for entry in files:
+        where = reader.url_of(entry)
+        outline = reader.outline(entry)
+        with _located(where):
+            states = optimizer_states(outline.metadata, outline.tensors)
+        for name in entry.holds:
             if not isinstance(states.get(name), dict):
-                raise CheckpointError(f"{reader.store.url_of(reader.step)}/{files[name].name} has no state of {name}")
-    return states
+                raise CheckpointError(f"{where} has no state of {name}")
 
 
-def _options_by_name(manifest: Manifest, reader: _Reader, state: TrainingState) -> OptionsByName:
+def _options_by_name(manifest: Manifest, reader: FileReader, state: TrainingState) -> OptionsByName:
     entries = [entry for entry in manifest.files if entry.kind is FileKind.OPTIONS]
-    reader.fetch(entries)
-    tensors = {name: tensor for entry in entries for name, tensor in reader.tensors(entry)[0].items()}
+    reader.verify(entries)
+    tensors = {name: tensor for _, content in reader.contents(entries) for name, tensor in content.tensors.items()}
     where = reader.store.url_of(reader.step)
     with _located(where):
         return OptionsByName(manifest.groups, tensors, state.names_by_id, where)
@@ -432,30 +366,9 @@ def _options_by_name(manifest: Manifest, reader: _Reader, state: TrainingState) 
 def _groups(
     manifest: Manifest, state: TrainingState, by_name: OptionsByName, of_rank_0: list[dict[str, Any]], where: str
 ) -> Sequence[Sequence[Mapping[str, Any]]]:
-    """The options of each optimizer's groups. Raises CheckpointError for optimizers that cannot take them over."""
+    """The options of each optimizer's groups. Raises MismatchError for optimizers that cannot take them over."""
     if manifest.optimizer is None:
-        raise CheckpointError(f"{where} holds no optimizer state: load it before the optimizer is set")
+        raise MismatchError(f"{where} holds no optimizer state: load it before the optimizer is set")
     if manifest.groups:
         return by_name.options(state.optimizers)
     return [options_by_place(manifest, of_rank_0, state.optimizers, where)]
-
-
-def _from_rank_0(store: KeyValueStore | None, key: str, value: T, rank: int) -> T:
-    if store is None:
-        return value
-    if rank == 0:
-        store.set(key, json.dumps(value))
-    agreed: T = json.loads(store.get(key))
-    return agreed
-
-
-def _agree(store: KeyValueStore | None, prefix: str, fault: str, rank: int, world_size: int) -> list[str]:
-    """The faults of all ranks, the same list on every rank."""
-    if store is None:
-        return [fault] if fault else []
-    store.set(f"{prefix}/rank{rank}", json.dumps(fault))
-    if rank == 0:
-        all_faults = [json.loads(store.get(f"{prefix}/rank{other}")) for other in range(world_size)]
-        store.set(f"{prefix}/faults", json.dumps([text for text in all_faults if text]))
-    agreed: list[str] = json.loads(store.get(f"{prefix}/faults"))
-    return agreed

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.manifest import MANIFEST
 from varuna.checkpoint.store import CheckpointStore, folder_of, local_path
 
 __all__ = ["LocalCopies", "on_one_disk"]
@@ -49,14 +50,15 @@ class LocalCopies:
             _log.warning("local copies stay", step=self._step, error=str(error))
 
     def prune(self, store: CheckpointStore) -> None:
-        """Removes the copies of earlier checkpoints that `store` no longer has, and of all but the newest."""
+        """Removes the copies of earlier checkpoints' files that `store` no longer has, and of all but the newest."""
         try:
             there = set(store.steps())
             earlier = [step for step in self._folder.steps() if step < self._step]
             newest = set(earlier[1 - _CHECKPOINTS_KEPT :])
             for step in earlier:
-                if step not in there or step not in newest:
-                    self._folder.delete(step)
+                names = store.sizes(step) if step in there else {}
+                if MANIFEST not in names or step not in newest:
+                    self._folder.delete(step, keep=names if MANIFEST not in names else ())
         except CheckpointError as error:
             _log.warning("old local copies stay", step=self._step, error=str(error))
 

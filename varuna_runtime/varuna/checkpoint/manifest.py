@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Literal, TypeVar
@@ -22,6 +23,7 @@ from varuna.checkpoint.errors import CheckpointError
 
 __all__ = [
     "MANIFEST",
+    "Cursor",
     "FileEntry",
     "FileKind",
     "Manifest",
@@ -35,6 +37,7 @@ __all__ = [
     "merge_groups",
     "parse",
     "receipt_name",
+    "set_aside_name",
 ]
 
 MANIFEST = "manifest.json"
@@ -43,11 +46,18 @@ _SEAL = re.compile(rb',\n "checksum": "([^"]*)"\n\}\Z')
 _SEAL_BYTES = 100
 """At the end of a document; more than a seal has."""
 _UNSEALED_SCHEMA = "varuna.checkpoint/2"
-"""The earlier format: it has no checksum, and otherwise the same fields."""
+"""A format before: it has no checksum."""
+_EARLIER_SCHEMAS = ("varuna.checkpoint/3", _UNSEALED_SCHEMA)
+"""Of manifests; they have no cursor, and refer to no file of an earlier checkpoint."""
 
 
 def receipt_name(generation: int, rank: int) -> str:
     return f"receipt-g{generation}-r{rank}.json"
+
+
+def set_aside_name(number: int) -> str:
+    """The `number`th manifest of a folder (from 1) that was set aside, since its checkpoint fits no longer."""
+    return f"manifest.set-aside-{number}.json"
 
 
 def file_generation(name: str) -> int | None:
@@ -120,6 +130,8 @@ class FileEntry(_Document):
     bytes: int = Field(ge=0)
     checksum: str
     """As `varuna.checkpoint.checksum` writes it."""
+    in_step: int | None = Field(default=None, ge=0)
+    """The step in whose folder it lies, when that is an earlier checkpoint's; None: in the checkpoint's own."""
     local: str = ""
     """Where its writer has kept a copy: the URL of a folder of its VM, with the same folders and names in it; or ""."""
 
@@ -154,13 +166,13 @@ class RankState(_Document):
 class Receipt(_Document):
     """One rank's word that its files are in the store."""
 
-    schema_: Literal["varuna.checkpoint-receipt/3"] = Field(default="varuna.checkpoint-receipt/3", alias="schema")
+    schema_: Literal["varuna.checkpoint-receipt/4"] = Field(default="varuna.checkpoint-receipt/4", alias="schema")
     generation: int
     step: int
     rank: int
     world_size: int
-    sections: tuple[int, ...]
-    """The sections that were this rank's to write, also those without a file."""
+    tensors_of: dict[int, int]
+    """For each section of its stage: how many tensors the stage's replicas write together."""
     files: tuple[FileEntry, ...]
     groups: tuple[SavedGroup, ...] = ()
     """Its parameter groups; of the ranks of replica 0 alone."""
@@ -170,11 +182,20 @@ class Receipt(_Document):
     """Why this rank could not write its files: there will be no checkpoint of this step."""
 
 
+class Cursor(_Document):
+    """Where training is in the stream of samples."""
+
+    samples: int = Field(ge=0)
+    """Those that the steps so far have used: the next step begins with the one after."""
+    global_batch: int = Field(ge=1)
+    """Samples of the newest step."""
+
+
 class Manifest(_Document):
     """What a complete checkpoint consists of."""
 
-    schema_: Literal["varuna.checkpoint/3", "varuna.checkpoint/2"] = Field(
-        default="varuna.checkpoint/3", alias="schema"
+    schema_: Literal["varuna.checkpoint/4", "varuna.checkpoint/3", "varuna.checkpoint/2"] = Field(
+        default="varuna.checkpoint/4", alias="schema"
     )
     generation: int
     step: int
@@ -184,6 +205,8 @@ class Manifest(_Document):
     """The shape that wrote it; any other may load it."""
     section_count: int
     seed: int
+    cursor: Cursor | None = None
+    """None: nobody counted, or an earlier version wrote it."""
     optimizer: str | None
     """The optimizer's class (of several: joined with ` and `); None when no optimizer state was saved."""
     state: dict[str, Any]
@@ -220,9 +243,9 @@ def parse(kind: type[Document], data: bytes, where: str) -> Document:
         document = json.loads(data if text is None else text)
         if isinstance(document, dict):
             schema = document.get("schema", wanted)
-            if schema not in (wanted, _UNSEALED_SCHEMA):
+            if schema not in (wanted, *_EARLIER_SCHEMAS):
                 raise CheckpointError(f"{where} is of the format {schema}; this version reads {wanted}")
-            if text is None and schema == wanted:
+            if text is None and schema != _UNSEALED_SCHEMA:
                 raise CheckpointError(f"{where} is corrupt: it does not end with its checksum")
         return kind.model_validate(document)
     except ValidationError as error:
@@ -254,20 +277,26 @@ def _unsealed(data: bytes, where: str) -> bytes | None:
 
 
 def merge(receipts: Iterable[Receipt], section_count: int) -> tuple[FileEntry, ...]:
-    """The files of all ranks, by section. Raises CheckpointError unless exactly one rank wrote each section."""
+    """The files of all ranks, by section. Raises CheckpointError unless every tensor was written exactly once."""
     files: list[FileEntry] = []
-    writer: dict[int, int] = {}
+    owed: dict[int, int] = {}
+    writer: dict[str, int] = {}
+    written: Counter[int] = Counter()
     for receipt in receipts:
-        for section in receipt.sections:
-            if section in writer:
-                raise CheckpointError(
-                    f"section {section} was written by rank {writer[section]} and by rank {receipt.rank}"
-                )
-            writer[section] = receipt.rank
+        owed |= receipt.tensors_of
         files.extend(receipt.files)
-    missing = sorted(set(range(section_count)) - writer.keys())
+        for entry in receipt.files:
+            for name in entry.holds if entry.kind is FileKind.PARAMETERS else ():
+                if name in writer:
+                    raise CheckpointError(f"{name} was written by rank {writer[name]} and by rank {receipt.rank}")
+                writer[name] = receipt.rank
+                written[entry.section] += 1
+    missing = [section for section in range(section_count) if section not in owed]
     if missing:
         raise CheckpointError(f"no rank wrote section {missing[0]} of {section_count} (and {len(missing) - 1} more)")
+    for section, tensors in sorted(owed.items()):
+        if written[section] != tensors:
+            raise CheckpointError(f"of section {section}, {written[section]} of {tensors} tensors were written")
     return tuple(sorted(files, key=lambda entry: (entry.section, entry.name)))
 
 

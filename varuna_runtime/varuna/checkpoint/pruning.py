@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.manifest import MANIFEST, Manifest, Retention, file_generation, parse
+from varuna.checkpoint.manifest import MANIFEST, Manifest, Retention, file_generation, parse, set_aside_name
+from varuna.checkpoint.references import files_referred_to
 from varuna.checkpoint.store import CheckpointStore, folder_of
 
 __all__ = ["KEPT_AUTOMATIC", "Asked", "Pruning"]
@@ -59,8 +60,9 @@ class Pruning:
     def prune(self, committed_step: int, keep_rolling: int | None = None) -> list[int]:
         """Deletes what the checkpoint of `committed_step` makes needless; the steps that went.
 
-        Everything after that step stays, and so do folders that a newer generation writes to, and checkpoints whose
-        manifest does not say who asked for them. `keep_rolling` None: all that a script asked for stay.
+        Everything after that step stays, and so do folders that a newer generation writes to, checkpoints that were set
+        aside, those whose manifest does not say who asked for them, and files that others refer to.
+        `keep_rolling` None: all that a script asked for stay.
         """
         limits = {Retention.AUTOMATIC: self._keep_automatic}
         if keep_rolling is not None:
@@ -68,7 +70,8 @@ class Pruning:
         seen = dict.fromkeys(limits, 0)
         any_complete = False
         gone: list[int] = []
-        for step in sorted((s for s in self._store.steps() if s <= committed_step), reverse=True):
+        steps = sorted(self._store.steps(), reverse=True)
+        for step in (one for one in steps if one <= committed_step):
             names = self._store.sizes(step)
             if MANIFEST in names:
                 any_complete = True
@@ -80,12 +83,14 @@ class Pruning:
                     continue
             elif not any_complete:
                 continue
-            if any((file_generation(name) or 0) > self._generation for name in names):
+            if set_aside_name(1) in names or any((file_generation(name) or 0) > self._generation for name in names):
                 continue
-            # The manifest goes first: a half-deleted checkpoint must not look like a complete one.
-            self._store.delete(step, first=MANIFEST)
-            self._known.pop(step, None)
             gone.append(step)
+        referred = files_referred_to(self._store, (one for one in steps if one not in gone)) if gone else {}
+        for step in gone:
+            # The manifest goes first: a half-deleted checkpoint must not look like a complete one.
+            self._store.delete(step, first=MANIFEST, keep=referred.get(step, set()))
+            self._known.pop(step, None)
         return gone
 
     def promote(self, step: int, retention: Retention) -> None:

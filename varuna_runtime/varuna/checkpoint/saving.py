@@ -30,8 +30,10 @@ from varuna.checkpoint.manifest import (
     receipt_name,
 )
 from varuna.checkpoint.pruning import KEPT_AUTOMATIC, Asked, Pruning
+from varuna.checkpoint.references import EarlierFiles, require_present
 from varuna.checkpoint.registered import Merged, digest_of, merge_registered
-from varuna.checkpoint.state import HostBuffers, HostFile, Snapshot, TrainingState, snapshot, state_file
+from varuna.checkpoint.snapshot import HostBuffers, HostFile, Snapshot, snapshot, state_file
+from varuna.checkpoint.state import TrainingState
 from varuna.checkpoint.store import CheckpointStore, folder_of
 from varuna.checkpoint.tensor_file import pieces
 
@@ -83,12 +85,14 @@ class Checkpointer:
     ) -> None:
         self._store = CheckpointStore(url)
         self._pruning = Pruning(self._store, generation, keep)
+        self._keep = keep
         self._generation, self._rank, self._p, self._d = generation, rank, p, d
         self._local = local
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._receipt_deadline_s = receipt_deadline_s
         self._buffers = HostBuffers()
+        self._trusted: set[tuple[int, str]] = set()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._outcome: SaveOutcome | None = None
@@ -200,11 +204,16 @@ class Checkpointer:
         retention = Retention.AUTOMATIC if asked is None else asked.retention(step)
         if self._store.get(f"{folder}/{MANIFEST}") is not None:
             return SaveOutcome(step=step, result="dropped", url=self._store.url_of(step))
+        referred = self._find_earlier(copied)
+        files = [file for file in copied.files if file.name not in referred]
         copies = ""
         if local is not None:
-            files = {f.name: pieces(f.tensors, f.metadata) for f in copied.files if self._is_worth_a_copy(f)}
-            copies = local.write(files)
-        entries = tuple(self._put(folder, f, copies if self._is_worth_a_copy(f) else "") for f in copied.files)
+            worth = {f.name: pieces(f.tensors, f.metadata) for f in files if self._is_worth_a_copy(f)}
+            copies = local.write(worth)
+        written = (self._put(folder, f, copies if self._is_worth_a_copy(f) else "") for f in files)
+        entries = (*written, *referred.values())
+        self._store.sync(step, (file.name for file in files))
+        self._trusted |= {(step, file.name) for file in files if file.is_frozen}
         self._put_receipt(step, copied, entries)
         self.last_write_s = write_s = time.perf_counter() - started_s
         if self._rank != 0:
@@ -216,29 +225,28 @@ class Checkpointer:
         """All but states that, where they are rank 0's too, are not even in the checkpoint."""
         return self._rank == 0 or file.kind is not FileKind.STATE
 
+    def _find_earlier(self, copied: Snapshot) -> dict[str, FileEntry]:
+        """For files of what is frozen, by name: the same file of an earlier checkpoint, if there is one."""
+        frozen = [file for file in copied.files if file.is_frozen]
+        if not frozen:
+            return {}
+        earlier = EarlierFiles(self._store, copied.step, keep=self._keep, trusted=self._trusted)
+        found = {file.name: earlier.find(_entry(file, *_summed(file))) for file in frozen}
+        return {name: entry for name, entry in found.items() if entry is not None}
+
     def _put(self, folder: str, file: HostFile, copies: str) -> FileEntry:
         checksum = Checksum()
         size = 0
 
         def summed() -> Iterator[memoryview]:
             nonlocal size
-            for piece in pieces(file.tensors, file.metadata):
-                for start in range(0, len(piece), _PIECE_BYTES):
-                    part = piece[start : start + _PIECE_BYTES]
-                    checksum.update(part)
-                    size += len(part)
-                    yield part
+            for part in _parts(file):
+                checksum.update(part)
+                size += len(part)
+                yield part
 
         self._store.put(f"{folder}/{file.name}", summed())
-        return FileEntry(
-            name=file.name,
-            kind=file.kind,
-            section=file.section,
-            holds=file.holds,
-            bytes=size,
-            checksum=str(checksum),
-            local=copies,
-        )
+        return _entry(file, checksum, size, copies)
 
     def _put_receipt(
         self, step: int, copied: Snapshot | None = None, entries: tuple[FileEntry, ...] = (), *, error: str = ""
@@ -249,7 +257,7 @@ class Checkpointer:
             step=step,
             rank=self._rank,
             world_size=self._p * self._d,
-            sections=() if copied is None else copied.sections,
+            tensors_of={} if copied is None else copied.tensors_of,
             files=entries,
             groups=() if copied is None or error else copied.groups,
             registered={
@@ -279,6 +287,7 @@ class Checkpointer:
         for name in needless:
             with suppress(CheckpointError):  # then it stays, and goes with the checkpoint
                 self._store.remove(f"{folder_of(step)}/{name}")
+        require_present(self._store, files)
         groups = merge_groups(receipts)
         manifest = Manifest(
             generation=self._generation,
@@ -287,6 +296,7 @@ class Checkpointer:
             d=self._d,
             section_count=copied.section_count,
             seed=copied.seed,
+            cursor=copied.cursor,
             optimizer=" and ".join(sorted({group.optimizer for group in groups})) or None,
             state={"user": registered.job},
             groups=groups,
@@ -298,6 +308,7 @@ class Checkpointer:
         )
         if not self._store.create(f"{folder_of(step)}/{MANIFEST}", manifest.to_bytes()):
             return dropped
+        self._store.sync(step, [MANIFEST])
         self._report_by_rank(registered)
         return SaveOutcome(step=step, result="committed", url=url, bytes=manifest.total_bytes, write_s=write_s)
 
@@ -368,3 +379,30 @@ class Checkpointer:
                 self._on_failed(outcome.step, outcome.error)
         except Exception as error:  # neither a callback nor a store that refuses to delete may stop training
             self._log.warning("after a checkpoint save", step=outcome.step, error=str(error))
+
+
+def _parts(file: HostFile) -> Iterator[memoryview]:
+    for piece in pieces(file.tensors, file.metadata):
+        for start in range(0, len(piece), _PIECE_BYTES):
+            yield piece[start : start + _PIECE_BYTES]
+
+
+def _summed(file: HostFile) -> tuple[Checksum, int]:
+    """The checksum and the bytes of a file that is not written yet."""
+    checksum, size = Checksum(), 0
+    for part in _parts(file):
+        checksum.update(part)
+        size += len(part)
+    return checksum, size
+
+
+def _entry(file: HostFile, checksum: Checksum, size: int, copies: str = "") -> FileEntry:
+    return FileEntry(
+        name=file.name,
+        kind=file.kind,
+        section=file.section,
+        holds=file.holds,
+        bytes=size,
+        checksum=str(checksum),
+        local=copies,
+    )

@@ -1,4 +1,4 @@
-"""One rank's share of the training state: cut into files for saving, filled from files when loading."""
+"""One rank's share of the training state, as checkpoints see it: filled from files when one is loaded."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from varuna.checkpoint.encoding import decode, encode
+from varuna.checkpoint.encoding import decode
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.group_options import encode_groups, set_options
-from varuna.checkpoint.manifest import FileKind, Per, SavedGroup
-from varuna.checkpoint.registered import Named, Names, by_section, split
+from varuna.checkpoint.group_options import set_options
+from varuna.checkpoint.manifest import Cursor, Per
+from varuna.checkpoint.registered import Names
 from varuna.checkpoint.tensor_file import ALIGNMENT
 
 __all__ = [
-    "HostBuffers",
-    "HostFile",
+    "METADATA_STATE",
     "Place",
-    "RegisteredCopy",
-    "Snapshot",
     "TrainingState",
-    "fill",
-    "snapshot",
-    "state_file",
+    "fill_averages",
+    "fill_group_options",
+    "fill_optimizer_states",
+    "fill_values",
 ]
 
-_METADATA_STATE = "state"
+METADATA_STATE = "state"
 """Under this key a file's metadata holds the JSON that its tensors are part of."""
-
-_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +70,8 @@ class TrainingState:
     """What each of `user` belongs to; AUTO where it is not said."""
     place: Place = Place()
     seed: int = 0
+    cursor: Cursor | None = None
+    """The samples that training has used."""
     state_dict: Mapping[str, str] = field(default_factory=dict)
     """For each name in the plain model's `state_dict()`: its name in `tensors`. For exporting a plain model."""
 
@@ -87,9 +85,18 @@ class TrainingState:
         return {**self.parameters, **self.buffers}
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that are not trained, and so rarely change."""
+        return frozenset(name for name, value in self.parameters.items() if not value.requires_grad)
+
+    @property
     def names_by_id(self) -> dict[int, str]:
         """Of the parameters, by id."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @property
+    def names(self) -> Names:
+        return Names(held=self.tensors, stored=self.state_dict)
 
     def optimizer_of(self) -> dict[int, Optimizer]:
         """Which optimizer steps a parameter, by the parameter's id."""
@@ -100,243 +107,55 @@ class TrainingState:
             for parameter in group["params"]
         }
 
-    @property
-    def names(self) -> Names:
-        return Names(held=self.tensors, stored=self.state_dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostFile:
-    """A file to be: tensors in host memory that nothing else changes."""
-
-    name: str
-    kind: FileKind
-    section: int
-    holds: tuple[str, ...]
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegisteredCopy:
-    """One of the user's states on one rank, without what lies in files of sections."""
-
-    per: Per
-    value: Any
-    """Encoded."""
-    tensors: dict[str, Tensor]
-    """Those that `value` names, in host memory."""
-    file: str
-    """Which has them; "" for none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """One rank's share of the state after `step` steps, copied."""
-
-    step: int
-    section_count: int
-    seed: int
-    sections: tuple[int, ...]
-    files: tuple[HostFile, ...]
-    groups: tuple[SavedGroup, ...]
-    """The optimizers' parameter groups; empty except in replica 0."""
-    registered: dict[str, RegisteredCopy]
-    state_dict: dict[str, str]
-
-
-class HostBuffers:
-    """Host memory for snapshots, kept between them: fresh pages cost several times the copy itself."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._devices: set[torch.device] = set()
-
-    def copy(self, key: str, tensor: Tensor) -> Tensor:
-        """A contiguous copy of `tensor` in host memory, valid until the next copy under `key`.
-
-        Copies from a GPU are only queued: call `synchronize` when all are.
-        """
-        if tensor.layout is not torch.strided:
-            raise CheckpointError(f"{key} is a {tensor.layout} tensor: a checkpoint holds dense ones")
-        source = tensor.detach()
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[key] = buffer
-        if source.is_cuda:
-            self._devices.add(source.device)
-        buffer.copy_(source, non_blocking=True)
-        return buffer
-
-    def synchronize(self) -> None:
-        """Wait until all copies are there."""
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
-
-
-def snapshot(
-    state: TrainingState, step: int, *, generation: int, replica: int, replicas: int, rank: int, buffers: HostBuffers
-) -> Snapshot:
-    """Copy what this rank has to write: section i of its stage where i mod D is its replica, rank 0 the rest too.
-
-    Raises CheckpointError for state that a checkpoint cannot hold.
-    """
-    mine = tuple(section for section in state.sections if section % replicas == replica)
-    files: list[HostFile] = []
-    rests, named = _split_states(state, rank)
-    for section in mine:
-        names = [name for name in state.tensors if state.section_of[name] == section]
-        for suffix, part in (
-            ("", [name for name in names if name not in state.tied]),
-            (".tied", [name for name in names if name in state.tied]),
-        ):
-            if part:
-                stem = f"section-{section:05d}-g{generation}{suffix}"
-                files.extend(_section_files(state, section, stem, part, buffers))
-                files.extend(_further_files(state, section, stem, part, named, buffers))
-    groups: tuple[SavedGroup, ...] = ()
-    if replica == 0:
-        groups, options = encode_groups(state.optimizers, state.names_by_id, state.schedulers, f"rank{rank}")
-        if options:
-            files.append(_host_file(f"options-g{generation}-r{rank}", FileKind.OPTIONS, -1, (), options, {}, buffers))
-    values = {name: encode(rest, f"/user/{name}") for name, rest in rests.items()}
-    tensors: dict[str, Tensor] = {}
-    for _, of_state in values.values():
-        tensors |= of_state
-    file = state_file(generation, rank)
-    copied: dict[str, Tensor] = {}
-    if tensors:
-        files.append(_host_file(file.removesuffix(_SUFFIX), FileKind.STATE, -1, (), tensors, {}, buffers))
-        copied = files[-1].tensors
-    buffers.synchronize()
-    registered = {
-        name: RegisteredCopy(
-            per=state.user_per.get(name, Per.AUTO),
-            value=value,
-            tensors={key: copied[key] for key in of_state},
-            file=file if of_state else "",
-        )
-        for name, (value, of_state) in values.items()
-    }
-    return Snapshot(
-        step=step,
-        section_count=state.section_count,
-        seed=state.seed,
-        sections=mine,
-        files=tuple(files),
-        groups=groups,
-        registered=registered,
-        state_dict=dict(state.state_dict),
-    )
-
-
-def state_file(generation: int, rank: int) -> str:
-    """The name of a rank's file of tensors that belong to no section."""
-    return f"state-g{generation}{'' if rank == 0 else f'-r{rank}'}{_SUFFIX}"
-
-
-def _split_states(state: TrainingState, rank: int) -> tuple[dict[str, Any], dict[str, Named]]:
-    """The user's states without what belongs to sections, and that."""
-    rests: dict[str, Any] = {}
-    named: dict[str, Named] = {}
-    for name, value in state.user.items():
-        per = state.user_per.get(name, Per.AUTO)
-        if per is Per.JOB and rank != 0:
-            continue
-        if per in (Per.AUTO, Per.SECTION):
-            value, named[name] = split(value, state.names)
-        rests[name] = value
-    return rests, named
-
-
-def _further_files(
-    state: TrainingState,
-    section: int,
-    stem: str,
-    names: list[str],
-    named: Mapping[str, Named],
-    buffers: HostBuffers,
-) -> list[HostFile]:
-    """Averages, and the user's states that are keyed by these names."""
-    files: list[HostFile] = []
-    averages = {name: state.averages[name] for name in names if name in state.averages}
-    if averages:
-        holds = tuple(averages)
-        files.append(_host_file(f"{stem}.average", FileKind.AVERAGE, section, holds, averages, {}, buffers))
-    content, found = by_section(named, names, state.names)
-    if content:
-        encoded, tensors = encode(content, "/user")
-        metadata = {_METADATA_STATE: json.dumps(encoded)}
-        holds = tuple(name for name in names if name in found)
-        files.append(_host_file(f"{stem}.registered", FileKind.REGISTERED, section, holds, tensors, metadata, buffers))
-    return files
-
-
-def _section_files(
-    state: TrainingState, section: int, stem: str, names: list[str], buffers: HostBuffers
-) -> list[HostFile]:
-    values = {name: state.tensors[name] for name in names}
-    files = [_host_file(f"{stem}.parameters", FileKind.PARAMETERS, section, tuple(names), values, {}, buffers)]
-    by_parameter: dict[str, Any] = {}
-    for name in names:
-        for optimizer in state.optimizers if name in state.parameters else ():
-            if values[name] in optimizer.state:  # `in` first: it is a defaultdict, which a look-up would change
-                by_parameter[name] = optimizer.state[values[name]]
-    if by_parameter:
-        encoded, tensors = encode(by_parameter, "")
-        metadata = {_METADATA_STATE: json.dumps(encoded)}
-        holds = tuple(by_parameter)
-        files.append(_host_file(f"{stem}.optimizer", FileKind.OPTIMIZER, section, holds, tensors, metadata, buffers))
-    return files
-
-
-def _host_file(
-    stem: str,
-    kind: FileKind,
-    section: int,
-    holds: tuple[str, ...],
-    tensors: dict[str, Tensor],
-    metadata: dict[str, str],
-    buffers: HostBuffers,
-) -> HostFile:
-    copies = {name: buffers.copy(f"{kind.value}:{name}", tensor) for name, tensor in tensors.items()}
-    return HostFile(name=f"{stem}{_SUFFIX}", kind=kind, section=section, holds=holds, tensors=copies, metadata=metadata)
+    def optimizer_state_of(self, parameter: Tensor) -> Mapping[str, Any] | None:
+        """What the optimizers keep for a parameter; None: nothing."""
+        # `in` first: an optimizer's state is a defaultdict, which a look-up would change.
+        return next((each.state[parameter] for each in self.optimizers if parameter in each.state), None)
 
 
 def optimizer_states(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """The optimizer's state of each parameter in an optimizer file. Raises CheckpointError when it is none."""
-    if _METADATA_STATE not in metadata:
+    if METADATA_STATE not in metadata:
         raise CheckpointError("a file that should hold the optimizer's state holds none")
-    decoded: dict[str, dict[str, Any]] = decode(json.loads(metadata[_METADATA_STATE]), tensors)
+    decoded: dict[str, dict[str, Any]] = decode(json.loads(metadata[METADATA_STATE]), tensors)
     return decoded
 
 
-def fill(
-    state: TrainingState,
-    values: Mapping[str, Tensor],
-    optimizer_state: Mapping[str, dict[str, Any]],
-    groups: Sequence[Sequence[Mapping[str, Any]]],
-) -> None:
-    """Put loaded values, all verified, into the live tensors and the optimizers.
-
-    `groups`: the options of each optimizer's groups.
-    """
+def fill_values(state: TrainingState, values: Mapping[str, Tensor]) -> None:
+    """Put loaded values, all verified, into the live tensors of these names, as far as this rank has them."""
     with torch.no_grad():
         for name, tensor in state.tensors.items():
-            tensor.copy_(values[name])
+            if name in values:
+                tensor.copy_(values[name])
+
+
+def fill_averages(state: TrainingState, averages: Mapping[str, Tensor]) -> None:
+    """Put loaded moving averages into those that this rank has."""
+    with torch.no_grad():
+        for name, average in state.averages.items():
+            if name in averages:
+                average.copy_(averages[name])
+
+
+def fill_optimizer_states(state: TrainingState, states: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Put loaded states of these parameters, all verified, into the optimizers; None: there is none for it."""
     optimizer_of = state.optimizer_of()
-    for name, parameter in state.parameters.items():
+    for name, loaded in states.items():
+        parameter = state.parameters[name]
         # One that no group holds may be added to a group later, as scripts do that unfreeze layers.
         optimizer = optimizer_of.get(id(parameter), state.optimizers[0] if len(state.optimizers) == 1 else None)
         if optimizer is None:
             continue
-        if name in optimizer_state:
-            optimizer.state[parameter] = {
-                key: _placed(key, value, parameter, optimizer) for key, value in optimizer_state[name].items()
-            }
-        else:
+        if loaded is None:
             optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter] = {
+                key: _placed(key, value, parameter, optimizer) for key, value in loaded.items()
+            }
+
+
+def fill_group_options(state: TrainingState, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Put loaded options into the parameter groups of each optimizer."""
     for optimizer, options in zip(state.optimizers, groups, strict=True):
         for group, loaded in zip(optimizer.param_groups, options, strict=True):
             set_options(group, loaded)

@@ -11,27 +11,29 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
-from obstore.store import LocalStore, ObjectStore, from_url
+from obstore.store import LocalStore, ObjectStore
 
-from varuna.checkpoint.checksum import Checksum
-from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.errors import StoreError
+from varuna.checkpoint.remote import open_remote, stream_ranges
 from varuna.checkpoint.tensor_file import ALIGNMENT
 from varuna.error_text import first_line
 
 T = TypeVar("T")
 
-__all__ = ["CheckpointStore", "folder_of", "local_path"]
+__all__ = ["CheckpointStore", "allocate_aligned", "folder_of", "local_path"]
 
 _FOLDER = re.compile(r"varuna_ckpt_(0|[1-9][0-9]*)")
-_PART_BYTES = 32 * 1024 * 1024
+_PART_BYTES = 16 * 1024 * 1024
 """Of an upload: an object store takes at most 10,000 parts."""
+_PARTS_AT_ONCE = 4
 _LOCAL_PART_BYTES = 4 * 1024 * 1024
 """Small, so that one is written while the next is made."""
 _READ_BYTES = 1024 * 1024
@@ -49,6 +51,7 @@ _FINAL_ERRORS = (
     obstore.exceptions.UnauthenticatedError,
 )
 """Trying again does not help."""
+_MISSING = (FileNotFoundError, obstore.exceptions.NotFoundError)
 
 
 def folder_of(step: int) -> str:
@@ -71,7 +74,7 @@ class CheckpointStore:
         self._opened: ObjectStore | None = None
         if self._local is None:
             try:
-                self._opened = from_url(self.url)  # contacts nobody
+                self._opened = open_remote(self.url)  # contacts nobody
             except (ValueError, obstore.exceptions.BaseError) as error:
                 raise ValueError(
                     f"checkpoint URL {url!r}: {first_line(error)}; give a folder, or file:///…, s3://…, abfs://…, gs://…"
@@ -81,44 +84,41 @@ class CheckpointStore:
         return f"{self.url}/{folder_of(step)}"
 
     def put(self, path: str, data: bytes | Iterator[memoryview]) -> None:
-        """Write or replace, the whole or piece by piece. Raises CheckpointError when the store refuses."""
+        """Write or replace, the whole or piece by piece. Raises StoreError when the store refuses."""
         with _Explained(self.url, path):
             part_bytes = _PART_BYTES if self._local is None else _LOCAL_PART_BYTES
-            obstore.put(self._open(), path, data, chunk_size=part_bytes)
+            obstore.put(self._open(), path, data, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE)
 
-    def read(self, path: str, size: int) -> tuple[memoryview, str] | None:
-        """An object of `size` bytes, in writable memory of its own, and its checksum; None when there is no such."""
-        data = _memory(size)
-        with _Explained(self.url, path):
-            return _patiently(lambda: self._read_once(data, path))
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder of this machine."""
+        return self._local is not None
 
-    def _read_once(self, data: memoryview, path: str) -> tuple[memoryview, str] | None:
-        checksum = Checksum()
-        at = 0
-        try:
-            for count in self._read_into(data, path):
-                checksum.update(data[at : at + count])
-                at += count
-        except (FileNotFoundError, obstore.exceptions.NotFoundError):
-            return None
-        return (data, str(checksum)) if at == len(data) else None
+    def stream(self, path: str, size: int) -> Iterator[memoryview]:
+        """An object of `size` bytes, piece by piece; a piece is valid until the next one is taken.
 
-    def _read_into(self, data: memoryview, path: str) -> Iterator[int]:
-        """Fills `data`, if the object is as long; the lengths of the pieces, as each is there."""
-        if self._local is not None:
-            with (self._local / path).open("rb", buffering=0) as file:
-                rest = data if os.fstat(file.fileno()).st_size == len(data) else data[:0]
-                while count := file.readinto(rest[:_READ_BYTES]):
-                    yield count
-                    rest = rest[count:]
-            return
-        found = obstore.get(self._open(), path)
-        if found.meta["size"] == len(data):
+        Raises FileNotFoundError when there is no such object or it is not as long, StoreError when it cannot be read.
+        """
+        pieces = self._stream_remote(path, size) if self._local is None else self._stream_file(self._local / path, size)
+        with _Explained(self.url, path), closing(pieces):
             at = 0
-            for chunk in found.stream():
-                data[at : at + len(chunk)] = chunk
-                yield len(chunk)
-                at += len(chunk)
+            for piece in pieces:
+                at += len(piece)
+                yield piece
+        if at != size:
+            raise FileNotFoundError(path)
+
+    def _stream_remote(self, path: str, size: int) -> Generator[memoryview]:
+        with suppress(*_MISSING), closing(stream_ranges(self._open(), path, size)) as ranges:
+            yield from ranges
+
+    def _stream_file(self, path: Path, size: int) -> Generator[memoryview]:
+        with suppress(*_MISSING), _patiently(lambda: path.open("rb", buffering=0)) as file:
+            if os.fstat(file.fileno()).st_size != size:
+                return
+            buffer = memoryview(bytearray(min(size, _READ_BYTES)))
+            while count := _patiently(lambda: file.readinto(buffer)):
+                yield buffer[:count]
 
     def create(self, path: str, data: bytes) -> bool:
         """Write unless it is there already; whether this call wrote it."""
@@ -139,19 +139,13 @@ class CheckpointStore:
     def _get_once(self, path: str) -> bytes | None:
         try:
             return bytes(obstore.get(self._open(), path).bytes())
-        except (FileNotFoundError, obstore.exceptions.NotFoundError):
+        except _MISSING:
             return None
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
-        """`length` bytes from `start` on, fewer at the object's end. Raises CheckpointError when there is no object."""
+        """`length` bytes from `start` on, fewer at the object's end. Raises StoreError when there is no object."""
         with _Explained(self.url, path):
             return bytes(obstore.get_range(self._open(), path, start=start, length=length))
-
-    def stream(self, path: str) -> Iterator[bytes]:
-        """The object's bytes, piece by piece. Raises CheckpointError when there is no object."""
-        with _Explained(self.url, path):
-            for chunk in obstore.get(self._open(), path).stream():
-                yield bytes(chunk)
 
     def sizes(self, step: int) -> dict[str, int]:
         """Bytes of each file in the folder of `step`, by its name within the folder."""
@@ -187,18 +181,36 @@ class CheckpointStore:
         with _Explained(self.url, path):
             try:
                 obstore.delete(self._open(), path)
-            except (FileNotFoundError, obstore.exceptions.NotFoundError):
+            except _MISSING:
                 return
 
-    def delete(self, step: int, *, first: str = "") -> None:
-        """Delete the folder of `step`, the file `first` before the others. What is gone already is no error."""
+    def delete(self, step: int, *, first: str = "", keep: Collection[str] = ()) -> None:
+        """Delete the folder of `step` but for the files in `keep`, `first` before the others.
+
+        What is gone already is no error.
+        """
         folder = folder_of(step)
-        names = sorted(self.sizes(step), key=lambda name: name != first)
+        names = sorted(self.sizes(step).keys() - set(keep), key=lambda name: (name != first, name))
         for name in names:
             self.remove(f"{folder}/{name}")
-        if self._local is not None:
+        if self._local is not None and not keep:
             # A writer that was killed leaves a part of a file, which obstore neither lists nor deletes.
             shutil.rmtree(self._local / folder, ignore_errors=True)
+
+    def sync(self, step: int, names: Iterable[str]) -> None:
+        """Returns when these files of `step` survive a power cut. Object stores have done that when a put returns."""
+        names = list(names)
+        if self._local is None or not names:
+            return
+        folder = self._local / folder_of(step)
+        with _Explained(self.url, folder.name):
+            # The folders last: they hold the files' names.
+            for path in (*(folder / name for name in names), folder, self._local):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def _exists(self) -> bool:
         return self._local is None or self._local.is_dir()
@@ -234,7 +246,7 @@ def _patiently(read: Callable[[], T]) -> T:
     while True:
         try:
             return read()
-        except _FINAL_ERRORS:
+        except (*_FINAL_ERRORS, *_MISSING):
             raise
         except (obstore.exceptions.BaseError, OSError):
             if time.monotonic() + pause_s > deadline_s:
@@ -243,15 +255,15 @@ def _patiently(read: Callable[[], T]) -> T:
         pause_s *= 2
 
 
-def _memory(size: int) -> memoryview:
-    """Fresh and aligned. NumPy asks for huge pages, so it costs a third of a bytearray's."""
+def allocate_aligned(size: int) -> memoryview:
+    """Fresh and aligned memory. NumPy asks for huge pages, so it costs a third of a bytearray's."""
     raw = np.empty(size + ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return memoryview(raw[start : start + size])  # type: ignore[arg-type]  # a buffer, as stubs say from 3.12 on
 
 
 class _Explained:
-    """Turns a store's own errors into CheckpointErrors that say where."""
+    """Turns a store's own errors into StoreErrors that say where."""
 
     def __init__(self, url: str, path: str) -> None:
         self._where = f"{url}/{path}".rstrip("/")
@@ -261,7 +273,7 @@ class _Explained:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, obstore.exceptions.BaseError | OSError):
-            raise CheckpointError(f"checkpoint store {self._where}: {first_line(error)}") from error
+            raise StoreError(f"checkpoint store {self._where}: {first_line(error)}") from error
 
 
 def local_path(url: str) -> Path | None:

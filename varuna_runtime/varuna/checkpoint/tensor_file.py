@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "DTYPES", "LENGTH_BYTES", "TensorEntry", "entries", "layout", "pieces", "read"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "LENGTH_BYTES",
+    "HeaderReader",
+    "TensorEntry",
+    "entries",
+    "layout",
+    "pieces",
+    "read",
+]
 
 LENGTH_BYTES = 8
 ALIGNMENT = 64
@@ -117,6 +127,39 @@ def entries(header: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     return found, metadata
 
 
+class HeaderReader:
+    """Takes the header out of a file of `size` bytes that comes piece by piece."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._begin = bytearray()
+
+    def add(self, piece: bytes | memoryview) -> None:
+        missing = self._wanted() - len(self._begin)
+        while missing > 0 and len(piece) and self._wanted() <= self._size:
+            self._begin += piece[:missing]
+            piece = piece[missing:]
+            missing = self._wanted() - len(self._begin)
+
+    def outline(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The file's tensors, without memory (on `meta`), and its metadata. Raises ValueError as `read` does."""
+        if len(self._begin) < LENGTH_BYTES:
+            raise ValueError(f"{len(self._begin)} bytes are too few")
+        if self._wanted() > self._size:
+            raise ValueError(f"a header of {self._wanted() - LENGTH_BYTES} bytes")
+        found, metadata = entries(bytes(self._begin[LENGTH_BYTES:]))
+        return {
+            name: torch.empty(entry.shape, dtype=_dtype_within(name, entry, self._size), device="meta")
+            for name, entry in found.items()
+        }, metadata
+
+    def _wanted(self) -> int:
+        if len(self._begin) < LENGTH_BYTES:
+            return LENGTH_BYTES
+        (length,) = struct.unpack_from("<Q", self._begin)
+        return LENGTH_BYTES + int(length)
+
+
 def read(data: bytearray | memoryview) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, as views on `data`, and its metadata. Raises ValueError when it is no such file."""
     if len(data) < LENGTH_BYTES:
@@ -129,12 +172,18 @@ def read(data: bytearray | memoryview) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _view(data: bytearray | memoryview, name: str, entry: TensorEntry) -> Tensor:
-    dtype = DTYPES.get(entry.dtype)
+    dtype = _dtype_within(name, entry, len(data))
     count = math.prod(entry.shape)
-    if dtype is None:
-        raise ValueError(f"{name} is of the unknown type {entry.dtype}")
-    if entry.end > len(data) or entry.end - entry.start != count * dtype.itemsize:
-        raise ValueError(f"{name} {list(entry.shape)} does not lie within the file")
     if count == 0:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.start).reshape(entry.shape)
+
+
+def _dtype_within(name: str, entry: TensorEntry, size: int) -> torch.dtype:
+    """Its type. Raises ValueError unless it is known, and the tensor lies within the file's `size` bytes."""
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise ValueError(f"{name} is of the unknown type {entry.dtype}")
+    if entry.end > size or entry.end - entry.start != math.prod(entry.shape) * dtype.itemsize:
+        raise ValueError(f"{name} {list(entry.shape)} does not lie within the file")
+    return dtype
