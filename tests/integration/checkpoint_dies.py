@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from varuna.checkpoint import Checkpointer, TrainingState, saving
 from varuna.checkpoint.store import CheckpointStore
@@ -36,7 +36,7 @@ def state(parameters: Mapping[str, Tensor]) -> TrainingState:
     return TrainingState(
         sections=range(SECTIONS),
         section_count=SECTIONS,
-        parameters=parameters,
+        parameters={name: nn.Parameter(value) for name, value in parameters.items()},  # trained: written at every save
         section_of={f"weight{section}": section for section in range(SECTIONS)},
         user={"scale": torch.tensor(1.0)},
     )

@@ -103,7 +103,7 @@ MISFITS: dict[str, tuple[Change, str]] = {
     ),
     "another optimizer": (
         lambda state: replace(state, optimizers=[AdamW(state.parameters.values())]),
-        r"holds the state of torch\.optim\.adam\.Adam for layer0\.weight, and the optimizer is torch\.optim\.adamw\.AdamW",
+        r"torch\.optim\.adam\.Adam for layer0\.weight, and the optimizer is torch\.optim\.adamw\.AdamW",
     ),
 }
 
