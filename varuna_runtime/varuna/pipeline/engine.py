@@ -35,6 +35,10 @@ _OP_NAMES = tuple(op.name for op in Op)
 """By number: looking an enum's member up for every op would take as long as choosing it."""
 
 
+_EVALUATED_AHEAD = 2
+"""Messages that wait for the next stage at most, in an evaluation: one is on its way while the next is computed."""
+
+
 class Boundary(Protocol):
     """What the engine needs to know of one tensor that crosses between stages (`varuna.partition.Boundary`)."""
 
@@ -214,11 +218,16 @@ class Engine:
         return self._finish(run)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
-        """Forward of all micro-batches, in order, without gradients. Buffers are afterwards as they were."""
+        """Forward of all micro-batches, in order, without gradients. Buffers are afterwards as they were.
+
+        A stage that is faster than the next one waits for it, with few messages in memory.
+        """
         run = self._begin(micro_batches, ())
         as_now = self._written.as_before([*self._written.homes.values()])
         with torch.no_grad(), as_now, generators_left_as_found(self._device):
             for number, micro_batch in enumerate(micro_batches):
+                if self._links.activations_out is not None:
+                    self._links.activations_out.wait_for_room(_EVALUATED_AHEAD)
                 self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
                 with run.timer.measure(Op.F.name, number):
                     outputs = self._run_stage(micro_batch, run.activations.take(number, self._device))
