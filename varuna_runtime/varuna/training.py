@@ -38,6 +38,7 @@ from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.pipeline.weights import ExpectedWeight
 from varuna.precision import LossScaler, Precision
 from varuna.pretrained import Weights
+from varuna.same_trace import require_same_trace
 from varuna.scalars import Scalars
 from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizer, take_over_steps
 from varuna.topology import share_of_batch
@@ -87,7 +88,8 @@ class Varuna(nn.Module):
     The global random generators are afterwards as they were before, on every rank.
 
     Raises:
-        ValueError: an argument is missing, contradicts the launcher, or does not fit the model.
+        ValueError: an argument is missing, contradicts the launcher, or does not fit the model; or this rank has traced
+            another model than rank 0.
         varuna.partition.PartitionError: the model cannot be cut as it stands.
     """
 
@@ -126,14 +128,15 @@ class Varuna(nn.Module):
         self._precision.check_parameters(model.named_parameters())
         try:
             with global_generators_kept(self._device), self._precision.dry_run():
-                model_map = trace(
-                    model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or (), cut_points=cut_points
-                )
+                examples = get_batch(_TRACE_EXAMPLES)
+                model_map = trace(model, examples, shared_weights=shared_weights or (), cut_points=cut_points)
         except PartitionError as error:
             if inspected:
                 report_refusal(environment, error)
             raise
         self._worker.phases.done("trace")
+        if environment.world_size > 1:
+            require_same_trace(model, model_map, examples, self._precision, self._worker.rendezvous, environment.rank)
         self._sections = len(model_map.sections)
         self._optimizer: Optimizer | None = None
         self._scaler: LossScaler | None = None
