@@ -63,7 +63,8 @@ def assert_same(ours: Outcome, plain: Trained, task: Task) -> None:
     for rank in ours.ranks:
         assert rank["evaluated"] == pytest.approx(plain.evaluated, rel=within["loss"])
     for name, value in plain.parameters.items():
-        torch.testing.assert_close(ours.parameters[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        held = ours.parameters[name]
+        torch.testing.assert_close(held, value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def accumulated_plainly(task: Task, every: int) -> Trained:

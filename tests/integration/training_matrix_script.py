@@ -1,4 +1,6 @@
-"""Trains the rows of the equality matrix one after the other: "rows": [{"task", "environ": by rank, "wanted"}] in its JSON file.
+"""Trains the rows of the equality matrix one after the other.
+
+They are "rows": [{"task", "environ": by rank, and maybe "wanted" of training_script.py}] in its JSON file.
 
 Each row is a generation of its own, with its own store, groups and threads; only the process is the same.
 """

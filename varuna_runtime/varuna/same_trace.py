@@ -1,7 +1,7 @@
 """Whether all ranks have traced the same model: the same code, libraries and example inputs.
 
-Ranks that differ would send tensors that the next one does not expect, or average gradients of different models. So each
-describes what it has traced, and compares the description's digest with rank 0's before anything is built on it.
+Ranks that differ would send tensors that the next one does not expect, or average gradients of different models. So
+each describes what it has traced, and compares the description's digest with rank 0's before it builds anything.
 """
 
 from __future__ import annotations
