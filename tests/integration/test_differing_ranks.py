@@ -8,6 +8,7 @@ import pytest
 
 from small_gpt import Task
 from training_world import World, Zygote
+from varuna_proto.environment import EXIT_PEER_LOST
 
 SCRIPT = Path(__file__).with_name("differing_script.py")
 
@@ -29,3 +30,25 @@ def test_a_rank_that_traces_another_model_says_in_what(
     assert codes[1] == 1
     assert codes[0] != 0
     assert f"ValueError: rank 1 has traced another model than rank 0: {line}" in world.logs()
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "odd_rank", "differs", "line"),
+    [
+        (1, 2, 1, "steps", "rank 1 has ended its script after step 2, but this rank, 0, is in step 3"),
+        (1, 2, 0, "steps", "rank 0 has ended its script after step 2, but this rank, 1, is in step 3"),
+        (2, 2, 2, "evaluation", "rank 2 is in evaluate() after step 2, but this rank, {rank}, is in step 3"),
+    ],
+)
+def test_a_rank_whose_data_ends_earlier_is_named_by_the_others(
+    zygote: Zygote, tmp_path: Path, p: int, d: int, odd_rank: int, differs: str, line: str
+) -> None:
+    wanted = {"odd_rank": odd_rank, "differs": differs}
+    with World(zygote, tmp_path, Task(), p, d, script=SCRIPT, wanted=wanted) as world:
+        codes = world.exit_codes()
+    for rank in set(range(p * d)) - {odd_rank}:
+        log = (world.out / f"rank{rank}.log").read_text()
+        if codes[rank] == 1:
+            assert f"RanksDifferError: {line.format(rank=rank)}: all ranks must make the same calls" in log
+    assert 1 in codes
+    assert codes[odd_rank] == (0 if differs == "steps" else EXIT_PEER_LOST)

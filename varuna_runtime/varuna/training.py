@@ -22,6 +22,7 @@ from varuna.accumulation import Accumulation
 from varuna.agreement import Totals, agree
 from varuna.assembly import agreed_seed, assemble
 from varuna.calibrating import Calibrating
+from varuna.calls import Operation
 from varuna.checkpoint import CheckpointError, Loaded, TrainingState, hugging_face
 from varuna.checkpointing import Checkpointing, Registered, Stateful, held_state, state_dict_names
 from varuna.example_inputs import example_maker
@@ -277,6 +278,7 @@ class Varuna(nn.Module):
             self._accumulation.drop()
         clip_factor(0.0, clip_grad_max_norm)  # refuses a bad bound before any work is done
         self._worker.departure.check()
+        self._worker.calls.enter(Operation.STEP, self._step)
         self._accumulation.look_at_script([optimizer])
         if not self._accumulation.pending:
             self._checkpointing.automatic.at_boundary(self._step, self._training_state, self._why_not_saved)
@@ -418,6 +420,7 @@ class Varuna(nn.Module):
         `inputs` may hold any number of examples on each replica; `batch_size`, their total, is checked when given.
         """
         self._worker.departure.check()
+        self._worker.calls.enter(Operation.EVALUATE, self._step)
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
         with self._parts.evaluating(), self._precision.whole_pass():
             passed = self._parts.engine.evaluate(
@@ -472,6 +475,7 @@ class Varuna(nn.Module):
                 "checkpoint() without a path: this process has no checkpoint store of its own; give one, or submit the "
                 "script as a job"
             )
+        self._worker.calls.enter(Operation.CHECKPOINT, self._step)
         if (reason := self._why_not_saved()) is not None:
             raise CheckpointError(f"checkpoint(): {reason}, and nothing could be resumed from it")
         if self._accumulation.pending:
@@ -492,6 +496,7 @@ class Varuna(nn.Module):
         and ValueError when the ranks ask for different ones.
         """
         self._require_optimizer("load_checkpoint")
+        self._worker.calls.enter(Operation.LOAD, self._step)
         self._resumed = True
         mean = agree(self._parts.everyone, Totals(loss_sum=float(iteration), examples=1, weight=1)).loss
         if mean != iteration:
@@ -508,6 +513,7 @@ class Varuna(nn.Module):
         Raises varuna.checkpoint.CheckpointError when the manager has recorded checkpoints and none can be read.
         """
         self._require_optimizer("resume")
+        self._worker.calls.enter(Operation.RESUME, self._step)
         self._resumed = True
         self._worker.phases.done("script")
         loaded = self._checkpointing.resume(self._training_state())
