@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn, Self
 
 import structlog
@@ -17,15 +18,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from varuna.accumulation import Accumulation
 from varuna.agreement import Totals, agree
 from varuna.assembly import agreed_seed, assemble
 from varuna.calibrating import Calibrating
-from varuna.checkpoint import Loaded, TrainingState, hugging_face
+from varuna.calls import Operation
+from varuna.checkpoint import CheckpointError, Loaded, TrainingState, hugging_face
 from varuna.checkpointing import Checkpointing, Registered, Stateful, held_state, state_dict_names
 from varuna.example_inputs import example_maker
 from varuna.generators import global_generators_kept
 from varuna.inspecting import Inspecting, report_refusal
 from varuna.launch import worker_environment
+from varuna.non_finite import NonFiniteSteps, buffers_kept_finite, non_finite_anywhere
 from varuna.offload import HostParameters
 from varuna.optim import clip_factor, scale_gradients
 from varuna.optimizer_check import require_splittable
@@ -33,8 +37,10 @@ from varuna.optimizers import Optimizers, allow_empty_stages, check_parameters, 
 from varuna.partition import PartitionError, trace
 from varuna.partition.batch import batch_size_of
 from varuna.pipeline.engine import PassResult, cut_inputs
+from varuna.pipeline.weights import ExpectedWeight
 from varuna.precision import LossScaler, Precision
 from varuna.pretrained import Weights
+from varuna.same_trace import require_same_trace
 from varuna.scalars import Scalars
 from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizers, take_over_steps
 from varuna.topology import share_of_batch
@@ -59,8 +65,9 @@ class Varuna(nn.Module):
     knows may be left out; what is given must agree with it.
 
     Args:
-        model: returns its loss, the mean over the examples of its inputs. On the CPU, or on `meta`: then its modules
-            initialise what is this stage's, and nothing else of it is ever in memory.
+        model: returns its loss, the mean over the examples of its inputs; or `(loss, weight)`, where the loss is a mean
+            over something else (tokens), and the weight their number: see `step`. On the CPU, or on `meta`: then its
+            modules initialise what is this stage's, and nothing else of it is ever in memory.
         stage_to_rank_map: ranks of each stage, joined by `,` and `;`.
         stages: P, in place of the map: under torchrun and its like, whose ranks are then numbered replica by replica.
         get_batch_fn: `get_batch_fn(size, device="cpu")` gives example inputs, a dict for `model(**inputs)`; or one
@@ -76,11 +83,16 @@ class Varuna(nn.Module):
         cut_points: how many to find in a model without CutPoints; None: as its repeated blocks have it; 0: none.
         weights: path or URL of pretrained weights: a folder that `save_pretrained` has written, or one `.safetensors`
             file. Each stage reads its own.
+        max_non_finite_steps: so many steps in a row are skipped whose loss or gradient is not finite. One more raises
+            FloatingPointError; 0: the first one does.
+        accumulate: the script's own `optimizer.step()` makes the updates, each from the mean over all `step`s since the
+            last. Without it, a loop of the usual form, `if (i + 1) % n == 0: optimizer.step()`, is seen.
 
     The global random generators are afterwards as they were before, on every rank.
 
     Raises:
-        ValueError: an argument is missing, contradicts the launcher, or does not fit the model.
+        ValueError: an argument is missing, contradicts the launcher, or does not fit the model; or this rank has traced
+            another model than rank 0.
         varuna.partition.PartitionError: the model cannot be cut as it stands.
     """
 
@@ -102,12 +114,16 @@ class Varuna(nn.Module):
         cut_points: int | None = None,
         weights: str | os.PathLike[str] | None = None,
         stages: int | None = None,
+        max_non_finite_steps: int = 10,
+        accumulate: bool = False,
     ) -> None:
         super().__init__()
         get_batch = example_maker(get_batch_fn)
         environment = worker_environment(
             stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
         )
+        self._non_finite = NonFiniteSteps(max_non_finite_steps, logs=environment.rank == 0)
+        self._accumulation = Accumulation(accumulate)
         self._scalars = Scalars(environment, os.environ)
         self._worker = Worker.join(environment)
         inspected = environment.mode is Mode.INSPECT
@@ -116,14 +132,15 @@ class Varuna(nn.Module):
         self._precision.check_parameters(model.named_parameters())
         try:
             with global_generators_kept(self._device), self._precision.dry_run():
-                model_map = trace(
-                    model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or (), cut_points=cut_points
-                )
+                examples = get_batch(_TRACE_EXAMPLES)
+                model_map = trace(model, examples, shared_weights=shared_weights or (), cut_points=cut_points)
         except PartitionError as error:
             if inspected:
                 report_refusal(environment, error)
             raise
         self._worker.phases.done("trace")
+        if environment.world_size > 1:
+            require_same_trace(model, model_map, examples, self._precision, self._worker.rendezvous, environment.rank)
         self._sections = len(model_map.sections)
         self._optimizers: tuple[Optimizer, ...] = ()
         self._scaler: LossScaler | None = None
@@ -159,6 +176,7 @@ class Varuna(nn.Module):
         with global_generators_kept(self._device):
             self._parts = assemble(model, model_map, self._worker, self._device, self._precision, values)
         stage, everyone = self._parts.stage, self._parts.everyone
+        self._expected_weight = ExpectedWeight(self._parts.replicas, self._device) if model_map.graph.weighted else None
         self._seed = agreed_seed(self._seed, everyone)
         self._host = HostParameters(stage.parameters) if offload_optimizer else None
         if self._worker.topology.p > 1:
@@ -206,8 +224,9 @@ class Varuna(nn.Module):
     ) -> None:
         """Connects the optimizer, made from this object's `parameters()`: this object itself steps it.
 
-        A call of `optimizer.step()` by the script does nothing from now on: `step` has done it. A log line names the
-        trainable parameters that no optimizer holds.
+        A call of `optimizer.step()` by the script does nothing from now on: `step` has done it. Where the script
+        accumulates gradients, it is that call that makes the update. A log line names the trainable parameters that no
+        optimizer holds.
         In a calibration generation this measures the profile and then ends the script (SystemExit with code 0), and
         under `varuna inspect` it writes the report.
 
@@ -236,7 +255,7 @@ class Varuna(nn.Module):
                 report_left_out(optimizers, self._parameters_here)
         self._optimizers = optimizers
         for each in optimizers:
-            take_over_steps(each)
+            take_over_steps(each, self._at_scripts_optimizer_step)
         if self._precision.needs_scale:
             self._scaler = LossScaler(loss_scale, init_loss_scale, min_loss_scale)
             self._registered.add(_LOSS_SCALE, self._scaler, replace=True)
@@ -253,43 +272,42 @@ class Varuna(nn.Module):
 
         Returns:
             (mean loss over the global batch, overflow, L2 norm of the gradient before clipping), the same on every
-            rank. The averaged gradients stay in `.grad` until the next step. Overflow, with fp16 only: a gradient was
-            not finite, so the optimizer has not stepped; the batch counts as used, and the norm is not finite either.
+            rank. The averaged gradients stay in `.grad` until the next step. Overflow: the loss or the gradient was not
+            finite, so the optimizer has not stepped; the batch counts as used. A model that returns `(loss, weight)`
+            has its mean over the sum of the weights of the global batch, however that is cut. Where the script
+            accumulates, gradients and norm are those of all steps since its last update.
 
         Raises:
+            FloatingPointError: too many steps in a row were not finite. Parameters are as before them.
             GenerationEnded, PeerLost: this worker must leave (both are SystemExit).
         """
         began_ns = time.perf_counter_ns()
         optimizers = self._require_optimizers("step")
         if self._broken:
             raise RuntimeError("an earlier step failed half-way, so ranks may no longer agree: end the script")
-        self._gradients_left.check()
+        if self._gradients_left.check():
+            self._accumulation.drop()
         clip_factor(0.0, clip_grad_max_norm)  # refuses a bad bound before any work is done
         self._worker.departure.check()
-        self._checkpointing.automatic.at_boundary(self._step, self._training_state)
+        self._worker.calls.enter(Operation.STEP, self._step)
+        self._accumulation.look_at_script(optimizers)
+        if not self._accumulation.pending:
+            self._checkpointing.automatic.at_boundary(self._step, self._training_state, self._why_not_saved)
         self._say_ready()
         self._broken = True
-        scale = self.loss_scale
-        passed, expected = self._train_pass(inputs, scale)
-        self._parts.reducer.reduce()
-        self._parts.timeline.end()
-        totals = agree(
-            self._parts.everyone,
-            Totals(
-                loss_sum=passed.loss_sum,
-                examples=passed.examples,
-                squared_norm=self._parts.reducer.squared_norm(),
-                wishes=self._checkpointing.automatic.wishes(),
-            ),
-        )
+        with buffers_kept_finite(list(self._parts.stage.written.homes.values())):
+            passed, totals = self._accumulated_pass(inputs)
         loss = totals.loss
-        # Backwards were weighted for the agreed batch; the batch of this step may have been another.
-        correction = expected / totals.examples / scale
+        # Backwards were weighted for what was expected; the batch of this step may have been another.
+        weight = self._accumulation.total_weight(totals.weight)
+        correction = totals.expected_weight / weight / self.loss_scale if totals.weight else math.nan
         norm = math.sqrt(totals.squared_norm) * correction
         # Every gradient of the model is in this norm, which is the same on all ranks; so is what they conclude from it.
-        overflow = self._scaler is not None and not math.isfinite(totals.squared_norm)
-        clip = clip_factor(norm, clip_grad_max_norm)
-        self._update(optimizers, correction * clip, norm * clip, skip=overflow)
+        overflow = self._non_finite.skips(self._step + 1, loss, norm, self._scaler)
+        if self._expected_weight is not None:
+            self._expected_weight.learn(totals.weight, totals.examples)
+        self._settle(optimizers, totals, correction, norm, clip_grad_max_norm, skip=overflow)
+        self._parts.keep_buffers_equal()
         self._gradients_left.note(self._parameters_here.values())
         self._step += 1
         self._broken = False
@@ -299,22 +317,88 @@ class Varuna(nn.Module):
         self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizers)
         return loss, overflow, norm
 
-    def _update(self, optimizers: Sequence[Optimizer], factor: float, norm: float, *, skip: bool) -> None:
-        """Multiplies the gradients with `factor` and steps the optimizers, unless they have overflowed (`skip`).
+    def _accumulated_pass(self, inputs: Mapping[str, Any]) -> tuple[PassResult, Totals]:
+        """Forward, backward and the ranks' agreement; `.grad` then has what was accumulated before in it, too."""
+        accumulation, parameters = self._accumulation, self._parts.stage.parameters
+        accumulation.hold(parameters.values())
+        scale = self.loss_scale
+        passed, global_batch = self._train_pass(inputs, scale)
+        self._parts.reducer.reduce()
+        self._parts.timeline.end()
+        if accumulation.pending:
+            accumulation.add_held(scale / self._expected(global_batch, 0.0, 0))
+        says_expected = self._worker.topology.replica == 0
+        return passed, agree(
+            self._parts.everyone,
+            Totals(
+                loss_sum=passed.loss_sum,
+                examples=passed.examples,
+                weight=passed.weight,
+                expected_weight=passed.expected_weight if says_expected else 0.0,
+                squared_norm=self._parts.reducer.squared_norm(),
+                wishes=self._checkpointing.automatic.wishes(),
+            ),
+        )
+
+    def _expected(self, global_batch: int, weight: float, examples: int) -> float:
+        """About what a global batch weighs; `weight` and `examples` are of the first micro-batch here."""
+        if self._expected_weight is None:
+            return float(global_batch)
+        return self._expected_weight.of(global_batch, weight, examples)
+
+    def _settle(
+        self,
+        optimizers: Sequence[Optimizer],
+        totals: Totals,
+        correction: float,
+        norm: float,
+        max_norm: float | None,
+        *,
+        skip: bool,
+    ) -> None:
+        """Makes of the gradients what the step came to: an update, a part of a later one, or nothing (`skip`)."""
+        accumulation, parameters = self._accumulation, self._parts.stage.parameters
+        if accumulation.active and skip:
+            accumulation.leave_out(parameters.values())
+        elif accumulation.active:
+            scale_gradients(parameters.values(), correction)
+            accumulation.keep(totals.weight, norm, max_norm)
+        elif skip:
+            if self._host is not None:
+                self._host.take_gradients()
+        else:
+            clip = clip_factor(norm, max_norm)
+            self._update(optimizers, correction * clip, norm * clip)
+            accumulation.note_update()
+        if self._scaler is not None:
+            self._scaler.update(overflow=not math.isfinite(totals.squared_norm))
+
+    def _update(self, optimizers: Sequence[Optimizer], factor: float, norm: float) -> None:
+        """Multiplies the gradients with `factor` and steps the optimizers.
 
         `norm`: of the whole model's gradient after that.
         """
-        if not skip:
-            scale_gradients(self._parts.stage.parameters.values(), factor)
+        scale_gradients(self._parts.stage.parameters.values(), factor)
         if self._host is not None:
             self._host.take_gradients()
-        if not skip:
-            step_optimizers(optimizers, norm)
-            if self._host is not None:
-                self._host.put_back()
-        if self._scaler is not None:
-            self._scaler.update(overflow=skip)
-        self._parts.keep_buffers_equal()
+        step_optimizers(optimizers, norm)
+        if self._host is not None:
+            self._host.put_back()
+
+    def _at_scripts_optimizer_step(self) -> bool:
+        """Makes the update of a script that accumulates; returns whether it is one."""
+        accumulation = self._accumulation
+        if not accumulation.active:
+            accumulation.check_call()
+        elif accumulation.pending and not self._gradients_left.check():
+            clip = clip_factor(accumulation.norm, accumulation.clip_max_norm)
+            self._update(self._require_optimizers("optimizer.step"), clip, accumulation.norm * clip)
+            accumulation.drop()
+            self._gradients_left.note(self._parameters_here.values())
+        return accumulation.active
+
+    def _why_not_saved(self) -> str | None:
+        return non_finite_anywhere(self._parameters_here, self._parts.everyone)
 
     @property
     def loss_scale(self) -> float:
@@ -322,7 +406,7 @@ class Varuna(nn.Module):
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def _train_pass(self, inputs: Mapping[str, Any], loss_scale: float) -> tuple[PassResult, int]:
-        """Forward and backward; with it, the number of examples for which the gradients were weighted."""
+        """Forward and backward; with it, the number of examples that the global batch is to have."""
         for parameter in self._parts.stage.parameters.values():
             parameter.grad = None
         environment = self._worker.environment
@@ -333,7 +417,7 @@ class Varuna(nn.Module):
         with self._precision.whole_pass():
             passed = self._parts.engine.train(
                 micro_batches,
-                global_batch=expected,
+                expected_weight=partial(self._expected, expected),
                 seed=self._seed,
                 step=self._step + 1,
                 loss_scale=loss_scale,
@@ -347,12 +431,16 @@ class Varuna(nn.Module):
         `inputs` may hold any number of examples on each replica; `batch_size`, their total, is checked when given.
         """
         self._worker.departure.check()
+        self._worker.calls.enter(Operation.EVALUATE, self._step)
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
         with self._parts.evaluating(), self._precision.whole_pass():
             passed = self._parts.engine.evaluate(
                 cut_inputs(inputs, sizes, first), self._worker.link.micro_batch_evaluated
             )
-        totals = agree(self._parts.everyone, Totals(loss_sum=passed.loss_sum, examples=passed.examples))
+        totals = agree(
+            self._parts.everyone,
+            Totals(loss_sum=passed.loss_sum, examples=passed.examples, weight=passed.weight),
+        )
         if batch_size is not None and totals.examples != batch_size:
             raise ValueError(
                 f"batch_size={batch_size}, but the replicas' inputs hold {totals.examples} examples together: "
@@ -389,7 +477,8 @@ class Varuna(nn.Module):
         on the store's own disk no such copies are made. Writing is always shared out over the replicas (`shard`).
 
         Returns whether it is committed (with `tmpdir`: begun). A failed save is logged and does not stop training.
-        Raises ValueError when there is no store, or `tmpdir` is no local folder.
+        Raises ValueError when there is no store, or `tmpdir` is no local folder, and varuna.checkpoint.CheckpointError
+        when parameters are not finite.
         """
         global_store = global_store or self.checkpoint_url
         if global_store is None:
@@ -397,6 +486,11 @@ class Varuna(nn.Module):
                 "checkpoint() without a path: this process has no checkpoint store of its own; give one, or submit the "
                 "script as a job"
             )
+        self._worker.calls.enter(Operation.CHECKPOINT, self._step)
+        if (reason := self._why_not_saved()) is not None:
+            raise CheckpointError(f"checkpoint(): {reason}, and nothing could be resumed from it")
+        if self._accumulation.pending:
+            _log.warning("the checkpoint leaves out the gradients that no optimizer.step() has used yet")
         tmpdir = tempdir if tmpdir is None else tmpdir
         return self._checkpointing.save(
             str(global_store),
@@ -413,8 +507,9 @@ class Varuna(nn.Module):
         and ValueError when the ranks ask for different ones.
         """
         self._require_optimizers("load_checkpoint")
+        self._worker.calls.enter(Operation.LOAD, self._step)
         self._resumed = True
-        mean = agree(self._parts.everyone, Totals(loss_sum=float(iteration), examples=1)).loss
+        mean = agree(self._parts.everyone, Totals(loss_sum=float(iteration), examples=1, weight=1)).loss
         if mean != iteration:
             raise ValueError(
                 f"load_checkpoint({iteration}): other ranks ask for another one (the mean of all is {mean:g}); "
@@ -429,6 +524,7 @@ class Varuna(nn.Module):
         Raises varuna.checkpoint.CheckpointError when the manager has recorded checkpoints and none can be read.
         """
         self._require_optimizers("resume")
+        self._worker.calls.enter(Operation.RESUME, self._step)
         self._resumed = True
         self._worker.phases.done("script")
         loaded = self._checkpointing.resume(self._training_state())
@@ -442,6 +538,7 @@ class Varuna(nn.Module):
         """Goes on from what was loaded into the parameters and the optimizer."""
         if self._host is not None:
             self._host.put_back()
+        self._accumulation.drop()
         self._step = loaded.step
         self._seed = loaded.seed
         self._registered.load(loaded)

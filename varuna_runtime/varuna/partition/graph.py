@@ -112,6 +112,7 @@ class Graph:
     looked_at: set[tuple[int, int, int]] = field(default_factory=set)  # value, section, call: the path depends on it
     choosing: dict[int, str] = field(default_factory=dict)  # calls that look at computed values -> places
     loss: int = -1
+    weighted: bool = False  # forward returns the weight of its loss behind it
 
     @property
     def sections(self) -> int:

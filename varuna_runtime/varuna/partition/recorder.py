@@ -159,15 +159,35 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
         """Whether the value of `tensor` is known."""
         return self._value(tensor).index in self._shadows
 
-    def finish(self, loss: Tensor) -> Graph:
-        """Close the books: `loss` is what the model is trained on."""
+    def finish(self, loss: Tensor, beside: Tensor | float | None = None) -> Graph:
+        """Close the books: `loss` is what the model is trained on; `beside`: what may be its weight."""
         value = self._value(loss)
         self._note_uses([value])
         self.graph.loss = value.index
+        if isinstance(beside, Tensor):
+            weight = self._value(beside)
+            self.graph.weighted = not weight.requires_grad and not self._depends_on_parameters(weight)
+            if self.graph.weighted:
+                self._note_uses([weight])
+        else:
+            self.graph.weighted = beside is not None
         for value, tensor in zip(self.graph.values, self._tensors, strict=True):
             value.requires_grad = tensor.requires_grad  # known only after the dispatcher has returned to autograd
         self._note_assigned()
         return self.graph
+
+    def _depends_on_parameters(self, value: Value) -> bool:
+        seen: set[int] = set()
+        left = [value.index]
+        while left:
+            index = left.pop()
+            if index in seen:
+                continue
+            seen.add(index)
+            if self.graph.values[index].kind is Kind.PARAMETER:
+                return True
+            left += self.graph.values[index].parents
+        return False
 
     # A second forward on the same copy, of which nothing is kept: does it use what the first left behind?
 

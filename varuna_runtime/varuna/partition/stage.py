@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.cut_point import CutPoint, observing
-from varuna.partition.batch import batch_size_of, loss_of
+from varuna.partition.batch import batch_size_of, loss_and_weight_of, loss_of
 from varuna.partition.cut_places import place_cut_points
 from varuna.partition.errors import PartitionError
 from varuna.partition.ghost import Ghost, Zeros, make_ghost, put_in
@@ -110,6 +110,7 @@ class Stage:
         self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.boundary(sections.start)
         self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.boundary(sections.stop)
         self.on_section: Callable[[int], None] | None = None
+        self._weighted = model_map.graph.weighted
         self._zeros = Zeros(device)
         self._pass: _Pass | None = None
         self._cut_slots: dict[int, tuple[int, bool]] = {}  # cut-point -> received slot, whether it is changed in place
@@ -127,8 +128,9 @@ class Stage:
             received: what the stage before sent, as leaves that require gradients where `receives` says so.
 
         Returns:
-            What the stage sends, in the order of `sends`; the last stage: its scalar loss. A received tensor that is
-            relayed is returned itself, so its gradient sums up what later stages and this one contribute.
+            What the stage sends, in the order of `sends`; the last stage: its scalar loss, or, of a model that returns
+            its loss's weight, a list of both. A received tensor that is relayed is returned itself, so its gradient
+            sums up what later stages and this one contribute.
 
         Raises:
             PartitionError: the forward took another way than in the dry run, or a boundary got another shape.
@@ -152,7 +154,7 @@ class Stage:
                 f"forward returned after {running.section} cut-points; in the dry run it passed more, and this stage "
                 f"ends with section {self.sections.stop - 1}. The path through the model may not change between calls"
             )
-        return loss_of(result)
+        return loss_and_weight_of(result) if self._weighted else loss_of(result)
 
     @contextmanager
     def running_again(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> Iterator[None]:

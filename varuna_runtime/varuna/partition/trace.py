@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from varuna.cut_point import observing
 from varuna.partition.automatic import choose, find_candidates, without_light_sections
-from varuna.partition.batch import loss_of, resized
+from varuna.partition.batch import loss_of, number_beside, resized
 from varuna.partition.choices import mark_choices
 from varuna.partition.cut_places import CutPlace, place_cut_points
 from varuna.partition.errors import PartitionError
@@ -185,13 +185,14 @@ def _dry_run(
     formats = FormatsKnownValues(recorder.knows)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder), formats:
         try:
-            loss = loss_of(hollow(**given))
+            result = hollow(**given)
+            loss, beside = loss_of(result), number_beside(result)
         except RuntimeError as error:
             where = getattr(error, "__notes__", ())  # of the recorder
             if not where:
                 raise
             raise PartitionError(f"{where[0]}: {error}") from error
-        graph = recorder.finish(loss)
+        graph = recorder.finish(loss, beside)
         if recorder.left_something and not places:  # once is enough: it does not depend on the cut-points
             recorder.look_again(lambda: loss_of(hollow(**given_again)))
         return graph
