@@ -74,6 +74,8 @@ class Varuna(nn.Module):
         cut_points: how many to find in a model without CutPoints; None: as its repeated blocks have it; 0: none.
         weights: path or URL of pretrained weights: a folder that `save_pretrained` has written, or one `.safetensors`
             file. Each stage reads its own.
+        random_by_example: what forward draws (dropout) belongs to examples, so it is the same for every size of the
+            micro-batches; False: to micro-batches, and a job keeps the size that it begins with.
 
     The global random generators are afterwards as they were before, on every rank.
 
@@ -99,6 +101,7 @@ class Varuna(nn.Module):
         offload_optimizer: bool = False,
         cut_points: int | None = None,
         weights: str | os.PathLike[str] | None = None,
+        random_by_example: bool = True,
     ) -> None:
         super().__init__()
         get_batch = example_maker(get_batch_fn)
@@ -120,6 +123,7 @@ class Varuna(nn.Module):
             if inspected:
                 report_refusal(environment, error)
             raise
+        model_map = replace(model_map, random_by_example=random_by_example)
         self._worker.phases.done("trace")
         self._sections = len(model_map.sections)
         self._optimizer: Optimizer | None = None
@@ -318,7 +322,7 @@ class Varuna(nn.Module):
         examples = batch_size_of(inputs)
         sizes, first = share_of_batch(examples, environment, self._worker.topology.replica)
         expected = environment.global_batch or max(examples, 1)
-        micro_batches = cut_inputs(inputs, sizes, first)
+        micro_batches = cut_inputs(inputs, sizes, first, first * environment.micro_batch)
         with self._precision.whole_pass():
             passed = self._parts.engine.train(
                 micro_batches,
