@@ -34,7 +34,7 @@ _INSTEAD = (
 )
 
 
-def take_over_steps(optimizer: Optimizer, at_scripts_call: Callable[[], bool]) -> None:
+def take_over_steps(optimizer: Optimizer, at_scripts_call: Callable[[], bool] = lambda: False) -> None:
     """From now on `optimizer.step()` does what it does only inside `step_optimizers`.
 
     `at_scripts_call` is called instead when the script calls it, and returns whether that was of use.

@@ -87,6 +87,8 @@ class Varuna(nn.Module):
             FloatingPointError; 0: the first one does.
         accumulate: the script's own `optimizer.step()` makes the updates, each from the mean over all `step`s since the
             last. Without it, a loop of the usual form, `if (i + 1) % n == 0: optimizer.step()`, is seen.
+        random_by_example: what forward draws (dropout) belongs to examples, so it is the same for every size of the
+            micro-batches; False: to micro-batches, and a job keeps the size that it begins with.
 
     The global random generators are afterwards as they were before, on every rank.
 
@@ -116,6 +118,7 @@ class Varuna(nn.Module):
         stages: int | None = None,
         max_non_finite_steps: int = 10,
         accumulate: bool = False,
+        random_by_example: bool = True,
     ) -> None:
         super().__init__()
         get_batch = example_maker(get_batch_fn)
@@ -138,6 +141,7 @@ class Varuna(nn.Module):
             if inspected:
                 report_refusal(environment, error)
             raise
+        model_map = replace(model_map, random_by_example=random_by_example)
         self._worker.phases.done("trace")
         if environment.world_size > 1:
             require_same_trace(model, model_map, examples, self._precision, self._worker.rendezvous, environment.rank)
@@ -413,7 +417,7 @@ class Varuna(nn.Module):
         examples = batch_size_of(inputs)
         sizes, first = share_of_batch(examples, environment, self._worker.topology.replica)
         expected = environment.global_batch or max(examples, 1)
-        micro_batches = cut_inputs(inputs, sizes, first)
+        micro_batches = cut_inputs(inputs, sizes, first, first * environment.micro_batch)
         with self._precision.whole_pass():
             passed = self._parts.engine.train(
                 micro_batches,

@@ -19,6 +19,7 @@ from varuna.partition.automatic import choose, find_candidates, without_light_se
 from varuna.partition.batch import loss_of, number_beside, resized
 from varuna.partition.choices import mark_choices
 from varuna.partition.cut_places import CutPlace, place_cut_points
+from varuna.partition.draws import learn_draws
 from varuna.partition.errors import PartitionError
 from varuna.partition.formats import FormatsKnownValues
 from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
@@ -164,6 +165,7 @@ def _model_map(
         leaf_specs=tuple(_leaf_specs(one, two, *calls) for calls in zip(one.calls, two.calls, strict=True)),
         cut_specs=tuple(_spec(one, two, a.value, b.value) for a, b in zip(one.cuts, two.cuts, strict=True)),
         cut_places=places,
+        draws=learn_draws(one, two),
     )
 
 

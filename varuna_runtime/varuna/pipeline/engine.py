@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from varuna.departure import Departure
 from varuna.partition.batch import take_examples
 from varuna.partition.written_buffers import WrittenBuffers
 from varuna.pipeline.forecast import GradientForecast
-from varuna.pipeline.randomness import generators_left_as_found, seed_generators, stream_seed
+from varuna.pipeline.randomness import RandomStreams, generators_left_as_found
 from varuna.pipeline.timeline import Timeline
 from varuna.pipeline.timing import PassTimer, Usual
 from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
@@ -92,9 +91,11 @@ class MicroBatch:
     """What the model gets for one micro-batch."""
 
     index: int
-    """In the global batch: the key of its random streams."""
+    """In the global batch: the key of random streams that belong to micro-batches."""
     examples: int
     inputs: dict[str, Any]
+    first_example: int = 0
+    """Its place in the global batch: with it, the key of random streams that belong to examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +163,13 @@ class Engine:
         ] = lambda inputs, received: nullcontext(),
         timeline: Timeline | None = None,
         written: WrittenBuffers | None = None,
+        random: RandomStreams | None = None,
     ) -> None:
         """`forward_context` is entered around every forward of the stage, recomputes too (autocast, say), and
         `backward_context` around every backward, with what the micro-batch's forward was given.
 
         Boundaries must have the dtypes that tensors have under it. The timeline is told of every op. `written`: by
-        the stage's forward.
+        the stage's forward. `random`: what it draws; by default its numbers belong to micro-batches.
         Raises ValueError for a policy that can only be simulated.
         """
         require_executable(position.policy)
@@ -180,6 +182,7 @@ class Engine:
         self._departure = departure
         self._timeline = timeline or Timeline()
         self._written = written or WrittenBuffers(nn.Module(), {})
+        self._random = random or RandomStreams(device)
         # What the policy `varuna` knows of time; the others do not ask.
         self._forecast: GradientForecast | None = None
         if position.policy is Policy.VARUNA:
@@ -404,25 +407,8 @@ class Engine:
         elif self._links.activations_out is not None and outputs:
             self._links.activations_out.send(outputs, number)
 
-    def _streams(self, seed: int, step: int, micro_batch: MicroBatch) -> _SectionStreams:
-        return _SectionStreams(self._stage, partial(self._seed_section, seed, step, micro_batch.index))
-
-    def _seed_section(self, seed: int, step: int, micro_batch: int, section: int) -> None:
-        seed_generators(self._device, stream_seed(seed, step, micro_batch, section))
-
-
-class _SectionStreams:
-    """Has the stage call `on_section` within a `with` block."""
-
-    def __init__(self, stage: Stage, on_section: Callable[[int], None]) -> None:
-        self._stage = stage
-        self._on_section = on_section
-
-    def __enter__(self) -> None:
-        self._stage.on_section = self._on_section
-
-    def __exit__(self, *_: object) -> None:
-        self._stage.on_section = None
+    def _streams(self, seed: int, step: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        return self._random.running(self._stage, seed, step, micro_batch)
 
 
 class _Intake:
@@ -479,12 +465,17 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def cut_inputs(inputs: Mapping[str, Any], sizes: Sequence[int], first_index: int) -> list[MicroBatch]:
-    """Cuts a replica's inputs into micro-batches of `sizes`, numbered from `first_index` in the global batch."""
+def cut_inputs(
+    inputs: Mapping[str, Any], sizes: Sequence[int], first_index: int, first_example: int = 0
+) -> list[MicroBatch]:
+    """Cuts a replica's inputs into micro-batches of `sizes`, numbered from `first_index` in the global batch.
+
+    `first_example`: that of the first of them, in the global batch too.
+    """
     batches = []
     start = 0
     for offset, size in enumerate(sizes):
         part = take_examples(inputs, slice(start, start + size))
-        batches.append(MicroBatch(first_index + offset, size, part))
+        batches.append(MicroBatch(first_index + offset, size, part, first_example + start))
         start += size
     return batches
