@@ -6,15 +6,27 @@ import os
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
-__all__ = ["users_code"]
+__all__ = ["place_of", "users_code"]
 
 _NOT_USERS_CODE = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent) + os.sep,
 )
+
+
+def place_of(function: Any) -> str:
+    """file:line in function where `function` is defined; the name of its type where it is none."""
+    inner = function
+    while not hasattr(inner, "__code__") and hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return type(function).__name__
+    return f"{code.co_filename.rpartition(os.sep)[2]}:{code.co_firstlineno} in {code.co_qualname}"
 
 
 def users_code() -> str:
