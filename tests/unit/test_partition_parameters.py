@@ -12,6 +12,7 @@ from stages_by_hand import gradients, run_by_hand
 from torch import Tensor, nn
 
 from varuna import CutPoint
+from varuna.offload import HostParameters
 from varuna.partition import PartitionError, Stage, build_stage, trace
 
 H = 4
@@ -189,6 +190,9 @@ def test_a_parameter_keeps_its_class(count: int) -> None:
     assert type(kept) is Marked
     assert kept.group == "experts"
     assert_gradients_of_whole(UsesItsClass(), stages)
+    host = HostParameters(stages[-1].parameters).parameters["b.weight"]
+    assert type(host) is Marked
+    assert host.group == "experts"
 
 
 class Quantised(torch.Tensor):
