@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from varuna import CutPoint, Varuna
+from varuna.launch import worker_environment
 from varuna.partition import PartitionError
+from varuna_proto.environment import Mode
 
 
 class Config:
@@ -325,3 +329,19 @@ def test_zero_grad_modes_and_forward_hooks() -> None:
     assert all(p.grad is None for p in model.parameters())
     assert not model.eval().norm.training
     assert model.train().norm.training
+
+
+def test_a_script_that_is_inspected_sees_its_whole_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = replace(worker_environment(), mode=Mode.INSPECT, report_path=str(tmp_path / "report"), micro_batch=2)
+    for name, value in environment.to_environ().items():
+        monkeypatch.setenv(name, value)
+    model, plain = Varuna(Model(), get_batch_fn=batch), Model()
+    assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert model.config.hidden == 4
+    model.load_state_dict(model.state_dict())
+    assert model.apply(lambda module: None).eval() is model
+    with pytest.raises(RuntimeError, match="fp16=True"):
+        model.half()
+    with pytest.raises(SystemExit):
+        model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -159,11 +159,12 @@ class _Refit:
 @contextmanager
 def _on_meta(slots: list[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
     """In the block these parameters are on meta, where reading them raises."""
+    before = [entries[key] for entries, key, _ in slots]
     for entries, key, tensor in slots:
         hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         entries[key] = nn.Parameter(hollow, requires_grad=False)
     try:
         yield
     finally:
-        for entries, key, tensor in slots:
-            entries[key] = tensor
+        for (entries, key, _), held in zip(slots, before, strict=True):
+            entries[key] = held
