@@ -9,13 +9,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, Self
 
 import structlog
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from varuna.accumulation import Accumulation
@@ -29,6 +30,7 @@ from varuna.example_inputs import example_maker
 from varuna.generators import global_generators_kept
 from varuna.inspecting import Inspecting, report_refusal
 from varuna.launch import worker_environment
+from varuna.module_view import ModuleView, Shown
 from varuna.non_finite import NonFiniteSteps, buffers_kept_finite, non_finite_anywhere
 from varuna.offload import HostParameters
 from varuna.optim import clip_factor, scale_gradients
@@ -36,13 +38,15 @@ from varuna.optimizer_check import require_splittable
 from varuna.optimizers import Optimizers, allow_empty_stages, check_parameters, listed, report_left_out
 from varuna.partition import PartitionError, trace
 from varuna.partition.batch import batch_size_of
+from varuna.partition.initialise import derived_seed
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.pipeline.weights import ExpectedWeight
 from varuna.precision import LossScaler, Precision
 from varuna.pretrained import Weights
+from varuna.resting import RestingModules
 from varuna.same_trace import require_same_trace
 from varuna.scalars import Scalars
-from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizers, take_over_steps
+from varuna.stepping import GradientsLeft, step_optimizers, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
 from varuna_proto.environment import Mode
@@ -58,7 +62,7 @@ _LOSS_SCALE = "varuna.loss_scale"
 """The name under which checkpoints keep the state of the loss scale."""
 
 
-class Varuna(nn.Module):
+class Varuna(ModuleView):
     """Trains `model` as one stage of one replica of a P×D job; in a plain process, alone (P = D = 1).
 
     Wrap the model before making the optimizer: `parameters()` are those of this worker's stage. What the launcher
@@ -161,10 +165,12 @@ class Varuna(nn.Module):
         values = None if weights is None else Weights(weights, model, names, tells=environment.rank == 0)
         if inspected:
             self._parameters_here = dict(model.named_parameters())
+            self._show_model(model, self._parameters_here, dict(model.named_buffers()))
             self._instead = Inspecting(environment, model, model_map, get_batch, self._device, self._precision)
             return
         if environment.mode is Mode.CALIBRATE:
             self._parameters_here = dict(model.named_parameters())
+            self._show_model(model, self._parameters_here, dict(model.named_buffers()))
             self._instead = Calibrating(
                 worker=self._worker,
                 model=model,
@@ -186,6 +192,8 @@ class Varuna(nn.Module):
         if self._worker.topology.p > 1:
             allow_empty_stages(self._device if self._host is None else torch.device("cpu"))
         self._parameters_here = stage.parameters if self._host is None else self._host.parameters
+        self._resting = RestingModules(stage, self._parameters_here)
+        self._show_model(stage.module, self._resting.parameters, self._resting.buffers)
         if (description := hugging_face.Description.of(model)) is not None:
             self._registered.add(hugging_face.STATE, description)
         self._held = held_state(model_map, stage, self._parameters_here, names)
@@ -194,17 +202,26 @@ class Varuna(nn.Module):
 
     # What nn.Module's users look at
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters, by their names in the user's model. Not for `clip_grad_norm_` (RuntimeError)."""
-        refuse_clipping()
-        for name, parameter in self._parameters_here.items():
-            yield (f"{prefix}.{name}" if prefix else name), parameter
+    def _show_model(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
+    ) -> None:
+        self._show(
+            Shown(
+                module=module,
+                parameters=parameters,
+                buffers=buffers,
+                device=self._device,
+                seed=lambda: derived_seed(self._seed, f"apply after step {self._step}"),
+            )
+        )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This stage's parameters by their names in the user's model. To save the whole, call `checkpoint`."""
-        return {name: parameter.detach() for name, parameter in self._parameters_here.items()}
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Around a pass: the stage computes with what the script has left in the model."""
+        if self._host is not None:
+            self._host.put_on_device()
+        with self._resting.in_pass(), self._precision.whole_pass():
+            yield
 
     def train(self, mode: bool = True) -> Self:
         """Sets training mode (or, with False, evaluation mode) in the user's model."""
@@ -386,8 +403,6 @@ class Varuna(nn.Module):
         if self._host is not None:
             self._host.take_gradients()
         step_optimizers(optimizers, norm)
-        if self._host is not None:
-            self._host.put_back()
 
     def _at_scripts_optimizer_step(self) -> bool:
         """Makes the update of a script that accumulates; returns whether it is one."""
@@ -418,7 +433,7 @@ class Varuna(nn.Module):
         sizes, first = share_of_batch(examples, environment, self._worker.topology.replica)
         expected = environment.global_batch or max(examples, 1)
         micro_batches = cut_inputs(inputs, sizes, first, first * environment.micro_batch)
-        with self._precision.whole_pass():
+        with self._passing():
             passed = self._parts.engine.train(
                 micro_batches,
                 expected_weight=partial(self._expected, expected),
@@ -437,7 +452,7 @@ class Varuna(nn.Module):
         self._worker.departure.check()
         self._worker.calls.enter(Operation.EVALUATE, self._step)
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
-        with self._parts.evaluating(), self._precision.whole_pass():
+        with self._parts.evaluating(), self._passing():
             passed = self._parts.engine.evaluate(
                 cut_inputs(inputs, sizes, first), self._worker.link.micro_batch_evaluated
             )
@@ -540,8 +555,6 @@ class Varuna(nn.Module):
 
     def _take(self, loaded: Loaded) -> None:
         """Goes on from what was loaded into the parameters and the optimizer."""
-        if self._host is not None:
-            self._host.put_back()
         self._accumulation.drop()
         self._step = loaded.step
         self._seed = loaded.seed

@@ -80,6 +80,7 @@ class Stage:
             `eval()` and attributes; call `forward` of the stage, not of the module.
         parameters: every parameter that its sections use, by first name.
         buffers: every buffer that its sections use, by first name.
+        read: these, and those of earlier sections whose code runs here again.
         written: those of them that forward writes.
         receives, sends: the boundaries before and after it, in the order of the lists that `forward` takes and returns.
         shared: all parameters of the model that more than one section uses, with those sections; the gradients of a
@@ -95,6 +96,7 @@ class Stage:
         device: torch.device,
         parameters: dict[str, nn.Parameter],
         buffers: dict[str, Tensor],
+        read: dict[str, Tensor],
     ) -> None:
         count = len(model_map.sections)
         self.module = module
@@ -104,6 +106,7 @@ class Stage:
         self.is_last = sections.stop == count
         self.parameters = parameters
         self.buffers = buffers
+        self.read = read
         changed = model_map.graph.buffers_changed
         self.written = WrittenBuffers(module, {name: x for name, x in buffers.items() if name in changed})
         self.shared = dict(model_map.shared)

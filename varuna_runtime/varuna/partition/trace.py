@@ -26,6 +26,7 @@ from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
 from varuna.partition.model_map import ModelMap, Section, first_names, neighbours, storage_bytes
 from varuna.partition.recorder import Recorder
 from varuna.partition.shapes import Size, TensorSpec, learn_shape, learn_size
+from varuna.partition.special_parameters import refuse_special_parameters
 
 __all__ = ["trace"]
 
@@ -56,9 +57,9 @@ def trace(
     """
     if cut_points is not None and cut_points < 0:
         raise ValueError(f"cut_points={cut_points}: give the number of cut-points to find, or leave it out")
-    dry_runs = _DryRuns(
-        model, example_inputs, *first_names(model.named_parameters(remove_duplicate=False), shared_weights)
-    )
+    names, kept = first_names(model.named_parameters(remove_duplicate=False), shared_weights)
+    refuse_special_parameters(model, names)
+    dry_runs = _DryRuns(model, example_inputs, names, kept)
     plain = dry_runs.run(_BATCHES[0], ())
     if plain.cuts:
         if cut_points is not None:
