@@ -40,7 +40,8 @@ def main() -> None:
     while True:
         step += 1
         batch = dataset.batch([(step * GLOBAL_BATCH + i) % len(dataset) for i in range(rank, GLOBAL_BATCH, world)])
-        model(**batch).backward()
+        loss, _ = model(**batch)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

@@ -99,7 +99,7 @@ def make_ours(
     position = Position(stage=stage, p=p, policy=policy, run_ahead=run_ahead, recompute=stage < p - 1)
     engine = Engine(_SleepingStage(conditions, activation_bytes, stage, p), position, links, _CPU, departure)
     batches = [MicroBatch(index, 1, {}) for index in range(n)]
-    return lambda: engine.train(batches, global_batch=n, seed=0, step=1)
+    return lambda: engine.train(batches, expected_weight=lambda *_: n, seed=0, step=1)
 
 
 class _SleepingModule(nn.Module):

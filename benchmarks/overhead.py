@@ -141,7 +141,8 @@ def plain_side(
         total = 0.0
         for number, piece in enumerate(pieces, start=1):
             with no_sync() if number < len(pieces) else contextlib.nullcontext():
-                loss = model(**piece) * (len(piece[names[0]]) / examples)
+                mean, _ = model(**piece)  # of as many tokens in each example
+                loss = mean * (len(piece[names[0]]) / examples)
                 loss.backward()
             total += loss.item()
         optimizer.step()

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from varuna import CutPoint
 
 BYTE_VALUES = 256
+NOT_PREDICTED = -100
+"""A target that is padding: `F.cross_entropy`'s own default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each token from those before it. `forward` returns the mean loss, as Varuna expects of a model."""
+    """Predicts each token from those before it. `forward` returns the mean loss with what it is the mean over."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -92,11 +94,15 @@ class GPT(nn.Module):
         self.head = Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.token_embedding.weight  # tied, as in GPT-2: Varuna finds that by itself
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) and (B, T) token numbers to the mean cross-entropy, in nats per token."""
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T) and (B, T) token numbers to the mean cross-entropy, in nats per token, and the number of tokens.
+
+        By the number Varuna weighs micro-batches: so padding changes nothing, however a batch is cut.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding_cut(self.token_embedding(tokens) + self.position_embedding(positions))
         for block, cut_point in zip(self.blocks, self.cut_points, strict=True):
             x = cut_point(block(x))
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_PREDICTED)
+        return loss, (targets != NOT_PREDICTED).sum()

@@ -33,7 +33,7 @@ def train(steps: int, global_batch: int) -> list[float]:
             seed=SEED,
         )
         optimizer.zero_grad()
-        loss = model(**dataset.batch(indices))
+        loss, _ = model(**dataset.batch(indices))  # of the whole batch at once: it needs no weight
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from varuna.cut_point import CutPoint
+from varuna.partition import loss_of
 
 V, T, H = 29, 6, 16
+IGNORED = -100
+"""Where a target is padding: `F.cross_entropy`'s own default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,9 @@ class Task:
     """The optimizer is on the host."""
     skip: bool = False
     """What the embedding gives goes past all blocks, too, through a projection."""
+
+    padded: bool = False
+    """Texts have different lengths, some have nothing to predict, and the model returns its loss with its weight."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,20 +82,22 @@ class SmallGPT(nn.Module):
         self.norm = nn.LayerNorm(H)
         self.head = nn.Linear(H, V, bias=False)
         self.skip = nn.Linear(H, H) if task.skip else None
+        self.weighted = task.padded
         if task.tied:
             self.head.weight = self.embedding.weight
         if task.tied_blocks is not None:
             one, other = task.tied_blocks
             self.blocks[other].mix.weight = self.blocks[one].mix.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = self.embedding(tokens)
         past = 0 if self.skip is None else self.skip(x)
         for block, cut_point in zip(self.blocks, [*self.cut_points, None], strict=True):
             x = block(x)
             if cut_point is not None:
                 x = cut_point(x)
-        return F.cross_entropy(self.head(self.norm(x + past)).transpose(1, 2), targets)
+        loss = F.cross_entropy(self.head(self.norm(x + past)).transpose(1, 2), targets)  # NaN where all is padding
+        return (loss, (targets != IGNORED).sum()) if self.weighted else loss
 
 
 def make_model(task: Task) -> SmallGPT:
@@ -137,13 +145,19 @@ def example_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
 class Examples(torch.utils.data.Dataset):
     """Example i is the same in every process."""
 
+    def __init__(self, padded: bool = False) -> None:
+        self.padded = padded
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
         text = torch.randint(V, (T + 1,), generator=generator)
-        return {"tokens": text[:-1], "targets": text[1:]}
+        targets = text[1:].clone()
+        if self.padded:
+            targets[index % 5 * 2 :] = IGNORED  # 0, 2, 4, 6 or 6 targets
+        return {"tokens": text[:-1], "targets": targets}
 
 
 @dataclass(frozen=True)
@@ -185,7 +199,8 @@ def train_plainly(
     scheduler = make_scheduler(optimizer)
     losses, norms = [], []
     scale = (task.loss_scale or 2.0**10) if task.dtype is torch.float16 else 1.0
-    for step, examples in Batches(Examples(), global_batch=task.global_batch, last_step=task.steps, environ={}):
+    data = Examples(task.padded)
+    for step, examples in Batches(data, global_batch=task.global_batch, last_step=task.steps, environ={}):
         batch = {name: value.to(device) for name, value in examples.items()}
         optimizer.zero_grad()
         loss = torch.zeros((), device=device)
@@ -194,8 +209,12 @@ def train_plainly(
             for start in range(0, task.global_batch, micro_batch or task.global_batch):
                 part = {k: v[start : start + (micro_batch or task.global_batch)] for k, v in batch.items()}
                 share = len(part["tokens"]) / task.global_batch
+                if task.padded:
+                    share = int((part["targets"] != IGNORED).sum()) / int((batch["targets"] != IGNORED).sum())
+                if not share:
+                    continue
                 with precisely(task, device, cast_once):
-                    part_loss = model(**part)
+                    part_loss = loss_of(model(**part))
                 (part_loss * share * scale).backward()
                 loss += part_loss.detach() * share
         for parameter in model.parameters():
@@ -206,7 +225,7 @@ def train_plainly(
         scheduler.step()
         losses.append(loss.item())
     with torch.no_grad(), precisely(task, device):
-        evaluated = model.eval()(**batch).item()
+        evaluated = loss_of(model.eval()(**batch)).item()
     named = dict(model.named_parameters())
     parameters = {name: parameter.detach().cpu() for name, parameter in named.items()}
     return Trained(losses, norms, evaluated, parameters, states_of(optimizer, named.items()))

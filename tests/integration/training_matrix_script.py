@@ -1,4 +1,6 @@
-"""Trains the rows of the equality matrix one after the other: "rows": [{"task", "environ": by rank}] in its JSON file.
+"""Trains the rows of the equality matrix one after the other.
+
+They are "rows": [{"task", "environ": by rank, and maybe "wanted" of training_script.py}] in its JSON file.
 
 Each row is a generation of its own, with its own store, groups and threads; only the process is the same.
 """
@@ -27,7 +29,7 @@ def main() -> None:
         os.environ.update({**row["environ"][rank], **rendezvous})
         out = Path(wanted["out"]) / str(number)
         out.mkdir(exist_ok=True)
-        models.append(training_script.train(Task(**row["task"]), {}, out))
+        models.append(training_script.train(Task(**row["task"]), row.get("wanted", {}), out))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "die", "overflow", "raise": {"rank", "step"}, "save": {"step", "url", "fails"}, "forever": bool,
+"accumulate": the script steps the optimizer after so many steps, and no scheduler,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
 
@@ -51,6 +52,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         dtype=task.dtype,
         offload_optimizer=task.offload,
         cut_points=wanted.get("cut_points"),
+        accumulate="accumulate" in wanted,
         **wanted.get("varuna", {}),
     )
     assert torch.equal(before, torch.get_rng_state())
@@ -62,7 +64,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
 
     steps: list[dict[str, float]] = []
     last = None if wanted.get("forever") else task.steps
-    for step, batch in Batches(Examples(), global_batch=task.global_batch, first_step=first, last_step=last):
+    for step, batch in Batches(Examples(task.padded), global_batch=task.global_batch, first_step=first, last_step=last):
         fault = {"rank": rank, "step": step}
         if wanted.get("die") == fault:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -77,7 +79,12 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         assert overflow == (wanted.get("overflow", {}).get("step") == step)
         for hook in spoilt:
             hook.remove()
-        scheduler.step()
+        if "accumulate" in wanted:
+            if step % wanted["accumulate"] == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            scheduler.step()
         steps.append({"step": step, "loss": loss, "norm": norm, "overflow": overflow, "next_scale": model.loss_scale})
         if wanted.get("save", {}).get("step") == step:
             failing = pytest.raises(CheckpointError) if wanted["save"].get("fails", False) else nullcontext()

@@ -256,5 +256,6 @@ def run_engines(times: Times, policy: Policy, run_ahead: int, patch_time: Callab
             [[e._usual.forward_us, e._usual.recompute_us, e._usual.backward_us] for e in engines], dtype=np.float64
         ).T
         began_ns = clock.now_ns
-        clock.run([partial(engine.train, batches, global_batch=N, seed=0, step=step) for engine in engines])
+        sizes = {"expected_weight": lambda *_: float(N), "seed": 0, "step": step}
+        clock.run([partial(engine.train, batches, **sizes) for engine in engines])
     return Ran(tuple(tuple(order.actions) for order in orders), (clock.now_ns - began_ns) / US, usual)

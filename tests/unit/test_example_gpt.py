@@ -40,8 +40,9 @@ def test_the_model_has_cut_points_after_its_embedding_and_each_block(example: di
         if isinstance(module, CutPoint | example["model"].Block):
             module.register_forward_hook(lambda ran, *_: order.append(type(ran).__name__))
     batch = example["recipe"].load_dataset().batch([0, 1])
-    loss = model(**batch)
+    loss, weight = model(**batch)
     assert loss.shape == ()
+    assert int(weight) == batch["targets"].numel()
     assert len(model.blocks) >= 8
     assert order == ["CutPoint", *["Block", "CutPoint"] * len(model.blocks)]
 
@@ -93,14 +94,16 @@ def test_tokens_of_ones_own_are_read_from_disk(example: dict[str, ModuleType], t
 def test_the_model_knows_nothing_at_first_and_cannot_see_the_future(example: dict[str, ModuleType]) -> None:
     model = example["recipe"].build_model()
     batch = example["recipe"].load_dataset().batch([3])
-    assert float(model(**batch).detach()) == pytest.approx(np.log(256), rel=0.1)
+    assert float(model(**batch)[0].detach()) == pytest.approx(np.log(256), rel=0.1)
     # A later token changes no earlier prediction: with the loss on the first half only, the second half has no say.
     tokens, targets = batch["tokens"], batch["targets"].clone()
     half = tokens.shape[1] // 2
-    targets[:, half:] = -100  # ignored by cross_entropy
+    targets[:, half:] = example["model"].NOT_PREDICTED
     changed = tokens.clone()
     changed[:, half:] = 7
-    assert float(model(tokens, targets).detach()) == float(model(changed, targets).detach())
+    (one, weight), (other, _) = model(tokens, targets), model(changed, targets)
+    assert float(one.detach()) == float(other.detach())
+    assert int(weight) == half
 
 
 def test_the_same_seed_gives_the_same_model(example: dict[str, ModuleType]) -> None:
@@ -144,7 +147,7 @@ def test_the_reference_is_plain_training_over_the_steps_samples(example: dict[st
     indices = replica_indices(
         1, dataset_size=len(dataset), global_batch=4, micro_batch=1, replica=0, replicas=1, seed=recipe.SEED
     )
-    first = float(recipe.build_model()(**dataset.batch(indices)).detach())
+    first = float(recipe.build_model()(**dataset.batch(indices))[0].detach())
     assert losses[0] == pytest.approx(first, rel=1e-6)
     assert losses[2] < losses[0]
 

@@ -116,3 +116,47 @@ async def test_growth_is_weighed_by_one_profile() -> None:
     present = Plan(p=1, d=1, micro_batch=1, global_batch=4, stage_starts=(0,), examples_per_s=1e9)
     answer = await service.propose(replace(question(profile().to_json()), present=present))
     assert answer.present_examples_per_s == pytest.approx(1e6 / 6000, rel=0.2), "not what the old profile promised"
+
+
+def several_sizes(kept_for: str) -> str:
+    """Of a model that is fastest with 4 examples in a micro-batch."""
+    at = [MEASURED.model_copy(update={"micro_batch": m, "activation_bytes": 100 * m}) for m in (1, 2, 4)]
+    made = profile()
+    sections = tuple(section.model_copy(update={"measurements": tuple(at)}) for section in made.sections)
+    return made.model_copy(update={"sections": sections, "micro_batch_kept_for": kept_for}).to_json()
+
+
+async def test_a_job_keeps_the_micro_batch_that_its_random_numbers_depend_on() -> None:
+    service, one = PlanningService(), (Device("a", 0),)
+    first = replace(question(several_sizes("model.py:3")), devices=one)
+    chosen = await service.propose(first)
+    assert chosen.plan is not None
+    assert chosen.plan.micro_batch == 4
+    later = replace(first, trained_micro_batch=2)
+    kept = await service.propose(later)
+    assert kept.plan is not None
+    assert kept.plan.micro_batch == 2
+    assert "the micro-batch stays 2, for random numbers depend on it: model.py:3" in kept.reason
+    free = await service.propose(replace(later, profile_json=several_sizes("")))
+    assert free.plan is not None
+    assert free.plan.micro_batch == 4
+    pinned = SPEC.model_copy(update={"plan": SPEC.plan.model_copy(update={"micro_batch": 1})})
+    users = await service.propose(replace(later, spec=pinned))
+    assert users.plan is not None
+    assert users.plan.micro_batch == 1, "the user knows best"
+
+
+async def test_a_job_that_cannot_keep_its_micro_batch_waits() -> None:
+    document = several_sizes("model.py:3")
+    large = replace(question(document), devices=(Device("a", 0),), trained_micro_batch=4, device_memory_bytes=None)
+    assert (await PlanningService().propose(large)).plan is not None
+    small = Profile.from_json(document)
+    for memory in range(100, 10**4, 100):  # the least in which micro-batches of one example fit
+        asked = replace(large, device_memory_bytes=memory, trained_micro_batch=None)
+        if (await PlanningService().propose(asked)).plan is not None:
+            break
+    kept = await PlanningService().propose(replace(asked, trained_micro_batch=4))
+    assert small.micro_batches == (1, 2, 4)
+    assert kept.plan is None
+    assert kept.possible, "on other VMs"
+    assert "the micro-batch stays 4" in kept.reason

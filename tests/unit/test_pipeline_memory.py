@@ -113,7 +113,7 @@ def test_a_stage_never_has_more_buffers_than_its_stash_allows(policy: Policy, ru
 
         engine.check = check
         batches = [MicroBatch(index, 2, {"x": torch.full((2, WIDTH), float(index))}) for index in range(n)]
-        result = engine.train(batches, global_batch=2 * n, seed=0, step=1)
+        result = engine.train(batches, expected_weight=lambda *_: 2 * n, seed=0, step=1)
         gradient = layer.weight.grad
         assert gradient is not None
         torch.testing.assert_close(gradient, torch.full((WIDTH,), sum(range(n)) / n / WIDTH))

@@ -18,6 +18,7 @@ from varuna.optim import GradientReducer, copy_from_first
 from varuna.partition import Stage, Values, build_stage
 from varuna.partition.model_map import ModelMap
 from varuna.pipeline.engine import Engine, Position
+from varuna.pipeline.randomness import RandomStreams
 from varuna.pipeline.timeline import Timeline
 from varuna.precision import Precision
 from varuna.topology import (
@@ -135,6 +136,7 @@ def assemble(
         backward_context=stage.running_again,
         timeline=timeline,
         written=stage.written,
+        random=RandomStreams(device, model_map.draws if model_map.random_by_example else None),
     )
     parts = Assembly(
         stage=stage, engine=engine, reducer=reducer, everyone=everyone, replicas=replicas, timeline=timeline

@@ -16,7 +16,7 @@ import structlog
 
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 
-__all__ = ["Departure", "GenerationEnded", "PeerLost", "end_process"]
+__all__ = ["Departure", "GenerationEnded", "PeerLost", "RanksDifferError", "end_process"]
 
 _log = structlog.get_logger("varuna")
 
@@ -45,6 +45,10 @@ class PeerLost(SystemExit):
         super().__init__(EXIT_PEER_LOST)
         self.reason = reason
         self.unreached = unreached
+
+
+class RanksDifferError(RuntimeError):
+    """The script does one thing on this rank and another on another rank, so they would wait for each other."""
 
 
 def end_process(code: int) -> None:
@@ -108,6 +112,8 @@ class Departure:
         with self.condition:
             if self._exit is not None:
                 return
+            if isinstance(self._failure, RanksDifferError) and isinstance(exit_, PeerLost):
+                return  # the peer is lost because of it, and this is what the script's author must read
             self._exit = exit_
             self.condition.notify_all()
         _log.warning("leaving the generation", reason=exit_.reason, exit_code=exit_.code)
@@ -118,7 +124,8 @@ class Departure:
         watchdog.start()
 
     def fail(self, error: BaseException) -> None:
-        """Makes every wait raise RuntimeError from `error`: a thread of the runtime itself broke."""
+        """Makes every wait raise RuntimeError from `error`, for a thread of the runtime itself broke; or that itself,
+        when it says that ranks differ."""
         with self.condition:
             self._failure = self._failure or error
             self.condition.notify_all()
@@ -127,6 +134,8 @@ class Departure:
         """Raises what makes this worker leave, if anything does."""
         if self._exit is not None:
             raise type(self._exit)(self._exit.reason)
+        if isinstance(self._failure, RanksDifferError):
+            raise self._failure
         if self._failure is not None:
             raise RuntimeError(f"a thread of the Varuna runtime failed: {self._failure!r}") from self._failure
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from varuna.partition.special_parameters import parameter_like
 
 __all__ = ["HostParameters"]
 
@@ -13,7 +16,9 @@ __all__ = ["HostParameters"]
 class HostParameters:
     """Copies in host memory of what a stage trains, for the user's optimizer to step; its state is then there too.
 
-    Per step, gradients travel from the device and parameters back. What is not trained stays on the device alone.
+    Each pass begins with what the host has, whoever has changed it; after a step's passes the gradients travel to the
+    host. Gradient hooks on the host's parameters run in the backward of each micro-batch, on the host, as they would on
+    the device without this. What is not trained stays on the device alone.
     """
 
     def __init__(self, on_device: Mapping[str, nn.Parameter]) -> None:
@@ -24,10 +29,11 @@ class HostParameters:
         for name, original in on_device.items():
             self.parameters[name] = original
             if original.requires_grad:
-                master = nn.Parameter(_host_memory(original))
-                master.__dict__.update(original.__dict__)  # the user's own marks (no weight decay, say)
+                # With the user's own marks (no weight decay, say).
+                master = parameter_like(original, _host_memory(original), requires_grad=True)
                 self.parameters[name] = master
                 self._pairs.append((original, master))
+                original.register_hook(partial(_run_hooks, master))  # type: ignore[no-untyped-call]
         with torch.no_grad():
             torch._foreach_copy_([m for _, m in self._pairs], [p for p, _ in self._pairs])
 
@@ -41,14 +47,30 @@ class HostParameters:
                 self._gradients[id(master)] = _host_memory(original)
             master.grad = self._gradients[id(master)].copy_(original.grad, non_blocking=True)
             original.grad = None
+        self._wait_for_copies()
+
+    @torch.no_grad()
+    def put_on_device(self) -> None:
+        """Gives the device the parameters as they are on the host now. Afterwards the host's may change again."""
+        for original, master in self._pairs:
+            original.copy_(master, non_blocking=True)
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
         for device in {original.device for original, _ in self._pairs if original.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Gives the device the parameters as they are on the host now."""
-        for original, master in self._pairs:
-            original.copy_(master, non_blocking=True)
+
+def _run_hooks(master: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """What the hooks of the host's parameter make of a gradient on the device; None where there are none."""
+    hooks = master._backward_hooks
+    if not hooks:
+        return None
+    on_host = gradient.to("cpu")
+    for hook in tuple(hooks.values()):
+        changed = hook(on_host)
+        on_host = on_host if changed is None else changed
+    return on_host.to(gradient.device)
 
 
 def _host_memory(like: Tensor) -> Tensor:

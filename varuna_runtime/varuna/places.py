@@ -6,10 +6,11 @@ import os
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
-__all__ = ["users_code"]
+__all__ = ["is_users_code", "place_of", "users_code"]
 
 _NOT_USERS_CODE = (
     str(Path(torch.__file__).parent) + os.sep,
@@ -17,11 +18,27 @@ _NOT_USERS_CODE = (
 )
 
 
+def is_users_code(frame: FrameType) -> bool:
+    """Whether it runs code that is neither Varuna's nor PyTorch's."""
+    return not frame.f_code.co_filename.startswith(_NOT_USERS_CODE) and "<" not in frame.f_code.co_filename
+
+
+def place_of(function: Any) -> str:
+    """file:line in function where `function` is defined; the name of its type where it is none."""
+    inner = function
+    while not hasattr(inner, "__code__") and hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return type(function).__name__
+    return f"{code.co_filename.rpartition(os.sep)[2]}:{code.co_firstlineno} in {code.co_qualname}"
+
+
 def users_code() -> str:
     """file:line in function of the innermost code that runs and is neither Varuna's nor PyTorch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_USERS_CODE) and "<" not in frame.f_code.co_filename:
+        if is_users_code(frame):
             name = frame.f_code.co_filename.rpartition(os.sep)[2]
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

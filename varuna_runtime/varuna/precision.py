@@ -123,6 +123,11 @@ class LossScaler:
             raise ValueError(f"init_loss_scale {self.scale:g} is below min_loss_scale {self._least:g}")
         self._good_steps = 0
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the next step may have a smaller scale than this one."""
+        return self._dynamic and self.scale > self._least
+
     def update(self, overflow: bool) -> None:
         """Takes note of how a step went."""
         if overflow:

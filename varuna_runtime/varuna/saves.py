@@ -106,18 +106,28 @@ class AutomaticSaves:
         """Takes note of what all ranks together want."""
         self._agreed = wishes
 
-    def at_boundary(self, step: int, state: Callable[[], TrainingState]) -> None:
-        """Does what was agreed, for the state after `step` steps. Raises GenerationEnded when that was to leave."""
+    def at_boundary(
+        self, step: int, state: Callable[[], TrainingState], why_not: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Does what was agreed, for the state after `step` steps. Raises GenerationEnded when that was to leave.
+
+        `why_not` is asked before a save, by all ranks: what makes the state one that must not be saved.
+        """
         agreed, self._agreed = self._agreed, Wishes()
         if agreed.leave:
-            self._save_and_leave(step, state)
+            self._save_and_leave(step, state, why_not)
         elif agreed.save and not agreed.busy and self._checkpointer is not None:
             self._last_save_s = time.monotonic()
-            self._checkpointer.save(step, state())
+            if (reason := why_not()) is None:
+                self._checkpointer.save(step, state())
+            else:
+                _log.error("no checkpoint is made of this state", step=step, reason=reason)
 
-    def _save_and_leave(self, step: int, state: Callable[[], TrainingState]) -> None:
+    def _save_and_leave(self, step: int, state: Callable[[], TrainingState], why_not: Callable[[], str | None]) -> None:
         outcome = "not saved: the job has no checkpoint store"
-        if self._checkpointer is not None:
+        if self._checkpointer is not None and (reason := why_not()) is not None:
+            outcome = f"not saved: {reason}"
+        elif self._checkpointer is not None:
             wait_for_save(self._checkpointer, self._departure)
             self._checkpointer.save(step, state())
             saved = wait_for_save(self._checkpointer, self._departure)

@@ -8,7 +8,7 @@ from the same gradients would train something else, without a word. So would a s
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from types import FrameType, MethodType
 from typing import Any
@@ -34,8 +34,10 @@ _INSTEAD = (
 )
 
 
-def take_over_steps(optimizer: Optimizer) -> None:
-    """From now on `optimizer.step()` does something only inside `step_optimizers`.
+def take_over_steps(optimizer: Optimizer, at_scripts_call: Callable[[], bool] = lambda: False) -> None:
+    """From now on `optimizer.step()` does what it does only inside `step_optimizers`.
+
+    `at_scripts_call` is called instead when the script calls it, and returns whether that was of use.
 
     The object stays the user's own: its method is replaced on it, as PyTorch's learning-rate schedulers do, which may
     come before or after this.
@@ -50,7 +52,7 @@ def take_over_steps(optimizer: Optimizer) -> None:
         nonlocal said
         if is_stepping():
             return own_step(*args, **kwargs)
-        if not said:
+        if not at_scripts_call() and not said:
             said = True
             _log.info("the script's own optimizer.step() is left out: Varuna.step() has stepped the optimizer")
         return None
@@ -106,16 +108,22 @@ class GradientsLeft:
         self._left = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
         self._place = users_code()
 
-    def check(self) -> None:
-        """At the beginning of the next. Raises RuntimeError when they were changed, other than to None or zeros."""
+    def check(self) -> bool:
+        """At the beginning of the next: whether the script has set them to None or zeros.
+
+        Raises RuntimeError when they were changed to anything else.
+        """
+        dropped = False
         for parameter, gradient, version in self._left:
             now = parameter.grad
-            if now is None or (now is gradient and now._version == version):
+            if now is not None and now is gradient and now._version == version:
                 continue
-            if bool(now.any()):
+            dropped = True
+            if now is not None and bool(now.any()):
                 raise RuntimeError(
                     f"the gradients were changed between step() at {self._place} and step() at {users_code()} (by "
                     "clip_grad_norm_, a GradScaler, or by hand): that has no effect, for step() has stepped the "
                     f"optimizer with them already. Instead, {_INSTEAD}"
                 )
         self._left = []
+        return dropped

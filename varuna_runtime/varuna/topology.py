@@ -82,9 +82,9 @@ def share_of_batch(examples: int, environment: WorkerEnvironment, replica: int) 
 
     A batch other than the agreed one (the end of a data set, an evaluation) is cut into micro-batches just the same.
     """
-    if not environment.global_batch:  # a single process that was told nothing: it is the whole batch
-        return ((examples,) if examples else ()), 0
     m = environment.micro_batch
+    if not environment.global_batch:  # a single process that was told nothing of it: what comes is the whole batch
+        return (micro_batch_sizes(examples, m or examples) if examples else ()), 0
     run = micro_batches(environment.global_batch, m, environment.d)[replica]
     sizes = micro_batch_sizes(environment.global_batch, m)[run.start : run.stop]
     if sum(sizes) != examples:

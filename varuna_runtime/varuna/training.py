@@ -9,37 +9,46 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn, Self
 
 import structlog
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from varuna.accumulation import Accumulation
 from varuna.agreement import Totals, agree
 from varuna.assembly import agreed_seed, assemble
 from varuna.averaging import AVERAGE_STATE, WeightAverage, check_decay
 from varuna.calibrating import Calibrating
-from varuna.checkpoint import Asked, Loaded, Per, Place, TrainingState, hugging_face
+from varuna.calls import Operation
+from varuna.checkpoint import Asked, CheckpointError, Loaded, Per, Place, TrainingState, hugging_face
 from varuna.checkpointing import Checkpointing, Registered, Stateful, held_state, state_dict_names
 from varuna.example_inputs import example_maker
 from varuna.generators import global_generators_kept
 from varuna.inspecting import Inspecting, report_refusal
 from varuna.launch import worker_environment
+from varuna.module_view import ModuleView, Shown
+from varuna.non_finite import NonFiniteSteps, buffers_kept_finite, non_finite_anywhere
 from varuna.offload import HostParameters
 from varuna.optim import clip_factor, scale_gradients
 from varuna.optimizer_check import require_splittable
 from varuna.optimizers import Optimizers, allow_empty_stages, check_parameters, listed, report_left_out
 from varuna.partition import PartitionError, trace
 from varuna.partition.batch import batch_size_of
+from varuna.partition.initialise import derived_seed
 from varuna.pipeline.engine import PassResult, cut_inputs
+from varuna.pipeline.weights import ExpectedWeight
 from varuna.precision import LossScaler, Precision
 from varuna.pretrained import Weights
+from varuna.resting import RestingModules
+from varuna.same_trace import require_same_trace
 from varuna.sample_cursor import SampleCount
 from varuna.scalars import Scalars
-from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizers, take_over_steps
+from varuna.stepping import GradientsLeft, step_optimizers, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
 from varuna_proto.environment import Mode
@@ -55,15 +64,16 @@ _LOSS_SCALE = "varuna.loss_scale"
 """The name under which checkpoints keep the state of the loss scale."""
 
 
-class Varuna(nn.Module):
+class Varuna(ModuleView):
     """Trains `model` as one stage of one replica of a P×D job; in a plain process, alone (P = D = 1).
 
     Wrap the model before making the optimizer: `parameters()` are those of this worker's stage. What the launcher
     knows may be left out; what is given must agree with it.
 
     Args:
-        model: returns its loss, the mean over the examples of its inputs. On the CPU, or on `meta`: then its modules
-            initialise what is this stage's, and nothing else of it is ever in memory.
+        model: returns its loss, the mean over the examples of its inputs; or `(loss, weight)`, where the loss is a mean
+            over something else (tokens), and the weight their number: see `step`. On the CPU, or on `meta`: then its
+            modules initialise what is this stage's, and nothing else of it is ever in memory.
         stage_to_rank_map: ranks of each stage, joined by `,` and `;`.
         stages: P, in place of the map: under torchrun and its like, whose ranks are then numbered replica by replica.
         get_batch_fn: `get_batch_fn(size, device="cpu")` gives example inputs, a dict for `model(**inputs)`; or one
@@ -81,11 +91,18 @@ class Varuna(nn.Module):
             file. Each stage reads its own.
         ema: keep an exponential moving average of the parameters with this decay (0.999, say), updated after each step
             that the optimizer makes; `evaluate(..., ema=True)` and `varuna export --ema` use it.
+        max_non_finite_steps: so many steps in a row are skipped whose loss or gradient is not finite. One more raises
+            FloatingPointError; 0: the first one does.
+        accumulate: the script's own `optimizer.step()` makes the updates, each from the mean over all `step`s since the
+            last. Without it, a loop of the usual form, `if (i + 1) % n == 0: optimizer.step()`, is seen.
+        random_by_example: what forward draws (dropout) belongs to examples, so it is the same for every size of the
+            micro-batches; False: to micro-batches, and a job keeps the size that it begins with.
 
     The global random generators are afterwards as they were before, on every rank.
 
     Raises:
-        ValueError: an argument is missing, contradicts the launcher, or does not fit the model.
+        ValueError: an argument is missing, contradicts the launcher, or does not fit the model; or this rank has traced
+            another model than rank 0.
         varuna.partition.PartitionError: the model cannot be cut as it stands.
     """
 
@@ -108,6 +125,9 @@ class Varuna(nn.Module):
         weights: str | os.PathLike[str] | None = None,
         stages: int | None = None,
         ema: float | None = None,
+        max_non_finite_steps: int = 10,
+        accumulate: bool = False,
+        random_by_example: bool = True,
     ) -> None:
         super().__init__()
         check_decay(ema)
@@ -115,6 +135,8 @@ class Varuna(nn.Module):
         environment = worker_environment(
             stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
         )
+        self._non_finite = NonFiniteSteps(max_non_finite_steps, logs=environment.rank == 0)
+        self._accumulation = Accumulation(accumulate)
         self._scalars = Scalars(environment, os.environ)
         self._worker = Worker.join(environment)
         inspected = environment.mode is Mode.INSPECT
@@ -123,14 +145,16 @@ class Varuna(nn.Module):
         self._precision.check_parameters(model.named_parameters())
         try:
             with global_generators_kept(self._device), self._precision.dry_run():
-                model_map = trace(
-                    model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or (), cut_points=cut_points
-                )
+                examples = get_batch(_TRACE_EXAMPLES)
+                model_map = trace(model, examples, shared_weights=shared_weights or (), cut_points=cut_points)
         except PartitionError as error:
             if inspected:
                 report_refusal(environment, error)
             raise
+        model_map = replace(model_map, random_by_example=random_by_example)
         self._worker.phases.done("trace")
+        if environment.world_size > 1:
+            require_same_trace(model, model_map, examples, self._precision, self._worker.rendezvous, environment.rank)
         self._sections = len(model_map.sections)
         self._optimizers: tuple[Optimizer, ...] = ()
         self._scaler: LossScaler | None = None
@@ -148,10 +172,12 @@ class Varuna(nn.Module):
         values = None if weights is None else Weights(weights, model, names, tells=environment.rank == 0)
         if inspected:
             self._parameters_here = dict(model.named_parameters())
+            self._show_model(model, self._parameters_here, dict(model.named_buffers()))
             self._instead = Inspecting(environment, model, model_map, get_batch, self._device, self._precision)
             return
         if environment.mode is Mode.CALIBRATE:
             self._parameters_here = dict(model.named_parameters())
+            self._show_model(model, self._parameters_here, dict(model.named_buffers()))
             self._instead = Calibrating(
                 worker=self._worker,
                 model=model,
@@ -168,6 +194,7 @@ class Varuna(nn.Module):
         with global_generators_kept(self._device):
             self._parts = assemble(model, model_map, self._worker, self._device, self._precision, values)
         stage, everyone = self._parts.stage, self._parts.everyone
+        self._expected_weight = ExpectedWeight(self._parts.replicas, self._device) if model_map.graph.weighted else None
         self._seed = agreed_seed(self._seed, everyone)
         self._host = HostParameters(stage.parameters) if offload_optimizer else None
         if self._worker.topology.p > 1:
@@ -176,6 +203,8 @@ class Varuna(nn.Module):
         self._average = None if ema is None else WeightAverage(self._parameters_here, ema)
         if self._average is not None:
             self._registered.add(AVERAGE_STATE, self._average, per=Per.JOB)
+        self._resting = RestingModules(stage, self._parameters_here)
+        self._show_model(stage.module, self._resting.parameters, self._resting.buffers)
         if (description := hugging_face.Description.of(model)) is not None:
             self._registered.add(hugging_face.STATE, description, per=Per.JOB)
         self._held = replace(
@@ -187,17 +216,26 @@ class Varuna(nn.Module):
 
     # What nn.Module's users look at
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters, by their names in the user's model. Not for `clip_grad_norm_` (RuntimeError)."""
-        refuse_clipping()
-        for name, parameter in self._parameters_here.items():
-            yield (f"{prefix}.{name}" if prefix else name), parameter
+    def _show_model(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
+    ) -> None:
+        self._show(
+            Shown(
+                module=module,
+                parameters=parameters,
+                buffers=buffers,
+                device=self._device,
+                seed=lambda: derived_seed(self._seed, f"apply after step {self._step}"),
+            )
+        )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This stage's parameters by their names in the user's model. To save the whole, call `checkpoint`."""
-        return {name: parameter.detach() for name, parameter in self._parameters_here.items()}
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Around a pass: the stage computes with what the script has left in the model."""
+        if self._host is not None:
+            self._host.put_on_device()
+        with self._resting.in_pass(), self._precision.whole_pass():
+            yield
 
     def train(self, mode: bool = True) -> Self:
         """Sets training mode (or, with False, evaluation mode) in the user's model."""
@@ -221,8 +259,9 @@ class Varuna(nn.Module):
     ) -> None:
         """Connects the optimizer, made from this object's `parameters()`: this object itself steps it.
 
-        A call of `optimizer.step()` by the script does nothing from now on: `step` has done it. A log line names the
-        trainable parameters that no optimizer holds.
+        A call of `optimizer.step()` by the script does nothing from now on: `step` has done it. Where the script
+        accumulates gradients, it is that call that makes the update. A log line names the trainable parameters that no
+        optimizer holds.
         In a calibration generation this measures the profile and then ends the script (SystemExit with code 0), and
         under `varuna inspect` it writes the report.
 
@@ -251,7 +290,7 @@ class Varuna(nn.Module):
                 report_left_out(optimizers, self._parameters_here)
         self._optimizers = optimizers
         for each in optimizers:
-            take_over_steps(each)
+            take_over_steps(each, self._at_scripts_optimizer_step)
         if self._precision.needs_scale:
             self._scaler = LossScaler(loss_scale, init_loss_scale, min_loss_scale)
             self._registered.add(_LOSS_SCALE, self._scaler, per=Per.JOB, replace=True)
@@ -268,46 +307,45 @@ class Varuna(nn.Module):
 
         Returns:
             (mean loss over the global batch, overflow, L2 norm of the gradient before clipping), the same on every
-            rank. The averaged gradients stay in `.grad` until the next step. Overflow, with fp16 only: a gradient was
-            not finite, so the optimizer has not stepped; the batch counts as used, and the norm is not finite either.
+            rank. The averaged gradients stay in `.grad` until the next step. Overflow: the loss or the gradient was not
+            finite, so the optimizer has not stepped; the batch counts as used. A model that returns `(loss, weight)`
+            has its mean over the sum of the weights of the global batch, however that is cut. Where the script
+            accumulates, gradients and norm are those of all steps since its last update.
 
         Raises:
+            FloatingPointError: too many steps in a row were not finite. Parameters are as before them.
             GenerationEnded, PeerLost: this worker must leave (both are SystemExit).
         """
         began_ns = time.perf_counter_ns()
         optimizers = self._require_optimizers("step")
         if self._broken:
             raise RuntimeError("an earlier step failed half-way, so ranks may no longer agree: end the script")
-        self._gradients_left.check()
+        if self._gradients_left.check():
+            self._accumulation.drop()
         clip_factor(0.0, clip_grad_max_norm)  # refuses a bad bound before any work is done
         self._worker.departure.check()
-        self._checkpointing.automatic.at_boundary(self._step, self._training_state)
+        self._worker.calls.enter(Operation.STEP, self._step)
+        self._accumulation.look_at_script(optimizers)
+        if not self._accumulation.pending:
+            self._checkpointing.automatic.at_boundary(self._step, self._training_state, self._why_not_saved)
         self._say_ready()
         self._broken = True
-        scale = self.loss_scale
-        passed, expected = self._train_pass(inputs, scale)
-        self._parts.reducer.reduce()
-        self._parts.timeline.end()
-        totals = agree(
-            self._parts.everyone,
-            Totals(
-                loss_sum=passed.loss_sum,
-                examples=passed.examples,
-                squared_norm=self._parts.reducer.squared_norm(),
-                wishes=self._checkpointing.automatic.wishes(),
-            ),
-        )
+        with buffers_kept_finite(list(self._parts.stage.written.homes.values())):
+            passed, totals = self._accumulated_pass(inputs)
         loss = totals.loss
-        # Backwards were weighted for the agreed batch; the batch of this step may have been another.
-        correction = expected / totals.examples / scale
+        # Backwards were weighted for what was expected; the batch of this step may have been another.
+        weight = self._accumulation.total_weight(totals.weight)
+        correction = totals.expected_weight / weight / self.loss_scale if totals.weight else math.nan
         norm = math.sqrt(totals.squared_norm) * correction
         # Every gradient of the model is in this norm, which is the same on all ranks; so is what they conclude from it.
-        overflow = self._scaler is not None and not math.isfinite(totals.squared_norm)
-        clip = clip_factor(norm, clip_grad_max_norm)
-        self._update(optimizers, correction * clip, norm * clip, skip=overflow)
+        overflow = self._non_finite.skips(self._step + 1, loss, norm, self._scaler)
+        if self._expected_weight is not None:
+            self._expected_weight.learn(totals.weight, totals.examples)
+        self._settle(optimizers, totals, correction, norm, clip_grad_max_norm, skip=overflow)
+        self._parts.keep_buffers_equal()
         self._gradients_left.note(self._parameters_here.values())
         self._step += 1
-        self._samples.add_step(expected)
+        self._samples.add_step(self._worker.environment.global_batch or totals.examples)
         self._broken = False
         self._checkpointing.automatic.agree(totals.wishes)
         step_ns = time.perf_counter_ns() - began_ns
@@ -315,26 +353,90 @@ class Varuna(nn.Module):
         self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizers)
         return loss, overflow, norm
 
-    def _update(self, optimizers: Sequence[Optimizer], factor: float, norm: float, *, skip: bool) -> None:
-        """Multiplies the gradients with `factor` and steps the optimizers, unless they have overflowed (`skip`).
+    def _accumulated_pass(self, inputs: Mapping[str, Any]) -> tuple[PassResult, Totals]:
+        """Forward, backward and the ranks' agreement; `.grad` then has what was accumulated before in it, too."""
+        accumulation, parameters = self._accumulation, self._parts.stage.parameters
+        accumulation.hold(parameters.values())
+        scale = self.loss_scale
+        passed, global_batch = self._train_pass(inputs, scale)
+        self._parts.reducer.reduce()
+        self._parts.timeline.end()
+        if accumulation.pending:
+            accumulation.add_held(scale / self._expected(global_batch, 0.0, 0))
+        says_expected = self._worker.topology.replica == 0
+        return passed, agree(
+            self._parts.everyone,
+            Totals(
+                loss_sum=passed.loss_sum,
+                examples=passed.examples,
+                weight=passed.weight,
+                expected_weight=passed.expected_weight if says_expected else 0.0,
+                squared_norm=self._parts.reducer.squared_norm(),
+                wishes=self._checkpointing.automatic.wishes(),
+            ),
+        )
+
+    def _expected(self, global_batch: int, weight: float, examples: int) -> float:
+        """About what a global batch weighs; `weight` and `examples` are of the first micro-batch here."""
+        if self._expected_weight is None:
+            return float(global_batch)
+        return self._expected_weight.of(global_batch, weight, examples)
+
+    def _settle(
+        self,
+        optimizers: Sequence[Optimizer],
+        totals: Totals,
+        correction: float,
+        norm: float,
+        max_norm: float | None,
+        *,
+        skip: bool,
+    ) -> None:
+        """Makes of the gradients what the step came to: an update, a part of a later one, or nothing (`skip`)."""
+        accumulation, parameters = self._accumulation, self._parts.stage.parameters
+        if accumulation.active and skip:
+            accumulation.leave_out(parameters.values())
+        elif accumulation.active:
+            scale_gradients(parameters.values(), correction)
+            accumulation.keep(totals.weight, norm, max_norm)
+        elif skip:
+            if self._host is not None:
+                self._host.take_gradients()
+        else:
+            clip = clip_factor(norm, max_norm)
+            self._update(optimizers, correction * clip, norm * clip)
+            accumulation.note_update()
+        if self._scaler is not None:
+            self._scaler.update(overflow=not math.isfinite(totals.squared_norm))
+
+    def _update(self, optimizers: Sequence[Optimizer], factor: float, norm: float) -> None:
+        """Multiplies the gradients with `factor` and steps the optimizers.
 
         `norm`: of the whole model's gradient after that.
         """
-        if not skip:
-            scale_gradients(self._parts.stage.parameters.values(), factor)
+        scale_gradients(self._parts.stage.parameters.values(), factor)
         if self._host is not None:
             self._host.take_gradients()
-        if not skip:
-            if self._average is not None:
-                self._average.add_trained()
-            step_optimizers(optimizers, norm)
-            if self._average is not None:
-                self._average.update()
-            if self._host is not None:
-                self._host.put_back()
-        if self._scaler is not None:
-            self._scaler.update(overflow=skip)
-        self._parts.keep_buffers_equal()
+        if self._average is not None:
+            self._average.add_trained()
+        step_optimizers(optimizers, norm)
+        if self._average is not None:
+            self._average.update()
+
+    def _at_scripts_optimizer_step(self) -> bool:
+        """Makes the update of a script that accumulates; returns whether it is one."""
+        accumulation = self._accumulation
+        if not accumulation.active:
+            accumulation.check_call()
+        elif accumulation.pending and not self._gradients_left.check():
+            clip = clip_factor(accumulation.norm, accumulation.clip_max_norm)
+            self._update(self._require_optimizers("optimizer.step"), clip, accumulation.norm * clip)
+            accumulation.drop()
+            self._gradients_left.note(self._parameters_here.values())
+        return accumulation.active
+
+    def _why_not_saved(self) -> str | None:
+        return non_finite_anywhere(self._parameters_here, self._parts.everyone)
 
     @property
     def loss_scale(self) -> float:
@@ -342,18 +444,18 @@ class Varuna(nn.Module):
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def _train_pass(self, inputs: Mapping[str, Any], loss_scale: float) -> tuple[PassResult, int]:
-        """Forward and backward; with it, the number of examples for which the gradients were weighted."""
+        """Forward and backward; with it, the number of examples that the global batch is to have."""
         for parameter in self._parts.stage.parameters.values():
             parameter.grad = None
         environment = self._worker.environment
         examples = batch_size_of(inputs)
         sizes, first = share_of_batch(examples, environment, self._worker.topology.replica)
         expected = environment.global_batch or max(examples, 1)
-        micro_batches = cut_inputs(inputs, sizes, first)
-        with self._precision.whole_pass():
+        micro_batches = cut_inputs(inputs, sizes, first, first * environment.micro_batch)
+        with self._passing():
             passed = self._parts.engine.train(
                 micro_batches,
-                global_batch=expected,
+                expected_weight=partial(self._expected, expected),
                 seed=self._seed,
                 step=self._step + 1,
                 loss_scale=loss_scale,
@@ -370,14 +472,18 @@ class Varuna(nn.Module):
         if ema and self._average is None:
             raise ValueError("evaluate(ema=True), but no average is kept: give one to Varuna(..., ema=0.999)")
         self._worker.departure.check()
+        self._worker.calls.enter(Operation.EVALUATE, self._step)
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
         parameters = self._parts.stage.parameters
         averaged = self._average.exchanged_with(parameters) if ema and self._average is not None else nullcontext()
-        with averaged, self._parts.evaluating(), self._precision.whole_pass():
+        with self._parts.evaluating(), self._passing(), averaged:
             passed = self._parts.engine.evaluate(
                 cut_inputs(inputs, sizes, first), self._worker.link.micro_batch_evaluated
             )
-        totals = agree(self._parts.everyone, Totals(loss_sum=passed.loss_sum, examples=passed.examples))
+        totals = agree(
+            self._parts.everyone,
+            Totals(loss_sum=passed.loss_sum, examples=passed.examples, weight=passed.weight),
+        )
         if batch_size is not None and totals.examples != batch_size:
             raise ValueError(
                 f"batch_size={batch_size}, but the replicas' inputs hold {totals.examples} examples together: "
@@ -434,8 +540,9 @@ class Varuna(nn.Module):
 
         Returns True when it is committed (with `tmpdir`: begun).
         Raises ValueError when there is no store, `tmpdir` is no local folder, or `keep` is not at least 1; and
-        varuna.checkpoint.CheckpointError on all ranks when any could not write. What fails in the background raises at
-        the next call instead, which then writes nothing; without one the script ends with code 1.
+        varuna.checkpoint.CheckpointError on all ranks when parameters are not finite, or any could not write. What fails
+        in the background raises at the next call instead, which then writes nothing; without one the script ends with
+        code 1.
         """
         asked = Asked(keep=keep, keep_every=keep_every)
         global_store = global_store or self.checkpoint_url
@@ -444,6 +551,11 @@ class Varuna(nn.Module):
                 "checkpoint() without a path: this process has no checkpoint store of its own; give one, or submit the "
                 "script as a job"
             )
+        self._worker.calls.enter(Operation.CHECKPOINT, self._step)
+        if (reason := self._why_not_saved()) is not None:
+            raise CheckpointError(f"checkpoint(): {reason}, and nothing could be resumed from it")
+        if self._accumulation.pending:
+            _log.warning("the checkpoint leaves out the gradients that no optimizer.step() has used yet")
         tmpdir = tempdir if tmpdir is None else tmpdir
         self._checkpointing.save(
             str(global_store),
@@ -462,8 +574,9 @@ class Varuna(nn.Module):
         and ValueError when the ranks ask for different ones.
         """
         self._require_optimizers("load_checkpoint")
+        self._worker.calls.enter(Operation.LOAD, self._step)
         self._resumed = True
-        mean = agree(self._parts.everyone, Totals(loss_sum=float(iteration), examples=1)).loss
+        mean = agree(self._parts.everyone, Totals(loss_sum=float(iteration), examples=1, weight=1)).loss
         if mean != iteration:
             raise ValueError(
                 f"load_checkpoint({iteration}): other ranks ask for another one (the mean of all is {mean:g}); "
@@ -485,6 +598,7 @@ class Varuna(nn.Module):
         cannot be read (StoreError), or the manager has recorded checkpoints and none can be read.
         """
         self._require_optimizers("resume")
+        self._worker.calls.enter(Operation.RESUME, self._step)
         self._resumed = True
         self._worker.phases.done("script")
         loaded = self._checkpointing.resume(self._training_state(), allow_fresh_start=allow_fresh_start)
@@ -496,8 +610,7 @@ class Varuna(nn.Module):
 
     def _take(self, loaded: Loaded) -> None:
         """Goes on from what was loaded into the parameters and the optimizer."""
-        if self._host is not None:
-            self._host.put_back()
+        self._accumulation.drop()
         self._step = loaded.step
         self._samples.load(loaded, self._worker.environment)
         self._seed = loaded.seed

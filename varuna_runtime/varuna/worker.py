@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from varuna._gloo import keep_for_ever
 from varuna.agent_link import AgentLink, install_excepthook
+from varuna.calls import Calls
 from varuna.departure import Departure, end_process
 from varuna.launch import Rendezvous
 from varuna.launched import remember_environment
@@ -41,6 +42,8 @@ class Worker:
     phases: Phases
     """Of its start, since it has connected to the agent."""
     spans: StartSpans
+    calls: Calls
+    """What this rank does together with the others."""
 
     @classmethod
     def join(cls, environment: WorkerEnvironment) -> Worker:
@@ -62,16 +65,17 @@ class Worker:
             if environment.global_batch:
                 remember_environment(environment)
         rendezvous = Rendezvous(environment, departure)
+        calls = Calls(environment.rank, departure)
         if environment.world_size > 1:
             presence = Presence.join(
-                environment.rank, environment.world_size, rendezvous.store, rendezvous.own_address(), departure
+                environment.rank, environment.world_size, rendezvous.store, rendezvous.own_address(), departure, calls
             )
             atexit.register(presence.say_goodbye)  # before `_at_exit`: what is registered last is called first
             if environment.launcher_map:
                 check_arguments_agree(environment, rendezvous.store)
         phases.done("meet")
         topology = Topology(environment.p, environment.d, environment.rank)
-        return cls(environment, topology, departure, link, rendezvous, phases, StartSpans(environment, phases))
+        return cls(environment, topology, departure, link, rendezvous, phases, StartSpans(environment, phases), calls)
 
     def report_step(
         self, step: int, loss: float, examples: int, passed: PassResult, step_ns: int, device: torch.device

@@ -148,6 +148,9 @@ class Profile(_Frozen):
     """Tied weights."""
     stage_overhead_us: Microseconds = 0.0
     """Of each forward, recompute and backward of a stage, on top of its sections' times: the engine's own."""
+    micro_batch_kept_for: str = ""
+    """Why a job has to keep the size of the micro-batches that it begins with: random numbers that would be others with
+    another size. Empty: it need not."""
     links: Links = Links()
     """What carries activations one way and their gradients the other."""
     all_reduce: tuple[AllReduceMeasurement, ...] = ()

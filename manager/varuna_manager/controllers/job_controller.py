@@ -27,6 +27,7 @@ from varuna_manager.controllers.job_view import (
     Snapshot,
     SnapshotLoader,
     previous_placement,
+    trained_micro_batch,
     with_steps,
 )
 from varuna_manager.controllers.preparations import Preparations, may_grow
@@ -171,6 +172,7 @@ class JobController:
             devices=devices,
             device_memory_bytes=min(memories, default=None),
             gpus_per_vm=min(vm.gpus for vm in vms),
+            trained_micro_batch=trained_micro_batch(job),
             previous=previous,
             previous_p=previous_p,
             present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,

@@ -466,3 +466,10 @@ def previous_placement(job: LoadedJob) -> tuple[tuple[Device, ...], int | None]:
         return (), None
     devices = tuple(Device(worker.vm_id, worker.local_rank) for worker in job.workers)
     return devices, Plan.from_document(job.generation.plan).p
+
+
+def trained_micro_batch(job: LoadedJob) -> int | None:
+    """The size of the micro-batches in the newest generation; None when that did not train."""
+    if job.generation is None or job.generation.kind != GenerationKind.TRAINING:
+        return None
+    return Plan.from_document(job.generation.plan).micro_batch

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from varuna_manager.controllers.job_view import LoadedJob, Snapshot, is_fitting
+from varuna_manager.controllers.job_view import LoadedJob, Snapshot, is_fitting, trained_micro_batch
 from varuna_manager.domain.better_shape import most_gpus
 from varuna_manager.domain.fitting import is_choosy
 from varuna_manager.domain.observed import JobView, Rules
@@ -133,6 +133,7 @@ def _question(job: LoadedJob, snapshot: Snapshot, gpus: int) -> RateQuestion:
         most=min(gpus, job.view.max_gpus or gpus, snapshot.gpus_for(job.spec.resources)),
         device_memory_bytes=min((vm.device_memory_bytes for vm in vms if vm.device_memory_bytes), default=None),
         gpus_per_vm=min((vm.gpus for vm in vms), default=1),
+        trained_micro_batch=trained_micro_batch(job),
     )
 
 

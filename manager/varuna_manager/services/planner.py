@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,30 +32,42 @@ class ShapeQuestion:
     device_memory_bytes: int | None
     """Of the smallest device; None: not known."""
     gpus_per_vm: int
+    trained_micro_batch: int | None = None
+    """What the job has trained with; None: it has not trained yet."""
 
     def shape_key(self) -> Hashable:
         """Equal for questions with the same answers."""
         wanted = self.spec.plan
         pins = (wanted.p, wanted.d, wanted.micro_batch)
         profile = profile_digest(self.profile_json)
-        return profile, self.spec.global_batch, pins, self.device_memory_bytes, self.gpus_per_vm
+        sizes = (self.spec.global_batch, self.trained_micro_batch)
+        return profile, sizes, pins, self.device_memory_bytes, self.gpus_per_vm
 
     def choose(self, gpus: int, pins: Pins | None = None) -> Choice:
         """The best plan for so many GPUs, with the job's own pins if no others are given. In a thread.
 
+        A job whose random numbers depend on the size of the micro-batches keeps the one that it has trained with.
         Raises ValueError: no fleet would do.
         """
         from varuna_planner.auto_config import Pins, choose_plan
 
-        wanted = self.spec.plan
-        return choose_plan(
-            parsed_profile(self.profile_json),
+        wanted, profile = self.spec.plan, parsed_profile(self.profile_json)
+        micro_batch, kept_for = wanted.micro_batch, ""
+        if pins is None and micro_batch is None and self.trained_micro_batch is not None:
+            kept_for = profile.micro_batch_kept_for
+            micro_batch = self.trained_micro_batch if kept_for else None
+        choice = choose_plan(
+            profile,
             gpus=gpus,
             global_batch=self.spec.global_batch,
             device_memory_bytes=self.device_memory_bytes,
             gpus_per_vm=self.gpus_per_vm,
-            pins=pins or Pins(p=wanted.p, d=wanted.d, micro_batch=wanted.micro_batch),
+            pins=pins or Pins(p=wanted.p, d=wanted.d, micro_batch=micro_batch),
         )
+        if kept_for:
+            why = f"; the micro-batch stays {micro_batch}, for random numbers depend on it: {kept_for}"
+            choice = replace(choice, reason=choice.reason + why)
+        return choice
 
 
 @lru_cache(maxsize=_PROFILES)

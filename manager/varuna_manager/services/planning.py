@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -163,7 +163,9 @@ def _choose(question: Question) -> Proposal:
     choice = question.choose(len(question.devices))
     candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
     if choice.best is None:
-        plenty = question.choose(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
+        # A job that keeps its micro-batch waits for VMs on which it can.
+        free = replace(question, trained_micro_batch=None)
+        plenty = free.choose(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
         possible = plenty.best is not None
         reason = choice.reason if possible else plenty.reason
         return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)

@@ -65,6 +65,7 @@ def fingerprint(
             [_boundary(boundary) for boundary in model_map.boundary(cut)] for cut in range(1, len(model_map.sections))
         ],
         "inputs": [[leaf.shape, str(leaf.dtype)] for leaf in tree_flatten(dict(inputs))[0] if isinstance(leaf, Tensor)],
+        "random": model_map.random_by_micro_batch,
         "precision": str(precision.dtype),
         "optimizer": [
             fact

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from varuna.partition import ModelMap, Stage, Values, build_stage
+from varuna.partition.batch import batch_size_of
 from varuna.partition.shapes import Boundary
+from varuna.pipeline.randomness import RandomStreams
 from varuna.precision import Precision
 from varuna_planner.profile import Measurement
 
@@ -117,6 +119,7 @@ class SectionMeter:
     ) -> None:
         self._stage: Stage = build_stage(model, model_map, sections.start, sections.stop, device, values)
         self._device = device
+        self.random = RandomStreams(device, model_map.draws if model_map.random_by_example else None)
         self._last: tuple[Mapping[str, Any], Sequence[Tensor]] = ({}, ())
         self.clock = clock
         self.precision = precision
@@ -135,7 +138,7 @@ class SectionMeter:
             tensor.grad = None
         self._last = (inputs, received)
         started_us = self.clock.now_us()
-        with torch.enable_grad(), self.precision.forward():
+        with torch.enable_grad(), self.precision.forward(), self.random.drawing(batch_size_of(inputs)):
             result = self._stage.forward(inputs, received)
         forward_us = self.clock.now_us() - started_us
         return [t for t in ([result] if isinstance(result, Tensor) else result) if t.requires_grad], forward_us
@@ -148,7 +151,8 @@ class SectionMeter:
         """
         started_us = self.clock.now_us()
         if outputs:
-            with self._stage.running_again(*self._last):
+            drawing = self.random.drawing(batch_size_of(self._last[0]))
+            with self._stage.running_again(*self._last), drawing:
                 torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
             outputs.clear()
         return self.clock.now_us() - started_us

@@ -154,6 +154,8 @@ class Meters:
         self._values = values
         self.clock = Clock(device)
         self._kept: dict[int, SectionMeter] = {}
+        self.random_by_micro_batch: dict[str, None] = {}
+        """Where sections were seen to draw for the whole micro-batch, in order."""
         if room_bytes is None:
             room_bytes = torch.cuda.mem_get_info(device)[0] / 4 if device.type == "cuda" else math.inf
         self._room_bytes = room_bytes
@@ -179,6 +181,7 @@ class Meters:
         if kept:
             with suppress(torch.OutOfMemoryError):
                 in_turn = measure_in_turn([self._kept[section] for section in kept], inputs, size, slice_s)
+                self._note_draws([self._kept[section] for section in kept])
                 found.update(zip(kept, in_turn, strict=True))
         return [
             found[section] if section in found else self._alone(section, inputs, size, slice_s) for section in sections
@@ -186,7 +189,9 @@ class Meters:
 
     def _alone(self, section: int, inputs: Mapping[str, Any], size: int, slice_s: float) -> Measurement | None:
         try:
-            [measured] = measure_in_turn([self._of(section)], inputs, size, slice_s)
+            meter = self._of(section)
+            [measured] = measure_in_turn([meter], inputs, size, slice_s)
+            self._note_draws([meter])
             return measured
         except torch.OutOfMemoryError:
             if not self._kept:
@@ -196,6 +201,10 @@ class Meters:
         self._kept.clear()
         self._room_bytes = 0
         return self._alone(section, inputs, size, slice_s)
+
+    def _note_draws(self, meters: Sequence[SectionMeter]) -> None:
+        for meter in meters:
+            self.random_by_micro_batch.update(dict.fromkeys(meter.random.places_of_micro_batches))
 
     def _of(self, section: int) -> SectionMeter:
         if section in self._kept:
@@ -245,6 +254,8 @@ class Measured:
     """How many times as long things took as they would on cores of their own; it is in the measurements already."""
     stage_overhead_us: float = 0.0
     """What each op of a stage takes on top of its sections; it is in none of the measurements."""
+    random_by_micro_batch: tuple[str, ...] = ()
+    """Places in the user's code."""
 
 
 def measure_sections(
@@ -299,7 +310,8 @@ def measure_sections(
     gathered = peers.gather(
         "sections", {str(i): [each.model_dump() for each in measured] for i, measured in found.items()}
     )
-    if gathered is None or sharing is None or overheads_us is None:
+    places = peers.gather("random", list(meters.random_by_micro_batch))
+    if gathered is None or sharing is None or overheads_us is None or places is None:
         return None
     # One factor for all: in training every rank shares its cores, whoever had the bad luck in this calibration.
     factor = statistics.median(each for each in sharing if each is not None)
@@ -314,6 +326,7 @@ def measure_sections(
         factor,
         # The planner adds one figure to forwards, backwards and recomputes alike.
         stage_overhead_us=(forward_us + backward_us) / 2 * factor,
+        random_by_micro_batch=tuple(dict.fromkeys(place for part in places for place in part)),
     )
 
 
@@ -402,9 +415,17 @@ def document(
             for name, uses in model_map.shared.items()
         ),
         stage_overhead_us=found.stage_overhead_us,
+        micro_batch_kept_for=_random_places(model_map, found),
         links=network.links,
         all_reduce=tuple(network.all_reduce),
     )
+
+
+def _random_places(model_map: ModelMap, found: Measured) -> str:
+    """What the dry run knows, and what only the device's kernels show."""
+    known = model_map.random_by_micro_batch
+    seen = [place for place in found.random_by_micro_batch if not any(each.startswith(place) for each in known)]
+    return "; ".join([*known, *seen])
 
 
 def _section(

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from varuna.partition.errors import PartitionError
 
-__all__ = ["batch_size_of", "loss_of", "resized", "take_examples"]
+__all__ = ["batch_size_of", "loss_and_weight_of", "loss_of", "number_beside", "resized", "take_examples"]
 
 
 def batch_size_of(inputs: Mapping[str, Any]) -> int:
@@ -73,3 +73,27 @@ def loss_of(result: Any) -> Tensor:
             "starts with it, or a mapping or object with `loss`"
         )
     return loss.reshape(())
+
+
+def number_beside(result: Any) -> Tensor | float | None:
+    """What a model returned behind its loss, if that may be the loss's weight: the second of two, a number.
+
+    Whether it is the weight, the dry run decides: what depends on parameters (an accuracy, a part of the loss) is not.
+    """
+    if not isinstance(result, tuple | list) or hasattr(result, "loss") or len(result) != 2:
+        return None
+    number = result[1]
+    if isinstance(number, Tensor):
+        return number if number.numel() == 1 else None
+    return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
+
+
+def loss_and_weight_of(result: Any) -> list[Tensor]:
+    """Both as scalars, of a model whose dry run has found that it returns a weight. Raises PartitionError."""
+    loss, weight = loss_of(result), number_beside(result)
+    if weight is None:
+        raise PartitionError(
+            f"the model returned {type(result).__name__} where (loss, weight) should be, which is what it returned in "
+            "the dry run; return both in every call"
+        )
+    return [loss, torch.as_tensor(weight, dtype=torch.float64).reshape(())]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from varuna.partition.errors import PartitionError
 from varuna.partition.graph import Graph, Kind, TensorLeaf, Value
+from varuna.partition.special_parameters import fake_class_of
 from varuna.places import users_code
 
 __all__ = ["Books", "storage_of"]
@@ -47,6 +48,7 @@ class Books:
     def fake_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter without memory."""
         fake = nn.Parameter(self._fake(parameter), requires_grad=parameter.requires_grad)
+        fake.__class__ = fake_class_of(parameter)  # type: ignore[assignment]
         fake.__dict__.update(parameter.__dict__)
         value = self._record(fake, Kind.PARAMETER, (), dependent=True, place=f"parameter {name}")
         value.weight = name

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from varuna.partition.ghost import Zeros
+from varuna.partition.hooks import copy_gradient_hooks
 from varuna.partition.initialise import initialise
 from varuna.partition.model_map import ModelMap, first_names
+from varuna.partition.special_parameters import parameter_like
 from varuna.partition.stage import Stage
 from varuna.partition.trace import copy_with
 
@@ -61,10 +63,11 @@ def build_stage(
     parameters = _parameters(model, model_map, sections, made, memo)
     buffers = _buffers(model, model_map, sections, made, memo)
     copied = copy_with(model, memo)
+    copy_gradient_hooks(model, parameters, memo, _names_of_hollow(model, model_map, parameters, memo))
     initialise(copied, made.empty)
     own_buffers = {name for section in sections for name in model_map.sections[section].buffers}
     own = {name: buffer for name, buffer in buffers.items() if name in own_buffers}
-    return Stage(copied, model_map, sections, device, parameters, own)
+    return Stage(copied, model_map, sections, device, parameters, own, buffers)
 
 
 def _parameters(
@@ -84,10 +87,17 @@ def _parameters(
                 made[first] = new.parameter(first, parameter)
             else:
                 hollow = new.zeros.expanded(parameter.shape, parameter.dtype)
-                made[first] = nn.Parameter(hollow, requires_grad=False)
-            made[first].__dict__.update(parameter.__dict__)
+                made[first] = parameter_like(parameter, hollow, requires_grad=False)
         memo[id(parameter)] = made[first]
     return {name: parameter for name, parameter in made.items() if name in own}
+
+
+def _names_of_hollow(
+    model: nn.Module, model_map: ModelMap, own: dict[str, nn.Parameter], memo: dict[int, object]
+) -> dict[int, str]:
+    """By the id of what stands for it here: each parameter that is another stage's."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {id(memo[id(parameter)]): name for name, parameter in named if model_map.first_name[name] not in own}
 
 
 def _buffers(
@@ -130,7 +140,8 @@ class _Made:
 
     def parameter(self, name: str, original: nn.Parameter) -> nn.Parameter:
         """A copy of the model's parameter, with the value that `Values` has for it."""
-        made = nn.Parameter(self.tensor(name, original.detach()), requires_grad=original.requires_grad)
+        values = self.tensor(name, original.detach())
+        made = parameter_like(original, values, requires_grad=original.requires_grad)
         if name in self.empty:
             self.empty[name] = made  # the object that the modules will hold
         return made

@@ -14,7 +14,7 @@ import torch
 
 from varuna.partition.structure import Structure
 
-__all__ = ["Call", "CutPass", "Graph", "Kind", "ObjectLeaf", "TensorLeaf", "Value"]
+__all__ = ["Call", "CutPass", "Draw", "Graph", "Kind", "ObjectLeaf", "TensorLeaf", "Value"]
 
 
 class Kind(Enum):
@@ -98,6 +98,18 @@ class CutPass:
     value: int  # what it returned
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A draw of random numbers."""
+
+    op: Any
+    section: int
+    call: int  # the innermost module call
+    shape: tuple[int, ...]
+    like: int  # the value that gives it its shape; -1: the code says it in numbers
+    place: str
+
+
 @dataclass(slots=True, eq=False)
 class Graph:
     """One dry run."""
@@ -111,7 +123,9 @@ class Graph:
     costs: dict[tuple[int, int], float] = field(default_factory=dict)  # (innermost call, section) -> work (costs.py)
     looked_at: set[tuple[int, int, int]] = field(default_factory=set)  # value, section, call: the path depends on it
     choosing: dict[int, str] = field(default_factory=dict)  # calls that look at computed values -> places
+    draws: list[Draw] = field(default_factory=list)  # in order
     loss: int = -1
+    weighted: bool = False  # forward returns the weight of its loss behind it
 
     @property
     def sections(self) -> int:
@@ -128,4 +142,5 @@ class Graph:
             buffers_changed=dict(self.buffers_changed),
             costs=dict(self.costs),
             looked_at=set(self.looked_at),
+            draws=list(self.draws),
         )

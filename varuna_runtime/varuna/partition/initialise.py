@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from varuna.partition.errors import PartitionError
 
-__all__ = ["initialise"]
+__all__ = ["SeededByName", "derived_seed", "initialise"]
 
 _Slot = tuple[dict[str, Any], str]
 """A module's `_parameters` or `_buffers`, and a name in it."""
@@ -40,7 +40,7 @@ def initialise(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _alone(module, tensors) as slots:
         seed = torch.initial_seed()
-        with _SeededByName(tensors, seed):
+        with SeededByName(tensors, seed):
             _visit(module, "", {id(entries) for entries, _ in slots.values()}, seed, None)
         for name, (entries, key) in slots.items():
             if entries[key] is not tensors[name] and isinstance(entries[key], Tensor):  # it was assigned, not filled
@@ -66,7 +66,7 @@ def _visit(
     ]
     if not (any(inside) or id(module._parameters) in asked or id(module._buffers) in asked):
         return False
-    torch.manual_seed(_derived(seed, path))
+    torch.manual_seed(derived_seed(seed, path))
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None:
         reset()
@@ -105,7 +105,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(hollow, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
 
 
-class _SeededByName(TorchFunctionMode):
+class SeededByName(TorchFunctionMode):
     """Seeds the generators before each change in place of one of `tensors`, by its name.
 
     A module that draws for tensors of several stages so draws the same for each of them in every split.
@@ -124,11 +124,12 @@ class _SeededByName(TorchFunctionMode):
         if name.endswith("_") and not name.endswith("__") and isinstance(changed, Tensor) and not changed.is_meta:
             known = self._names.get(changed.untyped_storage().data_ptr())
             if known is not None:
-                torch.manual_seed(_derived(self._seed, known))
+                torch.manual_seed(derived_seed(self._seed, known))
         return func(*args, **(kwargs or {}))
 
 
-def _derived(seed: int, path: str) -> int:
+def derived_seed(seed: int, path: str) -> int:
+    """A seed for what is called `path`."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:7], "little")
 
 

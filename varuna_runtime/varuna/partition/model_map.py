@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from varuna.partition.boundaries import CutPlan, plan_cut
 from varuna.partition.cut_places import CutPlace
+from varuna.partition.draws import DrawSpec
 from varuna.partition.errors import PartitionError
 from varuna.partition.graph import Graph
 from varuna.partition.shapes import Boundary, Size, TensorSpec
@@ -45,6 +46,8 @@ class ModelMap:
     cut_specs: tuple[TensorSpec, ...] = field(repr=False)  # of cut-point c: [c - 1]
     cut_places: tuple[CutPlace, ...] = ()  # of cut-point c: [c - 1]; empty: the model has its own cut-points, or none
     refused: tuple[str, ...] = ()  # why blocks' ends are no cut-points
+    draws: tuple[DrawSpec, ...] = ()  # of random numbers, in the order of the forward
+    random_by_example: bool = True  # whether they belong to examples; else to micro-batches
 
     @cached_property
     def _plans(self) -> dict[int, CutPlan]:
@@ -70,6 +73,13 @@ class ModelMap:
         spec = self.cut_specs[place.cut - 1] if place.call < 0 else self.leaf_specs[place.call][place.leaf]
         assert isinstance(spec, TensorSpec)
         return boundary_of(place.name, spec)
+
+    @property
+    def random_by_micro_batch(self) -> tuple[str, ...]:
+        """The draws that depend on the size of the micro-batches, as far as the dry run shows: places and reasons."""
+        if not self.random_by_example:
+            return ("random_by_example=False",) if self.draws else ()
+        return tuple(dict.fromkeys(f"{draw.place} ({draw.problem})" for draw in self.draws if draw.problem))
 
     def costs(self) -> list[float]:
         """How much work each section is, in floating-point operations of a forward of the dry run's batch."""

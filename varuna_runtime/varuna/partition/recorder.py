@@ -25,9 +25,10 @@ from varuna.partition.books import Books, storage_of
 from varuna.partition.choices import rows_of_any
 from varuna.partition.costs import cost_of
 from varuna.partition.cut_places import PlacedCutPoint
+from varuna.partition.draws import is_draw, shape_of_draw
 from varuna.partition.errors import PartitionError
 from varuna.partition.fake_rules import fake_rule, looks_at_integers_only
-from varuna.partition.graph import Call, CutPass, Graph, Kind, ObjectLeaf, TensorLeaf, Value
+from varuna.partition.graph import Call, CutPass, Draw, Graph, Kind, ObjectLeaf, TensorLeaf, Value
 from varuna.partition.left_behind import Attributes, GlobalDraws, attributes_of, changed, refuse_state
 from varuna.partition.structure import take_apart
 from varuna.partition.writes import written
@@ -76,6 +77,7 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
         # For a second forward on the same copy: what the first left behind.
         self._attributes: Attributes = {}
         self._operations: list[tuple[Any, ...]] = []
+        self._made_like: dict[int, int] = {}  # tensors, by id, made in the shape of a value
 
     # Module calls and cut-points
 
@@ -159,15 +161,35 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
         """Whether the value of `tensor` is known."""
         return self._value(tensor).index in self._shadows
 
-    def finish(self, loss: Tensor) -> Graph:
-        """Close the books: `loss` is what the model is trained on."""
+    def finish(self, loss: Tensor, beside: Tensor | float | None = None) -> Graph:
+        """Close the books: `loss` is what the model is trained on; `beside`: what may be its weight."""
         value = self._value(loss)
         self._note_uses([value])
         self.graph.loss = value.index
+        if isinstance(beside, Tensor):
+            weight = self._value(beside)
+            self.graph.weighted = not weight.requires_grad and not self._depends_on_parameters(weight)
+            if self.graph.weighted:
+                self._note_uses([weight])
+        else:
+            self.graph.weighted = beside is not None
         for value, tensor in zip(self.graph.values, self._tensors, strict=True):
             value.requires_grad = tensor.requires_grad  # known only after the dispatcher has returned to autograd
         self._note_assigned()
         return self.graph
+
+    def _depends_on_parameters(self, value: Value) -> bool:
+        seen: set[int] = set()
+        left = [value.index]
+        while left:
+            index = left.pop()
+            if index in seen:
+                continue
+            seen.add(index)
+            if self.graph.values[index].kind is Kind.PARAMETER:
+                return True
+            left += self.graph.values[index].parents
+        return False
 
     # A second forward on the same copy, of which nothing is kept: does it use what the first left behind?
 
@@ -253,11 +275,30 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
         self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost
         random = torch.Tag.nondeterministic_seeded in func.tags
         real = None if random else self._run_shadow(func, leaves, spec, output)
+        self._note_draw(func, leaves, spec, output)
         changed_ones = written(func, args, kwargs)
         if changed_ones:
             self._note_changes(changed_ones, inputs, random, real is not None)
         self._note_outputs(output, real, inputs, random)
         return self._as_given(output)
+
+    def _note_draw(self, func: Any, leaves: list[Any], spec: Any, output: Any) -> None:
+        """Before its values are noted: what a draw in place is like, it was before."""
+        tensors = [self._value(x).index for x in leaves if isinstance(x, Tensor)]
+        like = tensors[0] if tensors else -1
+        if func.overloadpacket in _SHAPE_ONLY and isinstance(output, Tensor):
+            self._made_like[id(output)] = like
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        args, kwargs = tree_unflatten(leaves, spec)
+        arguments = {**dict(zip((x.name for x in func._schema.arguments), args, strict=False)), **kwargs}
+        if is_draw(func, arguments):
+            made = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
+            first = next((x for x in leaves if isinstance(x, Tensor)), None)
+            like = self._made_like.get(id(first), like)
+            shape = shape_of_draw(func, arguments, made)
+            draw = Draw(func, self._section, self._stack[-1], shape, like, users_code())
+            self.graph.draws.append(draw)
 
     def _run_fake(self, func: Any, leaves: list[Any], spec: Any) -> Any:
         args, kwargs = tree_unflatten(leaves, spec)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.cut_point import CutPoint, observing
-from varuna.partition.batch import batch_size_of, loss_of
+from varuna.partition.batch import batch_size_of, loss_and_weight_of, loss_of
 from varuna.partition.cut_places import place_cut_points
 from varuna.partition.errors import PartitionError
 from varuna.partition.ghost import Ghost, Zeros, make_ghost, put_in
@@ -80,6 +80,7 @@ class Stage:
             `eval()` and attributes; call `forward` of the stage, not of the module.
         parameters: every parameter that its sections use, by first name.
         buffers: every buffer that its sections use, by first name.
+        read: these, and those of earlier sections whose code runs here again.
         written: those of them that forward writes.
         receives, sends: the boundaries before and after it, in the order of the lists that `forward` takes and returns.
         shared: all parameters of the model that more than one section uses, with those sections; the gradients of a
@@ -95,6 +96,7 @@ class Stage:
         device: torch.device,
         parameters: dict[str, nn.Parameter],
         buffers: dict[str, Tensor],
+        read: dict[str, Tensor],
     ) -> None:
         count = len(model_map.sections)
         self.module = module
@@ -104,12 +106,14 @@ class Stage:
         self.is_last = sections.stop == count
         self.parameters = parameters
         self.buffers = buffers
+        self.read = read
         changed = model_map.graph.buffers_changed
         self.written = WrittenBuffers(module, {name: x for name, x in buffers.items() if name in changed})
         self.shared = dict(model_map.shared)
         self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.boundary(sections.start)
         self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.boundary(sections.stop)
         self.on_section: Callable[[int], None] | None = None
+        self._weighted = model_map.graph.weighted
         self._zeros = Zeros(device)
         self._pass: _Pass | None = None
         self._cut_slots: dict[int, tuple[int, bool]] = {}  # cut-point -> received slot, whether it is changed in place
@@ -127,8 +131,9 @@ class Stage:
             received: what the stage before sent, as leaves that require gradients where `receives` says so.
 
         Returns:
-            What the stage sends, in the order of `sends`; the last stage: its scalar loss. A received tensor that is
-            relayed is returned itself, so its gradient sums up what later stages and this one contribute.
+            What the stage sends, in the order of `sends`; the last stage: its scalar loss, or, of a model that returns
+            its loss's weight, a list of both. A received tensor that is relayed is returned itself, so its gradient
+            sums up what later stages and this one contribute.
 
         Raises:
             PartitionError: the forward took another way than in the dry run, or a boundary got another shape.
@@ -152,7 +157,7 @@ class Stage:
                 f"forward returned after {running.section} cut-points; in the dry run it passed more, and this stage "
                 f"ends with section {self.sections.stop - 1}. The path through the model may not change between calls"
             )
-        return loss_of(result)
+        return loss_and_weight_of(result) if self._weighted else loss_of(result)
 
     @contextmanager
     def running_again(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> Iterator[None]:

@@ -16,15 +16,17 @@ from torch.utils._pytree import tree_map
 
 from varuna.cut_point import observing
 from varuna.partition.automatic import choose, find_candidates, without_light_sections
-from varuna.partition.batch import loss_of, resized
+from varuna.partition.batch import loss_of, number_beside, resized
 from varuna.partition.choices import mark_choices
 from varuna.partition.cut_places import CutPlace, place_cut_points
+from varuna.partition.draws import learn_draws
 from varuna.partition.errors import PartitionError
 from varuna.partition.formats import FormatsKnownValues
 from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
 from varuna.partition.model_map import ModelMap, Section, first_names, neighbours, storage_bytes
 from varuna.partition.recorder import Recorder
 from varuna.partition.shapes import Size, TensorSpec, learn_shape, learn_size
+from varuna.partition.special_parameters import refuse_special_parameters
 from varuna.partition.unsupported import refuse_unsupported
 
 __all__ = ["trace"]
@@ -57,9 +59,9 @@ def trace(
     if cut_points is not None and cut_points < 0:
         raise ValueError(f"cut_points={cut_points}: give the number of cut-points to find, or leave it out")
     refuse_unsupported(model)
-    dry_runs = _DryRuns(
-        model, example_inputs, *first_names(model.named_parameters(remove_duplicate=False), shared_weights)
-    )
+    names, kept = first_names(model.named_parameters(remove_duplicate=False), shared_weights)
+    refuse_special_parameters(model, names)
+    dry_runs = _DryRuns(model, example_inputs, names, kept)
     plain = dry_runs.run(_BATCHES[0], ())
     if plain.cuts:
         if cut_points is not None:
@@ -166,6 +168,7 @@ def _model_map(
         leaf_specs=tuple(_leaf_specs(one, two, *calls) for calls in zip(one.calls, two.calls, strict=True)),
         cut_specs=tuple(_spec(one, two, a.value, b.value) for a, b in zip(one.cuts, two.cuts, strict=True)),
         cut_places=places,
+        draws=learn_draws(one, two),
     )
 
 
@@ -187,13 +190,14 @@ def _dry_run(
     formats = FormatsKnownValues(recorder.knows)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder), formats:
         try:
-            loss = loss_of(hollow(**given))
+            result = hollow(**given)
+            loss, beside = loss_of(result), number_beside(result)
         except RuntimeError as error:
             where = getattr(error, "__notes__", ())  # of the recorder
             if not where:
                 raise
             raise PartitionError(f"{where[0]}: {error}") from error
-        graph = recorder.finish(loss)
+        graph = recorder.finish(loss, beside)
         if recorder.left_something and not places:  # once is enough: it does not depend on the cut-points
             recorder.look_again(lambda: loss_of(hollow(**given_again)))
         return graph

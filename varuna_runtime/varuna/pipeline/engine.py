@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -23,16 +22,21 @@ from varuna.departure import Departure
 from varuna.partition.batch import take_examples
 from varuna.partition.written_buffers import WrittenBuffers
 from varuna.pipeline.forecast import GradientForecast
-from varuna.pipeline.randomness import generators_left_as_found, seed_generators, stream_seed
+from varuna.pipeline.randomness import RandomStreams, generators_left_as_found
 from varuna.pipeline.timeline import Timeline
 from varuna.pipeline.timing import PassTimer, Usual
 from varuna.pipeline.transport import Inbox, Outbox, TensorSpec
+from varuna.pipeline.weights import WeightedLoss
 from varuna_planner.schedule import WAIT, Op, Policy, choose, require_executable, stash_cap
 
 __all__ = ["Boundary", "Engine", "Links", "MicroBatch", "PassResult", "Position", "Stage", "cut_inputs"]
 
 _OP_NAMES = tuple(op.name for op in Op)
 """By number: looking an enum's member up for every op would take as long as choosing it."""
+
+
+_EVALUATED_AHEAD = 2
+"""Messages that wait for the next stage at most, in an evaluation: one is on its way while the next is computed."""
 
 
 class Boundary(Protocol):
@@ -87,9 +91,11 @@ class MicroBatch:
     """What the model gets for one micro-batch."""
 
     index: int
-    """In the global batch: the key of its random streams."""
+    """In the global batch: the key of random streams that belong to micro-batches."""
     examples: int
     inputs: dict[str, Any]
+    first_example: int = 0
+    """Its place in the global batch: with it, the key of random streams that belong to examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +103,13 @@ class PassResult:
     """What a pass over the replica's micro-batches came to on this rank."""
 
     loss_sum: float
-    """Sum over micro-batches of mean loss times examples; 0 except on the last stage."""
+    """Sum over micro-batches of mean loss times weight; 0 except on the last stage."""
+    weight: float
+    """That `loss_sum` is over; 0 except on the last stage. The number of examples, if the model gives no weights."""
     examples: int
-    """That `loss_sum` is over; 0 except on the last stage."""
+    """0 except on the last stage."""
+    expected_weight: float
+    """By which backwards were divided; 0 except on the last stage."""
     forward_us: int
     """Median per micro-batch."""
     backward_us: int
@@ -131,7 +141,9 @@ class _Pass:
     recomputes: int = 0
     backwards: int = 0
     in_flight: dict[int, _InFlight] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[WeightedLoss] = field(default_factory=list)
+    """On the last stage, by micro-batch."""
+    expected_weight: float = 0.0
 
 
 class Engine:
@@ -151,12 +163,13 @@ class Engine:
         ] = lambda inputs, received: nullcontext(),
         timeline: Timeline | None = None,
         written: WrittenBuffers | None = None,
+        random: RandomStreams | None = None,
     ) -> None:
         """`forward_context` is entered around every forward of the stage, recomputes too (autocast, say), and
         `backward_context` around every backward, with what the micro-batch's forward was given.
 
         Boundaries must have the dtypes that tensors have under it. The timeline is told of every op. `written`: by
-        the stage's forward.
+        the stage's forward. `random`: what it draws; by default its numbers belong to micro-batches.
         Raises ValueError for a policy that can only be simulated.
         """
         require_executable(position.policy)
@@ -169,6 +182,7 @@ class Engine:
         self._departure = departure
         self._timeline = timeline or Timeline()
         self._written = written or WrittenBuffers(nn.Module(), {})
+        self._random = random or RandomStreams(device)
         # What the policy `varuna` knows of time; the others do not ask.
         self._forecast: GradientForecast | None = None
         if position.policy is Policy.VARUNA:
@@ -181,15 +195,18 @@ class Engine:
         self,
         micro_batches: Sequence[MicroBatch],
         *,
-        global_batch: int,
+        expected_weight: Callable[[float, int], float],
         seed: int,
         step: int,
         loss_scale: float = 1.0,
         before_last_backward: Callable[[], None] | None = None,
     ) -> PassResult:
         """Forward and backward of all micro-batches. Adds to the parameters' gradients the gradient of
-        sum over micro-batches of loss_scale * examples/global_batch * mean loss.
+        sum over micro-batches of loss_scale * weight/expected weight * mean loss, where a micro-batch's weight is what
+        the model returns with the loss, or its number of examples.
 
+        `expected_weight` is called once, on the last stage alone, with the weight and the number of examples of the
+        first micro-batch there, or zeros: it says about what the weights of the global batch come to.
         `before_last_backward` is called when one backward is left to do, after which gradients are final; not at all
         when there are no micro-batches. `PassResult.loss_sum` is unscaled.
         """
@@ -198,6 +215,8 @@ class Engine:
         n = len(micro_batches)
         if self._forecast is not None:
             self._forecast.begin(self._usual)
+        if self._stage.is_last and not n:
+            run.expected_weight = expected_weight(0.0, 0)
         with generators_left_as_found(self._device):
             while run.backwards < n:
                 action = self._choose_or_wait(run)
@@ -210,15 +229,22 @@ class Engine:
                     else:
                         if before_last_backward is not None and run.backwards == n - 1:
                             before_last_backward()
-                        self._backward(run, loss_scale / global_batch, seed, step)
+                        if self._stage.is_last and run.backwards == 0:
+                            run.expected_weight = expected_weight(run.losses[0].weight, run.losses[0].examples)
+                        self._backward(run, loss_scale, seed, step)
         return self._finish(run)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
-        """Forward of all micro-batches, in order, without gradients. Buffers are afterwards as they were."""
+        """Forward of all micro-batches, in order, without gradients. Buffers are afterwards as they were.
+
+        A stage that is faster than the next one waits for it, with few messages in memory.
+        """
         run = self._begin(micro_batches, ())
         as_now = self._written.as_before([*self._written.homes.values()])
         with torch.no_grad(), as_now, generators_left_as_found(self._device):
             for number, micro_batch in enumerate(micro_batches):
+                if self._links.activations_out is not None:
+                    self._links.activations_out.wait_for_room(_EVALUATED_AHEAD)
                 self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
                 with run.timer.measure(Op.F.name, number):
                     outputs = self._run_stage(micro_batch, run.activations.take(number, self._device))
@@ -249,10 +275,11 @@ class Engine:
         self._written.settle()
         usual, wait_us = run.timer.finish(self._timeline)
         self._usual = usual
-        losses = [float(loss) for loss in run.losses]
         return PassResult(
-            loss_sum=sum(loss * mb.examples for loss, mb in zip(losses, run.micro_batches, strict=False)),
-            examples=sum(mb.examples for mb in run.micro_batches) if self._stage.is_last else 0,
+            loss_sum=sum(loss.total for loss in run.losses),
+            weight=sum(loss.weight for loss in run.losses),
+            examples=sum(loss.examples for loss in run.losses),
+            expected_weight=run.expected_weight,
             forward_us=usual.forward_us,
             backward_us=usual.backward_us,
             wait_us=wait_us,
@@ -327,13 +354,15 @@ class Engine:
             in_flight.outputs = self._run_stage(in_flight.micro_batch, in_flight.received)
         run.recomputes += 1
 
-    def _backward(self, run: _Pass, weight: float, seed: int, step: int) -> None:
+    def _backward(self, run: _Pass, loss_scale: float, seed: int, step: int) -> None:
         number = run.backwards
         in_flight = run.in_flight.pop(number)
         assert in_flight.outputs is not None, "choose gave B before R"
         if self._stage.is_last:
-            gradients = [torch.full_like(loss, in_flight.micro_batch.examples * weight) for loss in in_flight.outputs]
-            outputs = in_flight.outputs
+            weight = run.losses[number].weight
+            # A mean over nothing is NaN, and so may be its gradients: a micro-batch without weight has none.
+            outputs = in_flight.outputs[:1] if weight else []
+            gradients = [torch.full_like(loss, loss_scale * weight / run.expected_weight) for loss in outputs]
         else:
             gradients = run.gradients.take(number, self._device)
             outputs = [o for o, b in zip(in_flight.outputs, self._stage.sends, strict=True) if b.requires_grad]
@@ -374,29 +403,12 @@ class Engine:
 
     def _emit(self, run: _Pass, outputs: list[Tensor], number: int) -> None:
         if self._stage.is_last:
-            run.losses.append(outputs[0].detach())
+            run.losses.append(WeightedLoss(outputs, run.micro_batches[number].examples))
         elif self._links.activations_out is not None and outputs:
             self._links.activations_out.send(outputs, number)
 
-    def _streams(self, seed: int, step: int, micro_batch: MicroBatch) -> _SectionStreams:
-        return _SectionStreams(self._stage, partial(self._seed_section, seed, step, micro_batch.index))
-
-    def _seed_section(self, seed: int, step: int, micro_batch: int, section: int) -> None:
-        seed_generators(self._device, stream_seed(seed, step, micro_batch, section))
-
-
-class _SectionStreams:
-    """Has the stage call `on_section` within a `with` block."""
-
-    def __init__(self, stage: Stage, on_section: Callable[[int], None]) -> None:
-        self._stage = stage
-        self._on_section = on_section
-
-    def __enter__(self) -> None:
-        self._stage.on_section = self._on_section
-
-    def __exit__(self, *_: object) -> None:
-        self._stage.on_section = None
+    def _streams(self, seed: int, step: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        return self._random.running(self._stage, seed, step, micro_batch)
 
 
 class _Intake:
@@ -453,12 +465,17 @@ def _to_device(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def cut_inputs(inputs: Mapping[str, Any], sizes: Sequence[int], first_index: int) -> list[MicroBatch]:
-    """Cuts a replica's inputs into micro-batches of `sizes`, numbered from `first_index` in the global batch."""
+def cut_inputs(
+    inputs: Mapping[str, Any], sizes: Sequence[int], first_index: int, first_example: int = 0
+) -> list[MicroBatch]:
+    """Cuts a replica's inputs into micro-batches of `sizes`, numbered from `first_index` in the global batch.
+
+    `first_example`: that of the first of them, in the global batch too.
+    """
     batches = []
     start = 0
     for offset, size in enumerate(sizes):
         part = take_examples(inputs, slice(start, start + size))
-        batches.append(MicroBatch(first_index + offset, size, part))
+        batches.append(MicroBatch(first_index + offset, size, part, first_example + start))
         start += size
     return batches

@@ -166,6 +166,8 @@ class Outbox:
         self._queue: SimpleQueue[_Outgoing] = SimpleQueue()
         self._queued = 0
         self._sent = 0
+        self._notify_below = 1
+        """With fewer messages than this not out yet, there is somebody to wake."""
         _start_thread(self._send_all, f"varuna-to-rank-{peer}", departure)
 
     def send(self, tensors: Sequence[Tensor], micro_batch: int = 0) -> None:
@@ -181,7 +183,13 @@ class Outbox:
 
     def drain(self) -> None:
         """Waits until every message is out. Raises what makes the worker leave."""
-        self._departure.wait_until(lambda: self._sent == self._queued)
+        self.wait_for_room(1)
+
+    def wait_for_room(self, most: int) -> None:
+        """Waits until fewer than `most` messages are not out yet. Raises what makes the worker leave."""
+        with self._departure.condition:
+            self._notify_below = most
+        self._departure.wait_until(lambda: self._queued - self._sent < most)
 
     def _hand_over(self, number: int, tensors: Sequence[Tensor]) -> list[Work]:
         """Raises what makes this worker leave when the peer is lost."""
@@ -211,7 +219,7 @@ class Outbox:
                 self._timeline.add(self._track, name, message.queued_ns, now_ns, micro_batch=message.micro_batch)
             with self._departure.condition:
                 self._sent += 1
-                if self._sent == self._queued:  # all that anybody waits for
+                if self._queued - self._sent < self._notify_below:  # else nobody waits for it
                     self._departure.condition.notify_all()
 
 

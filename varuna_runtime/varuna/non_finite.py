@@ -1,0 +1,101 @@
+"""Steps whose loss or gradient is not finite, and what they must not do to a run.
+
+A NaN that reaches the parameters stays there, and the next checkpoints have it too. So such a step changes nothing: no
+parameter, no state of the optimizer, no statistics that a forward keeps. Many in a row mean that the run has diverged,
+and end it while its last good checkpoint is still there. All ranks decide from the same agreed numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import structlog
+import torch
+from torch import Tensor, nn
+
+from varuna.agreement import Totals, agree
+from varuna.launch import Group
+from varuna.precision import LossScaler
+
+__all__ = ["NonFiniteSteps", "buffers_kept_finite", "first_non_finite", "non_finite_anywhere"]
+
+_log = structlog.get_logger("varuna")
+
+
+class NonFiniteSteps:
+    """Skips them, up to a bound."""
+
+    def __init__(self, most_in_a_row: int, *, logs: bool) -> None:
+        """`logs`: whether this rank is the one that writes the lines. Raises ValueError for a bad bound."""
+        if isinstance(most_in_a_row, bool) or not isinstance(most_in_a_row, int) or most_in_a_row < 0:
+            raise ValueError(
+                f"max_non_finite_steps={most_in_a_row!r}: give the number of steps in a row that may be skipped "
+                "because their loss or gradient is not finite; 0 ends the run at the first"
+            )
+        self._most = most_in_a_row
+        self._logs = logs
+        self._in_a_row = 0
+        self._skipped = 0
+
+    def skips(self, step: int, loss: float, norm: float, scaler: LossScaler | None) -> bool:
+        """Whether `step` must not update anything. Called after every step, with what all ranks have agreed on.
+
+        Raises FloatingPointError after too many in a row. Those do not count that a smaller loss scale may cure.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._in_a_row = 0
+            return False
+        self._skipped += 1
+        if scaler is not None and scaler.may_shrink and math.isfinite(loss):
+            return True  # the scaler logs it
+        self._in_a_row += 1
+        if self._in_a_row > self._most:
+            raise FloatingPointError(
+                f"{self._in_a_row} steps in a row had a loss or gradient that is not finite, the last was step {step} "
+                f"(loss {loss:g}, gradient norm {norm:g}; max_non_finite_steps={self._most}). None of them has changed "
+                "the parameters: look at these batches, at the learning rate and its warm-up, and clip the gradient"
+            )
+        if self._logs:
+            _log.warning(
+                "step skipped: its loss or gradient is not finite",
+                step=step,
+                loss=loss,
+                gradient_norm=norm,
+                in_a_row=self._in_a_row,
+                skipped=self._skipped,
+            )
+        return True
+
+
+@contextmanager
+def buffers_kept_finite(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Around a step: afterwards each buffer that is not finite, and was before, is what it was before."""
+    floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+    before = [buffer.clone() for buffer in floating]
+    yield
+    with torch.no_grad():
+        for buffer, old in zip(floating, before, strict=True):
+            if not buffer.isfinite().all() and old.isfinite().all():
+                buffer.copy_(old)
+
+
+def first_non_finite(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """The name of the first of those that train that has an element that is not finite."""
+    trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad and p.numel()}
+    if not trained:
+        return None
+    largest = torch._foreach_norm(list(trained.values()), torch.inf)
+    finite = torch.stack([one.double() for one in largest]).isfinite().tolist()
+    return next((name for name, is_finite in zip(trained, finite, strict=True) if not is_finite), None)
+
+
+def non_finite_anywhere(parameters: Mapping[str, nn.Parameter], everyone: Group) -> str | None:
+    """None when all ranks' trained parameters are finite; else what is wrong, in words. Called by all ranks."""
+    name = first_non_finite(parameters)
+    ranks = agree(everyone, Totals(loss_sum=float(name is not None), examples=0)).loss_sum
+    if not ranks:
+        return None
+    here = f"parameter {name} is" if name is not None else f"parameters of {ranks:.0f} other rank(s) are"
+    return f"{here} not finite"
