@@ -540,9 +540,9 @@ class Varuna(ModuleView):
 
         Returns True when it is committed (with `tmpdir`: begun).
         Raises ValueError when there is no store, `tmpdir` is no local folder, or `keep` is not at least 1; and
-        varuna.checkpoint.CheckpointError on all ranks when parameters are not finite, or any could not write. What fails
-        in the background raises at the next call instead, which then writes nothing; without one the script ends with
-        code 1.
+        varuna.checkpoint.CheckpointError on all ranks when parameters are not finite, or any could not write. What
+        fails in the background raises at the next call instead, which then writes nothing; without one the script ends
+        with code 1.
         """
         asked = Asked(keep=keep, keep_every=keep_every)
         global_store = global_store or self.checkpoint_url
