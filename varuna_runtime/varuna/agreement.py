@@ -22,6 +22,8 @@ class Totals:
     squared_norm: float = 0.0
     """Of the gradient."""
     wishes: Wishes = field(default_factory=Wishes)
+    changed: bool = False
+    """The script has changed the model, so the pass was in vain (script_changes.py)."""
 
     @property
     def loss(self) -> float:
@@ -34,13 +36,14 @@ class Totals:
 def agree(group: Group, own: Totals) -> Totals:
     """The sums over all ranks; a wish of any is a wish of all. In float64; equal to the last bit everywhere."""
     wishes = own.wishes
-    values = [own.loss_sum, own.examples, own.squared_norm, wishes.save, wishes.busy, wishes.leave]
+    values = [own.loss_sum, own.examples, own.squared_norm, wishes.save, wishes.busy, wishes.leave, own.changed]
     vector = torch.tensor([float(value) for value in values], dtype=torch.float64)
     group.all_reduce([vector])
-    loss_sum, examples, squared_norm, save, busy, leave = vector.tolist()
+    loss_sum, examples, squared_norm, save, busy, leave, changed = vector.tolist()
     return Totals(
         loss_sum=loss_sum,
         examples=round(examples),
         squared_norm=squared_norm,
         wishes=Wishes(save=save > 0, busy=busy > 0, leave=leave > 0),
+        changed=changed > 0,
     )

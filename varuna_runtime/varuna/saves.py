@@ -106,6 +106,11 @@ class AutomaticSaves:
         """Takes note of what all ranks together want."""
         self._agreed = wishes
 
+    @property
+    def will_save(self) -> bool:
+        """Whether all ranks save at the coming boundary."""
+        return self._agreed.leave or (self._agreed.save and not self._agreed.busy)
+
     def at_boundary(self, step: int, state: Callable[[], TrainingState]) -> None:
         """Does what was agreed, for the state after `step` steps. Raises GenerationEnded when that was to leave."""
         agreed, self._agreed = self._agreed, Wishes()

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn, Self
 
 import structlog
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from varuna.agreement import Totals, agree
-from varuna.assembly import agreed_seed, assemble
+from varuna.assembly import agreed_seed, assemble, stages_of
 from varuna.calibrating import Calibrating
 from varuna.checkpoint import Loaded, TrainingState, hugging_face
 from varuna.checkpointing import Checkpointing, Registered, Stateful, held_state, state_dict_names
@@ -31,10 +32,12 @@ from varuna.optim import clip_factor, scale_gradients
 from varuna.optimizer_check import require_splittable
 from varuna.partition import PartitionError, trace
 from varuna.partition.batch import batch_size_of
+from varuna.partition.retrace import Retracer
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.precision import LossScaler, Precision
 from varuna.pretrained import Weights
 from varuna.scalars import Scalars
+from varuna.script_changes import ScriptChanges
 from varuna.stepping import GradientsLeft, refuse_clipping, step_optimizer, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
@@ -46,6 +49,9 @@ _log = structlog.get_logger("varuna")
 
 _TRACE_EXAMPLES = 2
 """Examples in the batch that the dry run is shown."""
+
+_CHANGES = "varuna.script_changes"
+"""The name under which checkpoints keep what the script has changed of the model since wrapping it."""
 
 _LOSS_SCALE = "varuna.loss_scale"
 """The name under which checkpoints keep the state of the loss scale."""
@@ -113,9 +119,8 @@ class Varuna(nn.Module):
         self._precision.check_parameters(model.named_parameters())
         try:
             with global_generators_kept(self._device), self._precision.dry_run():
-                model_map = trace(
-                    model, get_batch(_TRACE_EXAMPLES), shared_weights=shared_weights or (), cut_points=cut_points
-                )
+                example_inputs = get_batch(_TRACE_EXAMPLES)
+                model_map = trace(model, example_inputs, shared_weights=shared_weights or (), cut_points=cut_points)
         except PartitionError as error:
             if inspected:
                 report_refusal(environment, error)
@@ -161,7 +166,13 @@ class Varuna(nn.Module):
         self._parameters_here = stage.parameters if self._host is None else self._host.parameters
         if (description := hugging_face.Description.of(model)) is not None:
             self._registered.add(hugging_face.STATE, description)
-        self._held = held_state(model_map, stage, self._parameters_here, names)
+        self._hold_state = partial(held_state, stage=stage, parameters=self._parameters_here, state_dict=names)
+        self._held = self._hold_state(model_map)
+        self._wrapped_map = model_map
+        self._retracer = Retracer(model, example_inputs, stages_of(self._worker, self._sections))
+        self._changes = ScriptChanges(model, stage.module, stage.parameters, self._parameters_here, model_map, everyone)
+        self._registered.add(_CHANGES, self._changes)
+        self.training = stage.module.training
         self._checkpointing = Checkpointing(self._worker, everyone)
         self._worker.phases.done("connect")
 
@@ -183,7 +194,9 @@ class Varuna(nn.Module):
         """Sets training mode (or, with False, evaluation mode) in the user's model."""
         self.training = mode
         if self._instead is None:
+            self._changes.pull_modes()
             self._parts.stage.module.train(mode)
+            self._changes.push_modes()
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -255,22 +268,21 @@ class Varuna(nn.Module):
         self._gradients_left.check()
         clip_factor(0.0, clip_grad_max_norm)  # refuses a bad bound before any work is done
         self._worker.departure.check()
+        if self._checkpointing.automatic.will_save:
+            self._changes.exchange()
         self._checkpointing.automatic.at_boundary(self._step, self._training_state)
         self._say_ready()
         self._broken = True
         scale = self.loss_scale
-        passed, expected = self._train_pass(inputs, scale)
-        self._parts.reducer.reduce()
-        self._parts.timeline.end()
-        totals = agree(
-            self._parts.everyone,
-            Totals(
-                loss_sum=passed.loss_sum,
-                examples=passed.examples,
-                squared_norm=self._parts.reducer.squared_norm(),
-                wishes=self._checkpointing.automatic.wishes(),
-            ),
-        )
+        self._changes.begin_step()
+        self._follow_changes()
+        passed, expected, totals = self._pass_and_agree(inputs, scale)
+        if totals.changed:
+            self._parts.stage.written.drop()
+            self._changes.exchange()
+            self._follow_changes()
+            passed, expected, totals = self._pass_and_agree(inputs, scale)
+        self._parts.stage.written.settle()
         loss = totals.loss
         # Backwards were weighted for the agreed batch; the batch of this step may have been another.
         correction = expected / totals.examples / scale
@@ -287,6 +299,35 @@ class Varuna(nn.Module):
         self._worker.report_step(self._step, loss, totals.examples, passed, step_ns, self._device)
         self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizer)
         return loss, overflow, norm
+
+    def _pass_and_agree(self, inputs: Mapping[str, Any], scale: float) -> tuple[PassResult, int, Totals]:
+        """One pass with its sums over the ranks. The buffers that forward writes are not settled yet."""
+        passed, expected = self._train_pass(inputs, scale)
+        self._parts.reducer.reduce()
+        self._parts.timeline.end()
+        totals = agree(
+            self._parts.everyone,
+            Totals(
+                loss_sum=passed.loss_sum,
+                examples=passed.examples,
+                squared_norm=self._parts.reducer.squared_norm(),
+                wishes=self._checkpointing.automatic.wishes(),
+                changed=self._changes.are_pending,
+            ),
+        )
+        return passed, expected, totals
+
+    def _follow_changes(self) -> None:
+        """Has the stage run as the script has changed the model, once all ranks know of it."""
+        if not self._changes.need_trace:
+            return
+        with global_generators_kept(self._device), self._precision.dry_run():
+            model_map = self._changes.trace(self._retracer, self._wrapped_map)
+        self._precision.check_parameters(self._parts.stage.parameters.items())
+        self._parts.follow(model_map, self._host)
+        self._held = self._hold_state(model_map)
+        if self._optimizer is not None:
+            self._changes.refuse_foreign(self._optimizer)
 
     def _update(self, optimizer: Optimizer, factor: float, norm: float, *, skip: bool) -> None:
         """Multiplies the gradients with `factor` and steps the optimizer, unless they have overflowed (`skip`).
@@ -327,6 +368,7 @@ class Varuna(nn.Module):
                 step=self._step + 1,
                 loss_scale=loss_scale,
                 before_last_backward=self._parts.reducer.start,
+                settle=False,
             )
         return passed, expected
 
@@ -387,6 +429,7 @@ class Varuna(nn.Module):
                 "script as a job"
             )
         tmpdir = tempdir if tmpdir is None else tmpdir
+        self._changes.exchange()
         return self._checkpointing.save(
             str(global_store),
             self._step if step is None else step,

@@ -45,6 +45,7 @@ class ModelMap:
     cut_specs: tuple[TensorSpec, ...] = field(repr=False)  # of cut-point c: [c - 1]
     cut_places: tuple[CutPlace, ...] = ()  # of cut-point c: [c - 1]; empty: the model has its own cut-points, or none
     refused: tuple[str, ...] = ()  # why blocks' ends are no cut-points
+    modes: Mapping[str, bool] = field(default_factory=dict, repr=False)  # by module: whether it ran in training mode
 
     @cached_property
     def _plans(self) -> dict[int, CutPlan]:

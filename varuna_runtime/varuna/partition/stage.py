@@ -18,8 +18,9 @@ from varuna.cut_point import CutPoint, observing
 from varuna.partition.batch import batch_size_of, loss_of
 from varuna.partition.cut_places import place_cut_points
 from varuna.partition.errors import PartitionError
-from varuna.partition.ghost import Ghost, Zeros, make_ghost, put_in
+from varuna.partition.ghost import Ghost, Zeros, give_memory, make_ghost, put_in
 from varuna.partition.model_map import ModelMap
+from varuna.partition.rewired import Rewired
 from varuna.partition.shapes import Boundary
 from varuna.partition.structure import take_apart
 from varuna.partition.written_buffers import WrittenBuffers
@@ -104,20 +105,30 @@ class Stage:
         self.is_last = sections.stop == count
         self.parameters = parameters
         self.buffers = buffers
-        changed = model_map.graph.buffers_changed
-        self.written = WrittenBuffers(module, {name: x for name, x in buffers.items() if name in changed})
-        self.shared = dict(model_map.shared)
-        self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.boundary(sections.start)
-        self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.boundary(sections.stop)
         self.on_section: Callable[[int], None] | None = None
         self._zeros = Zeros(device)
         self._pass: _Pass | None = None
+        self._rewired = Rewired()
+        self.follow(model_map)
+
+    def follow(self, model_map: ModelMap) -> None:
+        """From now on run the stage as `model_map` has it: the same sections, traced again (`retrace.trace_again`)."""
+        self._rewired.undo()
+        give_memory(self.module, model_map.graph.buffers_changed)
+        changed = model_map.graph.buffers_changed
+        self.written = WrittenBuffers(
+            self.module, {name: buffer for name, buffer in self.buffers.items() if name in changed}
+        )
+        self.shared = dict(model_map.shared)
+        self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.boundary(self.sections.start)
+        self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.boundary(self.sections.stop)
         self._cut_slots: dict[int, tuple[int, bool]] = {}  # cut-point -> received slot, whether it is changed in place
         self._overwritten: frozenset[int] = frozenset()  # cut-points whose argument, used later, gets the values too
         self._cut_keeps: dict[int, int] = {}  # cut-point -> sent slot
         self._relays: tuple[tuple[int, int], ...] = ()  # (received slot, sent slot)
         self._wire(model_map)
-        place_cut_points(module, model_map.cut_places)
+        with self._rewired.noting(self.module):
+            place_cut_points(self.module, model_map.cut_places)
 
     def forward(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> list[Tensor] | Tensor:
         """Run the stage on one micro-batch.
@@ -291,12 +302,12 @@ class Stage:
                 ghost = make_ghost(model_map, call, slots) if call.index in ghosts else None
                 calls[call.path].append(_Call(ghost, tuple(keeps.get(call.index, ())), call.last_section))
         if not (self.is_first and self.is_last):
-            self.module.__dict__["forward"] = self._guarded(self.module.forward)
+            self._rewired.replace(self.module, self._guarded(self.module.forward))
         modules = dict(self.module.named_modules())
         for path, its_calls in calls.items():
             if any(call.ghost is not None or call.keep for call in its_calls):
                 module = modules[path]
-                module.__dict__["forward"] = self._wired(path, its_calls, module.forward)
+                self._rewired.replace(module, self._wired(path, its_calls, module.forward))
 
     def _wired(self, path: str, calls: list[_Call], forward: Callable[..., Any]) -> Callable[..., Any]:
         def wired(*args: Any, **kwargs: Any) -> Any:

@@ -174,8 +174,13 @@ class Engine:
         if position.policy is Policy.VARUNA:
             self._forecast = GradientForecast(position.p - 1 - position.stage)
         self._usual = Usual()
-        self._gradients_sent = [b for b in stage.receives if b.requires_grad]
-        self._gradients_received = [b for b in stage.sends if b.requires_grad]
+        self.follow_stage(self._written)
+
+    def follow_stage(self, written: WrittenBuffers) -> None:
+        """Between passes, when what the stage receives, sends and writes may have changed."""
+        self._written = written
+        self._gradients_sent = [b for b in self._stage.receives if b.requires_grad]
+        self._gradients_received = [b for b in self._stage.sends if b.requires_grad]
 
     def train(
         self,
@@ -186,12 +191,14 @@ class Engine:
         step: int,
         loss_scale: float = 1.0,
         before_last_backward: Callable[[], None] | None = None,
+        settle: bool = True,
     ) -> PassResult:
         """Forward and backward of all micro-batches. Adds to the parameters' gradients the gradient of
         sum over micro-batches of loss_scale * examples/global_batch * mean loss.
 
         `before_last_backward` is called when one backward is left to do, after which gradients are final; not at all
-        when there are no micro-batches. `PassResult.loss_sum` is unscaled.
+        when there are no micro-batches. `PassResult.loss_sum` is unscaled. Without `settle` the caller decides whether
+        the buffers that the forward writes keep what it wrote (`WrittenBuffers.settle` or `drop`).
         """
         self._timeline.begin(step)
         run = self._begin(micro_batches, self._gradients_received)
@@ -211,7 +218,10 @@ class Engine:
                         if before_last_backward is not None and run.backwards == n - 1:
                             before_last_backward()
                         self._backward(run, loss_scale / global_batch, seed, step)
-        return self._finish(run)
+        result = self._finish(run)
+        if settle:
+            self._written.settle()
+        return result
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
         """Forward of all micro-batches, in order, without gradients. Buffers are afterwards as they were."""
@@ -246,7 +256,6 @@ class Engine:
         for outbox in (self._links.activations_out, self._links.gradients_out):
             if outbox is not None:
                 outbox.drain()
-        self._written.settle()
         usual, wait_us = run.timer.finish(self._timeline)
         self._usual = usual
         losses = [float(loss) for loss in run.losses]
