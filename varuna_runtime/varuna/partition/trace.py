@@ -22,6 +22,7 @@ from varuna.partition.cut_places import CutPlace, place_cut_points
 from varuna.partition.errors import PartitionError
 from varuna.partition.formats import FormatsKnownValues
 from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
+from varuna.partition.kernels import explain_kernel
 from varuna.partition.model_map import ModelMap, Section, first_names, neighbours, storage_bytes
 from varuna.partition.modes import modes_of, modes_to_train_in, set_modes
 from varuna.partition.recorder import Recorder
@@ -200,11 +201,16 @@ def _run_hollow(hollow: nn.Module, recorder: Recorder, inputs: Mapping[str, Any]
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder), formats:
         try:
             loss = loss_of(hollow(**given))
-        except RuntimeError as error:
+        except PartitionError:
+            raise
+        except Exception as error:
             where = getattr(error, "__notes__", ())  # of the recorder
-            if not where:
+            if where and isinstance(error, RuntimeError):
+                raise PartitionError(f"{where[0]}: {error}") from error
+            explained = explain_kernel(error, recorder.running_module)
+            if explained is None:
                 raise
-            raise PartitionError(f"{where[0]}: {error}") from error
+            raise explained from error
         graph = recorder.finish(loss)
         if recorder.left_something and not places:  # once is enough: it does not depend on the cut-points
             recorder.look_again(lambda: loss_of(hollow(**given_again)))
