@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from varuna.departure import GenerationEnded, PeerLost
     from varuna.describe import describe_sections
     from varuna.launch import get_this_rank_config_varuna, get_varuna_config
+    from varuna.opaque_calls import opaque
     from varuna.profiler import Profiler
     from varuna.training import Varuna
 
@@ -31,6 +32,7 @@ __all__ = [
     "describe_sections",
     "get_this_rank_config_varuna",
     "get_varuna_config",
+    "opaque",
 ]
 
 _HOMES = {
@@ -42,6 +44,7 @@ _HOMES = {
     "describe_sections": "describe",
     "get_this_rank_config_varuna": "launch",
     "get_varuna_config": "launch",
+    "opaque": "opaque_calls",
 }
 
 

@@ -23,7 +23,7 @@ import structlog
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from varuna.places import is_users_code, users_code
+from varuna.places import is_users_file, users_code
 
 __all__ = ["Accumulation"]
 
@@ -116,7 +116,7 @@ def _find_accumulating_call(optimizers: Sequence[Optimizer]) -> str | None:
     """file:line of an `optimizer.step()` that comes only every so often in the user's loop that is running now."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users_code(frame):
+        if is_users_file(frame.f_code.co_filename):
             line = _line_of_accumulating_call(frame, optimizers)
             if line is not None:
                 return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"

@@ -27,6 +27,8 @@ class Totals:
     squared_norm: float = 0.0
     """Of the gradient."""
     wishes: Wishes = field(default_factory=Wishes)
+    changed: bool = False
+    """The script has changed the model, so the pass was in vain (script_changes.py)."""
 
     @property
     def loss(self) -> float:
@@ -40,10 +42,10 @@ def agree(group: Group, own: Totals) -> Totals:
     """The sums over all ranks; a wish of any is a wish of all. In float64; equal to the last bit everywhere."""
     wishes = own.wishes
     numbers = [own.loss_sum, own.examples, own.weight, own.expected_weight, own.squared_norm]
-    values = [*numbers, wishes.save, wishes.busy, wishes.leave]
+    values = [*numbers, wishes.save, wishes.busy, wishes.leave, own.changed]
     vector = torch.tensor([float(value) for value in values], dtype=torch.float64)
     group.all_reduce([vector])
-    loss_sum, examples, weight, expected_weight, squared_norm, save, busy, leave = vector.tolist()
+    loss_sum, examples, weight, expected_weight, squared_norm, save, busy, leave, changed = vector.tolist()
     return Totals(
         loss_sum=loss_sum,
         examples=round(examples),
@@ -51,4 +53,5 @@ def agree(group: Group, own: Totals) -> Totals:
         expected_weight=expected_weight,
         squared_norm=squared_norm,
         wishes=Wishes(save=save > 0, busy=busy > 0, leave=leave > 0),
+        changed=changed > 0,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.launch import Group
+from varuna.offload import HostParameters
 from varuna.optim import GradientReducer, copy_from_first
 from varuna.partition import Stage, Values, build_stage
 from varuna.partition.model_map import ModelMap
@@ -32,7 +33,7 @@ from varuna.topology import (
 from varuna.worker import Worker
 from varuna_planner.schedule import Policy
 
-__all__ = ["Assembly", "agreed_seed", "assemble"]
+__all__ = ["Assembly", "agreed_seed", "assemble", "stages_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,18 @@ class Assembly:
     replicas: Group
     """The ranks that hold the same stage."""
     timeline: Timeline
+
+    def follow(self, model_map: ModelMap, host: HostParameters | None) -> None:
+        """From now on train the stage as it was traced again. Called by all ranks, between passes.
+
+        Modules hold what the stage computes with (`RestingModules.refitted`).
+        `host`: the optimizer's parameters, where it is on the host.
+        """
+        self.stage.follow(model_map)
+        self.engine.follow_stage(self.stage.written, _random_streams(model_map, self.stage.device))
+        if host is not None:
+            host.follow(self.stage.module, self.stage.parameters)
+        self.reducer.rebuild()
 
     def keep_buffers_equal(self) -> None:
         """Gives all replicas the first one's buffers that forward writes. Called by all ranks, between passes.
@@ -98,7 +111,7 @@ def assemble(
     environment, topology, rendezvous = worker.environment, worker.topology, worker.rendezvous
     if environment.global_batch:
         share_of_batch(0, environment, 0)  # refuses a global batch that is too small for D replicas
-    stages = stage_sections(environment.stage_starts, topology.p, len(model_map.sections))
+    stages = stages_of(worker, len(model_map.sections))
     own = stages[topology.stage]
     stage = build_stage(model, model_map, own.start, own.stop, device, values)
     worker.phases.done("build")
@@ -136,13 +149,22 @@ def assemble(
         backward_context=stage.running_again,
         timeline=timeline,
         written=stage.written,
-        random=RandomStreams(device, model_map.draws if model_map.random_by_example else None),
+        random=_random_streams(model_map, device),
     )
     parts = Assembly(
         stage=stage, engine=engine, reducer=reducer, everyone=everyone, replicas=replicas, timeline=timeline
     )
     parts.keep_buffers_equal()
     return parts
+
+
+def _random_streams(model_map: ModelMap, device: torch.device) -> RandomStreams:
+    return RandomStreams(device, model_map.draws if model_map.random_by_example else None)
+
+
+def stages_of(worker: Worker, sections: int) -> tuple[range, ...]:
+    """The sections of every stage. Raises ValueError when the plan does not fit a model of so many."""
+    return stage_sections(worker.environment.stage_starts, worker.topology.p, sections)
 
 
 def agreed_seed(seed: int, everyone: Group) -> int:

@@ -19,6 +19,7 @@ from varuna.checkpoint import (
     CheckpointError,
     Loaded,
     Per,
+    Place,
     TrainingState,
     load,
     on_one_disk,
@@ -116,7 +117,11 @@ def state_dict_names(model: nn.Module, model_map: ModelMap) -> dict[str, str]:
 
 
 def held_state(
-    model_map: ModelMap, stage: Stage, parameters: Mapping[str, nn.Parameter], state_dict: Mapping[str, str]
+    model_map: ModelMap,
+    stage: Stage,
+    parameters: Mapping[str, nn.Parameter],
+    state_dict: Mapping[str, str],
+    place: Place = Place(),  # noqa: B008  # frozen
 ) -> TrainingState:
     """What this rank has for checkpoints, without what changes its identity in training: optimizer, user states, seed.
 
@@ -134,6 +139,7 @@ def held_state(
         buffers={name: buffer for name, buffer in stage.buffers.items() if name in kept},
         tied=model_map.shared,
         state_dict=state_dict,
+        place=place,
     )
 
 

@@ -27,6 +27,11 @@ class PassObserver(Protocol):
 _observer: ContextVar[PassObserver | None] = ContextVar("varuna_pass_observer", default=None)
 
 
+def current_observer() -> PassObserver | None:
+    """Whoever runs the user's forward in this thread; None outside of Varuna."""
+    return _observer.get()
+
+
 class CutPoint(nn.Module):
     """A place where the model may be cut: call it on the activation there, once per forward.
 

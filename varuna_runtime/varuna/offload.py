@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ class HostParameters:
     the device without this. What is not trained stays on the device alone.
     """
 
-    def __init__(self, on_device: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, on_device: dict[str, nn.Parameter]) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         """By name, as `on_device`."""
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -34,8 +33,28 @@ class HostParameters:
                 self.parameters[name] = master
                 self._pairs.append((original, master))
                 original.register_hook(partial(_run_hooks, master))  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            torch._foreach_copy_([m for _, m in self._pairs], [p for p, _ in self._pairs])
+        if self._pairs:  # a stage may have nothing to train
+            with torch.no_grad():
+                torch._foreach_copy_([m for _, m in self._pairs], [p for p, _ in self._pairs])
+
+    def follow(self, module: nn.Module, on_device: dict[str, nn.Parameter]) -> None:
+        """Between passes: parameters that train from now on get a copy on the host, too.
+
+        The object that the script has becomes that copy, so the one in `module` and `on_device` is replaced. `module`
+        holds what the stage computes with (`RestingModules.refitted`).
+        """
+        for name, given_out in on_device.items():
+            if not given_out.requires_grad or self.parameters[name] is not given_out:
+                continue
+            original = parameter_like(given_out, given_out.data, requires_grad=True)
+            original.register_hook(partial(_run_hooks, given_out))  # type: ignore[no-untyped-call]
+            for part in module.modules():
+                for key, parameter in part._parameters.items():
+                    if parameter is given_out:
+                        part._parameters[key] = original
+            on_device[name] = original
+            given_out.data = _host_memory(original).copy_(original.detach())
+            self._pairs.append((original, given_out))
 
     def take_gradients(self) -> None:
         """Moves the gradients from the device into `.grad` of the host's parameters; None stays None."""

@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from varuna.launch import Group
 from varuna.pipeline.timeline import ALL_REDUCE, Timeline
@@ -69,24 +70,33 @@ class GradientReducer:
         """`counted`: the parameters whose gradient this rank adds to the global norm (over all ranks, each once)."""
         self._parameters = parameters
         self._replicas = replicas
+        self._tied = tuple(tied)
         self._counted = tuple(counted)
+        self._bucket_bytes = bucket_bytes
         self._timeline = timeline or Timeline()
-        among_tied = {name for group in tied for name in group.names}
-        alone = [parameter for name, parameter in parameters.items() if name not in among_tied]
-        self._buckets = [_Bucket(members, replicas) for members in reversed(buckets(alone, bucket_bytes))]
+        self._hooks: list[RemovableHandle] = []
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Puts the parameters that train now into buckets. Between passes, on all ranks at once."""
+        for hook in self._hooks:
+            hook.remove()
+        among_tied = {name for group in self._tied for name in group.names}
+        alone = [parameter for name, parameter in self._parameters.items() if name not in among_tied]
+        self._buckets = [_Bucket(members, self._replicas) for members in reversed(buckets(alone, self._bucket_bytes))]
         self._tied_buckets = [
             _Bucket(members, group.group)
-            for group in tied
-            for members in buckets([parameters[name] for name in group.names], bucket_bytes)
+            for group in self._tied
+            for members in buckets([self._parameters[name] for name in group.names], self._bucket_bytes)
         ]
         self._started = False
         self._launched = 0
-        if len(replicas.ranks) > 1:
-            for bucket in self._buckets:
-                for parameter in bucket.members:
-                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        partial(self._final, bucket)
-                    )
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._final, bucket))  # type: ignore[no-untyped-call]
+            for bucket in self._buckets
+            for parameter in bucket.members
+            if len(self._replicas.ranks) > 1
+        ]
 
     def start(self) -> None:
         """From now on every gradient that a backward adds to is final; called before the last backward of a step."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_users_code", "place_of", "users_code"]
+__all__ = ["is_users_file", "place_of", "users_code"]
 
 _NOT_USERS_CODE = (
     str(Path(torch.__file__).parent) + os.sep,
@@ -18,9 +18,9 @@ _NOT_USERS_CODE = (
 )
 
 
-def is_users_code(frame: FrameType) -> bool:
-    """Whether it runs code that is neither Varuna's nor PyTorch's."""
-    return not frame.f_code.co_filename.startswith(_NOT_USERS_CODE) and "<" not in frame.f_code.co_filename
+def is_users_file(file: str) -> bool:
+    """Whether code of this file is neither Varuna's nor PyTorch's."""
+    return not file.startswith(_NOT_USERS_CODE) and "<" not in file
 
 
 def place_of(function: Any) -> str:
@@ -38,7 +38,7 @@ def users_code() -> str:
     """file:line in function of the innermost code that runs and is neither Varuna's nor PyTorch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users_code(frame):
+        if is_users_file(frame.f_code.co_filename):
             name = frame.f_code.co_filename.rpartition(os.sep)[2]
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

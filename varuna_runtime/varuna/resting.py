@@ -83,6 +83,19 @@ class RestingModules:
         finally:
             self._rest()
 
+    @contextmanager
+    def refitted(self) -> Iterator[None]:
+        """Around a change of what the stage computes with. The script still sees what it saw before."""
+        self._check()
+        for slot in self._slots:
+            slot.entries[slot.key] = slot.in_pass
+        try:
+            yield
+            for slot in self._slots:
+                slot.in_pass = slot.entries[slot.key]
+        finally:
+            self._rest()
+
     def _rest(self) -> None:
         for slot in self._slots:
             slot.entries[slot.key] = slot.between

@@ -106,6 +106,11 @@ class AutomaticSaves:
         """Takes note of what all ranks together want."""
         self._agreed = wishes
 
+    @property
+    def will_save(self) -> bool:
+        """Whether all ranks save at the coming boundary."""
+        return self._agreed.leave or (self._agreed.save and not self._agreed.busy)
+
     def at_boundary(
         self, step: int, state: Callable[[], TrainingState], why_not: Callable[[], str | None] = lambda: None
     ) -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from varuna.accumulation import Accumulation
 from varuna.agreement import Totals, agree
-from varuna.assembly import agreed_seed, assemble
+from varuna.assembly import agreed_seed, assemble, stages_of
 from varuna.averaging import AVERAGE_STATE, WeightAverage, check_decay
 from varuna.calibrating import Calibrating
 from varuna.calls import Operation
@@ -40,6 +40,7 @@ from varuna.optimizers import Optimizers, allow_empty_stages, check_parameters, 
 from varuna.partition import PartitionError, trace
 from varuna.partition.batch import batch_size_of
 from varuna.partition.initialise import derived_seed
+from varuna.partition.retrace import Retracer
 from varuna.pipeline.engine import PassResult, cut_inputs
 from varuna.pipeline.weights import ExpectedWeight
 from varuna.precision import LossScaler, Precision
@@ -48,6 +49,7 @@ from varuna.resting import RestingModules
 from varuna.same_trace import require_same_trace
 from varuna.sample_cursor import SampleCount
 from varuna.scalars import Scalars
+from varuna.script_changes import ScriptChanges
 from varuna.stepping import GradientsLeft, step_optimizers, take_over_steps
 from varuna.topology import share_of_batch
 from varuna.worker import Worker, choose_device, make_current
@@ -59,6 +61,9 @@ _log = structlog.get_logger("varuna")
 
 _TRACE_EXAMPLES = 2
 """Examples in the batch that the dry run is shown."""
+
+_CHANGES = "varuna.script_changes"
+"""The name under which checkpoints keep what the script has changed of the model since wrapping it."""
 
 _LOSS_SCALE = "varuna.loss_scale"
 """The name under which checkpoints keep the state of the loss scale."""
@@ -154,7 +159,9 @@ class Varuna(ModuleView):
         model_map = replace(model_map, random_by_example=random_by_example)
         self._worker.phases.done("trace")
         if environment.world_size > 1:
-            require_same_trace(model, model_map, examples, self._precision, self._worker.rendezvous, environment.rank)
+            require_same_trace(
+                model, model_map, example_inputs, self._precision, self._worker.rendezvous, environment.rank
+            )
         self._sections = len(model_map.sections)
         self._optimizers: tuple[Optimizer, ...] = ()
         self._scaler: LossScaler | None = None
@@ -194,7 +201,7 @@ class Varuna(ModuleView):
         with global_generators_kept(self._device):
             self._parts = assemble(model, model_map, self._worker, self._device, self._precision, values)
         stage, everyone = self._parts.stage, self._parts.everyone
-        self._expected_weight = ExpectedWeight(self._parts.replicas, self._device) if model_map.graph.weighted else None
+        self._expected_weight = ExpectedWeight(self._parts.replicas, self._device)
         self._seed = agreed_seed(self._seed, everyone)
         self._host = HostParameters(stage.parameters) if offload_optimizer else None
         if self._worker.topology.p > 1:
@@ -207,10 +214,19 @@ class Varuna(ModuleView):
         self._show_model(stage.module, self._resting.parameters, self._resting.buffers)
         if (description := hugging_face.Description.of(model)) is not None:
             self._registered.add(hugging_face.STATE, description, per=Per.JOB)
-        self._held = replace(
-            held_state(model_map, stage, self._parameters_here, names),
+        self._hold_state = partial(
+            held_state,
+            stage=stage,
+            parameters=self._parameters_here,
+            state_dict=names,
             place=Place(rank=environment.rank, p=environment.p, d=environment.d),
         )
+        self._held = self._hold_state(model_map)
+        self._wrapped_map = model_map
+        self._retracer = Retracer(model, examples, stages_of(self._worker, self._sections))
+        self._changes = ScriptChanges(model, stage.module, stage.parameters, self._parameters_here, model_map, everyone)
+        self._registered.add(_CHANGES, self._changes, per=Per.JOB)
+        self.training = stage.module.training
         self._checkpointing = Checkpointing(self._worker, everyone)
         self._worker.phases.done("connect")
 
@@ -241,7 +257,9 @@ class Varuna(ModuleView):
         """Sets training mode (or, with False, evaluation mode) in the user's model."""
         self.training = mode
         if self._instead is None:
+            self._changes.pull_modes()
             self._parts.stage.module.train(mode)
+            self._changes.push_modes()
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -326,12 +344,16 @@ class Varuna(ModuleView):
         self._worker.departure.check()
         self._worker.calls.enter(Operation.STEP, self._step)
         self._accumulation.look_at_script(optimizers)
-        if not self._accumulation.pending:
-            self._checkpointing.automatic.at_boundary(self._step, self._training_state, self._why_not_saved)
+        self._save_when_agreed()
         self._say_ready()
         self._broken = True
-        with buffers_kept_finite(list(self._parts.stage.written.homes.values())):
-            passed, totals = self._accumulated_pass(inputs)
+        self._changes.begin_step()
+        self._follow_changes()
+        passed, totals = self._pass_and_agree(inputs)
+        if totals.changed:
+            self._changes.exchange()
+            self._follow_changes()
+            passed, totals = self._pass_and_agree(inputs)
         loss = totals.loss
         # Backwards were weighted for what was expected; the batch of this step may have been another.
         weight = self._accumulation.total_weight(totals.weight)
@@ -339,8 +361,7 @@ class Varuna(ModuleView):
         norm = math.sqrt(totals.squared_norm) * correction
         # Every gradient of the model is in this norm, which is the same on all ranks; so is what they conclude from it.
         overflow = self._non_finite.skips(self._step + 1, loss, norm, self._scaler)
-        if self._expected_weight is not None:
-            self._expected_weight.learn(totals.weight, totals.examples)
+        self._expected_weight.learn(totals.weight, totals.examples)
         self._settle(optimizers, totals, correction, norm, clip_grad_max_norm, skip=overflow)
         self._parts.keep_buffers_equal()
         self._gradients_left.note(self._parameters_here.values())
@@ -353,18 +374,40 @@ class Varuna(ModuleView):
         self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizers)
         return loss, overflow, norm
 
-    def _accumulated_pass(self, inputs: Mapping[str, Any]) -> tuple[PassResult, Totals]:
-        """Forward, backward and the ranks' agreement; `.grad` then has what was accumulated before in it, too."""
-        accumulation, parameters = self._accumulation, self._parts.stage.parameters
-        accumulation.hold(parameters.values())
-        scale = self.loss_scale
-        passed, global_batch = self._train_pass(inputs, scale)
-        self._parts.reducer.reduce()
-        self._parts.timeline.end()
-        if accumulation.pending:
-            accumulation.add_held(scale / self._expected(global_batch, 0.0, 0))
+    def _save_when_agreed(self) -> None:
+        """Between steps: makes the automatic checkpoint that all ranks have agreed on; gradients are in none."""
+        automatic = self._checkpointing.automatic
+        if self._accumulation.pending:
+            return
+        if automatic.will_save:
+            self._changes.exchange()
+        automatic.at_boundary(self._step, self._training_state, self._why_not_saved)
+
+    def _pass_and_agree(self, inputs: Mapping[str, Any]) -> tuple[PassResult, Totals]:
+        """Forward, backward and the ranks' agreement; `.grad` then has what was accumulated before in it, too.
+
+        Where a rank has seen a change by the script (`Totals.changed`), everything is as it was before.
+        """
+        accumulation, stage = self._accumulation, self._parts.stage
+        with buffers_kept_finite(list(stage.written.homes.values())), self._passing():
+            accumulation.hold(stage.parameters.values())
+            scale = self.loss_scale
+            passed, global_batch = self._train_pass(inputs, scale)
+            self._parts.reducer.reduce()
+            self._parts.timeline.end()
+            if accumulation.pending:
+                accumulation.add_held(scale / self._expected(global_batch, 0.0, 0))
+            totals = self._agree_on(passed)
+            if totals.changed:
+                stage.written.drop()
+                accumulation.leave_out(stage.parameters.values())
+            else:
+                stage.written.settle()
+        return passed, totals
+
+    def _agree_on(self, passed: PassResult) -> Totals:
         says_expected = self._worker.topology.replica == 0
-        return passed, agree(
+        return agree(
             self._parts.everyone,
             Totals(
                 loss_sum=passed.loss_sum,
@@ -373,12 +416,26 @@ class Varuna(ModuleView):
                 expected_weight=passed.expected_weight if says_expected else 0.0,
                 squared_norm=self._parts.reducer.squared_norm(),
                 wishes=self._checkpointing.automatic.wishes(),
+                changed=self._changes.are_pending,
             ),
         )
 
+    def _follow_changes(self) -> None:
+        """Has the stage run as the script has changed the model, once all ranks know of it."""
+        if not self._changes.need_trace:
+            return
+        with global_generators_kept(self._device), self._precision.dry_run():
+            model_map = self._changes.trace(self._retracer, self._wrapped_map)
+        self._precision.check_parameters(self._parts.stage.parameters.items())
+        with self._resting.refitted():
+            self._parts.follow(model_map, self._host)
+        self._held = self._hold_state(model_map)
+        for optimizer in self._optimizers:
+            self._changes.refuse_foreign(optimizer)
+
     def _expected(self, global_batch: int, weight: float, examples: int) -> float:
         """About what a global batch weighs; `weight` and `examples` are of the first micro-batch here."""
-        if self._expected_weight is None:
+        if not self._parts.stage.weighted:
             return float(global_batch)
         return self._expected_weight.of(global_batch, weight, examples)
 
@@ -452,15 +509,15 @@ class Varuna(ModuleView):
         sizes, first = share_of_batch(examples, environment, self._worker.topology.replica)
         expected = environment.global_batch or max(examples, 1)
         micro_batches = cut_inputs(inputs, sizes, first, first * environment.micro_batch)
-        with self._passing():
-            passed = self._parts.engine.train(
-                micro_batches,
-                expected_weight=partial(self._expected, expected),
-                seed=self._seed,
-                step=self._step + 1,
-                loss_scale=loss_scale,
-                before_last_backward=self._parts.reducer.start,
-            )
+        passed = self._parts.engine.train(
+            micro_batches,
+            expected_weight=partial(self._expected, expected),
+            seed=self._seed,
+            step=self._step + 1,
+            loss_scale=loss_scale,
+            before_last_backward=self._parts.reducer.start,
+            settle=False,
+        )
         return passed, expected
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None, *, ema: bool = False) -> float:
@@ -557,6 +614,7 @@ class Varuna(ModuleView):
         if self._accumulation.pending:
             _log.warning("the checkpoint leaves out the gradients that no optimizer.step() has used yet")
         tmpdir = tempdir if tmpdir is None else tmpdir
+        self._changes.exchange()
         self._checkpointing.save(
             str(global_store),
             self._step if step is None else step,

@@ -27,6 +27,8 @@ class Books:
     def __init__(self, batch: int) -> None:
         self.graph = Graph(batch)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # A kernel that reads memory by its address gets an error from a fake tensor, instead of address 0.
+        self._fake_mode._allow_unsafe_data_ptr_access = False
         self._section = 0
         self._stack = [-1]  # calls that have not returned
         # Keyed by id: the tensors are kept alive with their value, so that no id or storage address is used twice.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from varuna.partition.copies import copy_with
 from varuna.partition.ghost import Zeros
 from varuna.partition.hooks import copy_gradient_hooks
 from varuna.partition.initialise import initialise
 from varuna.partition.model_map import ModelMap, first_names
+from varuna.partition.modes import set_modes
 from varuna.partition.special_parameters import parameter_like
 from varuna.partition.stage import Stage
-from varuna.partition.trace import copy_with
 
-__all__ = ["Values", "build_stage"]
+__all__ = ["Values", "buffers_read", "build_stage"]
 
 
 class Values(Protocol):
@@ -45,9 +47,10 @@ def build_stage(
 ) -> Stage:
     """The stage that runs sections `first_section` … `end_section`-1 on `device`.
 
-    `model` stays as it is; the stage has a copy of its structure, with copies of its own parameters and buffers, or
-    with what `values` has for them: that alone is read. What then is left of those on `meta` is made on the device and
-    initialised by the model's own modules, so that every split gives the same model (see initialise.py).
+    `model` stays as it is; the stage has a copy of its structure, in the modes of the dry run, with copies of its own
+    parameters and buffers, or with what `values` has for them: that alone is read. What then is left of those on `meta`
+    is made on the device and initialised by the model's own modules, so that every split gives the same model (see
+    initialise.py).
 
     Raises:
         PartitionError: the model cannot be cut here, or something on `meta` cannot be initialised.
@@ -65,6 +68,7 @@ def build_stage(
     copied = copy_with(model, memo)
     copy_gradient_hooks(model, parameters, memo, _names_of_hollow(model, model_map, parameters, memo))
     initialise(copied, made.empty)
+    set_modes(copied, model_map.modes)
     own_buffers = {name for section in sections for name in model_map.sections[section].buffers}
     own = {name: buffer for name, buffer in buffers.items() if name in own_buffers}
     return Stage(copied, model_map, sections, device, parameters, own, buffers)
@@ -109,24 +113,28 @@ def _buffers(
 ) -> dict[str, Tensor]:
     """Fill `memo` with what stands for each buffer; returns those that this stage's run of the forward reads."""
     first_name, _ = first_names(model.named_buffers(remove_duplicate=False))
-    graph = model_map.graph
-    before = model_map.plan(sections.start).buffers if sections.start > 0 else frozenset()
+    held = buffers_read(model_map, first_name.values(), sections)
     made: dict[str, Tensor] = {}
-    held: set[str] = set()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         first = first_name[name]
         if first not in made:
-            used_in = graph.buffers_used.get(first)
-            read = used_in is None or first in before or any(section in sections for section in used_in)
+            read = first in held
             # Code before the stage that still runs may write to it: then it needs memory, though nobody reads it.
-            real = read or first in graph.buffers_changed
+            real = read or first in model_map.graph.buffers_changed
             made[first] = (
                 new.tensor(first, buffer, used=read) if real else new.zeros.expanded(buffer.shape, buffer.dtype)
             )
-            if read:
-                held.add(first)
         memo[id(buffer)] = made[first]
     return {name: buffer for name, buffer in made.items() if name in held}
+
+
+def buffers_read(model_map: ModelMap, names: Iterable[str], sections: range) -> set[str]:
+    """Those of the buffers `names` that a run of the forward in the stage of `sections` reads."""
+    used = model_map.graph.buffers_used
+    before = model_map.plan(sections.start).buffers if sections.start > 0 else frozenset()
+    return {
+        name for name in names if name in before or any(section in sections for section in used.get(name, sections))
+    }
 
 
 class _Made:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from varuna.partition.graph import Call, ObjectLeaf, TensorLeaf
 from varuna.partition.model_map import ModelMap
 from varuna.partition.shapes import Size, TensorSpec
 from varuna.partition.structure import Structure, take_apart
 
-__all__ = ["Ghost", "Zeros", "make_ghost", "put_in"]
+__all__ = ["Ghost", "Zeros", "are_hollow", "give_memory", "make_ghost", "put_in"]
+
+
+_hollow: WeakSet[Tensor] = WeakSet()
+"""The elements of all `Zeros`."""
+
+
+def are_hollow(tensors: Iterable[Tensor]) -> bool:
+    """Whether any has no memory of its own: reading it by its data pointer would read what is behind one element."""
+    elements = {element.untyped_storage()._cdata for element in _hollow}
+    return any(tensor.layout == torch.strided and tensor.untyped_storage()._cdata in elements for tensor in tensors)
 
 
 class Zeros:
@@ -28,11 +39,21 @@ class Zeros:
         element = self._elements.get(dtype)
         if element is None:
             element = self._elements[dtype] = torch.zeros((), dtype=dtype, device=self._device)
+            _hollow.add(element)
         return element.expand(shape)
 
     def dense(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """With memory, for code that writes into it."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
+
+
+def give_memory(module: nn.Module, names: Container[str]) -> None:
+    """Gives the buffers of these names memory, for code that writes into them, where they are zeros without any."""
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            name = f"{path}.{key}" if path else key
+            if buffer is not None and name in names and buffer.numel() > 1 and not any(buffer.stride()):
+                part._buffers[key] = torch.zeros_like(buffer, memory_format=torch.contiguous_format)
 
 
 def put_in(received: Tensor, copied: bool) -> Tensor:

@@ -48,6 +48,7 @@ class ModelMap:
     refused: tuple[str, ...] = ()  # why blocks' ends are no cut-points
     draws: tuple[DrawSpec, ...] = ()  # of random numbers, in the order of the forward
     random_by_example: bool = True  # whether they belong to examples; else to micro-batches
+    modes: Mapping[str, bool] = field(default_factory=dict, repr=False)  # by module: whether it ran in training mode
 
     @cached_property
     def _plans(self) -> dict[int, CutPlan]:

@@ -7,7 +7,8 @@ follow from the inputs alone also have a real *shadow*, so code that looks at in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
         self._attributes: Attributes = {}
         self._operations: list[tuple[Any, ...]] = []
         self._made_like: dict[int, int] = {}  # tensors, by id, made in the shape of a value
+        self._aside = False
 
     # Module calls and cut-points
 
@@ -156,6 +158,35 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
         self.graph.cuts.append(CutPass(f"cut-point {cut} ({where})", value.index))
         self._section = cut
         return passed
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For around operations that are not the model's."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    def opaque_called(self, metas: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors like `metas`, which a kernel has made of `tensors` (`varuna.opaque`)."""
+        fakes = [self._fake_of(tensor) for tensor in tensors]
+        inputs = [self._value(fake) for fake in fakes]
+        self._note_uses(inputs)
+        made = [self._fake(meta) for meta in metas]
+        self._operations.append(("opaque", tuple(tuple(meta.shape) for meta in metas)))
+        where = (self._stack[-1], self._section)
+        # As a product with the largest of them would be: nobody knows what the kernel does.
+        rows = max((meta.numel() // max(meta.shape[-1], 1) for meta in metas if meta.dim()), default=1)
+        cost = 2.0 * rows * max((x.numel() for x in tensors if isinstance(x, nn.Parameter)), default=0)
+        self.graph.costs[where] = self.graph.costs.get(where, 0.0) + cost
+        self._note_outputs(made, None, inputs, random=False)
+        return made
+
+    @property
+    def running_module(self) -> str:
+        """The path of the innermost module that has not returned."""
+        return self.graph.calls[self._stack[-1]].path if self._stack[-1] >= 0 else ""
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the value of `tensor` is known."""
@@ -255,6 +286,8 @@ class Recorder(TorchDispatchMode, Books):  # type: ignore[no-untyped-call]  # to
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if self._aside:
+            return func(*args, **(kwargs or {}))
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most calls are this: autograd asks for it several times an operation
         kwargs = dict(kwargs or {})

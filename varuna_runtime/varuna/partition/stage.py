@@ -18,8 +18,9 @@ from varuna.cut_point import CutPoint, observing
 from varuna.partition.batch import batch_size_of, loss_and_weight_of, loss_of
 from varuna.partition.cut_places import place_cut_points
 from varuna.partition.errors import PartitionError
-from varuna.partition.ghost import Ghost, Zeros, make_ghost, put_in
+from varuna.partition.ghost import Ghost, Zeros, give_memory, make_ghost, put_in
 from varuna.partition.model_map import ModelMap
+from varuna.partition.rewired import Rewired
 from varuna.partition.shapes import Boundary
 from varuna.partition.structure import take_apart
 from varuna.partition.written_buffers import WrittenBuffers
@@ -82,6 +83,7 @@ class Stage:
         buffers: every buffer that its sections use, by first name.
         read: these, and those of earlier sections whose code runs here again.
         written: those of them that forward writes.
+        weighted: whether forward returns its loss's weight behind the loss.
         receives, sends: the boundaries before and after it, in the order of the lists that `forward` takes and returns.
         shared: all parameters of the model that more than one section uses, with those sections; the gradients of a
             name that is in `parameters` of several stages are to be summed over them.
@@ -107,21 +109,31 @@ class Stage:
         self.parameters = parameters
         self.buffers = buffers
         self.read = read
-        changed = model_map.graph.buffers_changed
-        self.written = WrittenBuffers(module, {name: x for name, x in buffers.items() if name in changed})
-        self.shared = dict(model_map.shared)
-        self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.boundary(sections.start)
-        self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.boundary(sections.stop)
         self.on_section: Callable[[int], None] | None = None
-        self._weighted = model_map.graph.weighted
         self._zeros = Zeros(device)
         self._pass: _Pass | None = None
+        self._rewired = Rewired()
+        self.follow(model_map)
+
+    def follow(self, model_map: ModelMap) -> None:
+        """From now on run the stage as `model_map` has it: the same sections, traced again (`retrace.trace_again`)."""
+        self._rewired.undo()
+        give_memory(self.module, model_map.graph.buffers_changed)
+        changed = model_map.graph.buffers_changed
+        self.written = WrittenBuffers(
+            self.module, {name: buffer for name, buffer in self.buffers.items() if name in changed}
+        )
+        self.weighted = model_map.graph.weighted
+        self.shared = dict(model_map.shared)
+        self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.boundary(self.sections.start)
+        self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.boundary(self.sections.stop)
         self._cut_slots: dict[int, tuple[int, bool]] = {}  # cut-point -> received slot, whether it is changed in place
         self._overwritten: frozenset[int] = frozenset()  # cut-points whose argument, used later, gets the values too
         self._cut_keeps: dict[int, int] = {}  # cut-point -> sent slot
         self._relays: tuple[tuple[int, int], ...] = ()  # (received slot, sent slot)
         self._wire(model_map)
-        place_cut_points(module, model_map.cut_places)
+        with self._rewired.noting(self.module):
+            place_cut_points(self.module, model_map.cut_places)
 
     def forward(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> list[Tensor] | Tensor:
         """Run the stage on one micro-batch.
@@ -157,7 +169,7 @@ class Stage:
                 f"forward returned after {running.section} cut-points; in the dry run it passed more, and this stage "
                 f"ends with section {self.sections.stop - 1}. The path through the model may not change between calls"
             )
-        return loss_and_weight_of(result) if self._weighted else loss_of(result)
+        return loss_and_weight_of(result) if self.weighted else loss_of(result)
 
     @contextmanager
     def running_again(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> Iterator[None]:
@@ -296,12 +308,12 @@ class Stage:
                 ghost = make_ghost(model_map, call, slots) if call.index in ghosts else None
                 calls[call.path].append(_Call(ghost, tuple(keeps.get(call.index, ())), call.last_section))
         if not (self.is_first and self.is_last):
-            self.module.__dict__["forward"] = self._guarded(self.module.forward)
+            self._rewired.replace(self.module, self._guarded(self.module.forward))
         modules = dict(self.module.named_modules())
         for path, its_calls in calls.items():
             if any(call.ghost is not None or call.keep for call in its_calls):
                 module = modules[path]
-                module.__dict__["forward"] = self._wired(path, its_calls, module.forward)
+                self._rewired.replace(module, self._wired(path, its_calls, module.forward))
 
     def _wired(self, path: str, calls: list[_Call], forward: Callable[..., Any]) -> Callable[..., Any]:
         def wired(*args: Any, **kwargs: Any) -> Any:

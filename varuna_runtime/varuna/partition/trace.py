@@ -5,7 +5,6 @@ A model without cut-points is run once more before that, to find where they may 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,18 +17,21 @@ from varuna.cut_point import observing
 from varuna.partition.automatic import choose, find_candidates, without_light_sections
 from varuna.partition.batch import loss_of, number_beside, resized
 from varuna.partition.choices import mark_choices
+from varuna.partition.copies import copy_with
 from varuna.partition.cut_places import CutPlace, place_cut_points
 from varuna.partition.draws import learn_draws
 from varuna.partition.errors import PartitionError
 from varuna.partition.formats import FormatsKnownValues
 from varuna.partition.graph import Call, Graph, ObjectLeaf, TensorLeaf
+from varuna.partition.kernels import explain_kernel
 from varuna.partition.model_map import ModelMap, Section, first_names, neighbours, storage_bytes
+from varuna.partition.modes import modes_of, modes_to_train_in, set_modes
 from varuna.partition.recorder import Recorder
 from varuna.partition.shapes import Size, TensorSpec, learn_shape, learn_size
 from varuna.partition.special_parameters import refuse_special_parameters
 from varuna.partition.unsupported import refuse_unsupported
 
-__all__ = ["trace"]
+__all__ = ["trace", "trace_again"]
 
 _BATCHES = (2, 4)  # enough to see what moves with the batch; more only makes real masks larger
 
@@ -44,7 +46,7 @@ def trace(
     """Learn the sections of `model` by running `model(**example_inputs)` on fake tensors.
 
     Neither the model nor its memory is touched: the run is on a copy without storage, so a model on `meta` does too.
-    The model runs in the mode that it is in (train or eval), and under the autocast that is active.
+    The model runs in its own mode (`modes.modes_to_train_in`), and under the autocast that is active.
 
     Args:
         model: returns its scalar mean loss: a tensor, the first of a tuple, or `loss` of a mapping or object.
@@ -61,7 +63,7 @@ def trace(
     refuse_unsupported(model)
     names, kept = first_names(model.named_parameters(remove_duplicate=False), shared_weights)
     refuse_special_parameters(model, names)
-    dry_runs = _DryRuns(model, example_inputs, names, kept)
+    dry_runs = _DryRuns(model, example_inputs, names, kept, modes_to_train_in(model))
     plain = dry_runs.run(_BATCHES[0], ())
     if plain.cuts:
         if cut_points is not None:
@@ -71,6 +73,18 @@ def trace(
             )
         return dry_runs.model_map((), plain)
     return _cut_automatically(dry_runs, plain, cut_points)
+
+
+def trace_again(model: nn.Module, example_inputs: Mapping[str, Any], before: ModelMap) -> ModelMap:
+    """The map of a model whose modes or `requires_grad` have changed since `before`; the cut-points stay.
+
+    `model` runs in exactly the mode that it is in. Its parameters may have lost the memory that told which are tied.
+
+    Raises:
+        PartitionError: the model cannot be cut there now.
+    """
+    kept = {name: x for name, x in model.named_parameters(remove_duplicate=False) if before.first_name[name] == name}
+    return _DryRuns(model, example_inputs, before.first_name, kept, modes_of(model)).model_map(before.cut_places)
 
 
 def _cut_automatically(dry_runs: _DryRuns, plain: Graph, wanted: int | None) -> ModelMap:
@@ -133,12 +147,13 @@ class _DryRuns:
     model: nn.Module
     inputs: Mapping[str, Any]
     first_names: dict[str, str]
-    kept: dict[str, Tensor]  # by first name
+    kept: Mapping[str, Tensor]  # by first name
+    modes: Mapping[str, bool]  # by module: whether it is in training mode
 
     def run(self, batch: int, places: Sequence[CutPlace]) -> Graph:
-        graph = _dry_run(self.model, self.inputs, batch, self.first_names, places)
+        graph = self._dry_run(batch, places)
         if graph.choosing:
-            fewer = _dry_run(self.model, self.inputs, batch, self.first_names, places, pick_all=False)
+            fewer = self._dry_run(batch, places, pick_all=False)
             mark_choices(graph, fewer, self.first_names)
         return graph
 
@@ -146,7 +161,13 @@ class _DryRuns:
         """With cut-points at `places`. `one`: the first of the two dry runs, if there is one already."""
         one = one or self.run(_BATCHES[0], places)
         two = self.run(_BATCHES[1], places)
-        return _model_map(self.model, one, two, self.first_names, self.kept, places)
+        return replace(_model_map(self.model, one, two, self.first_names, self.kept, places), modes=self.modes)
+
+    def _dry_run(self, batch: int, places: Sequence[CutPlace], *, pick_all: bool = True) -> Graph:
+        recorder = Recorder(batch, pick_all)
+        hollow = _hollow_copy(self.model, recorder, self.first_names)
+        set_modes(hollow, self.modes)
+        return _run_hollow(hollow, recorder, self.inputs, places)
 
 
 def _model_map(
@@ -172,31 +193,27 @@ def _model_map(
     )
 
 
-def _dry_run(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    batch: int,
-    parameters: Mapping[str, str],
-    places: Sequence[CutPlace],
-    pick_all: bool = True,
-) -> Graph:
-    recorder = Recorder(batch, pick_all)
-    hollow = _hollow_copy(model, recorder, parameters)
+def _run_hollow(hollow: nn.Module, recorder: Recorder, inputs: Mapping[str, Any], places: Sequence[CutPlace]) -> Graph:
     _refuse_conversions(hollow)
     recorder.watch(hollow)
     place_cut_points(hollow, places)
-    batch_of = resized(inputs, batch)
+    batch_of = resized(inputs, recorder.graph.batch)
     given, given_again = ({name: _faked(recorder, name, x) for name, x in batch_of.items()} for _ in range(2))
     formats = FormatsKnownValues(recorder.knows)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), recorder, observing(recorder), formats:
         try:
             result = hollow(**given)
             loss, beside = loss_of(result), number_beside(result)
-        except RuntimeError as error:
+        except PartitionError:
+            raise
+        except Exception as error:
             where = getattr(error, "__notes__", ())  # of the recorder
-            if not where:
+            if where and isinstance(error, RuntimeError):
+                raise PartitionError(f"{where[0]}: {error}") from error
+            explained = explain_kernel(error, recorder.running_module)
+            if explained is None:
                 raise
-            raise PartitionError(f"{where[0]}: {error}") from error
+            raise explained from error
         graph = recorder.finish(loss, beside)
         if recorder.left_something and not places:  # once is enough: it does not depend on the cut-points
             recorder.look_again(lambda: loss_of(hollow(**given_again)))
@@ -242,21 +259,6 @@ def _refuse_conversions(hollow: nn.Module) -> None:
 
     for path, module in hollow.named_modules():
         module.__dict__["_apply"] = refusing(path, module)
-
-
-def copy_with(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of `model` in which the objects in `memo` (by id) are replaced by what stands there.
-
-    Raises:
-        PartitionError: something that the model holds cannot be copied.
-    """
-    try:
-        return copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
-        raise PartitionError(
-            f"{type(model).__name__} holds something that cannot be copied ({error}); keep files, locks, process "
-            "groups and activations out of the model's attributes"
-        ) from error
 
 
 def _check_same_path(one: Graph, two: Graph) -> None:

@@ -54,6 +54,10 @@ class WrittenBuffers:
                     home.copy_(value)
         self._hold(homes)
 
+    def drop(self) -> None:
+        """Instead of `settle`: what the pass wrote is forgotten."""
+        self._hold([*self.homes.values()])
+
     def _values(self) -> list[Tensor]:
         held = [slots[0][0][slots[0][1]] for slots in self._slots]
         return [value for value in held if value is not None]

@@ -188,8 +188,13 @@ class Engine:
         if position.policy is Policy.VARUNA:
             self._forecast = GradientForecast(position.p - 1 - position.stage)
         self._usual = Usual()
-        self._gradients_sent = [b for b in stage.receives if b.requires_grad]
-        self._gradients_received = [b for b in stage.sends if b.requires_grad]
+        self.follow_stage(self._written, self._random)
+
+    def follow_stage(self, written: WrittenBuffers, random: RandomStreams) -> None:
+        """Between passes, when what the stage receives, sends, writes and draws may have changed."""
+        self._written, self._random = written, random
+        self._gradients_sent = [b for b in self._stage.receives if b.requires_grad]
+        self._gradients_received = [b for b in self._stage.sends if b.requires_grad]
 
     def train(
         self,
@@ -200,6 +205,7 @@ class Engine:
         step: int,
         loss_scale: float = 1.0,
         before_last_backward: Callable[[], None] | None = None,
+        settle: bool = True,
     ) -> PassResult:
         """Forward and backward of all micro-batches. Adds to the parameters' gradients the gradient of
         sum over micro-batches of loss_scale * weight/expected weight * mean loss, where a micro-batch's weight is what
@@ -208,7 +214,8 @@ class Engine:
         `expected_weight` is called once, on the last stage alone, with the weight and the number of examples of the
         first micro-batch there, or zeros: it says about what the weights of the global batch come to.
         `before_last_backward` is called when one backward is left to do, after which gradients are final; not at all
-        when there are no micro-batches. `PassResult.loss_sum` is unscaled.
+        when there are no micro-batches. `PassResult.loss_sum` is unscaled. Without `settle` the caller decides whether
+        the buffers that the forward writes keep what it wrote (`WrittenBuffers.settle` or `drop`).
         """
         self._timeline.begin(step)
         run = self._begin(micro_batches, self._gradients_received)
@@ -232,7 +239,10 @@ class Engine:
                         if self._stage.is_last and run.backwards == 0:
                             run.expected_weight = expected_weight(run.losses[0].weight, run.losses[0].examples)
                         self._backward(run, loss_scale, seed, step)
-        return self._finish(run)
+        result = self._finish(run)
+        if settle:
+            self._written.settle()
+        return result
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> PassResult:
         """Forward of all micro-batches, in order, without gradients. Buffers are afterwards as they were.
@@ -272,7 +282,6 @@ class Engine:
         for outbox in (self._links.activations_out, self._links.gradients_out):
             if outbox is not None:
                 outbox.drain()
-        self._written.settle()
         usual, wait_us = run.timer.finish(self._timeline)
         self._usual = usual
         return PassResult(
