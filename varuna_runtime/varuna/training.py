@@ -159,9 +159,7 @@ class Varuna(ModuleView):
         model_map = replace(model_map, random_by_example=random_by_example)
         self._worker.phases.done("trace")
         if environment.world_size > 1:
-            require_same_trace(
-                model, model_map, example_inputs, self._precision, self._worker.rendezvous, environment.rank
-            )
+            require_same_trace(model, model_map, examples, self._precision, self._worker.rendezvous, environment.rank)
         self._sections = len(model_map.sections)
         self._optimizers: tuple[Optimizer, ...] = ()
         self._scaler: LossScaler | None = None
