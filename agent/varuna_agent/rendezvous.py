@@ -19,12 +19,18 @@ class RendezvousSockets:
         self._claimed: dict[int, socket.socket] = {}
 
     def open(self) -> int:
-        """Bind a free port and hold it; returns its number. Raises OSError when the host is not one of this VM's."""
+        """Bind a port that is free on all addresses and hold it; returns its number.
+
+        Raises OSError when the host is not one of this VM's.
+        """
         family, kind, protocol, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
         held = socket.socket(family, kind, protocol)
         try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+            # On every address: torch's store listens on all of them, and a connection from another one may have the port.
             # Without SO_REUSEADDR: two sockets that have it may be bound to one port as long as neither listens.
-            held.bind(address)
+            held.bind(("", 0))
             # But with it from now on: the script's own init_process_group may listen there before Varuna does.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except OSError as error:

@@ -137,12 +137,14 @@ async def test_a_worker_inherits_the_rendezvous_socket_and_no_descriptor_that_is
     assert held.fileno() == -1  # closed here: the port is the worker's alone
 
 
-def test_a_held_port_is_nobody_elses_by_chance() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9"])
+def test_a_held_port_is_nobody_elses_by_chance(address: str) -> None:
+    # Not on another address either: a connection from there would keep torch's store from listening on all of them.
     sockets = RendezvousSockets("127.0.0.1")
     port = sockets.open()
     try:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
+            other.bind((address, port))
     finally:
         sockets.close()
 
@@ -153,7 +155,7 @@ def test_a_scripts_own_process_group_may_listen_on_the_held_port() -> None:
     try:
         with socket.socket() as own:
             own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            own.bind(("127.0.0.1", port))
+            own.bind(("", port))  # as torch's store does
             own.listen()
     finally:
         sockets.close()

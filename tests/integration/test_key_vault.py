@@ -19,7 +19,7 @@ from varuna_manager.services.vault import FRESH_S, KEEP_S, PAUSE_S, VaultSecrets
 from varuna_proto.v1 import agent_pb2 as pb
 from waiting import until
 
-VALUE = "of-the-vault-4711"
+VALUE = "of-the-vault-zebra-sesame"
 REFERENCES = {"TOKEN": "vault:hf-token"}
 
 
@@ -284,4 +284,4 @@ async def test_a_managers_jobs_have_the_vaults_secrets_which_go_nowhere_else(
     log = (manager.data_dir.parent / "manager.log").read_bytes()
     assert b"the vault is away" in log
     assert b"the vault answers again" in log
-    assert not [text for text in (*shown, log) if b"4711" in text or b"a-token-of" in text]
+    assert not [text for text in (*shown, log) if b"zebra-sesame" in text or b"a-token-of" in text]

@@ -268,23 +268,23 @@ async def test_cancel_stops_the_workers_and_ends_the_job(manager: RunningManager
 async def test_secrets_are_read_for_each_launch_and_go_nowhere_else(
     manager: RunningManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VARUNA_MANAGER_SECRET_WANDB", "of-a-variable-4711")
+    monkeypatch.setenv("VARUNA_MANAGER_SECRET_WANDB", "of-a-variable-zebra-sesame")
     file = manager.data_dir / "secrets" / "hf-token"
     file.parent.mkdir(parents=True)
-    file.write_text("of-a-file-4711\n")
+    file.write_text("of-a-file-zebra-sesame\n")
     references = {"HF_TOKEN": "file:hf-token", "WANDB_API_KEY": "env:WANDB"}
     await manager.start("--vms", "2")
     spec = {"name": "train", "workdir": "/tmp", "run": "true", "global_batch": 8}
     refused = await manager.rest.post("jobs", json={**spec, "secrets": {"A": "file:other"}})
     assert (refused.status_code, "secrets/other" in refused.json()["detail"]) == (422, True)
-    written_out = await manager.rest.post("jobs", json={**spec, "secrets": {"A": "of-a-file-4711"}})
-    assert (written_out.status_code, "of-a-file-4711" in written_out.text) == (422, False)
+    written_out = await manager.rest.post("jobs", json={**spec, "secrets": {"A": "of-a-file-zebra-sesame"}})
+    assert (written_out.status_code, "of-a-file-zebra-sesame" in written_out.text) == (422, False)
     await manager.submit(secrets=references, resources={"max_gpus": 1})
     agents = await manager.connect_vms(2)
     agent = await until(lambda: next((one for one in agents if one.commands("launch")), None), "a launch")
     (first,) = agent.commands("launch")
-    assert first.secrets == {"HF_TOKEN": "of-a-file-4711", "WANDB_API_KEY": "of-a-variable-4711"}
-    assert "of-a-file-4711" not in first.environment.values()
+    assert first.secrets == {"HF_TOKEN": "of-a-file-zebra-sesame", "WANDB_API_KEY": "of-a-variable-zebra-sesame"}
+    assert "of-a-file-zebra-sesame" not in first.environment.values()
     (other,) = (one for one in agents if one is not agent)
     await until(lambda: other.commands("prepare"), "the idle VM to be told to prepare")
 
@@ -295,11 +295,11 @@ async def test_secrets_are_read_for_each_launch_and_go_nowhere_else(
         return "secret 'file:hf-token'" in ((await manager.get("jobs/train"))["reason"] or "")
 
     await until(waits, "the job to wait for its secret")
-    file.write_text("rotated-4711")
+    file.write_text("rotated-zebra-sesame")
     launches = await until(
         lambda: [each for one in agents for each in one.commands("launch") if each.generation == 2], "the next launch"
     )
-    assert launches[0].secrets["HF_TOKEN"] == "rotated-4711"
+    assert launches[0].secrets["HF_TOKEN"] == "rotated-zebra-sesame"
     assert (await manager.get("jobs/train"))["spec"]["secrets"] == references
 
     other_messages = [m for one in agents for m in one.received if m.WhichOneof("body") != "launch"]
@@ -308,7 +308,7 @@ async def test_secrets_are_read_for_each_launch_and_go_nowhere_else(
         shown.append((await manager.rest.get(path)).content)
     shown += [path.read_bytes() for path in manager.data_dir.rglob("*") if path.is_file() and path != file]
     shown.append((manager.data_dir.parent / "manager.log").read_bytes())
-    assert not [text for text in shown if b"4711" in text]
+    assert not [text for text in shown if b"zebra-sesame" in text]
 
 
 async def test_an_unknown_vm_is_refused(manager: RunningManager) -> None:

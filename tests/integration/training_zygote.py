@@ -45,8 +45,9 @@ def supervise(spec: Path) -> dict[str, str]:
     world = json.loads(spec.read_text())
     with spec.with_name("events.jsonl").open("a", buffering=1) as events, socket.socket() as held:
         events.write(json.dumps({"supervisor": os.getpid()}) + "\n")
-        # The port is held open from here and handed to rank 0, as an agent does it.
-        held.bind(("127.0.0.1", 0))
+        # The port is held open from here and handed to rank 0, as an agent does it: on all addresses, as torch's store
+        # listens on all, and a connection from another address may have the port.
+        held.bind(("", 0))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for an init_process_group of the script
         ranks: dict[int, int] = {}
         for rank, environ in enumerate(world["environ"]):

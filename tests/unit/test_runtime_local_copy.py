@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ class _Bucket(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
         self.reads: list[str] = []
+        self.knows_ranges = True
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -57,10 +59,15 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if with_body:
             self.server.reads.append(key)
-        self._answer(data, with_body=with_body, etag=f'"{hash(data)}"')
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        begin, end = (int(asked[1]), int(asked[2]) + 1) if asked and self.server.knows_ranges else (0, len(data))
+        part = f"bytes {begin}-{end - 1}/{len(data)}" if asked and self.server.knows_ranges else ""
+        self._answer(data[begin:end], with_body=with_body, etag=f'"{hash(data)}"', part=part)
 
-    def _answer(self, data: bytes, *, with_body: bool = True, etag: str = '"x"') -> None:
-        self.send_response(200)
+    def _answer(self, data: bytes, *, with_body: bool = True, etag: str = '"x"', part: str = "") -> None:
+        self.send_response(206 if part else 200)
+        if part:
+            self.send_header("Content-Range", part)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", etag)
         self.send_header("Last-Modified", formatdate(0, usegmt=True))
@@ -124,9 +131,17 @@ def test_a_copy_that_was_cut_short_is_no_copy(bucket: _Bucket, tmp_path: Path) -
     assert not half.exists()
 
 
-def test_files_by_http(bucket: _Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_files_by_http(bucket: _Bucket, tmp_path: Path, knows_ranges: bool) -> None:
+    bucket.knows_ranges = knows_ranges
     bucket.objects["train.npy"] = b"x"
     assert local_copy(f"{bucket.url}/b/train.npy", tmp_path).read_bytes() == b"x"
+
+
+def test_a_store_that_knows_no_ranges(bucket: _Bucket, tmp_path: Path) -> None:
+    bucket.knows_ranges = False
+    bucket.objects["train.npy"] = b"xyz"
+    assert local_copy("s3://b/train.npy", tmp_path).read_bytes() == b"xyz"
 
 
 def test_what_is_on_this_machine_is_not_copied(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ __all__ = ["aws_settings", "open_remote", "stream_ranges"]
 _RANGE_BYTES = 8 * 1024 * 1024
 _RANGES_AT_ONCE = 4
 
+_NO_RANGES = "non-partial response"
+"""In obstore's words of a store of objects, which has no error of its own for it; of `http://` it has one."""
+
 _REQUEST_LIMIT = timedelta(seconds=180)
 """For one request of some megabytes, so that the limit of a file grows with its size. obstore's own is 30 s."""
 _RETRIES: dict[str, Any] = {"max_retries": 20, "retry_timeout": timedelta(seconds=180)}
@@ -79,6 +82,7 @@ def _client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
 def stream_ranges(store: ObjectStore, path: str, size: int) -> Generator[memoryview]:
     """An object of `size` bytes in ranges, several read at once: limits hold for each, so a file may take its time.
 
+    A server that knows no ranges (simple ones of `http://`) sends the object as a whole.
     Raises obstore's errors, FileNotFoundError when there is no such object.
     """
 
@@ -86,7 +90,17 @@ def stream_ranges(store: ObjectStore, path: str, size: int) -> Generator[memoryv
         length = min(_RANGE_BYTES, size - start)
         return memoryview(obstore.get_range(store, path, start=start, length=length))
 
-    with closing(map_ahead(read, range(0, size, _RANGE_BYTES), ahead=_RANGES_AT_ONCE)) as ranges:
+    if size == 0:
+        return
+    try:
+        yield read(0)
+    except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
+        if isinstance(error, obstore.exceptions.GenericError) and _NO_RANGES not in str(error):
+            raise
+        for chunk in obstore.get(store, path).stream():
+            yield memoryview(chunk)
+        return
+    with closing(map_ahead(read, range(_RANGE_BYTES, size, _RANGE_BYTES), ahead=_RANGES_AT_ONCE)) as ranges:
         yield from ranges
 
 
