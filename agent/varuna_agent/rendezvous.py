@@ -28,7 +28,7 @@ class RendezvousSockets:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)
-            # On every address: torch's store listens on all of them, and a connection from another one may have the port.
+            # On all addresses, as torch's store listens on all: a connection from another one may have the port.
             # Without SO_REUSEADDR: two sockets that have it may be bound to one port as long as neither listens.
             held.bind(("", 0))
             # But with it from now on: the script's own init_process_group may listen there before Varuna does.

@@ -116,8 +116,9 @@ class World:
 
 
 def zygotes() -> list[psutil.Process]:
-    """Without their guards."""
-    return [p for p in psutil.Process().children(recursive=True) if "zygote.py" in "".join(p.cmdline()[1:2])]
+    """The agent's, without their guards; those of other tests' worlds have another program."""
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "varuna_agent/zygote.py" in "".join(child.cmdline()[1:2])]
 
 
 @pytest_asyncio.fixture
