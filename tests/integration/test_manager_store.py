@@ -216,6 +216,22 @@ def steps(job_id: str, generation: int, *numbers: int, loss: float = 1.0) -> pb.
     return pb.Report(number=1, steps_completed=pb.StepsCompleted(job_id=job_id, generation=generation, steps=results))
 
 
+async def test_steps_that_updated_nothing_are_an_event_once(
+    database: Database, jobs: JobService, reports: ReportService
+) -> None:
+    job_id = (await jobs.submit(SPEC, None))["id"]
+    await add_generation(database, job_id, 1)
+    report = steps(job_id, 1, 1, 2, 3, 4)
+    for number in (2, 4):
+        report.steps_completed.steps[number - 1].skipped = True
+    await reports.apply("vm", [report])
+    await reports.apply("vm", [report])  # its acknowledgement was lost
+    async with database.read() as session:
+        found = (await session.scalars(select(EventRow).where(EventRow.kind == "steps_skipped"))).all()
+    assert [(event.generation, event.data) for event in found] == [(1, {"first_step": 2, "steps": 2})]
+    assert found[0].message.startswith("2 steps from 2 on of generation 1 updated nothing: the loss or the gradient")
+
+
 async def test_a_redone_step_is_overwritten_by_the_newer_generation_only(
     database: Database, jobs: JobService, reports: ReportService, clock: Clock
 ) -> None:

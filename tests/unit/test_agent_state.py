@@ -499,6 +499,16 @@ def test_steps_go_out_at_once_for_the_first_then_with_each_heartbeat_and_before_
     assert [m.message.report.WhichOneof("fact") for m in of(st.Send, told)] == ["steps_completed", "worker_exited"]
 
 
+def test_a_step_that_updated_nothing_goes_out_as_such() -> None:
+    vm = Vm()
+    vm.says(launch=launch())
+    vm.ready(key())
+    vm.step(key(), 1)
+    vm.worker_says(key(), step_done=w.StepDone(step=2, loss=1.0, skipped=True))
+    (completed,) = sent(vm.tick(at=101.0), "steps_completed")
+    assert [(step.step, step.skipped) for step in completed.steps] == [(2, True)]
+
+
 def test_heartbeats_count_what_a_worker_evaluates_between_steps() -> None:
     vm = Vm()
     vm.says(launch=launch())

@@ -36,7 +36,8 @@ class NonFiniteSteps:
             )
         self._most = most_in_a_row
         self._logs = logs
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Steps up to the last one that were skipped, without those that a smaller loss scale may cure."""
         self._skipped = 0
 
     def skips(self, step: int, loss: float, norm: float, scaler: LossScaler | None) -> bool:
@@ -45,15 +46,15 @@ class NonFiniteSteps:
         Raises FloatingPointError after too many in a row. Those do not count that a smaller loss scale may cure.
         """
         if math.isfinite(loss) and math.isfinite(norm):
-            self._in_a_row = 0
+            self.in_a_row = 0
             return False
         self._skipped += 1
         if scaler is not None and scaler.may_shrink and math.isfinite(loss):
             return True  # the scaler logs it
-        self._in_a_row += 1
-        if self._in_a_row > self._most:
+        self.in_a_row += 1
+        if self.in_a_row > self._most:
             raise FloatingPointError(
-                f"{self._in_a_row} steps in a row had a loss or gradient that is not finite, the last was step {step} "
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite, the last was step {step} "
                 f"(loss {loss:g}, gradient norm {norm:g}; max_non_finite_steps={self._most}). None of them has changed "
                 "the parameters: look at these batches, at the learning rate and its warm-up, and clip the gradient"
             )
@@ -63,7 +64,7 @@ class NonFiniteSteps:
                 step=step,
                 loss=loss,
                 gradient_norm=norm,
-                in_a_row=self._in_a_row,
+                in_a_row=self.in_a_row,
                 skipped=self._skipped,
             )
         return True

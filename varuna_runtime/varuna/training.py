@@ -368,7 +368,8 @@ class Varuna(ModuleView):
         self._broken = False
         self._checkpointing.automatic.agree(totals.wishes)
         step_ns = time.perf_counter_ns() - began_ns
-        self._worker.report_step(self._step, loss, totals.examples, passed, step_ns, self._device)
+        counted = overflow and self._non_finite.in_a_row > 0
+        self._worker.report_step(self._step, loss, totals.examples, passed, step_ns, self._device, skipped=counted)
         self._scalars.step_done(self._step, loss, step_ns / 1e9, totals.examples, optimizers)
         return loss, overflow, norm
 

@@ -78,9 +78,17 @@ class Worker:
         return cls(environment, topology, departure, link, rendezvous, phases, StartSpans(environment, phases), calls)
 
     def report_step(
-        self, step: int, loss: float, examples: int, passed: PassResult, step_ns: int, device: torch.device
+        self,
+        step: int,
+        loss: float,
+        examples: int,
+        passed: PassResult,
+        step_ns: int,
+        device: torch.device,
+        *,
+        skipped: bool = False,
     ) -> None:
-        """Tells the agent of a step that is done."""
+        """Reports a step that is done to the agent. `skipped`: it was not finite, and has updated nothing."""
         self.link.step_done(
             worker_pb2.StepDone(
                 step=step,
@@ -91,6 +99,7 @@ class Worker:
                 backward_us=passed.backward_us,
                 wait_us=passed.wait_us,
                 memory_bytes=_memory_bytes(device),
+                skipped=skipped,
             )
         )
         self.spans.step_done(step, step_ns / 1e9)

@@ -224,7 +224,9 @@ class Workers:
         health.wait_us, health.memory_bytes = done.wait_us, done.memory_bytes
         if not worker.reports_steps:
             return
-        result = agent_pb2.StepResult(step=done.step, loss=done.loss, step_us=done.step_us, examples=done.examples)
+        result = agent_pb2.StepResult(
+            step=done.step, loss=done.loss, step_us=done.step_us, examples=done.examples, skipped=done.skipped
+        )
         self._reports.add_step(worker.key, result)
         if not worker.has_reported_step:
             worker.has_reported_step = True  # the generation makes progress: the manager waits for this one

@@ -89,6 +89,7 @@ class Progress:
             self._log.warning("steps of an unknown generation", job=job_id, generation=number)
             return False
         await _write_metrics(session, generation, steps.values(), now)
+        self._note_skipped(session, generation, steps)
         last = steps[max(steps)]
         if generation.last_step is not None and last.step <= generation.last_step:
             return False
@@ -103,6 +104,25 @@ class Progress:
         if self._board is not None:
             after_commit(session, partial(self._board.note, job_id, number, last, _number_or_none(last.loss)))
         return is_first
+
+    def _note_skipped(
+        self, session: AsyncSession, generation: GenerationRow, steps: Mapping[int, pb.StepResult]
+    ) -> None:
+        """Adds an event for the steps of a report that have updated nothing; one reported again adds no other."""
+        known = generation.last_step or 0
+        skipped = sorted(number for number, step in steps.items() if step.skipped and number > known)
+        if not skipped:
+            return
+        which = f"step {skipped[0]}" if len(skipped) == 1 else f"{len(skipped)} steps from {skipped[0]} on"
+        self._events.add(
+            session,
+            "steps_skipped",
+            f"{which} of generation {generation.number} updated nothing: the loss or the gradient was not finite; the "
+            "log of rank 0 has the numbers",
+            job_id=generation.job_id,
+            generation=generation.number,
+            data={"first_step": skipped[0], "steps": len(skipped)},
+        )
 
     async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
         row = GenerationRow

@@ -770,12 +770,15 @@ class StepResult(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     STEP_US_FIELD_NUMBER: _builtins.int
     EXAMPLES_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1"""
     loss: _builtins.float
     """mean over the global batch"""
     step_us: _builtins.int
     examples: _builtins.int
+    skipped: _builtins.bool
+    """its loss or gradient was not finite: it has updated nothing"""
     def __init__(
         self,
         *,
@@ -783,10 +786,11 @@ class StepResult(_message.Message):
         loss: _builtins.float = ...,
         step_us: _builtins.int = ...,
         examples: _builtins.int = ...,
+        skipped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["examples", b"examples", "loss", b"loss", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["examples", b"examples", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -172,6 +172,7 @@ class StepDone(_message.Message):
     BACKWARD_US_FIELD_NUMBER: _builtins.int
     WAIT_US_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1"""
     loss: _builtins.float
@@ -184,6 +185,8 @@ class StepDone(_message.Message):
     backward_us: _builtins.int
     wait_us: _builtins.int
     memory_bytes: _builtins.int
+    skipped: _builtins.bool
+    """its loss or gradient was not finite: it has updated nothing"""
     def __init__(
         self,
         *,
@@ -195,10 +198,11 @@ class StepDone(_message.Message):
         backward_us: _builtins.int = ...,
         wait_us: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        skipped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "examples", b"examples", "forward_us", b"forward_us", "loss", b"loss", "memory_bytes", b"memory_bytes", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "examples", b"examples", "forward_us", b"forward_us", "loss", b"loss", "memory_bytes", b"memory_bytes", "skipped", b"skipped", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

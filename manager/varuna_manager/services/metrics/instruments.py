@@ -28,6 +28,7 @@ _PHASES, _START = ("notice", "stop", "plan"), "start"
 """Of a morph; what comes after the first three is the start, whatever its parts are called."""
 _FROM_ZERO = (
     "checkpoint_passed_over",
+    "steps_skipped",
     "first_step",
     "generation_started",
     "generation_ended",
