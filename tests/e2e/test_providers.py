@@ -14,7 +14,7 @@ from manager_world import run_varuna
 from restartable_manager import RestartableManager
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("e2e")
 REFUSAL = re.compile(
@@ -69,7 +69,7 @@ def test_a_listed_host_is_missing_until_its_agent_comes(tmp_path: Path) -> None:
 
             agent("gpu-1", 2)
             stranger = agent("gpu-9", 1)
-            assert stranger.wait(60) == 1
+            assert stranger.wait(DEADLINE_S) == 1
             assert "none of this manager's" in (tmp_path / "gpu-9.log").read_text()
             wait_until(lambda: states(client) == {"gpu-1": "ready", "gpu-2": "requested"}, "the agent of gpu-1")
             vms = {vm["id"]: vm for vm in client.vms()}

@@ -48,7 +48,7 @@ def checkpointer(folder: Path, generation: int) -> Checkpointer:
 
 def save(of: Checkpointer, step: int) -> str:
     assert of.save(step, state(values(step)))
-    outcome = of.wait(60.0)
+    outcome = of.wait(600.0)
     assert outcome is not None
     return outcome.result
 

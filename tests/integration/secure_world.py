@@ -224,7 +224,7 @@ def _start(command: list[str], data_dir: Path) -> subprocess.Popen[bytes]:
 def _end(process: subprocess.Popen[bytes], data_dir: Path) -> None:
     process.terminate()
     try:
-        process.wait(20)
+        process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -150,7 +150,7 @@ def test_a_vm_installs_its_agent_from_the_manager_joins_and_is_evicted(
         assert admin.put("/fleet", json={"target": 1}).status_code == 200
         wait_until(lambda: len(arm.vms) == 1, "one VM is too many")
         assert admin.put("/fleet", json={"target": 0}).status_code == 200
-        assert agent.wait(60) == 0, (folder.folder / "agent.log").read_text()
+        assert agent.wait(DEADLINE_S) == 0, (folder.folder / "agent.log").read_text()
         wait_until(lambda: not arm.vms, "none is left at Azure")
     finally:
         agent.kill()

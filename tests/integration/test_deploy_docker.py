@@ -119,7 +119,7 @@ def _manager_check() -> list[str]:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        process.wait(30)
+        process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -9,7 +9,7 @@ import pytest
 
 from varuna_client import UserError
 from varuna_client.demo.processes import MARK, DemoProcesses, fresh_folder, kill_group
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 SLEEPER = "import time; time.sleep(600)"
 FAMILY = f"""
@@ -68,7 +68,7 @@ def test_a_group_is_killed_as_one_and_a_missing_one_is_no_error(tmp_path: Path) 
     with DemoProcesses(tmp_path) as processes:
         started = processes.start(["-c", SLEEPER], tmp_path / "log")
         kill_group(started.pid)
-        assert started.wait(10) == -9
+        assert started.wait(DEADLINE_S) == -9
         kill_group(started.pid)
 
 
@@ -76,7 +76,7 @@ def test_a_group_is_killed_as_one_and_a_missing_one_is_no_error(tmp_path: Path) 
 def test_our_interpreters_programs_come_first_on_the_path(tmp_path: Path) -> None:
     with DemoProcesses(tmp_path) as processes:
         code = f"import os; print(os.environ['PATH'].split(os.pathsep)[0], os.environ[{MARK!r}])"
-        processes.start(["-c", code], tmp_path / "log").wait(20)
+        processes.start(["-c", code], tmp_path / "log").wait(DEADLINE_S)
         folder, mark = (tmp_path / "log").read_text().split()
     assert (Path(folder) / "python").exists()
     assert mark == processes.mark

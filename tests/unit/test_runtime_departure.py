@@ -8,6 +8,7 @@ import pytest
 
 from varuna.departure import Departure, GenerationEnded, PeerLost
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
+from waiting import DEADLINE_S
 
 
 class Ends:
@@ -50,7 +51,7 @@ def test_leaving_ends_every_wait_and_then_the_process(exit_: GenerationEnded | P
 
     assert raised.value.code == code
     assert departure.exit_code == code
-    assert ends.called.wait(10)
+    assert ends.called.wait(DEADLINE_S)
     assert ends.codes == [code]
 
 
