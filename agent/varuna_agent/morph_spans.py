@@ -11,6 +11,8 @@ from varuna_proto.trace_context import child
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _MAX_TOLD = 64
+_CLOSE_S = 10.0
+"""A VM that leaves has a notice of 30 s at least."""
 
 
 class MorphSpans:
@@ -55,8 +57,8 @@ class MorphSpans:
         self._exporter.add_sequence(own, began, worker.phases.items())
 
     def close(self) -> None:
-        """Sends what is left."""
-        self._exporter.close()
+        """Sends what is left. Nobody waits for this agent any more, and on a busy VM sending takes its time."""
+        self._exporter.close(_CLOSE_S)
 
     def _attributes(self, key: WorkerKey) -> dict[str, str | int]:
         return {

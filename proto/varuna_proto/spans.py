@@ -105,11 +105,11 @@ class SpanExporter:
             self.add(name, begin_s, begin_s + seconds, context=child(parent, name), parent=parent)
             begin_s += seconds
 
-    def close(self) -> None:
-        """Sends what is left, for as long as `_CLOSE_S`: a process's end must not wait for a receiver that is away."""
+    def close(self, within_s: float = _CLOSE_S) -> None:
+        """Sends what is left, for as long as `within_s`: a process's end must not wait for a receiver that is away."""
         sending = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
         sending.start()
-        sending.join(_CLOSE_S)
+        sending.join(within_s)
 
 
 def _span_context(context: str, *, is_remote: bool) -> SpanContext:
