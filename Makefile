@@ -41,7 +41,7 @@ unit: venv ## Run the tests that start no process, in a minute and a half
 
 check: lint unit ## What to run before each commit: lint and unit
 
-test: venv browser ## Run the tests, in ten to fifteen minutes on 2 cores
+test: venv browser ## Run the tests, in about fifteen minutes on 2 cores
 	@# Three on two cores: many tests wait for processes.
 	$(PYTEST) -n 3 -m "not slow" $(PYTEST_FLAGS)
 

@@ -34,9 +34,9 @@ from varuna_client.errors import UserError, VarunaError
 from varuna_client.jobfile import load_job
 from varuna_client.options import make_console
 
-FULL_STEPS, SHORT_STEPS = 160, 90
-FULL_PREPARE_S, SHORT_PREPARE_S = 20.0, 10.0
-"""How long the job waits for a new VM's imports before it grows: by then some 100 steps of 0.2 s are over, or 50."""
+FULL_STEPS, SHORT_STEPS = 120, 90
+FULL_PREPARE_S, SHORT_PREPARE_S = 15.0, 10.0
+"""How long the job waits for a new VM's imports before it grows: by then some 75 steps of 0.2 s are over, or 50."""
 DEVICE_MEMORY_BYTES = 34 * 1024 * 1024
 """Of each emulated device: less than the model with its gradients and Adam's state, so one device cannot hold it."""
 POLL_S = 0.25
