@@ -132,8 +132,8 @@ PHASES: dict[str, Callable[[Killer], None]] = {
     "save": lambda killer: killer.at(Checkpointer, "save"),
     "saving": lambda killer: killer.at(CheckpointStore, "put"),
     "saved": lambda killer: killer.at(CheckpointStore, "put", after=True),
-    "loading": lambda killer: killer.at(CheckpointStore, "read"),
-    "loaded": lambda killer: killer.at(varuna.checkpoint.loading._Staged, "apply", after=True),
+    "loading": lambda killer: killer.at(CheckpointStore, "stream"),
+    "loaded": lambda killer: killer.at(varuna.checkpoint.loading.Staged, "apply", after=True),
 }
 
 
