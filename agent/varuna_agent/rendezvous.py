@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import socket
 
+from varuna_proto.held_port import hold_port
+
 
 class RendezvousSockets:
     """One socket is held for the next rank 0; claimed ones wait for theirs to start."""
@@ -23,18 +25,9 @@ class RendezvousSockets:
 
         Raises OSError when the host is not one of this VM's.
         """
-        family, kind, protocol, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
-        held = socket.socket(family, kind, protocol)
         try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-            # On all addresses, as torch's store listens on all: a connection from another one may have the port.
-            # Without SO_REUSEADDR: two sockets that have it may be bound to one port as long as neither listens.
-            held.bind(("", 0))
-            # But with it from now on: the script's own init_process_group may listen there before Varuna does.
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held = hold_port(self._host)
         except OSError as error:
-            held.close()
             raise OSError(f"cannot bind a port on {self._host}: {error}; is it an address of this VM?") from error
         self._held = held
         port: int = held.getsockname()[1]

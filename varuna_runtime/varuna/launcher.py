@@ -25,6 +25,7 @@ from varuna.launching.children import Children, Ended, Stop, dies_with_parent
 from varuna.launching.layout import LaunchError, Layout, script_arguments
 from varuna.launching.lines import Relay, to_stream
 from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.held_port import hold_port
 
 __all__ = ["ANNOUNCEMENT", "add_plan_flags", "main", "run"]
 
@@ -179,24 +180,14 @@ def _start_ranks(
 def _listen(host: str, port: int) -> socket.socket:
     """A socket bound for rank 0: until the script's own init_process_group listens there, nobody can take the port."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+        return hold_port(host, port)
+    except socket.gaierror as error:
         raise LaunchError(f"master_addr {host!r}: {error.strerror or error}") from error
-    try:
-        if port:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the run before has just ended
-        bound.bind(address)
-        # Only now: two that have it may be given one port. It lets the script itself listen there before Varuna does,
-        # with an init_process_group of its own; to nobody else a bound port is given.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
-        bound.close()
         raise LaunchError(
             f"cannot use {host}:{port} for the ranks to meet: {error.strerror or error}; give this machine's own "
             "address with --master_addr and a free port with --master_port"
         ) from error
-    return bound
 
 
 def _device(asked: str, environ: Mapping[str, str]) -> str:
