@@ -11,6 +11,7 @@ import torch
 from scripted_manager import RunningManager
 from secure_world import IDLE_VM, SecureManager, secure_manager
 from training_world import Zygote
+from varuna_manager.db.engine import Database
 from waiting import wait_until
 
 torch.set_num_threads(1)  # two for so small a model, on cores that other tests use too, only wait for each other
@@ -40,6 +41,16 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureManager]:
     with secure_manager(tmp_path_factory.mktemp("secure"), "--vms", "2", *flags) as manager:
         wait_until(lambda: len(manager.vms()) == 2, "two VMs")
         yield manager
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
+    """A manager's store, with all migrations and nothing in it."""
+    is_file = request.param == "sqlite"
+    store = Database(f"sqlite:///{tmp_path / 'manager.db'}" if is_file else request.getfixturevalue("postgres_url"))
+    await store.migrate()
+    yield store
+    await store.close()
 
 
 @pytest.fixture

@@ -30,15 +30,6 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    is_file = request.param == "sqlite"
-    store = Database(f"sqlite:///{tmp_path / 'm.db'}" if is_file else request.getfixturevalue("postgres_url"))
-    await store.migrate()
-    yield store
-    await store.close()
-
-
 @pytest.fixture
 async def sqlite(tmp_path: Path) -> AsyncIterator[Database]:
     store = Database(f"sqlite:///{tmp_path / 'm.db'}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -38,15 +37,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    is_file = request.param == "sqlite"
-    store = Database(f"sqlite:///{tmp_path / 'manager.db'}" if is_file else request.getfixturevalue("postgres_url"))
-    await store.migrate()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ from waiting import until
 ROOT = Path(__file__).resolve().parents[2]
 NOW = 1000.0
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    url = f"sqlite:///{tmp_path / 'manager.db'}"
-    store = Database(url if request.param == "sqlite" else request.getfixturevalue("postgres_url"))
-    await store.migrate()
-    yield store
-    await store.close()
 
 
 def service_of(database: Database) -> MetricsService:

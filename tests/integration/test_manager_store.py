@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,18 +32,6 @@ from varuna_manager.services.vm_registry import Health, VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
 
 SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'manager.db'}"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    store = Database(url)
-    await store.migrate()
-    yield store
-    await store.close()
 
 
 class Clock:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import pytest
 from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -21,18 +19,6 @@ from varuna_manager.services.fleet import workers_by_vm
 
 Change = Callable[[AsyncSession], Any]
 PLAN = Plan(p=1, d=2, micro_batch=1, global_batch=8)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'manager.db'}"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    store = Database(url)
-    await store.migrate()
-    yield store
-    await store.close()
 
 
 def add_vm(name: str) -> Change:
