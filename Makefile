@@ -9,7 +9,7 @@ CHROMIUM := chromium chromium-browser google-chrome
 PYTEST = $(BIN)/pytest --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help venv chromium browser demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium browser demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,9 +21,12 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[runtime,manager,azure,otel,tensorboard,dev]'
 	@# What a job imports, and the planner's kernels, are compiled here: once, on two cores, and not by many processes at a time.
-	@$(BIN)/python -c 'from varuna_planner.auto_config import warm_up; warm_up()' & planner=$$!; \
+	@$(BIN)/python -c 'from varuna_planner.search.auto_config import warm_up; warm_up()' & planner=$$!; \
 		$(BIN)/python -c 'import torch.distributed, torch._subclasses.fake_tensor, varuna, varuna_manager.main, varuna_client.cli' && wait $$planner
 	@touch $@
+
+hooks: venv ## Run lint before each commit, by pre-commit
+	$(BIN)/pre-commit install
 
 demo: venv ## Train a GPT on four local spot VMs, lose one, gain one, drain one; check every loss
 	$(BIN)/varuna demo
@@ -36,12 +39,12 @@ chromium: ## Install the browser that the dashboard's tests need, where there is
 browser: # As chromium, but whoever cannot install it goes on: the tests that need it are left out and named at the end
 	@command -v $(CHROMIUM) >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory chromium || echo "going on without Chromium"
 
-unit: venv ## Run the tests that start no process, in a minute and a half
-	$(PYTEST) -n 2 -m "not processes and not slow" tests/unit $(PYTEST_FLAGS)
+unit: venv ## Run the quick tests that start no process
+	$(PYTEST) -n 2 -m "not processes and not long and not slow" tests/unit $(PYTEST_FLAGS)
 
 check: lint unit ## What to run before each commit: lint and unit
 
-test: venv browser ## Run the tests, in about fifteen minutes on 2 cores
+test: venv browser ## Run the tests but the slow ones
 	@# Three on two cores: many tests wait for processes.
 	$(PYTEST) -n 3 -m "not slow" $(PYTEST_FLAGS)
 
@@ -83,6 +86,10 @@ lint: venv ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks
+	@# One by one: the examples are folders of top-level modules with the same names.
+	for example in bert gpt hf gradient_checkpointing; do \
+		MYPYPATH=examples/$$example $(BIN)/mypy --config-file tests/mypy.ini examples/$$example || exit; done
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory proto-check
 
@@ -100,11 +107,11 @@ proto-check: proto ## Fail when the checked-in stubs are not what the .proto fil
 	@git diff --exit-code --stat -- proto/varuna_proto/v1 || { echo "stubs are stale: run make proto and commit"; exit 1; }
 
 docs: venv ## Write the pages that are made from the code
-	$(BIN)/python -m varuna_manager.services.metrics.exposition > docs/metrics.md
+	$(BIN)/python -m varuna_manager.metrics.exposition > docs/metrics.md
 	$(BIN)/python -m varuna_manager.api.http.reference > docs/rest.md
-	$(BIN)/python -m varuna_client.reference > docs/cli.md
-	$(BIN)/python -m varuna_client.python_reference > docs/python.md
-	$(BIN)/python -m varuna_client.job_reference > docs/job-file.md
+	$(BIN)/python -m varuna_client.reference.cli > docs/cli.md
+	$(BIN)/python -m varuna_client.reference.python > docs/python.md
+	$(BIN)/python -m varuna_client.reference.job_file > docs/job-file.md
 	$(BIN)/varuna validate --schema > docs/job.schema.json
 
 wheel: venv ## Build the wheel that new VMs install from the manager (dist/, with the versions of what it needs)

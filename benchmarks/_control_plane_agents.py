@@ -1,11 +1,11 @@
 """Simulated agents for the control plane's benchmark; run as a process of their own by `_control_plane_world`.
 
-Each has a connection of its own to the manager (`_control_plane_http2`), dials again with the real agent's jittered
-backoff, and says what a real one with one worker would say: Hello with the worker that runs, heartbeats with its step
-and times, and, where it is rank 0, the steps of its generation as reports. Only the VM and the worker are not there.
+Each has its own connection to the manager (`_control_plane_http2`), redials with the real agent's jittered backoff, and
+sends the messages of a real one with one worker: Hello with the running worker, heartbeats with its step and times and,
+if it is rank 0, reports of its generation's steps. Only the VM and the worker are missing.
 
 With `--pki` each dials over mutual TLS, with a certificate of its own. Commands come as lines on stdin ("connected",
-"reset", "tell", "end"); the answer to each but the last is a line of JSON on stdout.
+"reset", "report", "end"); the answer to each but the last is a line of JSON on stdout.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from _control_plane_store import ENROLMENT, RANKS_PER_JOB, job_id, vm_id
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from varuna_agent.backoff import Backoff
-from varuna_manager.services.authority import AgentSubject, open_authority
+from varuna_agent.link.backoff import Backoff
+from varuna_manager.access.authority import AgentSubject, open_authority
 from varuna_proto.v1 import agent_pb2 as pb
 
 _PATH = "/varuna.v1.AgentService/Connect"
@@ -62,6 +62,7 @@ class SimulatedAgent:
         self,
         number: int,
         address: str,
+        *,
         with_worker: bool,
         tally: Tally,
         chance: random.Random,
@@ -105,7 +106,7 @@ class SimulatedAgent:
         async with asyncio.timeout(_DIAL_S):
             await asyncio.get_running_loop().create_connection(lambda: stream, host, int(port), ssl=self._tls)
 
-    # ------------------------------------------------------------ what the stream tells
+    # ------------------------------------------------------------ called by the stream
 
     def opened(self) -> None:
         self._sent_at.clear()
@@ -134,7 +135,7 @@ class SimulatedAgent:
             case "welcome":
                 self._tally.welcomed_s.append(now - self._hello_at)
                 self._tally.connected.add(self._number)
-                self._backoff.reset()
+                self._backoff.reset_wait()
                 if self._ended_at:
                     self._tally.away_s.append(now - self._ended_at)
                 self._interval_s = message.welcome.heartbeat_interval_s
@@ -146,7 +147,7 @@ class SimulatedAgent:
             case "refused":
                 self._tally.lost.append(f"refused: {message.refused.reason}")
             case "stop" | "launch" | "drain" as unwanted:
-                self._tally.lost.append(f"told to {unwanted}: {message}")
+                self._tally.lost.append(f"commanded to {unwanted}: {message}")
 
     def closed(self, reason: str) -> None:
         self._tally.connected.discard(self._number)
@@ -156,7 +157,7 @@ class SimulatedAgent:
             self._timer, self._ended_at = None, time.monotonic()
         self._ended.set()
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ what it sends
 
     @property
     def _job(self) -> str:
@@ -198,7 +199,14 @@ async def _serve(given: argparse.Namespace) -> None:
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
         agents = [
-            SimulatedAgent(number, given.address, number < given.working, tally, random.Random(number), tls)
+            SimulatedAgent(
+                number,
+                given.address,
+                with_worker=number < given.working,
+                tally=tally,
+                chance=random.Random(number),
+                tls=tls,
+            )
             for number, tls in _contexts(given.pki, range(given.first, given.first + given.count), Path(folder))
         ]
     tasks = [asyncio.create_task(agent.run(given.spread_s * i / len(agents))) for i, agent in enumerate(agents)]
@@ -211,7 +219,7 @@ async def _serve(given: argparse.Namespace) -> None:
             case ["reset"]:
                 tally.reset()
                 await _answer({})
-            case ["tell"]:
+            case ["report"]:
                 await _answer(
                     {
                         "handled_s": tally.handled_s,
@@ -240,7 +248,7 @@ def _contexts(pki: Path | None, numbers: range, folder: Path) -> Iterator[tuple[
     key_path.write_bytes(key.private_bytes(*formats))
     for number in numbers:
         subject = AgentSubject(vm_id(number), ENROLMENT)
-        path.write_bytes(authority.agent_certificate(key.public_key(), subject, timedelta(days=1)))
+        path.write_bytes(authority.sign_agent_certificate(key.public_key(), subject, timedelta(days=1)))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_cert_chain(path, key_path)
         context.load_verify_locations(cadata=authority.ca_pem.decode())

@@ -36,7 +36,7 @@ class StreamListener(Protocol):
     def received(self, message: bytes) -> None: ...
 
     def closed(self, reason: str) -> None:
-        """Once, whatever ended the stream."""
+        """Called once, whatever ended the stream."""
 
 
 class GrpcStream(asyncio.Protocol):
@@ -56,7 +56,7 @@ class GrpcStream(asyncio.Protocol):
         self._write(frame(_DATA, 0, 1, struct.pack(">BL", 0, len(message)) + message))
 
     def _write(self, data: bytes) -> None:
-        """What comes too late is dropped: the listener is told of the end."""
+        """Data that comes too late is dropped: the listener already has the end."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 

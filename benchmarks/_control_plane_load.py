@@ -2,7 +2,7 @@
 
 A heartbeat is handled when its acknowledgement is back at the agent. Every agent has a connection, and so a TLS
 session, of its own; all agents of the fleet share one process (two with 10,000), whose own work is in the times, too.
-Jobs of 100 workers train on all of them: the store, the decisions and the reports of steps are as in earnest.
+Jobs of 100 workers train on all of them: the store, the decisions and the reports of steps are real.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 manager,
                 fleet,
             ):
-                time.sleep(load.interval_s + 5.0)  # what connecting has set going comes to rest
+                time.sleep(load.interval_s + 5.0)  # until the work of connecting has ended
                 rows.append(_heartbeats(load, manager, fleet, given.seconds))
                 if given.reconnect:
                     back.append(_reconnect(load, manager, fleet))
@@ -63,7 +63,7 @@ def _heartbeats(load: Load, manager: ManagerProcess, fleet: Fleet, seconds: floa
     began, cpu_s, agents_cpu_s = time.monotonic(), manager.cpu_s(), fleet.cpu_s()
     time.sleep(seconds)
     took_s, cpu_s, agents_cpu_s = time.monotonic() - began, manager.cpu_s() - cpu_s, fleet.cpu_s() - agents_cpu_s
-    answers = fleet.ask("tell")
+    answers = fleet.ask("report")
     handled_ms = [1e3 * value for answer in answers for value in answer["handled_s"]]
     lost = [reason for answer in answers for reason in answer["lost"]]
     return {
@@ -91,7 +91,7 @@ def _reconnect(load: Load, manager: ManagerProcess, fleet: Fleet) -> dict[str, A
     serves = time.monotonic()
     fleet.await_connected(load.agents)
     back, agents_cpu_s = time.monotonic(), fleet.cpu_s()
-    answers = fleet.ask("tell")
+    answers = fleet.ask("report")
     away_s = [value for answer in answers for value in answer["away_s"]]
     welcomed_ms = [1e3 * value for answer in answers for value in answer["welcomed_s"]]
     return {

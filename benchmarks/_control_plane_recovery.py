@@ -1,7 +1,7 @@
-"""`recovery`: a VM is killed under the example's job; how soon is that seen, and how soon does the job train again?
+"""`recovery`: how soon the loss of a VM of the example's job is detected, and how soon the job trains again.
 
 Real manager, real agents, real workers, four local VMs. `killed`: SIGKILL to everything of a VM. `silent`: SIGSTOP to
-its agent; the machine is there, and says nothing. Beside it torchrun, four processes of the same model under plain
+its agent; the machine exists but is silent. For comparison torchrun, four processes of the same model under plain
 DDP that save after each step, one of which is killed; it restarts them all on the same machine. All times are seconds
 after the signal, by the clock of this machine.
 """
@@ -27,14 +27,14 @@ import psutil
 from rich.table import Table
 
 from varuna_client import Client
+from varuna_client.demo.director import find_example, job_spec
 from varuna_client.demo.processes import DemoProcesses, kill_group
-from varuna_client.demo.run import find_example, job_spec
-from varuna_client.documents import Event
+from varuna_proto.rest import EventDocument
 
 VMS = 4
 _DEADLINE_S = 120.0
 _STEPS_BEFORE = 5
-"""Of a generation, before it is disturbed: its warmed processes are ready by then, if they ever are."""
+"""The age of a generation before it is disturbed. Its warmed processes are ready by then."""
 _SETTLE_S = 12.0
 _TORCHRUN = Path(__file__).with_name("_control_plane_torchrun.py")
 TARGETS = {"killed": {"seen_s": 0.5, "first_step_s": 1.5}, "silent": {"seen_s": 6.0}}
@@ -69,7 +69,7 @@ def _start(processes: DemoProcesses, folder: Path) -> Client:
     processes.start(["-m", "varuna_manager.main", *flags], log)
     _until((data / "manager.json").exists, "the manager")
     client = Client(f"http://{json.loads((data / 'manager.json').read_text())['http']}")
-    _until(client.ready, "the manager")
+    _until(client.is_ready, "the manager")
     _until(lambda: sum(vm["state"] == "ready" for vm in client.vms()) == VMS, "the VMs")
     client.submit(job_spec(find_example(), 1_000_000))
     return client
@@ -106,7 +106,7 @@ def _disturb(client: Client, number: signal.Signals) -> dict[str, float | None]:
         kill_group(pid)
     else:
         os.kill(pid, number)
-    events: list[Event] = []
+    events: list[EventDocument] = []
 
     def trains_again() -> bool:
         events.extend(client.events(after=events[-1]["id"] if events else known))
@@ -121,7 +121,7 @@ def _disturb(client: Client, number: signal.Signals) -> dict[str, float | None]:
     }
 
 
-def _after(events: list[Event], at: float, what: Callable[[Event], bool]) -> float | None:
+def _after(events: list[EventDocument], at: float, what: Callable[[EventDocument], bool]) -> float | None:
     found = [datetime.fromisoformat(event["at"]).timestamp() for event in events if what(event)]
     return round(found[0] - at, 3) if found else None
 
@@ -130,7 +130,7 @@ def _torchrun(folder: Path, rounds: int) -> list[dict[str, float | None]]:
     record, log = folder / "steps", folder / "log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={VMS}"]
     command += [f"--max-restarts={rounds}", str(_TORCHRUN), str(record)]
-    # Else torch 2.13's restarted ranks find the addresses of the killed one in the agent's store, and wait for it.
+    # Otherwise torch 2.13's restarted ranks find the addresses of the killed one in the agent's store and wait for it.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
@@ -150,8 +150,9 @@ def _torchrun(folder: Path, rounds: int) -> list[dict[str, float | None]]:
             first = _until(partial(_first_without, record, victim), "torchrun's training after the kill")
             taken.append({"first_step_s": round(first - at, 3)})
     finally:
-        for each in (*psutil.Process(process.pid).children(recursive=True), process):
-            each.kill()
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
         process.wait()
     return taken
 

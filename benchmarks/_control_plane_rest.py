@@ -1,4 +1,4 @@
-"""`rest`: what calls of the REST API take on a large store: 10,000 VMs, a job of 1,000,000 steps, 1,000,000 events.
+"""`rest`: the cost of REST calls on a large store: 10,000 VMs, a job of 1,000,000 steps, 1,000,000 events.
 
 The manager is the real process with SQLite, without agents; each call is made several times over one connection. Its
 processor time is the manager's while the calls were made, less what it uses in as much time without any. Times are
@@ -25,7 +25,7 @@ from sqlalchemy import text
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.job_progress import sum_up_all
-from varuna_manager.services.step_metrics import roll_up
+from varuna_manager.history.step_metrics import roll_up
 
 LONG_JOB = job_id(0)
 _IDLE_S, _MOST_IDLE = 3.0, 20
@@ -79,7 +79,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         hosts = folder / "hosts.yaml"
         hosts.write_text(yaml.safe_dump({"hosts": [{"name": vm_id(number)} for number in range(given.vms)]}))
         flags = ["--provider", f"static:{hosts}", "--http-port", "0", "--grpc-port", "0"]
-        # Nobody is missed: no agent ever comes.
+        # No agent ever comes, so none may be missed.
         flags += ["--suspect-after-s", "1e6", "--lost-after-s", "2e6", "--lease-s", "3e6", "--hang-minimum-s", "1e9"]
         manager = ManagerProcess(folder, tuple(flags))
         manager.start()
@@ -118,7 +118,7 @@ def _measure(manager: ManagerProcess, given: argparse.Namespace) -> dict[str, An
 
 
 def _idle_cores(manager: ManagerProcess) -> float:
-    """What it uses by itself, once what starting has set going comes to rest."""
+    """The manager's own use of the processor once the work of starting has ended."""
     for _ in range(_MOST_IDLE):
         before = manager.cpu_s()
         time.sleep(_IDLE_S)

@@ -11,7 +11,7 @@ from typing import Any
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import Base, EnrolmentRow, FleetRow, GenerationRow, JobRow, VmRow, WorkerRow
-from varuna_manager.domain.observed import Plan
+from varuna_proto.plan import Plan
 
 P, D = 4, 25
 RANKS_PER_JOB = P * D
@@ -36,7 +36,7 @@ def fill(url: str, vms: int, jobs: int, provider: str) -> None:
 async def _fill(url: str, vms: int, jobs: int, provider: str) -> None:
     assert jobs * RANKS_PER_JOB <= vms, f"{jobs} jobs of {RANKS_PER_JOB} ranks need more than {vms} VMs"
     database = Database(url)
-    await database.migrate()
+    await database.migrate_schema()
     async with database.write() as session:
         session.add(FleetRow(provider=provider, target=vms))
         session.add_all(_vms(vms, provider))
@@ -65,7 +65,7 @@ def _vms(count: int, provider: str) -> Iterator[VmRow]:
             ref={},
             incarnation=f"simulated-{number}",
             created_at=time.time(),
-            reason="its agent said Hello",
+            reason="its agent said hello",
         )
 
 
@@ -144,7 +144,7 @@ def _generation(number: int) -> Iterator[Base]:
 
 
 def profile_json() -> str:
-    """Equal sections, whose times are those that the simulated workers tell."""
+    """Equal sections, with the times that the simulated workers report."""
     measurements = [
         {
             "micro_batch": m,

@@ -20,7 +20,7 @@ from _control_plane_store import RANKS_PER_JOB, fill, sqlite_url, vm_id
 _AGENTS = Path(__file__).with_name("_control_plane_agents.py")
 _START_S, _CONNECT_S = 120.0, 600.0
 _DIALS_PER_S = 100.0
-"""At first: a fleet's machines do not boot in the same moment."""
+"""The first connections are spread over this time, because a fleet's machines do not boot at the same moment."""
 
 
 @dataclass
@@ -88,11 +88,11 @@ class Fleet:
         return float(sum(answer["cpu_s"] for answer in self.ask("connected")))
 
     def await_connected(self, count: int) -> float:
-        """Seconds until so many are connected."""
+        """Seconds until this many are connected."""
         began = time.monotonic()
         while (now := sum(answer["connected"] for answer in self.ask("connected"))) < count:
             if time.monotonic() - began > _CONNECT_S:
-                lost = [reason for answer in self.ask("tell") for reason in answer["lost"]][:3]
+                lost = [reason for answer in self.ask("report") for reason in answer["lost"]][:3]
                 raise RuntimeError(f"only {now} of {count} agents connected in {_CONNECT_S:.0f} s: {lost}")
             time.sleep(0.2)
         return time.monotonic() - began
@@ -107,7 +107,7 @@ class Fleet:
 def world(
     folder: Path, agents: int, jobs: int, interval_s: float, *, mtls: bool, processes: int = 1
 ) -> Iterator[tuple[ManagerProcess, Fleet]]:
-    """`agents` of which `jobs`×RANKS_PER_JOB work, each with a heartbeat every `interval_s`; all are connected."""
+    """`agents` that are all connected, each with a heartbeat every `interval_s`; `jobs`×RANKS_PER_JOB of them work."""
     fill(sqlite_url(folder), agents, jobs, "static")
     hosts = folder / "hosts.yaml"
     hosts.write_text(yaml.safe_dump({"hosts": [{"name": vm_id(number)} for number in range(agents)]}))

@@ -1,4 +1,4 @@
-"""Where the ranks of the emulated pipeline live: on loopback, or in network namespaces with links of a set rate."""
+"""The networks of the emulated pipeline: loopback, or network namespaces with links of a set rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Loopback", "ShapedNetwork"]
 
 _CLONE_NEWNET = 0x40000000
 _BURST_BYTES = 16 * 1024
-"""What a link takes at once: small against a message, and enough for a frame."""
+"""Bytes that a link takes at once: few compared with a message, and enough for a frame."""
 
 _MTU = 9000
 """Large frames: cutting messages into small ones takes processor time, which the ranks then lack."""

@@ -1,4 +1,4 @@
-"""What the pipeline benchmark found, as rows, and which of its targets were reached."""
+"""The results of the pipeline benchmark as rows, and the verdicts on its targets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["TARGETS", "Condition", "Row", "Target", "Verdict", "judge", "print_rows", "print_verdicts"]
+__all__ = ["TARGETS", "LinkCondition", "ReportRow", "Target", "Verdict", "judge", "print_rows", "print_verdicts"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Condition:
-    """What the links and devices of a run do, and how far ahead Varuna may run there."""
+class LinkCondition:
+    """How the links and devices of a run behave, and how far ahead Varuna may run there."""
 
     name: str
     link_mbit: float = 0.0
@@ -32,7 +32,7 @@ class Condition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ReportRow:
     """One system in one shape under one condition. Ratios are of means."""
 
     condition: str
@@ -51,13 +51,12 @@ class Row:
     best_ms: float
     rounds_ms: tuple[float, ...]
     message_ms: float
-    """What a message takes on the link as it is, delays apart: measured, and told to the simulator, as calibration
-    does."""
+    """The measured time of a message on the link without delays; the simulator gets it, as it does from calibration."""
     simulated_ms: float
-    """Of the planner for this system's schedule under the very delays and op times of the measured rounds, mean. For a
-    peer: the least that its order allows."""
+    """The planner's mean for this system's schedule with the delays and op times of the measured rounds. For a peer:
+    the least that its order allows."""
     lower_bound_ms: float
-    """Of any schedule, without jitter and noise, and with links that take no longer than their rate and latency say."""
+    """Of any schedule, without jitter and noise, on links of exactly their rate and latency."""
     to_simulated: float
     to_lower_bound: float
     to_torch_1f1b: float | None
@@ -66,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """What the ratio of the default policy's mean to another figure is to be at most."""
+    """The limit for the ratio of the default policy's mean to another figure."""
 
     to: str
     plain: float
@@ -94,13 +93,13 @@ class Verdict:
     measured: float
     met: bool
     simulated: float | None
-    """The same ratio of simulated times: what to expect of a peer that loses nothing beyond its order."""
+    """The same ratio of simulated times: against a peer that loses time only by its order."""
     least: float | None
-    """Lower bound to the peer's simulated time: against such a peer, no schedule could come below."""
+    """The ratio of the lower bound to the peer's simulated time: no schedule gets below it."""
 
 
-def judge(rows: Sequence[Row], conditions: Sequence[Condition]) -> list[Verdict]:
-    """Every target that the measured systems allow to judge."""
+def judge(rows: Sequence[ReportRow], conditions: Sequence[LinkCondition]) -> list[Verdict]:
+    """A verdict on every target whose systems were measured."""
     found = {(row.condition, row.p, row.n, row.system): row for row in rows}
     disturbed = {condition.name for condition in conditions if condition.disturbed}
     verdicts = []
@@ -129,7 +128,7 @@ def judge(rows: Sequence[Row], conditions: Sequence[Condition]) -> list[Verdict]
     return verdicts
 
 
-def print_rows(condition: Condition, rows: Iterable[Row]) -> None:
+def print_rows(condition: LinkCondition, rows: Iterable[ReportRow]) -> None:
     """The measured times of one condition."""
     links = f"{condition.link_mbit:g} Mbit/s" if condition.link_mbit else "not shaped"
     print(
@@ -150,7 +149,7 @@ def print_rows(condition: Condition, rows: Iterable[Row]) -> None:
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """Which targets were reached, with what the simulator makes of those that name a peer."""
+    """The verdicts; those against a peer with their simulated ratios."""
     print(f"\nTargets of {JUDGED}: its mean to that of another, at most the limit")
     print(f"{'condition':<16} {'P':>2} {'N':>3} {'to':<12} {'limit':>6} {'ratio':>6} {'':<6} {'sim.':>6} {'least':>6}")
     for verdict in verdicts:

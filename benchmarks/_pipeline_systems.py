@@ -14,9 +14,11 @@ from _pipeline_world import Conditions, Sender, busy_until
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 
-from varuna.departure import Departure
-from varuna.pipeline.engine import Engine, Links, MicroBatch, Position
-from varuna_planner.schedule import Op, Policy
+from varuna.distributed.departure import Departure
+from varuna.pipeline.engine import Engine
+from varuna.pipeline.micro_batches import MicroBatch
+from varuna.pipeline.stage_setting import StageLinks, StagePosition
+from varuna_planner.schedule.policies import Op
 
 __all__ = ["PEERS", "make_ours", "make_peer"]
 
@@ -25,8 +27,8 @@ _CPU = torch.device("cpu")
 
 
 class _Compute(torch.autograd.Function):
-    """Takes the device's time forwards and backwards. What the host does meanwhile, such as making tensors, is part of
-    that time, as it is on a device that works while the host prepares.
+    """Takes the device's time, forward and backward. The host's own work, such as making tensors, is part of that time,
+    because a real device works while the host prepares.
     """
 
     @staticmethod
@@ -39,7 +41,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         ends_s = time.perf_counter() + ctx.backward_s()
-        # A new tensor, as any real op gives: autograd would copy one that it does not own.
+        # A new tensor, like that of any real op: autograd would copy one that it does not own.
         found = torch.empty_like(gradients[0]), torch.zeros(1), None, None
         busy_until(ends_s)
         return found
@@ -63,7 +65,7 @@ class _Boundary:
 
 
 class _SleepingStage:
-    """A stage as the engine takes it."""
+    """A stage for Varuna's engine."""
 
     def __init__(self, conditions: Conditions, activation_bytes: int, stage: int, p: int) -> None:
         self.on_section: Callable[[int], None] | None = None
@@ -85,25 +87,28 @@ class _SleepingStage:
 
 
 def make_ours(
-    policy: Policy,
+    position: StagePosition,
+    n: int,
+    *,
     conditions: Conditions,
     activation_bytes: int,
-    stage: int,
-    p: int,
-    n: int,
-    run_ahead: int,
-    links: Links,
+    links: StageLinks,
     departure: Departure,
 ) -> Callable[[], Any]:
     """One mini-batch by Varuna's engine."""
-    position = Position(stage=stage, p=p, policy=policy, run_ahead=run_ahead, recompute=stage < p - 1)
-    engine = Engine(_SleepingStage(conditions, activation_bytes, stage, p), position, links, _CPU, departure)
+    engine = Engine(
+        _SleepingStage(conditions, activation_bytes, position.stage, position.p),
+        position=position,
+        links=links,
+        device=_CPU,
+        departure=departure,
+    )
     batches = [MicroBatch(index, 1, {}) for index in range(n)]
-    return lambda: engine.train(batches, expected_weight=lambda *_: n, seed=0, step=1)
+    return lambda: engine.run_training_pass(batches, expected_weight=lambda *_: n, seed=0, step=1)
 
 
 class _SleepingModule(nn.Module):
-    """A stage as torch.distributed.pipelining takes it: its backward is longer, as recompute is no action there."""
+    """A stage for torch.distributed.pipelining. Its backward contains the recompute, which is no action there."""
 
     def __init__(self, conditions: Conditions, is_last: bool) -> None:
         super().__init__()
@@ -119,7 +124,7 @@ class _SleepingModule(nn.Module):
 
 
 def make_peer(
-    name: str, conditions: Conditions, activation_bytes: int, stage: int, p: int, n: int
+    name: str, *, conditions: Conditions, activation_bytes: int, stage: int, p: int, n: int
 ) -> Callable[[], Any]:
     """One mini-batch by a schedule of torch.distributed.pipelining, over the default process group."""
     example = torch.zeros(1, activation_bytes // 4)
@@ -139,7 +144,7 @@ def make_peer(
 
 
 def delay_peers(delays: Conditions, rank: int) -> None:
-    """From now on the messages that this process' torch pipeline sends arrive late, as ours do."""
+    """From now on the messages of this process' torch pipeline arrive late, like those of Varuna's engine."""
     links = {
         rank + 1: Sender(partial(delays.delay_s, f"down/{rank}")),
         rank - 1: Sender(partial(delays.delay_s, f"up/{rank - 1}")),

@@ -24,18 +24,19 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from varuna._gloo import NEVER, GlooGroup, Work
-from varuna.departure import Departure
-from varuna.launch import Rendezvous
-from varuna_planner.schedule import Op
-from varuna_planner.simulator import Course
+from varuna.distributed.departure import Departure
+from varuna.distributed.gloo import NEVER, GlooGroup, Work
+from varuna.distributed.rendezvous import Rendezvous
+from varuna_planner.schedule.policies import Op
+from varuna_planner.simulator.simulation import MinibatchTimes
 from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.plan import Plan
 
 __all__ = [
     "Conditions",
     "DelayedGroup",
     "DelayedRendezvous",
-    "Network",
+    "NamespaceNetwork",
     "Sender",
     "busy_until",
     "message_us",
@@ -46,7 +47,7 @@ _PR_SET_TIMERSLACK = 29
 _EXACT_NS = 1
 
 _SLEEPS_LATE_S = 100e-6
-"""Even so a sleep ends some 60 µs late (measured), which no device does; the rest of the time is polled away."""
+"""Even so a sleep ends some 60 µs late (measured), which no device does; the rest of the time is polled."""
 
 _PROBES = 21
 _PROBE_EVERY_S = 0.01
@@ -60,8 +61,8 @@ def busy_until(ends_s: float) -> None:
 
 
 class Conditions:
-    """What each op and each message of this rank takes in the mini-batch that runs: the same whichever system runs it,
-    and the same that the simulator is given.
+    """The times of this rank's ops and messages in the present mini-batch: the same for every system and for the
+    simulator.
     """
 
     def __init__(self, rank: int, latency_us: float) -> None:
@@ -70,8 +71,8 @@ class Conditions:
         self._ops: dict[Op, Iterator[float]] = {}
         self._delays: dict[str, Iterator[float]] = {}
 
-    def begin(self, course: Course) -> None:
-        """Starts a mini-batch. No message of another may be on its way."""
+    def begin(self, course: MinibatchTimes) -> None:
+        """Starts a mini-batch. No message of another one may be under way."""
         self._ops = {op: iter(course.action_us[op, self._rank]) for op in (Op.F, Op.R, Op.B)}
         self._delays = {}
         if self._rank > 0:
@@ -89,7 +90,7 @@ class Conditions:
 
 
 class Sender:
-    """Hands messages over late, in order: as a network does, so a message's delay does not hold up the link."""
+    """Delivers messages late and in order, like a network: a message's delay does not occupy the link."""
 
     def __init__(self, delay_s: Callable[[], float]) -> None:
         self._delay_s = delay_s
@@ -98,7 +99,7 @@ class Sender:
         threading.Thread(target=self._deliver, daemon=True).start()
 
     def send(self, deliver: Callable[[], Work]) -> None:
-        """Calls `deliver` when the message is due, not before that of the one before it."""
+        """Calls `deliver` when the message is due, but not before the previous message."""
         self._last_due_s = max(self._last_due_s, time.perf_counter() + self._delay_s())
         self._queue.put((self._last_due_s, deliver))
 
@@ -139,16 +140,16 @@ class DelayedRendezvous(Rendezvous):
 
     delays: Conditions | None = None
 
-    def gloo(self, name: str, ranks: Sequence[int]) -> GlooGroup:
-        group: GlooGroup = super().gloo(name, ranks)
+    def connect_gloo(self, name: str, ranks: Sequence[int]) -> GlooGroup:
+        group: GlooGroup = super().connect_gloo(name, ranks)
         if self.delays is None or not name.startswith(("up/", "down/")):
             return group
         return cast(GlooGroup, DelayedGroup(group, partial(self.delays.delay_s, name)))
 
 
 def message_us(group: GlooGroup, first: bool, size: int) -> float:
-    """What a message of `size` bytes takes from one end of a link to the other, as calibration would find it: half of
-    the shortest of some round trips, with receives posted ahead and a link that was idle. Both ends call it.
+    """The time of a message of `size` bytes over a link, as calibration finds it: half of the shortest of some round
+    trips, with receives posted ahead and an idle link. Both ends call it.
     """
     message = torch.zeros(size, dtype=torch.uint8)
     taken_s = []
@@ -167,7 +168,7 @@ def message_us(group: GlooGroup, first: bool, size: int) -> float:
     return min(taken_s) / 2 * 1e6 if first else 0.0
 
 
-class Network(Protocol):
+class NamespaceNetwork(Protocol):
     """Where ranks live and how they reach each other."""
 
     @property
@@ -176,15 +177,17 @@ class Network(Protocol):
         """Moves this process, which becomes `rank`, to its place."""
 
 
-def run_ranks(p: int, network: Network, rank_main: Callable[[int, DelayedRendezvous, Departure], Any]) -> list[Any]:
-    """What `rank_main` returns in each of the P processes (as JSON). Raises RuntimeError with the traceback of one."""
+def run_ranks(
+    p: int, network: NamespaceNetwork, rank_main: Callable[[int, DelayedRendezvous, Departure], Any]
+) -> list[Any]:
+    """The results of `rank_main` in P processes (as JSON). Raises RuntimeError with the traceback of one."""
     with tempfile.TemporaryDirectory() as folder:
         pids = []
         port = _free_port()
         for rank in range(p):
             pid = os.fork()
             if pid == 0:
-                _become_rank(rank, p, port, network, rank_main, Path(folder))
+                _become_rank(rank, p=p, port=port, network=network, rank_main=rank_main, folder=Path(folder))
             pids.append(pid)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         files = [Path(folder) / f"{rank}" for rank in range(p)]
@@ -198,7 +201,7 @@ def run_ranks(p: int, network: Network, rank_main: Callable[[int, DelayedRendezv
     return [result["value"] for result in results]
 
 
-def _become_rank(rank: int, p: int, port: int, network: Network, rank_main: Any, folder: Path) -> None:
+def _become_rank(rank: int, *, p: int, port: int, network: NamespaceNetwork, rank_main: Any, folder: Path) -> None:
     out = folder / f"{rank}"
     try:
         network.enter(rank)
@@ -222,10 +225,7 @@ def _environment(rank: int, p: int, port: int, host: str) -> WorkerEnvironment:
         world_size=p,
         rendezvous_host=host,
         rendezvous_port=port,
-        p=p,
-        d=1,
-        micro_batch=1,
-        global_batch=1,
+        plan=Plan(p=p, d=1, micro_batch=1, global_batch=1),
     )
 
 

@@ -1,17 +1,17 @@
-"""How true the planner's predictions are: predicted against real mini-batch times.
+"""How accurate the planner's predictions are: predicted against real mini-batch times.
 
     python benchmarks/_planner_accuracy.py [--json accuracy.json] [--steps 6] [--rounds 5]
 
-(a) The emulated-device runs of `benchmarks/pipeline.py`: stages sleep, all else is real; what the engine takes per
+(a) The emulated-device runs of `benchmarks/pipeline.py`: stages sleep, all else is real; the engine's time per
 action is calibrated in another shape. (b) The example GPT on this machine's CPU: a calibration by as many ranks as will
-train, as the manager makes it, then the planner's prediction for each shape and the real steps. Only shapes of up to 2
-ranks are honest on 2 cores; on more, pass more with --shapes.
+train, as the manager makes it, then the planner's prediction for each shape and the real steps. On 2 cores only
+shapes of up to 2 ranks are valid; with more cores, pass more with --shapes.
 
-Beside every error stands the noise of what it is compared with: half the distance of the quartiles, relative. The GPT's
-ranks calibrate again before and after every few steps, and three more figures come of that: the error "at once", of the
-mean of the predictions by the two calibrations around the steps (the median over rounds: what the machine did since the
-first calibration is not in it); what of it is in the forwards and backwards alone; and the machine's drift, which is
-how far those predictions are apart, of their median. Without drift both errors are the same but for noise.
+Every error is shown with the noise of its measurement: half the relative distance of the quartiles. The GPT's ranks
+calibrate again before and after every few steps, which gives three more figures: the error "at once" of the mean of the
+predictions by the two calibrations around the steps (the median over rounds, without the machine's changes since the
+first calibration); the part of it in the forwards and backwards alone; and the machine's drift, the distance of those
+predictions relative to their median. Without drift both errors are the same but for noise.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 
 from _planner_accuracy_gpt import SHAPES, gpt_rows, parse_shape
 
-from varuna_planner.schedule import Policy
-from varuna_planner.simulator import simulate, uniform
+from varuna_planner.schedule.policies import Policy
+from varuna_planner.simulator.simulation import simulate, uniform
 
 HERE = Path(__file__).resolve()
 EMULATED_STAGES, EMULATED_MICRO_BATCHES = (2, 4), (8, 32)
@@ -92,7 +92,7 @@ def _summary(rows: Sequence[dict[str, Any]], which: str) -> dict[str, float]:
 
 
 def _row(shape: str, predicted_s: float, real: Sequence[float]) -> dict[str, Any]:
-    """`real` in seconds; its median is what counts, so that a step which was interrupted does not."""
+    """`real` in seconds. Its median counts, so an interrupted step does not matter."""
     median = statistics.median(real)
     quartiles = statistics.quantiles(real, n=4) if len(real) > 1 else [median] * 3
     return {
@@ -109,8 +109,8 @@ def _row(shape: str, predicted_s: float, real: Sequence[float]) -> dict[str, Any
 
 
 def emulated_rows(rounds: int) -> list[dict[str, Any]]:
-    """Runs `pipeline.py`. One shape beside those that are predicted calibrates what the engine takes for each action,
-    which the emulated device's times do not have; `without_overhead` is the error when it is left out."""
+    """Runs `pipeline.py`. One more shape calibrates the engine's own time for each action, which the emulated device's
+    times do not have; `without_overhead` is the error when it is left out."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "pipeline.json"
         p, n = CALIBRATION_SHAPE
@@ -146,7 +146,7 @@ def _emulated_s(setting: dict[str, Any], row: dict[str, Any], overhead_us: float
 
 
 def _engine_overhead_us(setting: dict[str, Any], row: dict[str, Any]) -> float:
-    """Per action, by the slope of the simulated time: with every action longer by the same, it is all but a line."""
+    """Per action, from the slope of the simulated time, which is almost linear in a constant added to every action."""
     real_s, probe_us = statistics.median(row["rounds_ms"]) / 1e3, 100.0
     bare_s = _emulated_s(setting, row, 0.0)
     slope = (_emulated_s(setting, row, probe_us) - bare_s) / probe_us

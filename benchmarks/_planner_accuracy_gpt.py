@@ -1,6 +1,6 @@
-"""The example GPT's part of `_planner_accuracy.py`: it is calibrated as the manager does it, then it trains, while the
-same ranks calibrate again and again between the steps. So what a prediction is off by can be told from what the machine
-did meanwhile: by the calibrations before and after the steps that they are compared with.
+"""The example GPT's part of `_planner_accuracy.py`: it is calibrated as the manager does it, then it trains, and the
+same ranks calibrate again between the steps. The calibrations before and after the compared steps separate the error of
+a prediction from changes of the machine.
 
 Run as a script, this is one rank.
 """
@@ -20,15 +20,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "examples" / "gpt"))
 
-from varuna_planner.auto_config import Pins, Plan, choose_plan  # noqa: E402
-from varuna_planner.profile import Profile  # noqa: E402
-from varuna_planner.what_if import Outcome, WhatIf, simulate_plan  # noqa: E402
+from varuna_planner.profile.document import Profile  # noqa: E402
+from varuna_planner.search.auto_config import Pins, choose_plan  # noqa: E402
+from varuna_planner.what_if import SimulatedPlan, SimulationRequest, simulate_plan  # noqa: E402
 from varuna_proto.environment import Mode, WorkerEnvironment  # noqa: E402
+from varuna_proto.plan import Plan  # noqa: E402
 
 SHAPES = ("1x1x2", "1x1x4", "2x1x2", "2x1x4", "1x2x2", "1x2x4")
 """P × D × micro-batch."""
@@ -42,8 +43,8 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Training:
-    """What the ranks of one shape found."""
+class TrainingRun:
+    """The measurements of the ranks of one shape."""
 
     profiles: list[Profile]
     """Before the first round, and after each."""
@@ -54,14 +55,14 @@ class Training:
 
 
 def gpt_rows(shapes: Sequence[Shape], rounds: int, steps: int) -> list[dict[str, Any]]:
-    """One for each shape."""
+    """One row for each shape."""
     sizes = sorted({m for _, _, m in shapes})
     profiles = {world: _calibrate(world, sizes) for world in sorted({p * d for p, d, _ in shapes})}
     return [_row(shape, profiles[shape[0] * shape[1]], rounds, steps) for shape in shapes]
 
 
 def parse_shape(text: str) -> Shape:
-    """Of `SHAPES`' form. Raises SystemExit for another."""
+    """Parses a shape such as those in SHAPES. Raises SystemExit if it is malformed."""
     try:
         p, d, micro_batch = (int(part) for part in text.split("x"))
     except ValueError:
@@ -93,9 +94,9 @@ def _row(shape: Shape, profile: Profile, rounds: int, steps: int) -> dict[str, A
     }
 
 
-def _ops_error(plan: Plan, found: Training) -> float:
-    """Of what calibration at the same time says of the forwards and backwards of all ranks; the rest of the error is
-    in what comes on top of them: waiting, reducing, stepping."""
+def _ops_error(plan: Plan, found: TrainingRun) -> float:
+    """The part of the error in the forwards and backwards of all ranks, against the calibration at the same time. The
+    rest is in what comes on top of them: waiting, reducing, stepping."""
     errors = []
     for number, both in enumerate(pairwise(found.profiles)):
         ops_us = [_simulated(profile, plan).pipeline for profile in both]
@@ -118,10 +119,10 @@ def _plan(shape: Shape, profile: Profile) -> Plan:
     return choice.best
 
 
-def _simulated(profile: Profile, plan: Plan) -> Outcome:
+def _simulated(profile: Profile, plan: Plan) -> SimulatedPlan:
     """The same plan by another profile."""
     return simulate_plan(
-        WhatIf(
+        SimulationRequest(
             profile=profile,
             p=plan.p,
             d=plan.d,
@@ -142,59 +143,44 @@ def _calibrate(world: int, sizes: Sequence[int]) -> Profile:
     """By `world` ranks at once, each on its core."""
 
     def environment(rank: int, port: int) -> WorkerEnvironment:
-        return _environment(rank, port, 1, world, sizes[-1], mode=Mode.CALIBRATE)
+        plan = Plan(p=1, d=world, micro_batch=sizes[-1], global_batch=GLOBAL_BATCH)
+        return _environment(rank, port, plan, mode=Mode.CALIBRATE)
 
     return Profile.from_json(_run_ranks(world, environment, ["calibrate", *map(str, sizes)])[0]["profile"])
 
 
-def _train(shape: Shape, plan: Plan, rounds: int, steps: int) -> Training:
+def _train(shape: Shape, plan: Plan, rounds: int, steps: int) -> TrainingRun:
     p, d, micro_batch = shape
 
     def environment(rank: int, port: int) -> WorkerEnvironment:
-        return _environment(
-            rank,
-            port,
-            p,
-            d,
-            micro_batch,
-            stage_starts=plan.stage_starts,
-            run_ahead=plan.run_ahead,
-            recompute=plan.recompute,
-            policy=plan.policy,
-        )
+        return _environment(rank, port, plan)
 
     found = _run_ranks(p * d, environment, ["train", str(micro_batch), str(rounds), str(steps)])
-    return Training(
+    return TrainingRun(
         profiles=[Profile.from_json(text) for text in found[0]["profiles"]],
         step_s=found[0]["step_s"],
         op_us=[rank["op_us"] for rank in found],
     )
 
 
-def _environment(
-    rank: int, port: int, p: int, d: int, micro_batch: int, *, mode: Mode = Mode.TRAIN, **plan: Any
-) -> WorkerEnvironment:
+def _environment(rank: int, port: int, plan: Plan, *, mode: Mode = Mode.TRAIN) -> WorkerEnvironment:
     return WorkerEnvironment(
         job_id="accuracy",
         generation=1,
         mode=mode,
         rank=rank,
         local_rank=rank,
-        world_size=p * d,
+        world_size=plan.p * plan.d,
         rendezvous_host="127.0.0.1",
         rendezvous_port=port,
-        p=p,
-        d=d,
-        micro_batch=micro_batch,
-        global_batch=GLOBAL_BATCH,
-        **plan,
+        plan=plan,
     )
 
 
 def _run_ranks(
     world: int, environment: Callable[[int, int], WorkerEnvironment], task: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """What each rank found. Raises RuntimeError with the last lines of a rank that failed."""
+    """Each rank's results. Raises RuntimeError with the last lines of a rank that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -210,8 +196,8 @@ def _run_ranks(
                     ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
             codes = [rank.wait(RANK_LIMIT_S) for rank in ranks]
         finally:
-            for rank in ranks:
-                rank.kill()
+            for process in ranks:
+                process.kill()
         for number, code in enumerate(codes):
             if code:
                 raise RuntimeError(f"rank {number} ended with {code}:\n{logs[number].read_text()[-2000:]}")
@@ -233,54 +219,61 @@ def _as_rank(task: str, numbers: Sequence[int]) -> dict[str, Any]:
     if task == "calibrate":
         return {"profile": _calibrate_here(get_batch, numbers, "alone", budget_s=None)}
     micro_batch, rounds, steps = numbers
-    return _train_here(dataset, get_batch, micro_batch, rounds, steps)
+    return _train_here(dataset, get_batch, micro_batch=micro_batch, rounds=rounds, steps=steps)
 
 
 def _calibrate_here(get_batch: Any, sizes: Sequence[int], name: str, budget_s: float | None) -> str | None:
-    """The profile, on rank 0. `name`: used once."""
+    """The profile, on rank 0. `name`: another one in each call."""
     import torch
     from torch._C._distributed_c10d import PrefixStore
 
     from recipe import build_model, build_optimizer
-    from varuna.launch import worker_environment
+    from varuna.calibration.optimizer_costs import OptimizerSetup
+    from varuna.calibration.peers import CalibrationPeers
+    from varuna.calibration.profile import calibrate
+    from varuna.calibration.subject import CalibrationSubject
+    from varuna.distributed.worker_environment import read_worker_environment
+    from varuna.optim.precision import TrainingPrecision
     from varuna.partition import trace
-    from varuna.profiler import calibrate
-    from varuna.worker import Worker
+    from varuna.worker.worker import WorkerProcess
 
-    worker, model = Worker.join(worker_environment()), build_model()
+    worker, model = WorkerProcess.join_generation(read_worker_environment()), build_model()
     profile = calibrate(
-        model,
-        trace(model, get_batch(2)),
-        get_batch,
-        optimizer=build_optimizer(model.parameters()),
-        device=torch.device("cpu"),
+        CalibrationSubject(
+            model, trace(model, get_batch(2)), get_batch, torch.device("cpu"), TrainingPrecision(torch.float32, "cpu")
+        ),
+        OptimizerSetup(build_optimizer(model.parameters())),
         global_batch=GLOBAL_BATCH,
-        rank=worker.environment.rank,
-        world_size=worker.environment.world_size,
-        store=PrefixStore(name, worker.rendezvous.store),
-        connect=lambda group, ranks: worker.rendezvous.gloo(f"{name}/{group}", ranks),
+        peers=CalibrationPeers(
+            worker.environment.rank,
+            worker.environment.world_size,
+            PrefixStore(name, worker.rendezvous.store),
+            connect=lambda group, ranks: worker.rendezvous.connect_gloo(f"{name}/{group}", ranks),
+        ),
         budget_s=budget_s,
         micro_batches=sizes,
     )
     return None if profile is None else profile.to_json()
 
 
-def _train_here(dataset: Any, get_batch: Any, micro_batch: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Steps and calibrations in turn. Op times are what the engine tells of each pass."""
+def _train_here(dataset: Any, get_batch: Any, *, micro_batch: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Steps and calibrations in turn. Op times are the engine's own of each pass."""
     from recipe import build_model, build_optimizer
     from varuna import Varuna
     from varuna.data import Batches
-    from varuna.pipeline.engine import Engine, PassResult
+    from varuna.pipeline.engine import Engine
+    from varuna.pipeline.pass_state import PassResult
+    from varuna.roles.training import TrainingRole
 
     passes: list[PassResult] = []
 
     class Observed(Engine):
-        def train(self, *args: Any, **kwargs: Any) -> PassResult:
-            passes.append(super().train(*args, **kwargs))
+        def run_training_pass(self, *args: Any, **kwargs: Any) -> PassResult:
+            passes.append(super().run_training_pass(*args, **kwargs))
             return passes[-1]
 
     varuna = Varuna(build_model(), get_batch_fn=get_batch)
-    varuna._parts.engine.__class__ = Observed
+    cast(TrainingRole, varuna._role).assembly.engine.__class__ = Observed
     varuna.set_optimizer(build_optimizer(varuna.parameters()))
     batches = iter(Batches(dataset, seed=0, first_step=1, last_step=(WARM_UP_STEPS + steps) * (rounds + 1)))
 

@@ -17,12 +17,12 @@ from rich.console import Group
 from rich.table import Table
 
 from varuna_client.planning.estimates import estimate_document
-from varuna_planner.auto_config import choose_plan
-from varuna_planner.fitting import fit, predict_observation_s
-from varuna_planner.hardware import Hardware, built_in
-from varuna_planner.models import named_model
-from varuna_planner.observations import Observation, parse_observations
-from varuna_planner.synthesis import synthesise
+from varuna_planner.fitting.fitting import fit, predict_observation_s
+from varuna_planner.fitting.observations import RateObservation, parse_observations
+from varuna_planner.hardware.table import Hardware, built_in
+from varuna_planner.profile.models import named_model
+from varuna_planner.profile.synthesis import synthesise
+from varuna_planner.search.auto_config import choose_plan
 
 OBSERVATIONS = Path(__file__).resolve().parents[1] / "examples" / "planning"
 FITTED, OTHERS = "table7", ("table3", "paper")
@@ -68,14 +68,14 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     return {"measured": measured, "plans": [_plan(fleet, table) for fleet in FLEETS]}
 
 
-def _rows(name: str) -> tuple[Observation, ...]:
+def _rows(name: str) -> tuple[RateObservation, ...]:
     path = OBSERVATIONS / f"observations-{name}.json"
     return parse_observations(path.read_text(), lambda profile: (OBSERVATIONS / profile).read_text())
 
 
-def _compare(row: Observation, table: Hardware, fitted: Hardware, *, was_fitted: bool) -> dict[str, Any]:
+def _compare(row: RateObservation, table: Hardware, fitted: Hardware, *, was_fitted: bool) -> dict[str, Any]:
     def predicted_s(hardware: Hardware) -> float:
-        return predict_observation_s(row, hardware.gpu(GPU), hardware.network(NETWORK), hardware)
+        return predict_observation_s(row, hardware.find_gpu(GPU), hardware.find_network(NETWORK), hardware)
 
     built_in_s, fitted_s = predicted_s(table), predicted_s(fitted)
     return {
@@ -93,7 +93,7 @@ def _compare(row: Observation, table: Hardware, fitted: Hardware, *, was_fitted:
 
 
 def _plan(fleet: Fleet, table: Hardware) -> dict[str, Any]:
-    shape, device = named_model(fleet.model), table.gpu(fleet.gpu)
+    shape, device = named_model(fleet.model), table.find_gpu(fleet.gpu)
     choice = choose_plan(
         synthesise(shape, table, fleet.gpu, NETWORK, offload_optimizer=fleet.offload_optimizer),
         gpus=fleet.gpus,

@@ -1,11 +1,11 @@
-"""A trace of spot VMs replayed against the 2.5 B parameter model of the paper: what each policy makes of the same VMs.
+"""Replays a trace of spot VMs for the paper's model of 2.5 B parameters, once with each policy.
 
     python benchmarks/_planner_replay.py --trace ../shared/traces/aws-p3-spot.csv
     python benchmarks/_planner_replay.py --global-batch 512 --morph-s 10 --json replay.json
 
 Time is simulated, event by event; rates come from the planner. The job follows `_planner_replay_job`, the policies are
-in `_planner_replay_policies`. No policy can beat the bound (`upper_bound` says why). Examples are those that no loss
-threw back; the generation that runs at the end counts in full.
+in `_planner_replay_policies`. No policy can beat the bound (`upper_bound` explains it). Only examples that no loss
+threw back count; the generation that runs at the end counts in full.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from _planner_replay_job import Job
-from _planner_replay_policies import Greedy, Liveput, ManagersRules, Plans, Policy, automatic_saves
+from _planner_replay_job import ReplayedJob
+from _planner_replay_policies import Greedy, Liveput, ManagersRules, Plans, ReplayPolicy, automatic_saves
 
 from varuna_manager.domain.observed import Rules
-from varuna_planner.auto_config import Plan, choose_plan
-from varuna_planner.hardware import built_in
-from varuna_planner.liveput import Costs
-from varuna_planner.profile import Profile
-from varuna_planner.shapes import Family, ModelShape
-from varuna_planner.spot_trace import SpotTrace, measure_hazard, parse_trace
-from varuna_planner.synthesis import synthesise
+from varuna_planner.hardware.table import built_in
+from varuna_planner.liveput.liveput import StopCosts
+from varuna_planner.liveput.spot_trace import SpotTrace, measure_hazard, parse_trace
+from varuna_planner.profile.document import Profile
+from varuna_planner.profile.shapes import ModelFamily, ModelShape
+from varuna_planner.profile.synthesis import synthesise
+from varuna_planner.search.auto_config import choose_plan
+from varuna_proto.plan import Plan
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "aws-p3-spot.csv"
-MODEL = ModelShape(family=Family.GPT2, layers=54, hidden=1920, seq=1024, fused_attention=False)
+MODEL = ModelShape(family=ModelFamily.GPT2, layers=54, hidden=1920, seq=1024, fused_attention=False)
 """GPT-2 with 2.5 billion parameters (paper, section 3.2), as its code of 2021 computes it."""
 GPU, NETWORK, MEMORY_BYTES = "v100-16gb", "ethernet-10g", 16 * 2**30
-"""Of the trace's p3.2xlarge: one V100, up to 10 Gb/s."""
+"""The trace's p3.2xlarge: one V100, up to 10 Gb/s."""
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a replay."""
-    usual = Costs()
+    usual = StopCosts()
     parser.add_argument("--trace", type=Path, default=TRACE, help="milliseconds,add|remove,node (default: %(default)s)")
     parser.add_argument(
         "--global-batch", type=int, nargs="+", default=[8192, 2400, 512], help="examples in a mini-batch"
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Replays the trace once for each global batch and policy. Raises ValueError and OSError about the trace."""
     trace = parse_trace(arguments.trace.read_text(), name=str(arguments.trace))
-    costs = Costs(
+    costs = StopCosts(
         morph_s=arguments.morph_s,
         detect_s=arguments.detect_s,
         save_stall_s=arguments.save_stall_s,
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         plans = make_plans(profile, global_batch)
         bound = upper_bound(trace, plans, costs)
         for name, policy in _policies(trace, plans, costs, arguments.horizon_s).items():
-            replayed = Job(trace, plans, costs, policy).replay()
+            replayed = ReplayedJob(trace, plans, costs, policy).replay()
             replays.append(
                 {
                     "global_batch": global_batch,
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_plans(profile: Profile, global_batch: int) -> Plans:
-    """The best plan for a number of GPUs, remembered."""
+    """The best plan for a number of GPUs, cached."""
 
     @cache
     def best(gpus: int) -> Plan | None:
@@ -113,8 +114,8 @@ def make_plans(profile: Profile, global_batch: int) -> Plans:
     return best
 
 
-def _policies(trace: SpotTrace, plans: Plans, costs: Costs, horizon_s: float) -> dict[str, Policy]:
-    """By name; from the manager to liveput one thing changes with each."""
+def _policies(trace: SpotTrace, plans: Plans, costs: StopCosts, horizon_s: float) -> dict[str, ReplayPolicy]:
+    """The policies by name; from the manager's to liveput each changes one thing."""
     rules = Rules(lost_after_s=costs.detect_s)
     usual = automatic_saves(costs)
     saves = automatic_saves(costs, measure_hazard(trace).removals_per_vm_hour)
@@ -127,20 +128,21 @@ def _policies(trace: SpotTrace, plans: Plans, costs: Costs, horizon_s: float) ->
     }
 
 
-def upper_bound(trace: SpotTrace, plans: Plans, costs: Costs) -> float:
+def upper_bound(trace: SpotTrace, plans: Plans, costs: StopCosts) -> float:
     """Examples that no policy can beat, even one that knows the future; exact for a relaxed job.
 
-    Relaxed: losses are foreseen (nothing to notice, nothing thrown back), saving is free, mini-batches are divisible.
-    What stays: a generation trains only after morph_s, on VMs that are there from its start to its end, no faster than
-    the best plan for as many VMs as are there throughout.
+    In the relaxed job, losses are foreseen (none has to be noticed, none throws work back), saves are free and
+    mini-batches divisible. A generation still trains only after morph_s, on VMs that are present from its start to its
+    end, no faster than the best plan for these VMs.
 
-    Any policy is a sequence of generations [a, b) with examples r·max(0, b - a - morph_s), r ≤ best rate of the VMs
-    there throughout. That no boundary need lie between two events of the trace: take one that does, between
-    generations with rates r1 and r2 (idle time goes to either). Moved within the gap, no VM comes or goes, so both stay
-    possible; the sum is convex in the boundary's place (each term is), so it is greatest at an end of the gap, or where
-    one generation has shrunk to nothing and is dropped. So dynamic programming over the events' times finds the best.
+    Any policy is a sequence of generations [a, b) with examples r·max(0, b - a - morph_s), where r is at most the best
+    rate of the VMs that are present throughout. No boundary has to lie between two events of the trace. Take one that
+    does, between generations with rates r1 and r2 (idle time goes to either). While it moves within the gap, no VM
+    comes or goes, so both stay possible. The sum is convex in the boundary's position, because each term is. So it is
+    greatest at an end of the gap, or where one generation has shrunk to nothing and is dropped. Dynamic programming
+    over the times of the events therefore finds the best.
     """
-    fleets = [*trace.fleets()]
+    fleets = [*trace.iterate_fleets()]
     times = [at_s for at_s, _ in fleets]
     best = [0.0] * len(times)
     for start, (from_s, there) in enumerate(fleets):
@@ -176,7 +178,7 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures for people. Times in hours; idle GPUs: the part of KEPT that the best plan of the moment saves."""
+    """Renders the figures. Times are in hours; IDLE GPUS is the part of KEPT that the best plans would save."""
     setting = result["setting"]
     rows = [[head for head, _, _ in COLUMNS]]
     for replay in result["replays"]:

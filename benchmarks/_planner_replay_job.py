@@ -1,8 +1,9 @@
-"""A job on the VMs of a trace, in simulated time: what it trains, what it loses, and to what.
+"""A job on the VMs of a trace, in simulated time: what it trains and what it loses, by cause.
 
-Synchronous training with whole mini-batches: a generation trains once `morph_s` has passed, saves every k mini-batches
-(standing still for the stall, complete when written), and stops dead when a VM that it uses goes; the policy hears of
-that `detect_s` later. Every second from the trace's start to its end is booked once.
+Training is synchronous, in whole mini-batches. A generation trains once `morph_s` has passed. It saves every k
+mini-batches: training stands still for the stall, and the save is complete when it is written. It stops at once when a
+VM that it uses leaves; the policy notices that `detect_s` later. Every second from the trace's start to its end is
+booked once.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from varuna_planner.auto_config import Plan
-from varuna_planner.liveput import Costs
-from varuna_planner.spot_trace import SpotTrace
+from varuna_planner.liveput.liveput import StopCosts
+from varuna_planner.liveput.spot_trace import SpotTrace
+from varuna_proto.plan import Plan
 
 Plans = Callable[[int], Plan | None]
 """The best plan for a number of GPUs, one GPU a VM; None: none fits."""
@@ -35,27 +36,27 @@ class Start:
 @dataclass(frozen=True, kw_only=True)
 class Stop:
     grace_s: float | None = None
-    """End the mini-batch, save and leave, killed after so long; None: leave at once."""
+    """End the mini-batch, save and leave, or be killed after this time; None: leave at once."""
 
 
-class Policy(Protocol):
+class ReplayPolicy(Protocol):
     @property
     def settle_s(self) -> Sequence[float]:
-        """How long after VMs have come it wants to be asked again."""
+        """How long after VMs have come `decide` is to be called again."""
 
-    def decide(self, now: float, job: Job) -> Start | Stop | None:
-        """What to do now; asked again until it is nothing."""
+    def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
+        """What to do now; called again until it returns None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """Examples that count, and where the time went."""
+    """The examples that count, and the use of time."""
 
     examples: float
     morphs: int
     """Generations after the first."""
     losses: int
-    """Those that followed the loss of a VM."""
+    """Morphs that followed the loss of a VM."""
     growths: int
     kept_s: float
     """Training that no loss threw back."""
@@ -68,19 +69,19 @@ class Replayed:
     waiting_s: float
     """Without a generation."""
     idle_gpus_s: float
-    """Of kept_s: what would have been saved by training at the rate of the best plan for the VMs of the moment."""
+    """The part of kept_s that the best plan for the VMs of each moment would have saved."""
     mean_examples_per_s: float
 
 
 @dataclass(kw_only=True)
-class Generation:
+class ReplayedGeneration:
     plan: Plan
     vms: frozenset[str]
     every: int
     started_s: float
-    costs: Costs
+    costs: StopCosts
     broken_s: float | None = None
-    """A VM that it uses went away."""
+    """When a VM that it uses left."""
     stop_asked_s: float | None = None
     stops_s: float | None = None
     saves_at_stop: bool = False
@@ -102,7 +103,7 @@ class Generation:
         return trained_s, saving_s, completed, written * self.every
 
     def boundary_s(self, at_s: float) -> float:
-        """The end of the mini-batch (or the stall) under way."""
+        """When the mini-batch (or the stall) under way ends."""
         minibatch_s = self.plan.predicted_minibatch_s
         trained_s, _, completed, _ = self.progress(at_s)
         into_s = trained_s - completed * minibatch_s
@@ -110,16 +111,16 @@ class Generation:
 
 
 @dataclass
-class Job:
+class ReplayedJob:
     trace: SpotTrace
     plans: Plans
-    costs: Costs
-    policy: Policy
+    costs: StopCosts
+    policy: ReplayPolicy
     vms: dict[str, float] = field(default_factory=dict)
-    """Those that the policy knows of, and since when."""
-    generation: Generation | None = None
-    last: Generation | None = None
-    """The newest that has stopped."""
+    """The VMs that the policy knows of, and since when."""
+    generation: ReplayedGeneration | None = None
+    last: ReplayedGeneration | None = None
+    """The newest generation that has stopped."""
 
     def replay(self) -> Replayed:
         """From the first event of the trace to its last."""
@@ -127,7 +128,7 @@ class Job:
         self._booked = dict.fromkeys(("kept", "redone", "launching", "detecting", "saving", "waiting", "idle"), 0.0)
         self._examples, self._free_since_s = 0.0, self.trace.starts_s
         self._started = self._losses = self._growths = 0
-        bursts = dict(self.trace.bursts())
+        bursts = dict(self.trace.iterate_bursts())
         self._wakes = sorted(bursts)
         while self._wakes[0] < self.trace.ends_s:
             now = heapq.heappop(self._wakes)
@@ -196,7 +197,7 @@ class Job:
     def _start(self, now: float, start: Start) -> None:
         assert self.generation is None, "one generation at a time"
         self._book("waiting", now - self._free_since_s)
-        self.generation = Generation(
+        self.generation = ReplayedGeneration(
             plan=start.plan, vms=frozenset(start.vms), every=start.every, started_s=now, costs=self.costs
         )
         if not self.generation.vms <= self._there:
@@ -233,16 +234,16 @@ class Job:
         trained_until_s = ran_until_s - self.costs.save_s if saved else ran_until_s
         trained_s, saving_s, _, written = generation.progress(trained_until_s)
         kept_s = trained_s if saved else written * generation.plan.predicted_minibatch_s
-        self._book_generation(
-            generation, ran_until_s, kept_s, trained_s, saving_s + (self.costs.save_s if saved else 0)
-        )
+        if saved:
+            saving_s += self.costs.save_s
+        self._book_generation(generation, until_s=ran_until_s, kept_s=kept_s, trained_s=trained_s, saving_s=saving_s)
         self._book("detecting", now - ran_until_s)
         self._losses += lost
         self._growths += not lost
         self.last, self.generation, self._free_since_s = generation, None, now
 
     def _end(self, now: float) -> None:
-        """The trace is over: what runs now counts as far as it has come."""
+        """Books the generation that runs at the end of the trace."""
         generation = self.generation
         if generation is None:
             self._book("waiting", now - self._free_since_s)
@@ -251,11 +252,11 @@ class Job:
         trained_s, saving_s, _, written = generation.progress(until_s)
         lost = generation.broken_s is not None
         kept_s = written * generation.plan.predicted_minibatch_s if lost else trained_s
-        self._book_generation(generation, until_s, kept_s, trained_s, saving_s)
+        self._book_generation(generation, until_s=until_s, kept_s=kept_s, trained_s=trained_s, saving_s=saving_s)
         self._book("detecting", now - until_s)
 
     def _book_generation(
-        self, generation: Generation, until_s: float, kept_s: float, trained_s: float, saving_s: float
+        self, generation: ReplayedGeneration, *, until_s: float, kept_s: float, trained_s: float, saving_s: float
     ) -> None:
         self._book("launching", min(until_s, generation.ready_s) - generation.started_s)
         self._book("kept", kept_s)
@@ -267,9 +268,9 @@ class Job:
         if kept_s > 0:
             self._book("idle", self._idle_share_s(generation, until_s) * kept_s / running_s)
 
-    def _idle_share_s(self, generation: Generation, until_s: float) -> float:
+    def _idle_share_s(self, generation: ReplayedGeneration, until_s: float) -> float:
         """Seconds of the generation's running time that the best plan of each moment would have saved."""
-        fleets = [*self.trace.fleets()]
+        fleets = [*self.trace.iterate_fleets()]
         total = 0.0
         for (from_s, vms), (to_s, _) in itertools.pairwise([*fleets, (math.inf, frozenset[str]())]):
             overlap_s = min(to_s, until_s) - max(from_s, generation.ready_s)

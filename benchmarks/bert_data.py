@@ -1,4 +1,4 @@
-"""BERT's data: what preparing it costs, with one process and with two, beside the usual way of making the examples.
+"""The cost of preparing BERT's data, with one process and with two, next to the usual way of making the examples.
 
 The usual way goes through an example token by token in Python, as the scripts that accompany BERT do; here that is
 `_naive_mask`, over the same pairs, so that the two do the same work. Figures of one run, side by side.
@@ -113,7 +113,7 @@ def _in_one_process(prepared: Path) -> dict[str, float]:
 
 
 def _naive_mask(tokens: Tokens, pairs: Pairs, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """The same examples, one token at a time."""
+    """Masks the same examples one token at a time."""
     tosses = random.Random(0)
     ordinary = [index for index in range(len(vocabulary)) if not vocabulary.special[index]]
     made = []

@@ -3,8 +3,8 @@
 The first part trains the example GPT on one rank, in turns of 5 steps that begin with a checkpoint in the background,
 or not. The second saves and loads the same state (parameters and Adam's two moments) with Varuna, with torch.save and
 with torch.distributed.checkpoint, in turns. Varuna's files carry CRC-32 sums, which are made and verified in these
-times; torch.save makes them too, DCP none. DCP's files are synced to the disk, as is its default. What is told are
-medians, with the CPU time, which says more than the clock where other programs run beside.
+times; torch.save makes them too, DCP none. DCP's files are synced to the disk, as is its default. The figures
+are medians, with the CPU time, which is more reliable than the clock when other programs run.
 
     python benchmarks/checkpoint.py --json
 """
@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "examples" / "gpt"))
@@ -36,7 +36,8 @@ from torch.distributed import checkpoint as dcp  # noqa: E402
 
 from recipe import build_model, build_optimizer, load_dataset  # noqa: E402
 from varuna import Varuna  # noqa: E402
-from varuna.checkpoint import Checkpointer, TrainingState, load  # noqa: E402
+from varuna.checkpoint import CheckpointWriter, ShapePosition, TrainingState, load_checkpoint  # noqa: E402
+from varuna.roles.training import TrainingRole  # noqa: E402
 
 STEPS_BETWEEN = 5
 
@@ -54,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:
-        report = {
+        report: dict[str, Any] = {
             "training": measure_training(given, Path(folder) / "training"),
             "throughput": measure_throughput(given, Path(folder) / "throughput"),
             "cores": os.cpu_count(),
@@ -103,7 +104,7 @@ def measure_training(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             model.step(batch)
         return time.perf_counter() - started, stalled
 
-    checkpointer = model._checkpointing._checkpointer(str(folder))
+    checkpointer = cast(TrainingRole, model._role).checkpoints.checkpointing._open_writer(str(folder))
     turn(True)  # the first allocates
     ratios, stalls, shares, writes = [], [], [], []
     for number in range(given.rounds):
@@ -200,16 +201,16 @@ def varuna_system(
         section_of={name: index for index, name in enumerate(parameters)},
         optimizers=(optimizer,),
     )
-    checkpointer = Checkpointer(str(folder), generation=1, rank=0, p=1, d=1)
+    checkpointer = CheckpointWriter(str(folder), generation=1, position=ShapePosition(rank=0, p=1, d=1))
 
     def save() -> float | None:
-        assert checkpointer.save(1, state), "nothing else is being saved"
+        assert checkpointer.start_save(1, state), "nothing else is being saved"
         outcome = checkpointer.wait()
         assert outcome is not None, "the save has an outcome"
         assert outcome.result == "committed", outcome.error
         return checkpointer.last_stall_s
 
-    return save, lambda: (load(str(folder), 1, state), None)[1]
+    return save, lambda: (load_checkpoint(str(folder), 1, state), None)[1]
 
 
 def torch_system(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from varuna.checkpoint import Checkpointer, TrainingState, load
+from varuna.checkpoint import CheckpointWriter, ShapePosition, TrainingState, load_checkpoint
 
 SECTIONS = 12
 SAVES = 6
@@ -54,8 +54,8 @@ def make_state(megabytes: int, *, frozen_share: float = 0.0) -> TrainingState:
 
 
 def save(url: str, step: int, state: TrainingState) -> None:
-    checkpointer = Checkpointer(url, generation=1, rank=0, p=1, d=1)
-    checkpointer.save(step, state)
+    checkpointer = CheckpointWriter(url, generation=1, position=ShapePosition(rank=0, p=1, d=1))
+    checkpointer.start_save(step, state)
     outcome = checkpointer.wait()
     assert outcome is not None
     assert outcome.result == "committed", outcome.error
@@ -67,7 +67,7 @@ def measure_load(url: str, megabytes: int) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _memory("VmRSS")
     began_s = time.perf_counter()
-    loaded = load(url, 1, state)
+    loaded = load_checkpoint(url, 1, state)
     load_s = time.perf_counter() - began_s
     peak = _memory("VmHWM")
     return {"load_s": round(load_s, 3), "read_bytes": loaded.bytes_read, "staged_bytes": peak - before}
@@ -80,7 +80,7 @@ def _memory(key: str) -> int:
 
 
 def measure_frozen(megabytes: int) -> dict[str, Any]:
-    """Bytes that each of some saves writes for a model of which 99 % are frozen."""
+    """Bytes that each of some saves writes for a model with 99 % of its parameters frozen."""
     state = make_state(megabytes, frozen_share=0.99)
     written = []
     with tempfile.TemporaryDirectory() as folder:

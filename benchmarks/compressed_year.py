@@ -1,4 +1,4 @@
-"""A year of a busy manager, week by week, with what is over deleted as it goes: how large and slow its store becomes.
+"""A year of a busy manager, week by week, with retention after each: how large and slow its store becomes.
 
     python benchmarks/compressed_year.py [--scale 1.0] [--rounds N] [--json]
 
@@ -25,7 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("integration", "support")]
+sys.path += [
+    str(Path(__file__).resolve().parents[1] / "tests" / "support" / room) for room in ("", "managers", "simulation")
+]
 
 import structlog
 from _control_plane_store import profile_json
@@ -36,16 +38,18 @@ from rest_world import RestWorld, migrated, rest_world
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.db.engine import Database
 from varuna_manager.db.job_progress import sum_up_all
-from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.retention import DAY_S, KeepDays
 from varuna_manager.domain.spec import JobSpec
-from varuna_manager.providers.base import Offer
-from varuna_manager.services.archives import ArchiveService
-from varuna_manager.services.events import EventLog
-from varuna_manager.services.fleet import job_wants
-from varuna_manager.services.metrics.from_store import Findings, StoreFigures
-from varuna_manager.services.retention import Retention
-from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.fleet.fleet import job_wants
+from varuna_manager.history.retention import Retention
+from varuna_manager.jobs.archives import ArchiveService
+from varuna_manager.metrics.from_store import StoreMetrics, StoreSamples
+from varuna_manager.providers.base import VmOffer
+from varuna_manager.world.events import EventLog
+from varuna_manager.world.vm_registry import VmRegistry
+from varuna_manager.world.world import World
+from varuna_proto.plan import Plan
 
 YEAR_S, WEEK_S = 364 * DAY_S, 7 * DAY_S
 AT_ONCE, RANKS, STEPS = 5, 4, 10
@@ -54,7 +58,7 @@ MOST_RATIO = 2.0
 MOST_BYTES = 1e9
 _YOUNG_GENERATIONS, _YOUNG_EVENTS = 10, 1000
 _BY_HAND = 1.0
-"""Milliseconds: what takes less is not compared."""
+"""Milliseconds: calls that take less are not compared."""
 
 _COUNT = "WITH RECURSIVE n(i) AS (SELECT :first UNION ALL SELECT i + 1 FROM n WHERE i + 1 < :stop)"
 _GENERATIONS = """INSERT INTO generations (job_id, number, kind, state, history, plan, candidates, rendezvous_host,
@@ -101,14 +105,14 @@ _EVENTS = """INSERT INTO events (at, job_id, generation, vm_id, kind, message, d
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class YearSize:
     jobs: int
     generations: int
     vms: int
     events: int
 
     @classmethod
-    def of(cls, scale: float, generations: int) -> Size:
+    def of(cls, scale: float, generations: int) -> YearSize:
         return cls(
             jobs=max(round(200 * scale), 2 * AT_ONCE),
             generations=generations,
@@ -120,7 +124,7 @@ class Size:
 class Year:
     """Writes a store's rows by plain SQL: through the manager itself a year takes days."""
 
-    def __init__(self, path: Path, size: Size, now: float) -> None:
+    def __init__(self, path: Path, size: YearSize, now: float) -> None:
         self.size = size
         self.starts_at = now - YEAR_S
         self._store = sqlite3.connect(path, isolation_level=None)
@@ -272,8 +276,8 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, path.with_name(f"{path.name}-wal")) if file.exists())
 
 
-async def live_through(folder: Path, size: Size, note: Callable[[str], None]) -> dict[str, Any]:
-    """The year. What retention took."""
+async def live_through(folder: Path, size: YearSize, note: Callable[[str], None]) -> dict[str, Any]:
+    """Plays the year. Returns the times of retention."""
     path, now = folder / "manager.db", time.time()
     await migrated(path)
     year, database = Year(path, size, now), Database(f"sqlite:///{path}")
@@ -320,7 +324,7 @@ def _rows(path: Path) -> dict[str, int]:
     return found
 
 
-async def be_young(folder: Path, size: Size, jobs: int) -> None:
+async def be_young(folder: Path, size: YearSize, jobs: int) -> None:
     path = folder / "manager.db"
     await migrated(path)
     year = Year(path, size, time.time())
@@ -337,7 +341,7 @@ async def be_young(folder: Path, size: Size, jobs: int) -> None:
 
 
 def calls(job: str) -> list[str]:
-    """What the dashboard's pages and the commands ask."""
+    """The requests of the dashboard's pages and of the commands."""
     about = f"jobs/{job}"
     return [
         "jobs",
@@ -367,26 +371,26 @@ def calls(job: str) -> list[str]:
 
 def looked_at(world: RestWorld, job: str) -> dict[str, Callable[[], Awaitable[Any]]]:
     """What is timed over one store, by its name."""
-    loader = SnapshotLoader(world.database, VmRegistry(), Rules())
-    figures = StoreFigures(world.database, "local")
+    loader = SnapshotLoader(world.database, World(world.database, VmRegistry()), Rules())
+    figures = StoreMetrics(world.database, "local")
 
     async def wants() -> None:
         async with world.database.read() as session:
-            await job_wants(session, Offer(gpus=1))
+            await job_wants(session, VmOffer(gpus=1))
 
     async def ask(path: str) -> None:
         (await world.ask("GET", f"/api/v1/{path}")).raise_for_status()
 
     return {
-        "look: jobs": loader.load,
+        "look: jobs": loader.load_snapshot,
         "look: what the fleet wants": wants,
-        "metrics": lambda: figures.find(Findings()),
+        "metrics": lambda: figures.collect_samples(StoreSamples()),
         **{f"GET {path.replace(job, '{job}')}": partial(ask, path) for path in calls(job)},
     }
 
 
 async def measure(old: Path, young: Path, job: str, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of the processor, the median; in turns, as other programs disturb both alike then."""
+    """The median milliseconds of the processor. The stores take turns, so that other programs disturb both alike."""
     rows = []
     async with rest_world(old) as one, rest_world(young) as other:
         of_young = looked_at(other, job)
@@ -407,7 +411,7 @@ async def _time(call: Callable[[], Awaitable[Any]]) -> float:
 
 
 async def run(scale: float, generations: int, rounds: int, note: Callable[[str], None]) -> dict[str, Any]:
-    size = Size.of(scale, generations)
+    size = YearSize.of(scale, generations)
     with tempfile.TemporaryDirectory(prefix="varuna-year-") as name:
         old, young = Path(name) / "old", Path(name) / "young"
         for folder in (old, young):

@@ -4,7 +4,7 @@
     python benchmarks/control_plane.py load | decide | recovery | rest
 
 The manager is the real process, with SQLite; agents are simulated (`load`) or real (`recovery`). Take a quiet machine:
-latencies are those of whatever else runs, too.
+other programs lengthen the latencies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = ("load", "decide", "recovery", "rest")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=(*PARTS, "all"), nargs="?", default="all", help="its --help tells its options")
+    parser.add_argument("part", choices=(*PARTS, "all"), nargs="?", default="all", help="its --help lists its options")
     parser.add_argument("--json", action="store_true")
     given, rest = parser.parse_known_args()
     report: dict[str, Any] = {"cores": os.cpu_count(), "python": platform.python_version()}

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "tests" / folder) for folder in ("integration", "dashboard", "support")]
+sys.path += [
+    str(Path(__file__).resolve().parents[1] / "tests" / "support" / room) for room in ("", "managers", "simulation")
+]
 
 from playwright.async_api import Browser, Page, async_playwright  # noqa: E402
 

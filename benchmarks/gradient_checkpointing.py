@@ -3,7 +3,7 @@
 Two replicas over gloo train the network of `examples/gradient_checkpointing`, the same examples in each case, without
 dropout. `peak` is what a rank takes for training at its highest: parameters, gradients, Adam, buckets, activations. On
 a CPU it is the process's peak of resident memory within a step (VmHWM, reset before it) above what was resident before
-the model was built, with malloc told to give large blocks back at once; on GPUs, where each rank has one, it is
+the model was built, with malloc set to give large blocks back at once; on GPUs, where each rank has one, it is
 torch.cuda.max_memory_allocated(). `error` is how far the gradients, which must be the same on both ranks to the last
 bit, are from those of one process of plain PyTorch on the whole batch, relative to their norm.
 
@@ -38,13 +38,14 @@ from torch import distributed as dist  # noqa: E402
 from model import Examples, Net  # noqa: E402
 from varuna import Varuna  # noqa: E402
 from varuna_proto.environment import Mode, WorkerEnvironment  # noqa: E402
+from varuna_proto.plan import Plan  # noqa: E402
 
 RANKS = 2
 BLOCKS, WIDTH = 16, 128
 LIMIT_S = 300.0
 
 
-class Case(NamedTuple):
+class MemoryCase(NamedTuple):
     """One row."""
 
     system: str
@@ -60,10 +61,10 @@ class Case(NamedTuple):
 
 
 CASES = (
-    *(Case("DDP", chunks) for chunks in (0, 4, 8)),
-    *(Case("Varuna", chunks) for chunks in (0, 4, 8)),
-    Case("Varuna", 0, 8),
-    Case("Varuna", 4, 8),
+    *(MemoryCase("DDP", chunks) for chunks in (0, 4, 8)),
+    *(MemoryCase("Varuna", chunks) for chunks in (0, 4, 8)),
+    MemoryCase("Varuna", 0, 8),
+    MemoryCase("Varuna", 4, 8),
 )
 
 
@@ -76,7 +77,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.as_rank is not None:
-        print(json.dumps(measure(Case(*json.loads(given.as_rank)), given.examples, given.steps)))
+        print(json.dumps(measure(MemoryCase(*json.loads(given.as_rank)), given.examples, given.steps)))
         return
     report = run(given)
     if given.json:
@@ -100,7 +101,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _compare(case: Case, given: argparse.Namespace, expected: Tensor) -> dict[str, Any]:
+def _compare(case: MemoryCase, given: argparse.Namespace, expected: Tensor) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         ranks = _run_ranks(case, given, Path(name))
         gradients = torch.load(Path(name) / "gradients.pt")
@@ -115,8 +116,8 @@ def _compare(case: Case, given: argparse.Namespace, expected: Tensor) -> dict[st
     }
 
 
-def _run_ranks(case: Case, given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """What each rank found. Raises RuntimeError with the last lines of one that failed."""
+def _run_ranks(case: MemoryCase, given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Each rank's results. Raises RuntimeError with the last lines of one that failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -134,26 +135,25 @@ def _run_ranks(case: Case, given: argparse.Namespace, folder: Path) -> list[dict
                 world_size=RANKS,
                 rendezvous_host="127.0.0.1",
                 rendezvous_port=port,
-                p=1,
-                d=RANKS,
-                micro_batch=given.examples // case.micro_batches,
-                global_batch=RANKS * given.examples,
+                plan=Plan(
+                    p=1, d=RANKS, micro_batch=given.examples // case.micro_batches, global_batch=RANKS * given.examples
+                ),
                 device=str(_device(rank)),
             )
-            # Fixed, malloc's threshold keeps every tensor of some size in pages of its own, which go when it goes.
+            # A fixed threshold of malloc keeps every large tensor in pages of its own, which are freed with it.
             environ = {**os.environ, **environment.to_environ(), "MALLOC_MMAP_THRESHOLD_": "65536"}
             ranks.append(subprocess.Popen(command, env=environ, cwd=folder, stdout=subprocess.PIPE, text=True))
         found = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()
     failed = [number for number, rank in enumerate(ranks) if rank.returncode]
     if failed:
         raise RuntimeError(f"{case.name}: rank {failed[0]} ended with {ranks[failed[0]].returncode}")
     return [json.loads(text.splitlines()[-1]) for text in found]
 
 
-def measure(case: Case, examples: int, steps: int) -> dict[str, Any]:
+def measure(case: MemoryCase, examples: int, steps: int) -> dict[str, Any]:
     """One rank's work."""
     rank = int(os.environ["RANK"])
     device = _device(rank)
@@ -186,7 +186,9 @@ def build_model(chunks: int) -> Net:
     return Net(chunks=chunks, blocks=BLOCKS, width=WIDTH, dropout=0.0)
 
 
-def ddp_side(case: Case, share: dict[str, Tensor], device: torch.device) -> tuple[Callable[[], object], nn.Module]:
+def ddp_side(
+    case: MemoryCase, share: dict[str, Tensor], device: torch.device
+) -> tuple[Callable[[], object], nn.Module]:
     model = build_model(case.chunks).to(device)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -199,7 +201,9 @@ def ddp_side(case: Case, share: dict[str, Tensor], device: torch.device) -> tupl
     return step, model
 
 
-def varuna_side(case: Case, share: dict[str, Tensor], device: torch.device) -> tuple[Callable[[], object], nn.Module]:
+def varuna_side(
+    case: MemoryCase, share: dict[str, Tensor], device: torch.device
+) -> tuple[Callable[[], object], nn.Module]:
     model = Varuna(build_model(case.chunks), get_batch_fn=lambda size, device=None: Examples(size).batch(size))
     model.set_optimizer(torch.optim.AdamW(model.parameters()))
     return lambda: model.step(share), model

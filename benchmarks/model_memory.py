@@ -3,9 +3,9 @@
     python benchmarks/model_memory.py [--p 4] [--json]
 
 A GPT-2 of transformers whose weights are in a safetensors file is trained for two steps of plain SGD: by one process of
-plain PyTorch (`from_pretrained`), and by P stages of Varuna. Of each process it is measured what it had resident at the
-most (`VmHWM`), once until the model was ready and once until the end, less what the same run takes with a tiny model:
-that is PyTorch, transformers and the like. Last, `varuna export` of what was trained, for `from_pretrained`.
+plain PyTorch (`from_pretrained`), and by P stages of Varuna. The benchmark measures the peak of resident memory of each
+process (`VmHWM`), once until the model was ready and once until the end, less the same run's with a tiny model, which
+is PyTorch, transformers and the like. Last, `varuna export` of what was trained, for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("plain", "cpu", "meta")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredMemory:
     """One process."""
 
     kind: str
@@ -41,7 +41,7 @@ class Measured:
     loss: float
 
 
-def worker(kind: str, folder: Path) -> Measured:
+def worker(kind: str, folder: Path) -> MeasuredMemory:
     """One process of a run; of Varuna, its environment says which."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,7 +71,7 @@ def worker(kind: str, folder: Path) -> Measured:
                 hollow = AutoModelForCausalLM.from_config(config)
             stage = Varuna(hollow, get_batch_fn=batch, weights=folder)
         else:
-            # Not by from_pretrained, which maps the file, and so has in memory only what is copied from it.
+            # Not by from_pretrained, which maps the file, so that only what is copied from it is in memory.
             stage = Varuna(AutoModelForCausalLM.from_config(config), get_batch_fn=batch, weights=folder)
         built = _peak()
         stage.set_optimizer(torch.optim.SGD(stage.parameters(), lr=1e-3))
@@ -79,7 +79,7 @@ def worker(kind: str, folder: Path) -> Measured:
             loss, _, _ = stage.step(batch)
         stage.checkpoint(str(folder.parent / f"checkpoints-{kind}"))
         own = sum(p.nbytes for p in stage.parameters())
-    return Measured(
+    return MeasuredMemory(
         kind=kind,
         rank=int(os.environ.get("RANK", "0")),
         own_bytes=own,
@@ -107,7 +107,7 @@ def write_model(folder: Path, blocks: int, width: int, vocabulary: int = 50257) 
     return int(done.stdout.split()[-1])
 
 
-def run(kind: str, folder: Path, p: int) -> list[Measured]:
+def run(kind: str, folder: Path, p: int) -> list[MeasuredMemory]:
     """All processes of one kind of run."""
     out = folder.parent / f"out-{kind}"
     out.mkdir()
@@ -121,7 +121,7 @@ def run(kind: str, folder: Path, p: int) -> list[Measured]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder.parent)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found = [Measured(**json.loads(path.read_text())) for path in out.iterdir()]
+    found = [MeasuredMemory(**json.loads(path.read_text())) for path in out.iterdir()]
     return sorted(found, key=lambda measured: measured.rank)
 
 

@@ -1,7 +1,7 @@
-"""What Varuna costs where it has nothing to gain: one rank against plain PyTorch, two replicas against DDP.
+"""The cost of Varuna where it has nothing to gain: one rank against plain PyTorch, two replicas against DDP.
 
 Both sides train the example GPT in the same processes, taking turns round by round, on one thread per rank, with the
-same micro-batches and the same optimizer. A round's figure is a ratio; what is told is the median of all rounds.
+same micro-batches and the same optimizer. A round's figure is a ratio; the report has the median of all rounds.
 Varuna's side computes the global loss and gradient norm in every step, as it always does. `cpu_ratio` is the same of
 CPU time, all threads counted: on a machine with other work to do it varies less.
 
@@ -35,7 +35,7 @@ from varuna import Varuna  # noqa: E402
 Batch = Mapping[str, Tensor]
 Step = Callable[[], None]
 SAME_LOSS = 1e-4
-"""The most that the two sides' losses may differ, relatively: else they did not do the same work."""
+"""The largest relative difference of the two sides' losses. Beyond it they did not do the same work."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     if given.as_rank is not None:
         measure_against_ddp(given)
         return
-    report = {
+    report: dict[str, Any] = {
         "plain": measure_against_plain(given),
         "ddp": run_two_ranks(given),
         "threads_per_rank": 1,

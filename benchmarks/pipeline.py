@@ -5,10 +5,10 @@
     python benchmarks/pipeline.py --stages 4 --micro-batches 32 --link-mbit 400  # needs root
 
 Stages sleep instead of computing; the engine, the transport and the processes are real. All systems take turns in the
-same processes, so that whatever else the machine does meets them all. Peers have no recompute, so their backwards are
-longer by it. Random delays of messages and random times of ops are drawn by the planner's simulator, new ones for each
-round: in a round every system meets the same, and the simulated time is that of the very same. The simulator is told
-what a message takes on the bare link, measured at the start, as calibration would tell it. Ratios are of means.
+same processes, so that other load on the machine affects them all. Peers have no recompute, so their backwards contain
+it. The planner's simulator draws random delays of messages and times of ops, new ones for each round. In a round they
+are the same for every system and for the simulation. The simulator gets the time of a message on the bare link,
+measured at the start, as it does from calibration. Ratios are of means.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _pipeline_network import Loopback, ShapedNetwork
-from _pipeline_report import Condition, Row, judge, print_rows, print_verdicts
+from _pipeline_report import LinkCondition, ReportRow, judge, print_rows, print_verdicts
 from _pipeline_systems import PEERS, delay_peers, make_ours, make_peer
-from _pipeline_world import Conditions, DelayedRendezvous, Network, message_us, run_ranks
+from _pipeline_world import Conditions, DelayedRendezvous, NamespaceNetwork, message_us, run_ranks
 from torch._C._distributed_c10d import PrefixStore
 
-from varuna.departure import Departure
-from varuna.launch import Group
-from varuna.topology import Topology, connect_links
-from varuna_planner.schedule import Policy, most_in_flight
-from varuna_planner.simulator import Course, Jitter, Pipeline, lower_bound, simulate, uniform
+from varuna.assembly.connections import connect_links, start_links
+from varuna.diagnostics.timeline import Timeline
+from varuna.distributed.departure import Departure
+from varuna.distributed.groups import RankGroup
+from varuna.distributed.topology import Topology
+from varuna.pipeline.stage_setting import StagePosition
+from varuna_planner.cutting.pipeline import Pipeline
+from varuna_planner.schedule.policies import Policy, most_in_flight
+from varuna_planner.simulator.simulation import Jitter, MinibatchTimes, lower_bound, simulate, uniform
 
 _START_AFTER_S = 0.005
 """Every rank knows the start of a mini-batch this long before it comes."""
@@ -50,8 +54,8 @@ _SUITE_SYSTEMS = ["work-conserving", *PEERS]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is the same for all shapes and conditions of a run."""
+class BenchmarkSetting:
+    """The settings of a run that hold for all its shapes and conditions."""
 
     systems: tuple[str, ...]
     forward_ms: float
@@ -66,7 +70,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     torch.set_num_threads(1)
     systems = arguments.systems or (_SUITE_SYSTEMS if arguments.suite else [*_OURS, *PEERS])
-    setting = Setting(
+    setting = BenchmarkSetting(
         systems=tuple(systems),
         forward_ms=arguments.forward_ms,
         recompute_ms=arguments.recompute_ms,
@@ -82,7 +86,7 @@ def main() -> None:
         f"F {setting.forward_ms:g} ms, R {setting.recompute_ms:g} ms, B {setting.backward_ms:g} ms, "
         f"{setting.activation_bytes // 1024} KiB, {setting.rounds} rounds"
     )
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     for condition in conditions:
         here = [row for p in arguments.stages for row in _measure(p, arguments.micro_batches, condition, setting)]
         print_rows(condition, here)
@@ -133,8 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _condition(arguments: argparse.Namespace) -> Condition:
-    return Condition(
+def _condition(arguments: argparse.Namespace) -> LinkCondition:
+    return LinkCondition(
         name="as asked for",
         link_mbit=arguments.link_mbit,
         latency_ms=arguments.latency_ms,
@@ -144,30 +148,34 @@ def _condition(arguments: argparse.Namespace) -> Condition:
     )
 
 
-def _suite(setting: Setting) -> list[Condition]:
+def _suite(setting: BenchmarkSetting) -> list[LinkCondition]:
     """Plain links; jitter as in ANCHORS, "Schedules", with k = P and 2P; links on which a message takes F / 2."""
     half_ms = setting.forward_ms / 2
-    jitter = Condition(name="jitter", latency_ms=half_ms, jitter_ms=half_ms, compute_noise=0.05)
+    jitter = LinkCondition(name="jitter", latency_ms=half_ms, jitter_ms=half_ms, compute_noise=0.05)
     return [
-        Condition(name="plain"),
+        LinkCondition(name="plain"),
         jitter,
         replace(jitter, name="jitter, k = 2P", run_ahead=2.0),
-        Condition(name="slow", link_mbit=round(setting.activation_bytes * 8e-3 / half_ms, 1)),
+        LinkCondition(name="slow", link_mbit=round(setting.activation_bytes * 8e-3 / half_ms, 1)),
     ]
 
 
-def _measure(p: int, micro_batches: Sequence[int], condition: Condition, setting: Setting) -> list[Row]:
+def _measure(
+    p: int, micro_batches: Sequence[int], condition: LinkCondition, setting: BenchmarkSetting
+) -> list[ReportRow]:
     shapes = [n for n in micro_batches if n >= p]  # torch's 1F1B wants no fewer micro-batches than stages
     with ExitStack() as stack:
-        network: Network = Loopback()
+        network: NamespaceNetwork = Loopback()
         if condition.link_mbit:
             network = stack.enter_context(ShapedNetwork(p, condition.link_mbit))
         ranks = run_ranks(
             p,
             network,
-            lambda rank, meeting, departure: _rank_main(rank, meeting, departure, p, shapes, condition, setting),
+            lambda rank, meeting, departure: _rank_main(
+                rank, meeting, departure, p=p, shapes=shapes, condition=condition, setting=setting
+            ),
         )
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     for n in shapes:
         rounds_ms = {
             system: tuple(
@@ -175,7 +183,9 @@ def _measure(p: int, micro_batches: Sequence[int], condition: Condition, setting
             )
             for system in setting.systems
         }
-        rows += _rows(p, n, rounds_ms, ranks[0]["message_us"], condition, setting)
+        rows += _rows(
+            p, n, rounds_ms=rounds_ms, message_us=ranks[0]["message_us"], condition=condition, setting=setting
+        )
     return rows
 
 
@@ -183,20 +193,23 @@ def _rank_main(
     rank: int,
     rendezvous: DelayedRendezvous,
     departure: Departure,
+    *,
     p: int,
     shapes: Sequence[int],
-    condition: Condition,
-    setting: Setting,
+    condition: LinkCondition,
+    setting: BenchmarkSetting,
 ) -> dict[str, Any]:
     """ "rounds": [N][system] -> this rank's end of each measured mini-batch, in milliseconds after its start;
-    "message_us": what a message takes, from rank 0 alone."""
+    "message_us": the time of a message, from rank 0 alone."""
     conditions = Conditions(rank, condition.latency_ms * 1e3)
     delayed = bool(condition.latency_ms or condition.jitter_ms)
     rendezvous.delays = conditions if delayed else None
-    links = connect_links(Topology(p, 1, rank), rendezvous, torch.device("cpu"), departure)
-    everyone = rendezvous.group("everyone", range(p))
+    topology, device = Topology(p, 1, rank), torch.device("cpu")
+    groups = connect_links(topology, rendezvous)
+    links = start_links(groups, topology, device, departure=departure, timeline=Timeline())
+    everyone = rendezvous.make_group("everyone", range(p))
     size = setting.activation_bytes
-    taken_us = message_us(rendezvous.gloo("probe", (0, 1)), rank == 0, size) if rank < 2 else 0.0
+    taken_us = message_us(rendezvous.connect_gloo("probe", (0, 1)), rank == 0, size) if rank < 2 else 0.0
     dist.init_process_group("gloo", store=PrefixStore("peers", rendezvous.store), rank=rank, world_size=p)
     if delayed:
         delay_peers(conditions, rank)
@@ -204,9 +217,16 @@ def _rank_main(
     for n in shapes:
         k = round(condition.run_ahead * p)
         runs: dict[str, Callable[[], Any]] = {
-            system: make_peer(system, conditions, size, rank, p, n)
+            system: make_peer(system, conditions=conditions, activation_bytes=size, stage=rank, p=p, n=n)
             if system in PEERS
-            else make_ours(Policy(system), conditions, size, rank, p, n, k, links, departure)
+            else make_ours(
+                StagePosition(stage=rank, p=p, policy=Policy(system), run_ahead=k, recompute=rank < p - 1),
+                n,
+                conditions=conditions,
+                activation_bytes=size,
+                links=links,
+                departure=departure,
+            )
             for system in setting.systems
         }
         taken: dict[str, list[float]] = {system: [] for system in setting.systems}
@@ -222,18 +242,18 @@ def _rank_main(
     return {"rounds": results, "message_us": taken_us}
 
 
-def _timed(run: Callable[[], Any], everyone: Group) -> float:
+def _timed(run: Callable[[], Any], everyone: RankGroup) -> float:
     """Runs from a moment that is the same on all ranks; they share a machine and so a clock."""
     everyone.all_reduce([torch.zeros(1)])
     start = torch.tensor([time.perf_counter() + _START_AFTER_S], dtype=torch.float64)
-    everyone.broadcast([start])
+    everyone.broadcast_tensors([start])
     start_s = float(start)
     time.sleep(max(0.0, start_s - time.perf_counter()))
     run()
     return (time.perf_counter() - start_s) * 1e3
 
 
-def _pipeline(p: int, n: int, condition: Condition, setting: Setting) -> Pipeline:
+def _pipeline(p: int, n: int, condition: LinkCondition, setting: BenchmarkSetting) -> Pipeline:
     pipeline = uniform(
         p,
         n,
@@ -248,13 +268,13 @@ def _pipeline(p: int, n: int, condition: Condition, setting: Setting) -> Pipelin
     return pipeline
 
 
-def _course(pipeline: Pipeline, condition: Condition, setting: Setting, number: int) -> Course:
-    """What ops and messages take in one round."""
+def _course(pipeline: Pipeline, condition: LinkCondition, setting: BenchmarkSetting, number: int) -> MinibatchTimes:
+    """The times of ops and messages in one round."""
     seed = setting.seed * 1000 + number + 1
-    return Jitter(latency_us=condition.jitter_ms * 1e3, compute=condition.compute_noise, seed=seed).course(pipeline)
+    return Jitter(latency_us=condition.jitter_ms * 1e3, compute=condition.compute_noise, seed=seed).draw_times(pipeline)
 
 
-def _simulated_us(pipeline: Pipeline, course: Course, system: str, run_ahead: int) -> float:
+def _simulated_us(pipeline: Pipeline, course: MinibatchTimes, system: str, run_ahead: int) -> float:
     if system not in PEERS:
         return simulate(pipeline, Policy(system), run_ahead=run_ahead, jitter=course).makespan_us
     # The peers' recompute is part of their backwards.
@@ -271,13 +291,14 @@ def _simulated_us(pipeline: Pipeline, course: Course, system: str, run_ahead: in
 def _rows(
     p: int,
     n: int,
+    *,
     rounds_ms: dict[str, tuple[float, ...]],
     message_us: float,
-    condition: Condition,
-    setting: Setting,
-) -> list[Row]:
+    condition: LinkCondition,
+    setting: BenchmarkSetting,
+) -> list[ReportRow]:
     pipeline = _pipeline(p, n, condition, setting)
-    # What a message takes beyond the rate of its link: the way through gloo and the kernel.
+    # The time of a message beyond the rate of its link: through gloo and the kernel.
     beyond_us = max(0.0, message_us - float(pipeline.activation_transfer_us[0, 0]))
     as_found = replace(pipeline, latency_us=pipeline.latency_us + beyond_us)
     courses = [_course(pipeline, condition, setting, number) for number in range(setting.rounds)]
@@ -289,7 +310,7 @@ def _rows(
         policy = _PEER_POLICIES.get(system) or Policy(system)
         simulated_ms = statistics.fmean(_simulated_us(as_found, course, system, k) for course in courses) / 1e3
         rows.append(
-            Row(
+            ReportRow(
                 condition=condition.name,
                 link_mbit=condition.link_mbit,
                 latency_ms=condition.latency_ms,

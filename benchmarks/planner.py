@@ -4,9 +4,9 @@
     python benchmarks/planner.py accuracy | replay | paper | all
 
 `speed`: `choose_plan` on one thread for models of equal transformer blocks with tied embeddings, 16 GiB devices on a 10
-Gb/s network unless the row says otherwise. Every round plans anew from the profile object; numba's cache is on disk.
-CPU time is told beside elapsed time: where they differ, others were using the machine. The first plan of a process is
-timed in fresh processes, imports told apart; with `--cold`, also without any cache.
+Gb/s network unless the row says otherwise. Every round makes its plan from the profile object alone; numba's cache is
+on disk. CPU time is shown beside elapsed time: where they differ, others were using the machine. The first plan of a
+process is timed in fresh processes, imports shown separately; with `--cold`, also without any cache.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from varuna_planner.auto_config import choose_plan
-from varuna_planner.profile import Link, Links, Measurement, Profile, Section, SharedParameter
+from varuna_planner.profile.document import Link, Links, Measurement, Profile, SectionProfile, SharedParameter
+from varuna_planner.search.auto_config import choose_plan
 
 GIB = 2**30
 PARTS = ("speed", "accuracy", "replay", "paper")
 SEQUENCE, VOCABULARY = 1024, 50257
 FLOP_PER_US, LAUNCH_US = 60e6, 150.0
-"""What a section computes, and what it takes on top."""
+"""The speed of a device, and the fixed time of a section."""
 
 
-class Case(NamedTuple):
+class SpeedCase(NamedTuple):
     """One row."""
 
     gpus: int
@@ -53,20 +53,20 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(128, 54, 1920, 8192, 16, 10),
-    Case(128, 128, 1920, 8192, 16, 10),
-    Case(256, 54, 1920, 8192, 16, 10),
-    Case(256, 54, 1920, 8192, 8, 10),
-    Case(4096, 96, 4096, 8192, 16, 50),
-    Case(4096, 512, 4096, 8192, None, 50),
-    Case(4096, 512, 4096, 8192, 16, 50),
-    Case(4096, 512, 4096, 8192, 80, 50),
-    Case(100_000, 96, 4096, 131_072, 16, 500),
-    Case(100_000, 96, 4096, 1_048_576, 80, 500),
-    Case(100_000, 512, 4096, 131_072, None, 500),
-    Case(100_000, 512, 4096, 131_072, 16, 500),
-    Case(100_000, 512, 4096, 131_072, 80, 500),
-    Case(100_000, 512, 4096, 1_048_576, 80, 500),
+    SpeedCase(128, 54, 1920, 8192, 16, 10),
+    SpeedCase(128, 128, 1920, 8192, 16, 10),
+    SpeedCase(256, 54, 1920, 8192, 16, 10),
+    SpeedCase(256, 54, 1920, 8192, 8, 10),
+    SpeedCase(4096, 96, 4096, 8192, 16, 50),
+    SpeedCase(4096, 512, 4096, 8192, None, 50),
+    SpeedCase(4096, 512, 4096, 8192, 16, 50),
+    SpeedCase(4096, 512, 4096, 8192, 80, 50),
+    SpeedCase(100_000, 96, 4096, 131_072, 16, 500),
+    SpeedCase(100_000, 96, 4096, 1_048_576, 80, 500),
+    SpeedCase(100_000, 512, 4096, 131_072, None, 500),
+    SpeedCase(100_000, 512, 4096, 131_072, 16, 500),
+    SpeedCase(100_000, 512, 4096, 131_072, 80, 500),
+    SpeedCase(100_000, 512, 4096, 1_048_576, 80, 500),
 )
 
 FIRST_CALL = """
@@ -84,7 +84,7 @@ print(imported - began, time.perf_counter() - imported)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=(*PARTS, "all"), nargs="?", default="all", help="its --help tells its options")
+    parser.add_argument("part", choices=(*PARTS, "all"), nargs="?", default="all", help="its --help lists its options")
     parser.add_argument("--json", action="store_true")
     given, rest = parser.parse_known_args()
     report = {}
@@ -131,7 +131,7 @@ def table(report: dict[str, Any]) -> Table:
     return shown
 
 
-def plan(profile: Profile, case: Case) -> Any:
+def plan(profile: Profile, case: SpeedCase) -> Any:
     """The planner's answer."""
     memory = None if case.memory_gib is None else case.memory_gib * GIB
     return choose_plan(
@@ -139,7 +139,7 @@ def plan(profile: Profile, case: Case) -> Any:
     )
 
 
-def blocks(case: Case) -> Profile:
+def blocks(case: SpeedCase) -> Profile:
     """Sections of one transformer block each; the first has the embedding, the last the head."""
     hidden, last = case.hidden, case.sections - 1
     sections = []
@@ -162,7 +162,7 @@ def blocks(case: Case) -> Profile:
                 )
             )
         sections.append(
-            Section(
+            SectionProfile(
                 index=index,
                 name=f"block.{index}",
                 parameter_bytes=2 * parameters,
@@ -178,7 +178,7 @@ def blocks(case: Case) -> Profile:
     )
 
 
-def _time(case: Case, rounds: int) -> dict[str, Any]:
+def _time(case: SpeedCase, rounds: int) -> dict[str, Any]:
     profile = blocks(case)
     choice = plan(profile, case)  # warm
     elapsed_ms, cpu_ms = [], []

@@ -1,7 +1,7 @@
-"""What it costs that random numbers belong to examples: the example GPT with dropout, with it and without.
+"""The cost of random numbers that belong to examples: the example GPT with dropout, with such numbers and without.
 
 Both sides train the same model in one process, on one thread, taking turns round by round; their order changes each
-round. A round's figure is a ratio of times. What is told is the median of all rounds, of times by the wall clock and of
+round. A round's figure is a ratio of times. The report has the median of all rounds, of times by the wall clock and of
 CPU time: on a machine with other work to do, the latter varies less. On a machine with a GPU, that is what trains.
 
     python benchmarks/random_numbers.py --rounds 10

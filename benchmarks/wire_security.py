@@ -1,8 +1,8 @@
-"""What it costs that ranks prove to each other that they belong to one generation.
+"""The cost of the proofs by which ranks show each other that they belong to one generation.
 
 Two processes connect a gloo group in turns: bare, through torch's TCPStore, as anybody could; and through Varuna's
-rendezvous, whose store takes only who knows the secret, and where each rank proves itself over the new connection. What
-is told are medians over the turns: of the time to connect, of a small message's one-way time, and of a large message's
+rendezvous, whose store takes only who knows the secret, and where each rank proves itself over the new connection. The
+report has medians over the turns: of the time to connect, of a small message's one-way time, and of a large message's
 bandwidth (the best of each turn, since other programs run beside), with the ratio of the pairs of turns. For
 comparison, one stream of bytes over a plain socket and over TLS 1.3, which is what encryption would cost (torch's gloo
 is built without it).
@@ -33,10 +33,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from torch.distributed import PrefixStore, TCPStore
 
-from varuna._gloo import GlooGroup, connect_group
-from varuna.departure import Departure
-from varuna.launch import Rendezvous
+from varuna.distributed.departure import Departure
+from varuna.distributed.gloo import GlooGroup, connect_group
+from varuna.distributed.rendezvous import Rendezvous
 from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.plan import Plan
 
 HOST = "127.0.0.1"
 LIMIT = timedelta(seconds=60)
@@ -90,8 +91,7 @@ def measure_groups(rounds: int) -> list[dict[str, dict[str, float]]]:
             if child == 0:
                 status = 1
                 try:
-                    measured = _be_rank(rank, rounds, port)
-                    (Path(folder) / f"{rank}").write_text(json.dumps(measured))
+                    (Path(folder) / f"{rank}").write_text(json.dumps(_be_rank(rank, rounds, port)))
                     status = 0
                 finally:
                     sys.stderr.flush()
@@ -108,14 +108,14 @@ def _be_rank(rank: int, rounds: int, port: int) -> list[dict[str, dict[str, floa
         **{
             **vars(WorkerEnvironment.alone("bench", micro_batch=1, global_batch=2)),
             "world_size": 2,
-            "d": 2,
+            "plan": Plan(p=1, d=2, micro_batch=1, global_batch=2),
             "rank": rank,
             "rendezvous_port": port,
             "secret": "5" * 64,
         }
     )
     rendezvous = Rendezvous(environment, Departure())
-    ports = [json.loads(text) for text in rendezvous.exchange("port", (0, 1), json.dumps(_free_port()))]
+    ports = [json.loads(text) for text in rendezvous.exchange_values("port", (0, 1), json.dumps(_free_port()))]
     bare = TCPStore(HOST, ports[0], 2, rank == 0, LIMIT, wait_for_workers=False)
     measured = []
     for number in range(rounds):
@@ -123,16 +123,16 @@ def _be_rank(rank: int, rounds: int, port: int) -> list[dict[str, dict[str, floa
             "bare": lambda name=f"{number}": connect_group(  # type: ignore[misc]
                 PrefixStore(name, bare), rank, 2, address=HOST, timeout=LIMIT
             ),
-            "proved": lambda name=f"{number}": rendezvous.gloo(name, (0, 1)),  # type: ignore[misc]
+            "proved": lambda name=f"{number}": rendezvous.connect_gloo(name, (0, 1)),  # type: ignore[misc]
         }
         # In turns, and each kind first as often as the other.
         order = sorted(kinds, reverse=bool(number % 2))
         figures = {}
         for kind in order:
-            rendezvous.exchange(f"ready/{number}/{kind}", (0, 1), "")
+            rendezvous.exchange_values(f"ready/{number}/{kind}", (0, 1), "")
             figures[kind] = _measure(kinds[kind], 1 - rank)
         measured.append(figures)
-    rendezvous.exchange("over", (0, 1), "")
+    rendezvous.exchange_values("over", (0, 1), "")
     return measured
 
 

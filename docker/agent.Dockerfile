@@ -10,9 +10,11 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY docs docs
 COPY deploy deploy
 COPY proto proto
+COPY planner planner
 COPY varuna_runtime varuna_runtime
 COPY agent agent
 COPY manager manager
+COPY client client
 RUN python3 -m venv /opt/varuna \
     && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt ${PIP_FLAGS} '.[runtime,otel]'
 
@@ -25,7 +27,7 @@ ENV PATH=/opt/varuna/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /data
 VOLUME /data
-# Workers come to the agent at this socket.
+# Workers connect to the agent at this socket.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
     CMD ["python3", "-c", "import socket; socket.socket(socket.AF_UNIX).connect('/data/agent.sock')"]
 ENTRYPOINT ["varuna", "agent", "--vm-dir", "/data"]

@@ -7,21 +7,23 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY docs docs
 COPY deploy deploy
 COPY proto proto
+COPY planner planner
 COPY varuna_runtime varuna_runtime
 COPY agent agent
 COPY manager manager
+COPY client client
 RUN python -m venv /opt/varuna \
     && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt '.[manager,azure,otel]'
-# Compiled here, once, the planner answers its first question at once.
+# The planner is compiled here, so that the first plan takes no longer than others.
 ENV NUMBA_CACHE_DIR=/opt/varuna/numba
-RUN /opt/varuna/bin/python -c 'from varuna_planner.auto_config import warm_up; warm_up()'
+RUN /opt/varuna/bin/python -c 'from varuna_planner.search.auto_config import warm_up; warm_up()'
 
 FROM python:${PYTHON}-slim
-# /run/varuna: for what other containers are to have, such as the join token of docker/compose.yaml.
+# /run/varuna holds what other containers need, such as the join token of docker/compose.yaml.
 RUN useradd --uid 10001 --create-home --home-dir /data varuna \
     && install -d -o varuna -g varuna -m 0700 /run/varuna
 COPY --from=build /opt/varuna /opt/varuna
-# What cannot be written is no cache to numba.
+# numba uses only a cache that it can write.
 COPY --from=build --chown=10001:10001 /opt/varuna/numba /opt/varuna/numba
 ENV PATH=/opt/varuna/bin:$PATH PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/opt/varuna/numba
 USER 10001

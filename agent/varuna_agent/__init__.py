@@ -1,1 +1,1 @@
-"""The one process of ours on every VM: starts workers, watches them, and tells the manager."""
+"""Varuna's one process on every VM: it starts workers, watches them, and reports to the manager."""

@@ -20,21 +20,23 @@ from typing import TYPE_CHECKING
 import structlog
 
 from varuna_agent.errors import CopiesError, JoinError
-from varuna_agent.gpu_type import read_gpu_type
-from varuna_agent.groups import JobGroups, NoGroupsError
-from varuna_agent.isolation import JobUser, hide_this_process, keep_private
-from varuna_agent.metadata_notices import metadata_source
-from varuna_agent.morph_spans import MorphSpans
-from varuna_agent.notices import FileNoticeSource, NoticeSource
-from varuna_agent.own_address import AUTO, own_address
+from varuna_agent.identity.gpu_type import read_gpu_type
+from varuna_agent.identity.own_address import AUTO, own_address
+from varuna_agent.notices.metadata import make_metadata_source
+from varuna_agent.notices.notices import FileNoticeSource, NoticeSource
+from varuna_agent.observability.observers import Observers
+from varuna_agent.observability.rank_spans import RankSpans
 from varuna_agent.runner import AgentRunner
 from varuna_agent.settings import NOTICE_SOURCES, AgentSettings
 from varuna_agent.state import Identity
+from varuna_agent.workers.control_groups import JobGroups, NoGroupsError
+from varuna_agent.workers.isolation import JobUser, hide_this_process, keep_private
+from varuna_agent.workers.worker_starter import WorkerHost
 from varuna_proto import spans
 
 if TYPE_CHECKING:
-    from varuna_agent.identity import AgentIdentity
-    from varuna_agent.metrics import AgentMetrics
+    from varuna_agent.identity.certificate import AgentIdentity
+    from varuna_agent.observability.metrics import AgentMetrics
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -42,15 +44,15 @@ EXIT_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent; returns the process's exit code: 0 left as asked, 1 failed or refused, 2 wrong settings."""
-    parser = _parser()
+    """Run the agent; returns the exit code: 0 stopped on request, 1 failed or refused, 2 wrong settings."""
+    parser = _make_parser()
     options = parser.parse_args(arguments)
     _configure_logging(options.log_format, options.vm_id)
     try:
-        settings = _settings(options)
-        user = JobUser.named(settings.run_as) if settings.run_as else None
+        settings = _make_settings(options)
+        user = JobUser.find_user(settings.run_as) if settings.run_as else None
         keep_private(settings.vm_dir, user)
-        lock = _lock(settings.vm_dir)
+        lock = _lock_folder(settings.vm_dir)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"varuna agent: {error}\n")
         return EXIT_USAGE
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.close(lock)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="varuna agent", description=__doc__)
     parser.add_argument(
         "--manager", required=True, help="host:port of the manager's gRPC service; of several, separated by commas"
@@ -87,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-type",
         default="",
-        help="what the GPUs are, for jobs that ask for some (default: with --device cuda, what NVIDIA's driver says)",
+        help="the GPUs' type, for jobs that ask for some (default: with --device cuda, what NVIDIA's driver reports)",
     )
     parser.add_argument("--reconnect-first-s", type=float, default=0.1, help="backoff to the manager: first wait")
     parser.add_argument("--reconnect-most-s", type=float, default=5.0, help="backoff to the manager: longest wait")
@@ -95,13 +97,14 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-warm-s",
         type=float,
         default=120.0,
-        help="keep a process with the job's imports done, from which its next workers start, for so long after its "
-        "last worker here; 0: start every worker from nothing",
+        help="keep a process with the job's imports done, from which its next workers start, for this time after its "
+        "last worker here, and a process that holds the job's state for as long without a rank; 0: start every worker "
+        "from nothing",
     )
     parser.add_argument(
         "--join-token-file",
         type=Path,
-        help="holds a token with which this VM joins the manager (default: what VARUNA_JOIN_TOKEN says)",
+        help="holds a token with which this VM joins the manager (default: the token in VARUNA_JOIN_TOKEN)",
     )
     parser.add_argument(
         "--join-url",
@@ -121,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         "--notices",
         default="file",
         choices=NOTICE_SOURCES,
-        help="who tells of preemptions: the cloud's metadata service, or notice.json in --vm-dir (default: file)",
+        help="source of preemption notices: the cloud's metadata service, or notice.json in --vm-dir (default: file)",
     )
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="have Prometheus read this agent's metrics at this port; 0: not"
@@ -143,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(options: argparse.Namespace) -> AgentSettings:
+def _make_settings(options: argparse.Namespace) -> AgentSettings:
     return AgentSettings(
         manager=options.manager,
         vm_id=options.vm_id,
@@ -163,86 +166,88 @@ def _settings(options: argparse.Namespace) -> AgentSettings:
         old_logs_bytes=options.old_logs_bytes,
         metrics_port=options.metrics_port,
         metrics_host=options.metrics_host,
-        join_token=_join_token(options.join_token_file),
+        join_token=_read_join_token(options.join_token_file),
         join_url=options.join_url,
         join_ca=options.join_ca,
     )
 
 
 async def _run(settings: AgentSettings, user: JobUser | None) -> int:
-    manager_identity = await _identity(settings) if settings.is_certified else None
+    manager_identity = await _open_identity(settings) if settings.is_certified else None
     identity = Identity(
         vm_id=settings.vm_id,
         incarnation=uuid.uuid4().hex,
-        version=_version(),
+        version=_read_version(),
         host=settings.host,
         gpus=settings.gpus,
         device_memory_bytes=settings.device_memory_bytes,
         device=settings.device,
         gpu_type=settings.gpu_type,
     )
-    metrics = _metrics(identity.version) if settings.metrics_port else None
+    metrics = _make_metrics(identity.version) if settings.metrics_port else None
     exporter = spans.exporter(os.environ, "varuna-agent", **{"varuna.vm": settings.vm_id})
     runner = AgentRunner(
-        settings,
-        identity,
-        _notice_source(settings),
-        os.environ,
-        user=user,
+        settings=settings,
+        identity=identity,
+        notice_source=_make_notice_source(settings),
+        host=WorkerHost(base_environ=os.environ, user=user, groups=_open_job_groups()),
+        observers=Observers(metrics, None if exporter is None else RankSpans(exporter, settings.vm_id)),
         manager_identity=manager_identity,
-        spans=None if exporter is None else MorphSpans(exporter, settings.vm_id),
-        metrics=metrics,
-        groups=_job_groups(),
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, runner.terminate, f"the agent got {number.name}")
+        loop.add_signal_handler(number, runner.request_termination, f"the agent got {number.name}")
     _log.info("agent starts", manager=settings.manager, gpus=settings.gpus, incarnation=identity.incarnation)
-    with nullcontext() if metrics is None else metrics.served(settings.metrics_host, settings.metrics_port):
+    with nullcontext() if metrics is None else metrics.serve_metrics(settings.metrics_host, settings.metrics_port):
         code = await runner.run()
     _log.info("agent ends", code=code)
     return code
 
 
-def _job_groups() -> JobGroups | None:
+def _open_job_groups() -> JobGroups | None:
     try:
-        return JobGroups.open()
+        return JobGroups.open_groups()
     except NoGroupsError as error:
         _log.info("jobs run without control groups, and so without limits", reason=str(error))
         return None
 
 
-def _metrics(version: str) -> AgentMetrics:
-    from varuna_agent.metrics import AgentMetrics  # agents without start sooner
+def _make_metrics(version: str) -> AgentMetrics:
+    from varuna_agent.observability.metrics import AgentMetrics  # agents without metrics start sooner
 
     return AgentMetrics(version)
 
 
-def _notice_source(settings: AgentSettings) -> NoticeSource:
+def _make_notice_source(settings: AgentSettings) -> NoticeSource:
     if settings.notices == "file":
         return FileNoticeSource(settings.vm_dir / "notice.json", settings.notice_poll_s)
-    return metadata_source(settings.notices)
+    return make_metadata_source(settings.notices)
 
 
-async def _identity(settings: AgentSettings) -> AgentIdentity | None:
+async def _open_identity(settings: AgentSettings) -> AgentIdentity | None:
     """This VM's certificate. Raises JoinError."""
-    from varuna_agent.identity import JoinToken, open_identity  # agents of an open manager start sooner
+    from varuna_agent.identity.certificate import JoinToken, open_identity  # agents of an open manager start sooner
 
-    token = JoinToken.parse(settings.join_token) if settings.join_token else None
+    token = JoinToken.parse_text(settings.join_token) if settings.join_token else None
     return await open_identity(
-        settings.identity_dir, settings.vm_id, token, settings.join_urls, settings.join_ca, random.Random()
+        settings.identity_dir,
+        settings.vm_id,
+        token,
+        urls=settings.join_urls,
+        ca_file=settings.join_ca,
+        chance=random.Random(),
     )
 
 
-def _join_token(file: Path | None) -> str:
-    """From the file, or from VARUNA_JOIN_TOKEN: never from the command line, which everybody on the VM can list."""
+def _read_join_token(file: Path | None) -> str:
+    """From the file or VARUNA_JOIN_TOKEN; not from the command line, which every user of the VM can see."""
     if file is not None:
         return file.read_text().strip()
     return os.environ.get("VARUNA_JOIN_TOKEN", "")
 
 
-def _lock(vm_dir: Path) -> int:
-    """Two agents in one folder would take each other's socket and logs. The kernel lets go when the process ends."""
+def _lock_folder(vm_dir: Path) -> int:
+    """Keep a second agent from using the same socket and logs. The kernel frees the lock when the process ends."""
     path = vm_dir / "agent.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -253,7 +258,7 @@ def _lock(vm_dir: Path) -> int:
     return descriptor
 
 
-def _version() -> str:
+def _read_version() -> str:
     try:
         return importlib.metadata.version("varuna-spot")
     except importlib.metadata.PackageNotFoundError:

@@ -6,365 +6,328 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
 
-from varuna_agent import logs
-from varuna_agent.copies import CheckpointCopies
-from varuna_agent.groups import JobGroups
-from varuna_agent.isolation import JobUser, worker_environ
-from varuna_agent.log_retention import LogSizes, keep_logs_small
-from varuna_agent.manager_link import Backoff, ManagerLink
-from varuna_agent.morph_spans import MorphSpans
-from varuna_agent.notices import NoticeCancelled, NoticeSource, unix_now_s
-from varuna_agent.processes import (
-    ProcessEnd,
-    ProcessNotStartedError,
-    ProcessSpec,
-    WorkerProcesses,
-)
-from varuna_agent.rendezvous import RendezvousSockets
-from varuna_agent.seen import SeenGenerations
+from varuna_agent.folders.checkpoint_copies import CheckpointCopies
+from varuna_agent.folders.workdirs import WorkdirError, Workdirs
+from varuna_agent.link.backoff import Backoff
+from varuna_agent.link.manager_link import ManagerLink
+from varuna_agent.link.worker_link import WorkerLink, socket_path
+from varuna_agent.logs.log_requests import read_log_chunks
+from varuna_agent.logs.retention import LogSizes, keep_logs_small
+from varuna_agent.notices.notices import NoticeCancellation, NoticeSource, unix_now_s
+from varuna_agent.observability.observers import Observers
+from varuna_agent.seen_generations import SeenGenerations
 from varuna_agent.settings import AgentSettings
-from varuna_agent.stacks import NoStacksError
-from varuna_agent.state import AgentState, Event, Identity, Instruction, JobLimits, Workdir, WorkerKey, stack_dump
-from varuna_agent.state import stimuli as st
-from varuna_agent.workdirs import WorkdirError, Workdirs
-from varuna_agent.worker_link import WorkerLink, socket_path
+from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey, make_stack_dump
+from varuna_agent.state import events as ev
+from varuna_agent.state import instructions as ins
+from varuna_agent.workers.processes import ProcessEnd, ProcessNotStartedError, WorkerProcesses
+from varuna_agent.workers.rendezvous_ports import RendezvousPorts
+from varuna_agent.workers.stacks import NoStacksError
+from varuna_agent.workers.worker_starter import WorkerHost, WorkerStarter
 from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from varuna_agent.identity import AgentIdentity
-    from varuna_agent.metrics import AgentMetrics
+    from varuna_agent.identity.certificate import AgentIdentity
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
-_LOG_CHUNK_BYTES = 256 * 1024
-_DEFAULT_LOG_BYTES = 64 * 1024
-_MAX_LOG_BYTES = 4 * 1024 * 1024
 _MAX_TIMER_S = 1.0
-"""The loop's clock stands still while the VM is suspended, `_now` does not: look at it at least this often."""
+"""The longest wait of the timer. The loop's clock stops while the VM is suspended; `_now` does not."""
 _DRAIN_SOCKET_S = 2.0
-_LOOK_AT_LOGS_S = 10.0
-_REOPEN_S = 1.0
-"""Between two attempts to get a port for the next rendezvous."""
+_LOG_CHECK_S = 10.0
+_PORT_RETRY_S = 1.0
+"""Between two attempts to hold a port for the next rank 0."""
 
 
 class AgentRunner:
     """One agent, from its start until it exits.
 
     Args:
-        base_environ: what workers inherit, apart from Varuna's own settings and secrets.
-        user: as whom workers run; None: as this process.
-        manager_identity: this VM's certificate; None: the manager is an open one.
-        spans: told of what traces tell; None: nobody traces.
-        metrics: None: nobody asks for them.
-        groups: the jobs' control groups; None: this VM has none.
+        host: what workers on this VM run with.
+        manager_identity: this VM's certificate; None: the manager uses no TLS.
+        chance: source of random waiting times; None: a new one.
     """
 
     def __init__(
         self,
+        *,
         settings: AgentSettings,
         identity: Identity,
         notice_source: NoticeSource,
-        base_environ: Mapping[str, str],
-        chance: random.Random | None = None,
-        user: JobUser | None = None,
+        host: WorkerHost,
+        observers: Observers | None = None,
         manager_identity: AgentIdentity | None = None,
-        spans: MorphSpans | None = None,
-        metrics: AgentMetrics | None = None,
-        groups: JobGroups | None = None,
+        chance: random.Random | None = None,
     ) -> None:
         self._settings = settings
-        self._metrics = metrics
-        self._spans = spans
+        self._host = host
+        self._observers = observers or Observers()
         self._notice_source = notice_source
-        self._noticed: set[str] = set()
-        self._base_environ = base_environ
-        self._user = user
+        self._pending_notices: set[str] = set()
         self._seen = SeenGenerations(settings.vm_dir)
-        self._state = AgentState(identity, settings.timings, self._seen.read())
+        timings = replace(settings.timings, keep_survivors_s=settings.keep_warm_s)
+        self._state = AgentState(identity, timings, self._seen.read())
         backoff = Backoff(settings.reconnect_first_s, settings.reconnect_most_s, chance or random.Random())
-        self._manager = ManagerLink(settings.manager, backoff, _FromManager(self), manager_identity)
-        self._link = WorkerLink(socket_path(settings.vm_dir), _FromWorkers(self), user)
-        workdirs = Workdirs(settings.vm_dir / "workdirs", self._fetch_archive)
+        self._manager = ManagerLink(settings.manager, backoff, self, manager_identity)
+        self._link = WorkerLink(socket_path(settings.vm_dir), self, host.user)
         self._processes = WorkerProcesses(
-            self._process_ended, workdirs, settings.keep_warm_s, user, self._preparing, self._prepared, groups
+            on_end=self._handle_process_end,
+            workdirs=Workdirs(settings.vm_dir / "workdirs", self._fetch_archive),
+            keep_warm_s=settings.keep_warm_s,
+            user=host.user,
+            on_warm_change=self._handle_warm_change,
+            on_prepared=self._handle_preparation_end,
+            groups=host.groups,
         )
         self._copies: CheckpointCopies | None = None
-        self._rendezvous = RendezvousSockets(settings.host)
+        self._starter: WorkerStarter | None = None
+        self._ports = RendezvousPorts(settings.host)
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
-        self._reopening: asyncio.TimerHandle | None = None
+        self._port_retry: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
-        """The exit code for the process. Workers have ended when this returns, however it does. Raises CopiesError."""
+        """Run until the agent exits; returns its exit code. Leaves no worker behind, even when it raises."""
         self._finished = asyncio.get_running_loop().create_future()
         try:
-            self._copies = CheckpointCopies.open(self._settings.checkpoint_dir or self._settings.vm_dir)
+            self._copies = CheckpointCopies.open_folder(self._settings.checkpoint_dir or self._settings.vm_dir)
+            self._starter = WorkerStarter(
+                host=self._host,
+                processes=self._processes,
+                copies=self._copies,
+                vm_dir=self._settings.vm_dir,
+                agent_socket=self._link.path,
+                on_cpu=self._settings.device == "cpu",
+            )
             await self._link.start()
-            self.handle(st.RendezvousOpened(self._rendezvous.open()))
-            self._spawn(self._manager.run(), "manager link")
-            self._spawn(self._watch_notices(), "notices")
-            self._spawn(self._keep_logs_small(), "log sizes")
+            self.handle_event(ev.RendezvousPortOpened(self._ports.open_port()))
+            self._start_task(self._manager.run(), "manager link")
+            self._start_task(self._watch_notices(), "notices")
+            self._start_task(self._keep_logs_small(), "log sizes")
             code = await self._finished
-            if self._spans is not None:  # before the stream ends: then the manager may give this VM back at once
-                await asyncio.to_thread(self._spans.close)
+            # Before the stream ends: then the manager may give this VM back at once.
+            await asyncio.to_thread(self._observers.close)
         finally:
             self._finished.cancel()
             await self._close()
-        for notice_id in self._noticed if code == 0 else ():
-            await self._notice_source.acknowledge(notice_id)
+        for notice_id in self._pending_notices if code == 0 else ():
+            await self._notice_source.acknowledge_notice(notice_id)
         return code
 
-    def terminate(self, reason: str) -> None:
+    def request_termination(self, reason: str) -> None:
         """End the workers, then return from `run`."""
-        self.handle(st.Terminate(reason))
+        self.handle_event(ev.TerminationRequested(reason))
 
-    def handle(self, event: Event) -> None:
-        """Let the state decide about the event, and do what it says. Events that arise meanwhile come after it."""
+    def handle_event(self, event: Event) -> None:
+        """Let the state decide about the event, and carry out its instructions. Events that arise meanwhile follow."""
         self._events.append(event)
         if self._is_handling or self._finished is None or self._finished.done():
             return
         self._is_handling = True
         try:
             while self._events:
-                for instruction in self._state.handle(self._events.popleft(), _now()):
+                for instruction in self._state.handle_event(self._events.popleft(), _now()):
                     self._carry_out(instruction)
             self._set_timer()
-            self._measure()
+            self._observers.measure_state(self._state)
         except Exception as error:
-            self._fail(error)  # a defect: it must not pass silently in some callback
+            self._fail_run(error)  # a defect: it must not pass silently in some callback
         finally:
             self._is_handling = False
 
-    def stream_opened(self) -> None:
-        if self._metrics is not None:
-            self._metrics.stream_opened()
-        self.handle(st.StreamOpened())
+    # ------------------------------------------------------------ the links' listener
 
-    def trace_told(self, message: agent_pb2.ManagerMessage) -> None:
-        if self._spans is not None:
-            self._spans.told(message)
+    def handle_stream_open(self) -> None:
+        self._observers.count_stream()
+        self.handle_event(ev.StreamOpened())
 
-    def trace_ready(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
-        if self._spans is not None and message.HasField("ready"):
-            for worker in self._state.workers:
-                if worker.key == key:
-                    self._spans.ready(worker, message.ready)
+    def receive_manager_message(self, message: agent_pb2.ManagerMessage) -> None:
+        failpoint(f"agent.{message.WhichOneof('body')}.received")
+        self._observers.record_command(message)
+        self.handle_event(ev.ManagerMessageReceived(message))
 
-    def expects(self, key: WorkerKey) -> bool:
-        """Whether a worker that says it is `key` may connect."""
-        return self._state.expects(key)
+    def handle_stream_close(self, reason: str) -> None:
+        self.handle_event(ev.StreamClosed(reason))
+
+    def accept_worker(self, key: WorkerKey, pid: int) -> bool:
+        is_expected = self._state.is_expected(key)
+        failpoint("agent.worker.connected")
+        if is_expected:
+            self.handle_event(ev.WorkerConnected(key, pid))
+        return is_expected
+
+    def receive_worker_message(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
+        self._observers.trace_start(self._state.workers, key, message)
+        self.handle_event(ev.WorkerMessageReceived(key, message))
+        if message.HasField("generation_left") and not self._state.has_worker(key):
+            self._observers.trace_end(key)
+
+    def handle_worker_disconnection(self, key: WorkerKey) -> None:
+        self.handle_event(ev.WorkerDisconnected(key))
 
     # ------------------------------------------------------------ instructions
 
-    def _carry_out(self, instruction: Instruction) -> None:
+    def _carry_out(self, instruction: Instruction) -> None:  # noqa: C901 - a case for each instruction
         failpoint(f"agent.{type(instruction).__name__}.before")
         match instruction:
-            case st.Send(message):
-                self._manager.send(message)
+            case ins.SendMessage(message):
+                self._manager.send_message(message)
                 if message.HasField("report"):
                     failpoint(f"agent.{message.report.WhichOneof('fact')}.sent")
                 return
-            case st.ReadLogs(request):
-                self._spawn(self._send_logs(request), "logs")
+            case ins.ReadLogs(request):
+                self._start_task(self._send_logs(request), "logs")
                 return
-            case st.ReadStacks(request_id, key, pid):
-                self._spawn(self._send_stacks(request_id, key, pid), "stacks")
-            case st.Prepare(request):
-                self._prepare(request)
+            case ins.ReadStacks(request_id, key, pid):
+                self._start_task(self._send_stacks(request_id, key, pid), "stacks")
+            case ins.PrepareJob(request):
+                assert self._starter is not None
+                self._starter.prepare_job(request)
                 return
-            case st.CancelPrepare(job_id):
-                self._processes.cancel_prepare(job_id)
-            case st.KeepFolders(job_ids):
+            case ins.CancelPreparation(job_id):
+                self._processes.cancel_preparation(job_id)
+            case ins.KeepFolders(job_ids):
                 self._processes.keep_folders(job_ids)
                 return
-            case st.Remember(seen):
+            case ins.SaveSeenGenerations(seen):
                 self._seen.write(seen)
                 return
-            case st.StartWorker():
-                try:
-                    self._start_worker(instruction)
-                except OSError as error:  # a full disk, no descriptor left, ...: it concerns this worker alone
-                    self.handle(st.ProcessNotStarted(instruction.key, f"cannot start the worker: {error}"))
-            case st.AdmitWorker(key, secret):
-                self._link.admit(key, secret)
-            case st.TellWorkerToLeave(key, mode, _):
-                self._link.leave(key, mode)
-            case st.KillWorker(key, _):
-                self._processes.kill(key)
-            case st.ClaimRendezvous(port):
-                self._rendezvous.claim(port)
-                self._open_rendezvous()
-            case st.ReleaseRendezvous(port):
-                self._rendezvous.release(port)
-            case st.HangUp():
+            case ins.StartWorker():
+                self._start_worker(instruction)
+            case ins.AssignWorker():
+                self._assign_worker(instruction)
+            case ins.AskToGive(key):
+                assert self._starter is not None
+                self._link.send_give_state(key, self._starter.make_give_state(instruction))
+            case ins.AdmitWorker(key, secret):
+                self._link.send_admission(key, secret)
+            case ins.SendLeave(key, mode, _, keep_state):
+                self._link.send_leave(key, mode, keep_state=keep_state)
+            case ins.KillWorker(key, _):
+                self._processes.kill_worker(key)
+            case ins.ClaimRendezvousPort(port):
+                self._ports.claim_port(port)
+                self._open_rendezvous_port()
+            case ins.ReleaseRendezvousPort(port):
+                self._ports.release_port(port)
+            case ins.HangUp():
                 self._manager.hang_up()
-            case st.ExitAgent(code, _):
+            case ins.ExitAgent(code, _):
                 if self._finished is not None and not self._finished.done():
                     self._finished.set_result(code)
             case _:
                 assert_never(instruction)
-        _log.info("agent acts", **_described(instruction))
+        _log.info("agent acts", **_describe_instruction(instruction))
 
-    def _open_rendezvous(self) -> None:
-        """The next one. While the VM has no port or descriptor left, other VMs have the ranks 0."""
+    def _open_rendezvous_port(self) -> None:
+        """Hold a port for the next rank 0. While the VM has no port or descriptor left, rank 0 runs on other VMs."""
         try:
-            port = self._rendezvous.open()
+            port = self._ports.open_port()
         except OSError as error:
-            _log.warning("no port for the next rendezvous: the agent tries again", error=str(error))
-            self._reopening = asyncio.get_running_loop().call_later(_REOPEN_S, self._open_rendezvous)
+            _log.warning("no port for the next rank 0: the agent tries again", error=str(error))
+            self._port_retry = asyncio.get_running_loop().call_later(_PORT_RETRY_S, self._open_rendezvous_port)
             return
-        self.handle(st.RendezvousOpened(port))
+        self.handle_event(ev.RendezvousPortOpened(port))
 
-    def _start_worker(self, start: st.StartWorker) -> None:
-        """Raises OSError."""
+    def _start_worker(self, start: ins.StartWorker) -> None:
         assert self._copies is not None
-        job_id = start.key.job_id
-        rendezvous = self._rendezvous.take(start.rendezvous_port) if start.rendezvous_port else None
+        assert self._starter is not None
+        if start.rendezvous_port:
+            self._ports.assign_port(start.rendezvous_port, start.key)
+        jobs = {*self._processes.job_ids, start.key.job_id}
+        self._start_task(asyncio.to_thread(self._copies.discard_other_jobs, jobs), "copies of checkpoints")
         try:
-            jobs = {*self._processes.job_ids, job_id}
-            self._spawn(asyncio.to_thread(self._copies.discard_other_jobs, jobs), "copies of checkpoints")
-            if self._user is not None:
-                self._copies.make_folder_for(job_id, self._user)
-            environment = replace(
-                start.environment,
-                local_checkpoint_dir=str(self._copies.folder / job_id),
-                agent_socket=str(self._link.path),
-                secret="",
-                secret_from_agent=bool(start.environment.secret),
-                rendezvous_fd=rendezvous.fileno() if rendezvous is not None else -1,
-            )
-            self._processes.start(
-                ProcessSpec(
-                    key=start.key,
-                    command=start.command,
-                    workdir=start.workdir,
-                    environment=self._environ_of(start.extra_environment),
-                    contract={**start.secrets, **environment.to_environ()},
-                    log=logs.log_path(self._settings.vm_dir, start.key),
-                    limits=start.limits,
-                    rendezvous=rendezvous,
-                )
-            )
-        except OSError:
-            if rendezvous is not None:
-                rendezvous.close()
-            raise
+            self._starter.start_worker(start)
+        except OSError as error:  # a full disk, no descriptor left, ...: it concerns this worker alone
+            self._ports.release_worker(start.key)
+            self.handle_event(ev.ProcessNotStarted(start.key, f"cannot start the worker: {error}"))
 
-    def _prepare(self, request: agent_pb2.Prepare) -> None:
-        log = logs.warm_log_path(self._settings.vm_dir, request.job_id)
-        environment = self._environ_of(request.environment)
-        workdir = Workdir(
-            path=request.workdir, archive=request.archive, setup=request.setup, timeout_s=request.setup_timeout_s
-        )
-        limits = JobLimits.from_message(request.limits)
-        self._processes.prepare(request.job_id, request.command, workdir, environment, log, limits)
-
-    def _environ_of(self, extra: Mapping[str, str]) -> dict[str, str]:
-        """What all workers of a job have in common."""
-        on_cpu = self._settings.device == "cpu"
-        return worker_environ(self._base_environ, extra, on_cpu=on_cpu, user=self._user)
-
-    def _preparing(self, job_ids: frozenset[str], warm: frozenset[str]) -> None:
-        self.handle(st.Preparing(job_ids, warm))
-
-    def _prepared(self, job_id: str, error: WorkdirError | None) -> None:
-        if error is None:
-            self.handle(st.Prepared(job_id))
+    def _assign_worker(self, assign: ins.AssignWorker) -> None:
+        assert self._starter is not None
+        start = assign.start
+        assigned = self._starter.assign_worker(assign)
+        if assigned is None:
+            if start.rendezvous_port:
+                self._ports.release_port(start.rendezvous_port)
+            self.handle_event(ev.ProcessNotStarted(start.key, f"the process of {assign.survivor} has ended"))
             return
-        _log.warning("a job's workdir is not made ready", job=job_id, reason=str(error))
-        self.handle(st.Prepared(job_id, str(error), error.exit_code))
+        if start.rendezvous_port:
+            self._ports.assign_port(start.rendezvous_port, start.key)
+        self._link.send_assignment(assign.survivor, start.key, assigned)
+
+    def _handle_warm_change(self, warming: frozenset[str], warm: frozenset[str]) -> None:
+        self.handle_event(ev.WarmJobsChanged(warming, warm))
+
+    def _handle_preparation_end(self, job_id: str, error: WorkdirError | None) -> None:
+        if error is None:
+            self.handle_event(ev.PreparationEnded(job_id))
+            return
+        _log.warning("a job's workdir is not ready", job=job_id, reason=str(error))
+        self.handle_event(ev.PreparationEnded(job_id, str(error), error.exit_code))
 
     def _fetch_archive(self, sha256: str) -> AsyncIterator[bytes]:
         return self._manager.fetch_archive(self._settings.vm_id, sha256)
 
-    async def _process_ended(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
+    async def _handle_process_end(self, key: WorkerKey, end: ProcessEnd | ProcessNotStartedError) -> None:
+        self._ports.release_worker(key)
         if isinstance(end, ProcessNotStartedError):
-            self.handle(st.ProcessNotStarted(key, str(end)))
+            self.handle_event(ev.ProcessNotStarted(key, str(end)))
             return
-        if self._spans is not None:
-            self._spans.ended(key)
-        await self._link.drained(key, _DRAIN_SOCKET_S)  # its last words come before its end
+        if self._state.has_worker(key):
+            self._observers.trace_end(key)
+        if self._state.is_departing:  # the manager may give this VM back as soon as its last worker has ended
+            await asyncio.to_thread(self._observers.flush)
+        await self._link.wait_drained(key, _DRAIN_SOCKET_S)  # its last messages come before its end
         failpoint("agent.worker.ended")
-        _log.info("worker ended", **key.fields(), exit_code=end.exit_code)
-        self.handle(st.ProcessEnded(key, end.exit_code, end.log_tail))
+        _log.info("worker ended", **key.log_fields, exit_code=end.exit_code)
+        self.handle_event(ev.ProcessEnded(key, end.exit_code, end.log_tail))
 
     async def _send_logs(self, request: agent_pb2.FetchLogs) -> None:
-        key = WorkerKey(request.job_id, request.generation, request.rank)
-        path = logs.log_path(self._settings.vm_dir, key)
-        wanted = min(request.max_bytes or _DEFAULT_LOG_BYTES, _MAX_LOG_BYTES)
-        try:
-            if not path.resolve().is_relative_to(self._settings.vm_dir.resolve()):
-                raise ValueError(f"job id {request.job_id!r} does not name a folder of this VM")
-            part = await logs.read_when_there(path, request.offset, wanted, request.wait_s)
-        except (OSError, ValueError) as error:
-            text = f"no log of {key} on VM {self._settings.vm_id}: {error}"
-            self._send_chunk(agent_pb2.LogChunk(request_id=request.request_id, last=True, error=text))
-            return
-        for start in range(0, max(len(part.data), 1), _LOG_CHUNK_BYTES):
-            end = start + _LOG_CHUNK_BYTES
-            chunk = agent_pb2.LogChunk(
-                request_id=request.request_id,
-                data=part.data[start:end],
-                last=end >= len(part.data),
-                offset=part.offset + start,
-                size=part.size,
-            )
-            self._send_chunk(chunk)
+        for chunk in await read_log_chunks(self._settings.vm_dir, self._settings.vm_id, request):
+            self._manager.send_message(agent_pb2.AgentMessage(log_chunk=chunk))
 
     async def _send_stacks(self, request_id: str, key: WorkerKey, pid: int) -> None:
         try:
-            dump = stack_dump(request_id, key, text=await self._processes.stacks(key, pid))
+            dump = make_stack_dump(request_id, key, text=await self._processes.read_stacks(key, pid))
         except NoStacksError as error:
-            dump = stack_dump(request_id, key, error=str(error))
-        self._manager.send(dump)
-
-    def _send_chunk(self, chunk: agent_pb2.LogChunk) -> None:
-        self._manager.send(agent_pb2.AgentMessage(log_chunk=chunk))
+            dump = make_stack_dump(request_id, key, error=str(error))
+        self._manager.send_message(dump)
 
     # ------------------------------------------------------------ sources of events
 
     async def _watch_notices(self) -> None:
-        async for notice in self._notice_source.notices():
-            if isinstance(notice, NoticeCancelled):
-                # The workers may have left by now. The VM leaves all the same, and the manager asks for another.
+        async for notice in self._notice_source.watch_notices():
+            if isinstance(notice, NoticeCancellation):
+                # The workers may have left by now. The VM leaves all the same, and the manager asks for another one.
                 _log.warning("the notice is withdrawn", notice=notice.notice_id)
-                self._noticed.discard(notice.notice_id)
+                self._pending_notices.discard(notice.notice_id)
                 continue
-            self._noticed.add(notice.notice_id)
-            if self._metrics is not None:
-                self._metrics.notice_seen()
+            self._pending_notices.add(notice.notice_id)
+            self._observers.count_notice()
             seconds_left = notice.seconds_left(unix_now_s())
             _log.warning("this VM will be taken away", notice=notice.notice_id, seconds_left=round(seconds_left, 1))
-            self.handle(st.NoticeSeen(notice.notice_id, seconds_left, notice.source))
+            self.handle_event(ev.NoticeReceived(notice.notice_id, seconds_left, notice.source))
 
     async def _keep_logs_small(self) -> None:
         sizes = LogSizes(each_bytes=self._settings.log_bytes, old_bytes=self._settings.old_logs_bytes)
         while True:
-            running = {worker.key.generation_key for worker in self._state.workers}
+            keys = [*(w.key for w in self._state.workers), *(s.key for s in self._state.survivors)]
+            running = {key.generation_key for key in keys}
             try:
                 await asyncio.to_thread(keep_logs_small, self._settings.vm_dir, running, sizes)
             except OSError as error:
-                _log.warning("logs stay as long as they are", error=str(error))
-            await asyncio.sleep(_LOOK_AT_LOGS_S)
-
-    def _measure(self) -> None:
-        if self._metrics is not None:
-            self._metrics.now(
-                self._state.workers,
-                warm_jobs=len(self._state.warm_jobs),
-                unacknowledged=len(self._state.unacknowledged),
-                connected=self._state.is_welcome,
-            )
+                _log.warning("the logs cannot be trimmed", error=str(error))
+            await asyncio.sleep(_LOG_CHECK_S)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -373,27 +336,27 @@ class AgentRunner:
         deadline = self._state.next_deadline()
         if deadline is not None:
             wait_s = min(max(0.0, deadline - _now()), _MAX_TIMER_S)
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self.handle, st.Tick())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.handle_event, ev.Tick())
 
     # ------------------------------------------------------------ tasks
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+        task.add_done_callback(self._handle_task_end)
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
+    def _handle_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._fail(error)
+            self._fail_run(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail_run(self, error: BaseException) -> None:
         if self._finished is not None and not self._finished.done():
             self._finished.set_exception(error)
 
     async def _close(self) -> None:
-        for timer in (self._timer, self._reopening):
+        for timer in (self._timer, self._port_retry):
             if timer is not None:
                 timer.cancel()
         await self._processes.close()
@@ -401,61 +364,22 @@ class AgentRunner:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
-        self._rendezvous.close()
+        self._ports.close()
         if self._copies is not None:
             self._copies.close()
 
 
-class _FromManager:
-    """The manager's words as events."""
-
-    def __init__(self, runner: AgentRunner) -> None:
-        self._runner = runner
-
-    def opened(self) -> None:
-        self._runner.stream_opened()
-
-    def received(self, message: agent_pb2.ManagerMessage) -> None:
-        failpoint(f"agent.{message.WhichOneof('body')}.received")
-        self._runner.trace_told(message)
-        self._runner.handle(st.ManagerSaid(message))
-
-    def closed(self, reason: str) -> None:
-        self._runner.handle(st.StreamClosed(reason))
-
-
-class _FromWorkers:
-    """The workers' words as events."""
-
-    def __init__(self, runner: AgentRunner) -> None:
-        self._runner = runner
-
-    def connected(self, key: WorkerKey, pid: int) -> bool:
-        is_ours = self._runner.expects(key)
-        failpoint("agent.worker.connected")
-        if is_ours:
-            self._runner.handle(st.WorkerConnected(key, pid))
-        return is_ours
-
-    def said(self, key: WorkerKey, message: worker_pb2.WorkerMessage) -> None:
-        self._runner.trace_ready(key, message)
-        self._runner.handle(st.WorkerSaid(key, message))
-
-    def disconnected(self, key: WorkerKey) -> None:
-        self._runner.handle(st.WorkerDisconnected(key))
-
-
 def _now() -> float:
-    """Seconds; counts the time for which the VM was suspended, where the system can tell: leases run on meanwhile."""
+    """Seconds on a clock that counts suspended time, where the system has one, because leases go on meanwhile."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _described(instruction: Instruction) -> dict[str, object]:
-    """For the log: what is done, to whom, why."""
+def _describe_instruction(instruction: Instruction) -> dict[str, object]:
+    """Fields for the log: the action, its object and its reason."""
     fields: dict[str, object] = {"action": type(instruction).__name__}
     key = getattr(instruction, "key", None)
     if isinstance(key, WorkerKey):
-        fields |= key.fields()
+        fields |= key.log_fields
     for name in ("reason", "port", "code", "command"):
         if hasattr(instruction, name):
             fields[name] = str(getattr(instruction, name))

@@ -1,4 +1,4 @@
-"""What an agent is told at its start."""
+"""The settings of an agent."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ NOTICE_SOURCES = ("file", "azure", "aws", "gcp")
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """Made once in `main`. Raises ValueError naming the setting and what to do."""
+    """Created once in `main`. Raises ValueError naming the setting and what to do."""
 
     manager: str
-    """host:port of the manager's gRPC service; of several managers, separated by commas."""
+    """host:port of the manager's gRPC service; several managers are separated by commas."""
     vm_id: str
     vm_dir: Path
-    """Logs, the socket of the workers and the notice file live here; one agent at a time."""
+    """Holds the logs, the workers' socket and the notice file; only one agent at a time may use it."""
     checkpoint_dir: Path | None = None
-    """For the workers' copies of their checkpoints; None: `checkpoints` in `vm_dir`."""
+    """The folder for the workers' copies of their checkpoints; None: `checkpoints` in `vm_dir`."""
     gpus: int = 1
     """Devices that can each run one worker."""
     device_memory_bytes: int = 0
-    """Per device; 0: not known."""
+    """Per device; 0: unknown."""
     host: str = "127.0.0.1"
     """Address of this VM for the workers of other VMs."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
     gpu_type: str = ""
-    """What the devices are called; empty: not known."""
+    """The name of the devices' model; empty: unknown."""
     reconnect_first_s: float = 0.1
     reconnect_most_s: float = 5.0
     """Bounds of the backoff between two attempts to reach the manager."""
     notice_poll_s: float = 0.2
     keep_warm_s: float = 120.0
-    """How long a warmed process is kept after the last worker of its job; 0: there is none."""
+    """How long a warmed process is kept after the last worker of its job, a survivor without a rank, and a holder whose
+    next generation has no workers here; 0: none is."""
     join_token: str = field(default="", repr=False)
-    """With which this VM becomes one of the manager's; empty: it is one already, or the manager is an open one."""
+    """The token with which this VM joins; empty: it has joined already, or the manager requires none."""
     join_url: str = ""
-    """The manager's REST API, or each, separated by commas; empty: https, port 8750 of the hosts of `manager`."""
+    """The URLs of the managers' REST APIs, separated by commas; empty: https, port 8750 of the hosts of `manager`."""
     join_ca: Path | None = None
-    """Who signed the certificate of `join_url`; None: the manager's own authority, which the token names."""
+    """The authority that signed the certificate of `join_url`; None: the manager's own, which the token names."""
     run_as: str = ""
-    """The user as whom workers run; empty: as the agent does."""
+    """The user that workers run as; empty: the agent's."""
     metrics_port: int = 0
-    """Where Prometheus reads this agent's metrics, at `metrics_host`; 0: nowhere."""
+    """The port for Prometheus, at `metrics_host`; 0: none."""
     metrics_host: str = "127.0.0.1"
     log_bytes: int = 256 * 1024**2
-    """Kept of each log, the newest; of the agent's own as well, where that is a file."""
+    """The newest bytes kept of each log, including the agent's own if that is a file."""
     old_logs_bytes: int = 4 * 1024**3
-    """Kept of the logs of generations that are over, together."""
+    """Bytes kept of the logs of all ended generations together."""
     notices: str = "file"
-    """Who tells of preemptions: one of NOTICE_SOURCES."""
+    """The source of preemption notices: one of NOTICE_SOURCES."""
     timings: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ class AgentSettings:
 
     @property
     def is_certified(self) -> bool:
-        """Whether this VM has a certificate, or a token to get one; else it dials without TLS."""
+        """Whether this VM has a certificate, or a token to get one; if not, it connects without TLS."""
         return bool(self.join_token) or (self.identity_dir / "identity.json").exists()
 
     @property

@@ -1,6 +1,6 @@
 #!/bin/sh
-# varuna-install WHEEL CONSTRAINTS: installs the manager from varuna's wheel, or exchanges the one that runs for it.
-# The wheel is also what new spot VMs get from the manager.
+# varuna-install WHEEL CONSTRAINTS: installs the manager from varuna's wheel, or replaces the running one.
+# New spot VMs get the same wheel from the manager.
 set -eu
 if [ $# -ne 2 ] || [ ! -f "$1" ] || [ ! -f "$2" ]; then
     echo "usage: varuna-install varuna_spot-VERSION-py3-none-any.whl constraints.txt (both from make wheel)" >&2

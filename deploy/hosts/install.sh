@@ -9,7 +9,7 @@
 #   gpu-1   root@10.0.0.11    --gpus 8 --device cuda
 #   gpu-2   admin@10.0.0.12   --gpus 8 --device cuda --host 10.1.0.12
 #
-# Who is not root there needs sudo without a password. The manager has to know the hosts: --list prints the file for
+# A user other than root needs sudo without a password there. The manager has to know the hosts: --list prints the file for
 # `varuna manager --provider static:FILE`. Here you need an admin's token (VARUNA_TOKEN_FILE, or varuna's config file):
 # each host gets a join token of its own, good once and for an hour, which also names the manager's authority: the host
 # trusts no other. docs/operations.md has more.
@@ -58,11 +58,11 @@ while [ $# -gt 0 ]; do
         ;;
     --list) list=yes; shift ;;
     -h | --help) usage; exit 0 ;;
-    -*) fail "$1 is no option: install.sh --help lists them" ;;
+    -*) fail "$1 is not an option: install.sh --help lists them" ;;
     *) [ -z "$inventory" ] || fail "one list of hosts, not $inventory and $1"; inventory=$1; shift ;;
     esac
 done
-[ -n "$inventory" ] || fail "which hosts? install.sh [options] HOSTS.txt (--help tells more)"
+[ -n "$inventory" ] || fail "no list of hosts is given: install.sh [options] HOSTS.txt (--help explains it)"
 [ -r "$inventory" ] || fail "the list of hosts $inventory cannot be read"
 
 # By line: the names, where ssh finds them, and the agent's options.
@@ -72,9 +72,9 @@ while read -r name place rest; do
     [[ $name =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$ ]] ||
         fail "$inventory: a host's name is letters, digits, '.', '_' and '-', not '$name'"
     [ -n "$place" ] || fail "$inventory: $name has no ssh destination"
-    [[ $place != -* ]] || fail "$inventory: $name: '$place' is no ssh destination"
-    [[ $rest =~ ^[A-Za-z0-9\ ._:/,=@%+-]*$ ]] || fail "$inventory: $name: the options '$rest' have a character that none has"
-    [[ " ${names[*]-} " != *" $name "* ]] || fail "$inventory: $name is there twice"
+    [[ $place != -* ]] || fail "$inventory: $name: '$place' is not an ssh destination"
+    [[ $rest =~ ^[A-Za-z0-9\ ._:/,=@%+-]*$ ]] || fail "$inventory: $name: the options '$rest' contain a character that no option has"
+    [[ " ${names[*]-} " != *" $name "* ]] || fail "$inventory: host $name occurs twice"
     names+=("$name") places+=("$place") options+=("$rest")
 done <"$inventory"
 [ ${#names[@]} -gt 0 ] || fail "$inventory: there is no host in it"
@@ -130,7 +130,7 @@ pack() {
 
 on_host() { "${ssh_command[@]}" "${places[$1]}" "$2"; }
 
-# Whether the manager has heard the host's agent a moment ago.
+# Whether the VM $1 is ready and the manager got its agent's last heartbeat less than 3 s ago.
 is_ready() {
     varuna vms --json | python3 -c '
 import json, sys
@@ -138,7 +138,7 @@ vms = [vm for vm in json.load(sys.stdin) if vm["id"] == sys.argv[1] and vm["stat
 sys.exit(not any(vm["last_heard_s"] is not None and vm["last_heard_s"] < 3 for vm in vms))' "$1"
 }
 
-# What the manager says of the VM $1: its state, how many workers it has, and whether it is cordoned.
+# The manager's view of the VM $1: its state, its number of workers, and whether it is cordoned.
 vm_now() {
     varuna vms --json | python3 -c '
 import json, sys
@@ -147,7 +147,7 @@ for vm in json.load(sys.stdin):
         print(vm["state"], len(vm["workers"]), "cordoned" if vm.get("cordoned_at") else "open")' "$1"
 }
 
-# Its jobs save, leave and go on elsewhere; nothing new starts there. The new version is installed meanwhile, or before.
+# Drains the VM $1: its jobs save and continue elsewhere, and nothing new starts there.
 drain_host() {
     local state workers cordon
     varuna drain "$1" --deadline "$drain_deadline" >/dev/null
@@ -178,7 +178,7 @@ install_on() {
         [ "$start" = none ] || read -r state workers cordon <<<"$(vm_now "$name")"
         case $state in
         ready | suspect | draining)
-            # What takes long comes first, while its jobs still run.
+            # The slow part, the installation, comes first, while the host's jobs still run.
             pack "$1" none
             send_to "$1" "$as"
             [ "$cordon" = cordoned ] || uncordon=yes
@@ -189,7 +189,7 @@ install_on() {
     fi
     send_to "$1" "$as"
     [ "$start" != none ] || return 0
-    sleep 4 # what the manager has heard of the agent before is not to count
+    sleep 4 # heartbeats of the agent before this one must not count
     for _ in $(seq 180); do
         if is_ready "$name"; then
             [ -z "$uncordon" ] || varuna uncordon "$name" >/dev/null

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The part of install.sh that runs on a host, as root (or as anybody, with a --prefix of their own).
+# The part of install.sh that runs on a host, as root (or as any user, with a --prefix that they own).
 # Its folder holds: the wheel, constraints.txt, agent.env, varuna-agent.service, perhaps join-token; and `settings`.
 set -eu
 umask 022
@@ -15,7 +15,7 @@ wheel=$(find "$here" -name '*.whl')
 "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "$python here is not Python 3.11 or newer with venv: install it (Debian: apt-get install python3-venv), or give another --python"
 
-# Each version has a folder of its own: workers that run go on with theirs, and the one before is there to go back to.
+# Each version has its own folder: running workers keep theirs, and the previous version stays for a way back.
 opt=$prefix/opt
 version=$(cat "$here"/*.whl "$here/constraints.txt" | sha256sum | cut -c1-12)
 folder=$opt/varuna-$version
@@ -58,7 +58,7 @@ process)
     mkdir -p "$state"
     chmod 0700 "$state"
     if [ -e "$state/agent.pid" ]; then kill "$(cat "$state/agent.pid")" 2>/dev/null || true; fi
-    # Until its lock is free: it ends its workers first.
+    # Wait until its lock is free, because it ends its workers first.
     flock -w 100 "$state/agent.lock" true || fail "the agent in $state does not end: look at $state/agent.log"
     VARUNA_AGENT_FLAGS=
     # shellcheck source=/dev/null

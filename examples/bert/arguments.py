@@ -12,7 +12,7 @@ DONE_BY_VARUNA = {
     "allreduce_post_accumulation": "Varuna sums gradients once for each step",
     "allreduce_post_accumulation_fp16": "Varuna sums gradients once for each step, in fp32",
     "checkpoint_activations": "Varuna recomputes activations where memory needs it",
-    "bert_model": "--config_file says what the model is",
+    "bert_model": "--config_file describes the model",
     "do_train": "this script does nothing else",
     "disable_progress_bar": "there is none",
     "varuna": "this script always trains with it",
@@ -20,11 +20,11 @@ DONE_BY_VARUNA = {
 """Arguments of the recipe (and of the seeds' patch to it) that change nothing here, and why."""
 
 FROM_LAUNCHER = ("rank", "local_rank", "stage_to_rank_map", "chunk_size", "batch-size", "resume_step")
-"""What Varuna's launcher passes to scripts; the worker's environment says the same."""
+"""Arguments that Varuna's launcher passes to scripts; the worker's environment holds the same values."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
-    """Ends the process with a usage message (exit code 2) for what contradicts itself."""
+    """Exits with a usage message (exit code 2) when arguments contradict each other."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     _add_what_is_trained(parser)
     _add_how_long(parser)
@@ -37,7 +37,7 @@ def parse_arguments(arguments: Sequence[str] | None = None, description: str | N
         if getattr(parsed, name) < 1:
             parser.error(f"--{name} {getattr(parsed, name)}: it must be at least 1")
     if parsed.phase2 and parsed.init_checkpoint is None and parsed.phase1_end_step < 1:
-        parser.error("--phase2 goes on from phase 1: say with --phase1_end_step how many steps that had (--max_steps)")
+        parser.error("--phase2 goes on from phase 1: pass the number of its steps as --phase1_end_step (--max_steps)")
     if not parsed.phase2 and parsed.phase1_end_step:
         parser.error(f"--phase1_end_step {parsed.phase1_end_step} is for phase 2: add --phase2, or leave it out")
     parsed.fp16 = parsed.fp16 or parsed.amp
@@ -65,7 +65,7 @@ def _add_what_is_trained(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_seq_length", type=int, default=512, help="tokens of an example; the data's must be that")
     group.add_argument("--max_predictions_per_seq", type=int, default=80, help="masked words of an example at most")
     group.add_argument(
-        "--train_batch_size", type=int, help="examples of a step, over all GPUs; under a manager, the job file says it"
+        "--train_batch_size", type=int, help="examples of a step, over all GPUs; under a manager, the job file gives it"
     )
     group.add_argument("--seed", type=int, default=42, help="of the first parameters, dropout and the examples' order")
     group.add_argument("--fp16", action="store_true", help="matrix products in fp16, with a scaled loss")
@@ -95,7 +95,7 @@ def _add_how_long(parser: argparse.ArgumentParser) -> None:
 
 def _add_what_is_written(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is written")
-    group.add_argument("--output_dir", help="by hand: where checkpoints go; under a manager, the job file says it")
+    group.add_argument("--output_dir", help="folder of checkpoints; under a manager, the job file gives it")
     group.add_argument(
         "--num_steps_per_checkpoint", type=int, default=0, help="0: at the end and, under a manager, whenever it pays"
     )

@@ -1,4 +1,4 @@
-"""The corpus that every machine with Python and NumPy has: their documentation, as it stands in their own modules.
+"""The corpus that every machine with Python and NumPy has: the documentation in their own modules.
 
 One document for each module (its docstrings, in the order of the source) and for each topic of Python's language
 reference (`pydoc_data`). The same versions give the same text. About 4 MB.
@@ -20,7 +20,7 @@ import numpy as np
 
 from corpus_reading import Document
 
-# Tests document nothing; the others are packages of other people that happen to lie inside.
+# Tests document nothing; the others are vendored packages.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "ensurepip", "_vendor", "pydoc_data"}
 _DOCTEST = re.compile(r"\s*(>>>|\.\.\.)")
 _RULE = re.compile(r"[\s\W_]*$")  # underlines of headings, borders of tables
@@ -58,11 +58,11 @@ def module_documents(root: Path, prefix: str = "") -> Iterator[Document]:
 
 def _docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old escapes in other people's sources
+        warnings.simplefilter("ignore")  # about old escapes in third-party sources
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
-            return  # the library has files that are templates, or of another version
+            return  # some files of the library are templates, or for another version
     yield from _docstrings_of(tree)
 
 

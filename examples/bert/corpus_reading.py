@@ -89,12 +89,12 @@ def _read_lines(path: Path, encoding: str, errors: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 at = read - len(error.object) + error.start
                 raise ValueError(
-                    f"{path}: the byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding}: say the "
+                    f"{path}: the byte 0x{error.object[error.start]:02x} at offset {at} is not {encoding}: pass the "
                     "file's encoding with --encoding, or --encoding-errors replace to go on without such characters"
                 ) from None
             if "\0" in text:
                 raise ValueError(
-                    f"{path}: is no text in {encoding}, it holds NUL characters: leave it out, or say its --encoding"
+                    f"{path}: is no text in {encoding}, it holds NUL characters: leave it out, or pass its --encoding"
                 )
             first, *others = text.split("\n")
             begun.append(first)

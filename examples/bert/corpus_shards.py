@@ -61,7 +61,7 @@ def split_sentences(text: str, *, language: str = "en", one_per_line: bool = Fal
     return [sentence for sentence in joined if sentence]
 
 
-def write_text_shards(
+def write_text_shards(  # noqa: PLR0913 - the options of the program
     documents: Iterable[Document],
     folder: Path,
     *,
@@ -75,10 +75,10 @@ def write_text_shards(
     processes: int,
     advance: Callable[[int], None] = lambda characters: None,
 ) -> list[TextShard]:
-    """Write the shards into `folder`, which is made anew and appears only when it is whole.
+    """Write the shards into `folder`, which is replaced and appears only when it is complete.
 
     Whole documents go to the shard that is furthest behind its share of the text, so shards are of even size and do
-    not depend on the number of processes. `advance` is told the characters that are done. Raises ValueError for a
+    not depend on the number of processes. `advance` receives the number of characters done. Raises ValueError for a
     shard of less than two documents: a random next sentence must come from another document.
     """
     shares = {("training", index): (1 - test_fraction) / training_shards for index in range(training_shards)}

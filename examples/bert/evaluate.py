@@ -1,4 +1,4 @@
-"""How well an exported BERT fills in masked words and knows next sentences, on examples that it was not trained on.
+"""How well an exported BERT predicts masked words and next sentences, on examples that it was not trained on.
 
 varuna export /tmp/varuna-bert/checkpoints --out model.safetensors
 python examples/bert/evaluate.py --weights model.safetensors --input_dir … --config_file …
@@ -31,9 +31,9 @@ def evaluate(model: BertPretraining, batches: Iterable[dict[str, Tensor]]) -> di
         next_sentence = batch.pop("next_sentence_labels")
         scores = model.scores(**batch)
         there = scores.labels != NOT_PREDICTED
-        said, right = scores.words[there], scores.labels[there]
-        totals["masked_lm_loss"] += float(F.cross_entropy(said, right, reduction="sum"))
-        totals["masked_lm_accuracy"] += int((said.argmax(1) == right).sum())
+        predictions, right = scores.words[there], scores.labels[there]
+        totals["masked_lm_loss"] += float(F.cross_entropy(predictions, right, reduction="sum"))
+        totals["masked_lm_accuracy"] += int((predictions.argmax(1) == right).sum())
         totals["next_sentence_accuracy"] += int((scores.next_sentence.argmax(1) == next_sentence).sum())
         words, pairs = words + len(right), pairs + len(next_sentence)
     return {name: total / (pairs if name.startswith("next") else words) for name, total in totals.items()}

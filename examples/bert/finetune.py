@@ -1,10 +1,11 @@
-"""Fine-tune a pre-trained BERT on a small task: which subject does a passage of Python's documentation speak of?
+"""Fine-tune a pre-trained BERT on a small task: which subject is a passage of Python's documentation about?
 
     varuna export bert-checkpoints --out bert.safetensors
     python examples/bert/finetune.py --model bert.safetensors --vocab_file bert-data/vocab.txt
 
-It trains with Varuna, by hand as here or as the script of a job, or with --plain in a loop of PyTorch alone, and
-prints the accuracy on passages from other modules. Without --model the weights are random: what pre-training is worth.
+It trains with Varuna, by hand as here or as the script of a job, or with --plain in a loop of PyTorch alone, and prints
+the accuracy on passages from other modules. Without --model the weights are random, which shows what pre-training is
+worth.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +73,7 @@ class Passages(Dataset[dict[str, Tensor]]):
 
 
 def load_task(arguments: argparse.Namespace) -> tuple[Passages, Passages]:
-    """To learn from and to test with. Raises ValueError for a vocabulary that cannot be read."""
+    """The training set and the test set. Raises ValueError for a vocabulary that cannot be read."""
     vocabulary = read_vocabulary(arguments.vocab_file)
     pieces = WordPieces(vocabulary, lower_case=not arguments.cased)
     training, test = make_task(
@@ -104,7 +106,9 @@ def build_classifier(arguments: argparse.Namespace) -> PassageClassifier:
 def _encoder_of(path: Path, config: BertConfig) -> dict[str, Tensor]:
     """The weights of the encoder, without the heads of pre-training."""
     if path.is_dir():
-        loaded, report = BertForSequenceClassification.from_pretrained(path, output_loading_info=True)
+        # A pair, with this option: its annotation says a model alone.
+        loaded_and_report: Any = BertForSequenceClassification.from_pretrained(path, output_loading_info=True)
+        loaded, report = loaded_and_report
         missing = [name for name in report["missing_keys"] if name.startswith("bert.")]
         if missing:
             raise ValueError(f"{path}: lacks {missing[0]} and {len(missing) - 1} more: it is no folder of a BERT")
@@ -169,7 +173,7 @@ def run_varuna(
     optimizer = AdamW(model.parameters(), weight_decay=WEIGHT_DECAY)
     model.set_optimizer(optimizer)
     start = model.resume() if model.checkpoint_url else 0
-    by_hand = None if model.checkpoint_url else arguments.train_batch_size  # under a manager, the job says it
+    by_hand = None if model.checkpoint_url else arguments.train_batch_size  # under a manager, the job gives it
     loss = float("nan")
     batches = Batches(learnt, global_batch=by_hand, seed=arguments.seed, first_step=start + 1, last_step=steps)
     for step, batch in batches:

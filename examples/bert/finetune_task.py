@@ -1,7 +1,7 @@
-"""The small task of the fine-tuning example: which subject does a passage of Python's documentation speak of?
+"""The small task of the fine-tuning example: which subject is a passage of Python's documentation about?
 
-Passages are two neighbouring sentences of one module's documentation. The modules that give passages to learn from
-give none to test with, so to know the words of one module is not enough.
+Passages are two neighbouring sentences of one module's documentation. No module has passages in both the training set
+and the test set, so knowing the words of one module is not enough.
 
 Shapes: B passages, T tokens.
 """

@@ -1,8 +1,8 @@
 """LAMB (You et al., Large Batch Optimization for Deep Learning, 2020) as NVIDIA's recipe has it, called NVLAMB there.
 
 What it adds to LAMB's first version: gradients are divided by the norm of the *whole model's* gradient, where that is
-above a bound, before anything else is done with them. A stage of the model has a part of them only, so that norm is
-asked for: `varuna.optim.global_gradient_norm` is right in a pipeline as in a plain process. Everything else is done
+above a bound, before anything else is done with them. A stage of the model has only a part of them, so the norm comes
+from `varuna.optim.global_gradient_norm`, which is right in a pipeline as in a plain process. Everything else is done
 parameter by parameter.
 """
 

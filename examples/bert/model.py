@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForPreTraining
 
 NOT_PREDICTED = -1
-"""The label of a token that is not to be predicted, as in NVIDIA's recipe."""
+"""The label of a token that is not predicted, as in NVIDIA's recipe."""
 
 VOCABULARY_MULTIPLE = 8
-"""The vocabulary is padded to a multiple of so many rows, as in NVIDIA's recipe: tensor cores need it."""
+"""The vocabulary is padded to a multiple of this number of rows, as in NVIDIA's recipe: tensor cores need it."""
 
 
 class Scores(NamedTuple):
-    """What the heads say, before any softmax."""
+    """The heads' outputs, before any softmax."""
 
     words: Tensor
     """(B, K, V): the words at the masked places, in their order; what is beyond an example's own has no meaning."""

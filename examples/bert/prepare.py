@@ -2,8 +2,8 @@
 
 python examples/bert/prepare.py --input my-texts/ --output bert-data
 
-Without --input the text is the documentation of this machine's own Python and NumPy (4 MB). What is already made is
-not made again, so an interrupted preparation goes on when the same command is run again. The result depends on the
+Without --input the text is the documentation of this machine's own Python and NumPy (4 MB). Files that are already
+complete are kept, so the same command continues an interrupted preparation. The result depends on the
 input and the options, not on the number of processes.
 """
 
@@ -32,7 +32,7 @@ from prepare_masks import Masking
 from prepare_processes import ordered_map, process_pool
 from vocabulary import read_vocabulary, train_vocabulary
 
-_SHARD_BYTES = 32 << 20  # text of a training shard, where --training-shards does not say
+_SHARD_BYTES = 32 << 20  # text of a training shard unless --training-shards is given
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
-    """Make what is not there yet, print what was made, and return the figures that are printed."""
+    """Make the missing files, print what was made, and return the printed figures."""
     with process_pool(options.processes) as executor:
         shards, text = _text(options, executor)
         vocabulary_sha256, vocabulary = _vocabulary(options, shards)
@@ -58,7 +58,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _text(options: argparse.Namespace, executor: Executor | None) -> tuple[list[TextShard], dict[str, Any]]:
-    """The text as shards of sentences: those that are there, or new ones."""
+    """The text as shards of sentences: existing or new ones."""
     files = find_files(options.input, options.pattern) if options.input else []
     size = sum(path.stat().st_size for path in files)
     asked = {
@@ -111,7 +111,7 @@ def _text(options: argparse.Namespace, executor: Executor | None) -> tuple[list[
 
 
 def _vocabulary(options: argparse.Namespace, shards: list[TextShard]) -> tuple[str, dict[str, Any]]:
-    """`vocab.txt`: the user's, the one that is there, or one trained on the training shards alone."""
+    """`vocab.txt`: the user's, the existing one, or one trained on the training shards alone."""
     path, note = options.output / "vocab.txt", options.output / "vocab.json"
     training = [shard for shard in shards if shard.split == "training"]
     begin = time.perf_counter()
@@ -146,7 +146,7 @@ def _vocabulary(options: argparse.Namespace, shards: list[TextShard]) -> tuple[s
 def _examples(
     options: argparse.Namespace, executor: Executor | None, shards: list[TextShard], vocabulary_sha256: str
 ) -> dict[str, Any]:
-    """The hdf5 files of each phase: those that are missing are made, and the figures of that returned by folder."""
+    """Make the missing hdf5 files of each phase. Returns the figures by folder."""
     figures = {}
     for length, predictions in zip(options.max_seq_length, options.max_predictions_per_seq, strict=True):
         folder = options.output / f"seq{length}_pred{predictions}"
@@ -227,14 +227,14 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically."""
     unfinished = path.with_name(path.name + ".partial")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be, naming the option."""
+    """Raises ValueError for an impossible option, naming it."""
     lengths, predictions = options.max_seq_length, options.max_predictions_per_seq
     if len(lengths) != len(predictions):
         raise ValueError(
@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--masked-lm-prob", type=float, default=0.15, help="share of tokens to predict (default: 0.15)")
     add("--whole-word-masking", action="store_true", help="mask all pieces of a word together")
     add("--short-seq-prob", type=float, default=0.1, help="share of deliberately short sequences (default: 0.1)")
-    add("--dupe-factor", type=int, default=5, help="passes over the text, each masked anew (default: 5)")
+    add("--dupe-factor", type=int, default=5, help="passes over the text, each with new masks (default: 5)")
     add("--training-shards", type=int, default=0, help="(default: one for each 32 MB of text, at least 2)")
     add("--test-shards", type=int, default=1, help="(default: 1)")
     add("--test-fraction", type=float, default=0.1, help="share of the text kept for testing (default: 0.1)")

@@ -107,7 +107,7 @@ def write_shard(job: ShardJob) -> int:
 
 
 def read_tokens(path: Path, vocabulary: Vocabulary, *, lower_case: bool) -> Tokens:
-    """The ids of a text shard. Sentences of which nothing is left (control characters) are left out."""
+    """The ids of a text shard. Sentences without any token (control characters) are left out."""
     pieces = WordPieces(vocabulary, lower_case=lower_case)
     parts: list[np.ndarray] = []
     sentences, documents = [0], [0]

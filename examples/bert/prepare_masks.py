@@ -89,13 +89,13 @@ def _sequences(
 def _choose(
     maskable: NDArray[np.bool_], begins_word: NDArray[np.bool_], wanted: NDArray[np.int64], rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Which tokens are predicted: words in random order while they fit into `wanted` (N,); one that does not is passed.
+    """Which tokens are predicted: words in random order, skipping those that no longer fit into `wanted` (N,).
 
     A word is a run of maskable tokens from where `begins_word`. All rows go through their words at the same time.
     """
     examples, length = maskable.shape
     every = np.arange(examples)
-    word = np.where(maskable, np.cumsum(begins_word, axis=1) - 1, length)  # unmaskable: a word that nobody takes
+    word = np.where(maskable, np.cumsum(begins_word, axis=1) - 1, length)  # unmaskable: a word that is never chosen
     flat = (word + every[:, None] * (length + 1)).ravel()
     sizes = np.bincount(flat, minlength=examples * (length + 1)).reshape(examples, length + 1)
     sizes[:, length] = 0

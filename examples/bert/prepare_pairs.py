@@ -1,10 +1,10 @@
 """Pairs of segments for next-sentence prediction, as spans of a shard's tokens.
 
 Follows the data of Devlin et al., "BERT" (2019), appendix A.2: segment A is a run of sentences, B either what follows
-it or a run from another document; together they fill the sequence, but for a share of deliberately short ones. What is
-done more strictly here: every pair is a toss of a coin. The usual recipe always takes a random B where a single
-sentence is left, so that the length of A tells the label; here a pair needs two sentences to begin with, a last one
-that is left alone is not used, and neither begins a document of one sentence (it may still be a random B).
+it or a run from another document; together they fill the sequence, but for a share of deliberately short ones. One
+rule is stricter here: every pair is a toss of a coin. The usual recipe always takes a random B where a single
+sentence is left, so that the length of A reveals the label. Here a pair begins with at least two sentences: a single
+last one is not used, nor is a document of one sentence (which may still be a random B).
 
 Letters: N examples, T tokens of a sequence, with [CLS] and twice [SEP].
 """

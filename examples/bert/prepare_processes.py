@@ -16,13 +16,13 @@ Result = TypeVar("Result")
 
 @contextmanager
 def process_pool(processes: int) -> Iterator[Executor | None]:
-    """A pool of `processes`, or None for one: then the work is done here."""
-    # The tokenizer's own threads would work against the processes, and a count of processes should mean what it says.
+    """A pool of `processes`, or None for one: the work is then done in this process."""
+    # The tokenizer's own threads would work against the processes, and the number of processes should be exact.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if processes == 1:
         yield None
         return
-    # Started afresh: a fork would copy the threads' locks of the libraries that are loaded here.
+    # Spawned: a fork would copy the locks of the threads that loaded libraries have here.
     pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     try:
         yield pool

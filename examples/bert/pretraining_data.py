@@ -37,7 +37,7 @@ class PretrainingDataset(Dataset[dict[str, Tensor]]):
     `source` may also be a list of files; NVIDIA's own can be read too. Item i is a dict of int64 tensors: `input_ids`,
     `token_type_ids`, `attention_mask`, `masked_lm_labels` (T,), which is `ignore_index` where nothing is to be
     predicted, and `next_sentence_labels` (), 1 where the second segment is random. With `max_predictions_per_seq`
-    only the first so many predictions are kept.
+    only that many first predictions are kept.
 
     Files are mapped when an example of theirs is first asked for, at most 128 at a time, and each process (a loader's
     worker, a fork) maps its own. Raises ValueError for no file, a file that is cut off or lacks a key, or files of
@@ -128,7 +128,7 @@ def _shards(folder: Path, split: str | None) -> list[Path]:
 
 
 def _facts(path: Path) -> tuple[int, int, int | None]:
-    """A file's examples, the length of their sequences, and its vocabulary's size, if it says."""
+    """A file's examples, the length of their sequences, and its vocabulary's size, if it has one."""
     try:
         with h5py.File(path, "r") as file:
             missing = [key for key in _KEYS if key not in file]

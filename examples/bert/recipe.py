@@ -37,7 +37,7 @@ def build_model(arguments: argparse.Namespace, vocabulary: int | None) -> BertPr
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], arguments: argparse.Namespace) -> Lamb:
-    """LAMB with two groups, in every stage in this order: what is decayed, and what is not."""
+    """LAMB with two groups, in this order on every stage: parameters with and without weight decay."""
     decayed: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in named:

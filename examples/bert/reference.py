@@ -1,6 +1,6 @@
-"""What job files of train.py train, in one process of plain PyTorch: what the distributed run must reproduce.
+"""The training of train.py's job files in one process of plain PyTorch, which the distributed run must reproduce.
 
-Of Varuna it takes only the rule that says which examples belong to a step. Writes the loss of every step as JSON.
+It uses only one part of Varuna: the rule that assigns examples to steps. Writes the loss of every step as JSON.
 
     python examples/bert/reference.py examples/bert/tiny-phase1.yaml examples/bert/tiny-phase2.yaml --out losses.json
 """

@@ -13,8 +13,8 @@ from typing import Any
 class RunLog:
     """Prints `DLL <time> - Training Epoch: 0 Training Iteration: 1  step_loss : …`, and adds it to a file as JSON.
 
-    Every worker prints, for Varuna keeps their outputs apart; the file is one worker's alone (`summary` is None
-    elsewhere). It is only added to: a job goes on in it after a restart.
+    Every worker prints, because Varuna keeps their outputs apart; only one worker writes the file (`summary` is None on
+    the others). It appends, so that a job continues the file after a restart.
     """
 
     def __init__(self, summary: Path | None) -> None:
@@ -24,7 +24,7 @@ class RunLog:
             summary.parent.mkdir(parents=True, exist_ok=True)
 
     def parameter(self, name: str, value: Any) -> None:
-        """What is fixed for the run."""
+        """Log a value that is fixed for the run."""
         self._write("PARAMETER", {name: value}, f"PARAMETER {name} : {value} ")
 
     def step(self, epoch: int, step: int, figures: dict[str, float]) -> None:
@@ -32,7 +32,7 @@ class RunLog:
         self._write([epoch, step], figures, f"Training Epoch: {epoch} Training Iteration: {step} {text}")
 
     def end(self, figures: dict[str, float]) -> None:
-        """After the last step."""
+        """Log the figures after the last step."""
         self._write([], figures, "".join(f" {name} : {value} " for name, value in figures.items()))
 
     def _write(self, step: Any, data: dict[str, Any], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Pre-train BERT with Varuna: run by every worker, whatever the number of GPUs is just now, or by hand.
+"""Pre-train BERT with Varuna: run by every worker, on any number of GPUs, or by hand.
 
 varuna submit examples/bert/tiny-phase1.yaml
 """
@@ -44,14 +44,14 @@ def main(given: Sequence[str] | None = None) -> None:
         init_loss_scale=arguments.init_loss_scale,
     )
     start = begin_phase(model, optimizer, arguments)
-    train(model, optimizer, dataset, start, arguments, log)
+    train(model, optimizer, dataset, start=start, arguments=arguments, log=log)
 
 
 def begin_phase(model: Varuna, optimizer: Lamb, arguments: argparse.Namespace) -> int:
-    """Loads the newest checkpoint, else the one that the phase begins with. Returns the phase's steps behind it.
+    """Loads the newest checkpoint, else the one that the phase begins with. Returns the phase's completed steps.
 
-    Phase 2 begins with the parameters and the moments of phase 1; its learning rate and LAMB's bias correction start
-    anew. Raises ValueError when there is no checkpoint to begin with.
+    Phase 2 begins with the parameters and the moments of phase 1; its learning rate and LAMB's bias correction
+    restart. Raises ValueError when there is no checkpoint to begin with.
     """
     done = newest(model, arguments)
     first_store, first = arguments.init_checkpoint or (None, arguments.phase1_end_step)
@@ -86,11 +86,12 @@ def train(
     model: Varuna,
     optimizer: Lamb,
     dataset: PretrainingDataset,
+    *,
     start: int,
     arguments: argparse.Namespace,
     log: RunLog,
 ) -> None:
-    """The steps of this phase behind `start`."""
+    """Train the steps of this phase after `start`."""
     last = arguments.max_steps
     if arguments.steps_this_run >= 0:
         last = min(last, start + arguments.steps_this_run)

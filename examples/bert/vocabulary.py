@@ -38,7 +38,7 @@ class Vocabulary:
 def train_vocabulary(files: Sequence[Path], *, size: int, lower_case: bool = True, alphabet: int = 1000) -> list[str]:
     """The tokens of a vocabulary of at most `size`, learnt from text files: special ones, characters, pieces of words.
 
-    At most `alphabet` characters are kept, the most frequent ones; what has others becomes [UNK]. The same text gives
+    The most frequent `alphabet` characters are kept; words with others become [UNK]. The same text gives
     the same vocabulary. Raises ValueError for a size that leaves no room for pieces of words.
     """
     tokenizer = _tokenizer({}, lower_case)

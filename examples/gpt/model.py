@@ -20,7 +20,7 @@ NOT_PREDICTED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """What decides the model's size. The defaults make a step take a fraction of a second on a laptop."""
+    """The model's size. With the defaults a step takes a fraction of a second on a laptop."""
 
     blocks: int = 9
     width: int = 128
@@ -36,7 +36,7 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """With GPT-2's initial values; `reset_parameters` is also what makes them when the model was built on meta."""
+    """With GPT-2's initial values, which `reset_parameters` also makes for a model that was built on meta."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each token from those before it. `forward` returns the mean loss with what it is the mean over."""
+    """Predicts each token from those before it. `forward` returns the mean loss and the number of its tokens."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) and (B, T) token numbers to the mean cross-entropy, in nats per token, and the number of tokens.
 
-        By the number Varuna weighs micro-batches: so padding changes nothing, however a batch is cut.
+        Varuna weighs micro-batches by that number, so padding changes nothing, however a batch is cut.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding_cut(self.token_embedding(tokens) + self.position_embedding(positions))

@@ -11,8 +11,8 @@ from torch import nn
 
 from corpus import Windows, read_corpus, read_tokens
 from model import GPT, GPTConfig
-from varuna_planner.models import NAMED_MODELS
-from varuna_planner.shapes import Family, ModelShape
+from varuna_planner.profile.models import NAMED_MODELS
+from varuna_planner.profile.shapes import ModelFamily, ModelShape
 
 SEED = 0
 LEARNING_RATE = 3e-4
@@ -26,9 +26,10 @@ def _config_of(shape: ModelShape) -> GPTConfig:
 
 
 CONFIGS = MappingProxyType(
-    {"tiny": TINY} | {name: _config_of(shape) for name, shape in NAMED_MODELS.items() if shape.family is Family.GPT2}
+    {"tiny": TINY}
+    | {name: _config_of(shape) for name, shape in NAMED_MODELS.items() if shape.family is ModelFamily.GPT2}
 )
-"""By name. All but `tiny` are those that `varuna estimate --model NAME` plans for."""
+"""By name. `varuna estimate --model NAME` plans for all but `tiny`."""
 
 
 def build_model(config: GPTConfig = TINY) -> GPT:

@@ -1,6 +1,6 @@
 """The same training as train.py in one process of plain PyTorch: what the distributed run must reproduce.
 
-Of Varuna it takes only the rule that says which samples belong to a step. Writes the loss of every step as JSON.
+It uses only one part of Varuna: the rule that assigns samples to steps. Writes the loss of every step as JSON.
 
     python examples/gpt/reference.py --steps 120 --global-batch 10 --out losses.json
 """

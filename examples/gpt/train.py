@@ -1,4 +1,4 @@
-"""Train the GPT with Varuna: run by every worker, whatever the number of GPUs is just now.
+"""Train the GPT with Varuna: run by every worker, on any number of GPUs.
 
 varuna submit examples/gpt/job.yaml
 """
@@ -20,7 +20,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120, help="steps to train in all, over all restarts")
-    parser.add_argument("--global-batch", type=int, help="to run it by hand, without a job that says so")
+    parser.add_argument("--global-batch", type=int, help="global batch without a job")
     parser.add_argument("--config", choices=CONFIGS, default="tiny", help="size of the model: %(choices)s")
     parser.add_argument("--tokens", type=Path, metavar="FILE", help="what to train on: uint16 token numbers, no header")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the matrix products: %(choices)s")

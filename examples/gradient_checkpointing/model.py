@@ -28,10 +28,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """`forward` returns the mean loss, as Varuna expects of a model. There is no word of Varuna in here."""
+    """`forward` returns the mean loss, as Varuna expects of a model. It does not refer to Varuna."""
 
     def __init__(self, *, chunks: int, blocks: int = 12, width: int = 256, dropout: float = 0.1) -> None:
-        """`chunks`: runs of blocks of which only the input is kept for the backward; 0: all activations are kept."""
+        """`chunks`: runs of blocks that keep only their input for the backward; 0: all activations are kept."""
         super().__init__()
         self.chunks = chunks
         self.enter = nn.Linear(INPUTS, width)

@@ -1,4 +1,4 @@
-"""Data-parallel training with activation checkpointing: every rank says what gradients it has after each step.
+"""Data-parallel training with activation checkpointing: every rank prints its gradients after each step.
 
 python -m varuna.run_varuna … --nstages 1 --no_arguments train.py --chunks 4
 """

@@ -1,4 +1,4 @@
-"""What can be said on the command line, under the names that Hugging Face's own scripts have for it."""
+"""The command line's arguments, with the names that Hugging Face's own scripts use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SIZES = ("tiny", "default")
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Everything but the global batch: the job says that."""
+    """Everything but the global batch, which the job gives."""
 
     model_name_or_path: str = field(
         default="gpt2",
-        metadata={"help": "a folder as save_pretrained writes it, or a type of model (gpt2, llama, bert, …) made anew"},
+        metadata={"help": "a folder as save_pretrained writes it, or a type (gpt2, llama, bert, …) for a new model"},
     )
     config_size: str = field(
         default="tiny", metadata={"help": "of a new model: tiny, or default (that of the type)", "choices": SIZES}
@@ -37,17 +37,17 @@ class Arguments:
     warmup_steps: int = 0
     seed: int = 42
     logging_steps: int = 1
-    eval_steps: int | None = field(default=None, metadata={"help": "evaluate so often (default: at the end)"})
+    eval_steps: int | None = field(default=None, metadata={"help": "steps between evaluations (default: at the end)"})
     eval_examples: int = field(default=16, metadata={"help": "examples at the end of the text that are not trained on"})
     per_device_train_batch_size: int | None = field(
-        default=None, metadata={"help": "global batch of one process by hand, without a job that says so"}
+        default=None, metadata={"help": "global batch of one process without a job"}
     )
     output_dir: Path | None = field(default=None, metadata={"help": "where plain.py saves the model"})
     meta: bool = field(default=False, metadata={"help": "build the model without memory; stages fill in their own"})
 
 
 def parse(description: str | None) -> Arguments:
-    """The command line's. Exits with its usage for what is not known."""
+    """Parse the command line. Exits with a usage message for unknown arguments."""
     (arguments,) = HfArgumentParser(Arguments, description=description).parse_args_into_dataclasses()
     assert isinstance(arguments, Arguments)
     return arguments

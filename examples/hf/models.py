@@ -29,7 +29,7 @@ TINY = {
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout", "attention_dropout"), 0.0),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
 }
-"""Of those names a type of model knows some. Without dropout, whose draws would be others in plain PyTorch."""
+"""Each type of model knows some of these names. No dropout, because plain PyTorch would draw different masks."""
 
 
 def is_folder(arguments: Arguments) -> bool:
@@ -37,7 +37,7 @@ def is_folder(arguments: Arguments) -> bool:
 
 
 def load_config(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """That of the folder, or a new one for this tokenizer. Raises ValueError for a name that is neither."""
+    """The folder's configuration, or a new one for this tokenizer. Raises ValueError for a name that is neither."""
     name = arguments.model_name_or_path
     if is_folder(arguments):
         config = AutoConfig.from_pretrained(name)
@@ -57,7 +57,7 @@ def load_config(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> Pre
             f"{name} is no folder and no type of language model: give a folder as save_pretrained writes it, or one of "
             f"{', '.join(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}))}"
         )
-    config.use_cache = False  # of keys and values, which training has no use for
+    config.use_cache = False  # of keys and values, which training does not use
     return config
 
 
@@ -73,9 +73,9 @@ def has_weights(arguments: Arguments) -> bool:
 
 
 def build_model(arguments: Arguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """The same in every process: the folder's weights, or those that the seed gives.
+    """The same in every process: with the folder's weights, or those that the seed gives.
 
-    On meta, if that is asked for: then `weights_for_stages` says where the stages have the values from.
+    A model on meta gets its values from `weights_for_stages`.
     """
     kind = AutoModelForMaskedLM if is_masked(config) else AutoModelForCausalLM
     if has_weights(arguments) and not arguments.meta:

@@ -61,7 +61,7 @@ def load_tokenizer(arguments: Arguments) -> PreTrainedTokenizerBase:
 class Blocks(Dataset[dict[str, Tensor]]):
     """Neighbouring blocks of `block_size` tokens. Sample i: `input_ids` (T,) and `labels` (T,), int64.
 
-    With a `mask_token`, that replaces 15 % of the tokens, which are then the labels; else the model shifts by itself.
+    A `mask_token` replaces 15 % of the tokens, which are then the labels; without one the model shifts the labels.
     All examples have as many labels, so the mean over a batch is the mean over its micro-batches' means.
     """
 

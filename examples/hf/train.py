@@ -1,4 +1,4 @@
-"""Train a language model of transformers with Varuna: run by every worker, whatever the number of GPUs is just now."""
+"""Train a language model of transformers with Varuna: run by every worker, on any number of GPUs."""
 
 from __future__ import annotations
 

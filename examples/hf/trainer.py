@@ -17,7 +17,7 @@ from varuna.data import Batches
 
 
 class Plain:
-    """A model in one process of plain PyTorch, on one device, with those methods of `Varuna` that are used here."""
+    """A model in one process of plain PyTorch, on one device, with the methods of `Varuna` that are used here."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

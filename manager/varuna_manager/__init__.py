@@ -1,4 +1,5 @@
 """The manager: watches the fleet through agents, decides each job's shape, and keeps the history.
 
-Layers, each importing only those below: main > api > controllers > services > providers | db > domain.
+The import rules in pyproject.toml order its layers: main, server, api, controllers, services, world, providers and db,
+domain.
 """

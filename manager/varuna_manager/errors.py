@@ -1,4 +1,4 @@
-"""What ends the manager's process."""
+"""Errors that end the manager's process."""
 
 from __future__ import annotations
 

@@ -17,16 +17,16 @@ from pydantic import ValidationError
 
 from varuna_manager.db.engine import StoreAwayError
 from varuna_manager.errors import StartError
-from varuna_manager.process import run
+from varuna_manager.server.process import run
 from varuna_manager.settings import ManagerSettings
 
 __all__ = ["ManagerSettings", "StartError", "main", "run", "serve"]
 
 
 def serve(settings: ManagerSettings) -> int:
-    """Run the manager until it is told to end. The exit status; a start that fails says why in one line on stderr."""
+    """Run the manager until it gets a stop signal; return the exit status. A failed start writes one line to stderr."""
     _configure_logging(settings.log_level, settings.log_format)
-    collect_seldom()
+    collect_garbage_rarely()
     try:
         asyncio.run(run(settings))
     except (StartError, StoreAwayError) as error:
@@ -35,9 +35,9 @@ def serve(settings: ManagerSettings) -> int:
     return 0
 
 
-def collect_seldom() -> None:
-    """A full collection stops the thread that answers heartbeats for 0.2 s. By the default thresholds the objects of
-    every look at a fleet set one off. What is imported stays, and need not be looked through."""
+def collect_garbage_rarely() -> None:
+    """Make garbage collections rare. A full one stops the thread that answers heartbeats for 0.2 s, and with Python's
+    default thresholds every round of decisions about a large fleet starts one. Imported objects are never searched."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
@@ -48,7 +48,7 @@ def _configure_logging(level: str, log_format: str) -> None:
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if log_format == "text":
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    # Else gRPC writes a line of its own for each refused handshake: whoever can reach the port could fill the disk.
+    # gRPC would write a line for each refused handshake, so that anybody who reaches the port could fill the disk.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr)
     structlog.configure(
@@ -65,12 +65,12 @@ def _configure_logging(level: str, log_format: str) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     """One flag per setting."""
-    parser = argparse.ArgumentParser(prog="varuna manager", description="Keep jobs training on the VMs that there are.")
+    parser = argparse.ArgumentParser(prog="varuna manager", description="Train jobs on whatever VMs there are.")
     for name, field in ManagerSettings.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
-        default = "" if field.default is None else f" (default: {field.default})"
+        default = "" if field.default in (None, "") else f" (default: {field.default})"
         text = f"{field.description}{default}"
         if field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: flags, then environment, then defaults."""
-    given = {name: value for name, value in vars(_parser().parse_args(arguments)).items() if value is not None}
+    """Settings come from flags, then the environment, then the defaults."""
+    given = {name: value for name, value in vars(_make_parser().parse_args(arguments)).items() if value is not None}
     if "agent_command" in given:
         given["agent_command"] = json.loads(given["agent_command"])
     try:

@@ -1,6 +1,6 @@
-"""The environment in which an agent starts a worker: written by `varuna_agent`, read by `varuna`.
+"""The environment of a worker: `varuna_agent` writes it, `varuna` reads it.
 
-One class with both directions, so that writer and reader cannot drift apart.
+One class does both, so that writer and reader agree.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from varuna_proto.plan import Plan
 from varuna_proto.stage_map import StageMap
 
 EXIT_GENERATION_ENDED = 75
-"""A worker that left because it was told to (os.EX_TEMPFAIL: try again elsewhere)."""
+"""The worker left on command (os.EX_TEMPFAIL: try again elsewhere)."""
 
 EXIT_PEER_LOST = 76
-"""A worker that left because another rank of its generation was gone."""
+"""The worker left because another rank of its generation was gone."""
 
 
 _READ_EARLY = re.compile(
@@ -38,10 +39,10 @@ _READ_EARLY = re.compile(
 
 
 def is_read_early(variable: str) -> bool:
-    """Whether something may read this environment variable before a job's script begins: the loader, Python, torch.
+    """Whether the loader, Python or torch may read this environment variable before a job's script begins.
 
-    A worker that is forked from a process that has done those imports cannot be given another value of it. Of all
-    others it can: that process need not have them.
+    A process that has done the imports has read such a variable, so its forks cannot get another value. Every other
+    variable can be set in the fork.
     """
     return _READ_EARLY.match(variable) is not None
 
@@ -54,10 +55,10 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment:
-    """All that a worker knows before it meets its peers.
+    """What a worker knows before it meets its peers.
 
-    Ranks are numbered replica by replica: rank = replica * p + stage. Another launcher may number them otherwise; that
-    numbering is in `launcher_map` alone.
+    Ranks are numbered replica by replica: rank = replica * p + stage. Only `launcher_map` has the numbers of another
+    launcher, which may differ.
     """
 
     job_id: str
@@ -68,51 +69,41 @@ class WorkerEnvironment:
     world_size: int
     rendezvous_host: str
     rendezvous_port: int
-    p: int
-    d: int
-    micro_batch: int
-    """Examples in a micro-batch."""
-    global_batch: int
-    """Examples in a mini-batch, over all replicas."""
-    stage_starts: tuple[int, ...] = ()
-    """First section of each stage; empty: sections are spread evenly by number."""
-    policy: str = "work-conserving"
-    run_ahead: int = 0
-    recompute: tuple[bool, ...] = ()
-    """Per stage; empty: no stage recomputes."""
+    plan: Plan
+    """Without its predictions."""
     checkpoint_url: str = ""
     local_checkpoint_dir: str = ""
-    """Folder of the VM for copies of its workers' part of this job's checkpoints; empty: none are made."""
+    """Folder on the VM for copies of its workers' parts of checkpoints; empty: no copies."""
     profile_cache_url: str = ""
-    """Where a calibration looks for what was measured before, and leaves what it measures; empty: nowhere."""
+    """Where a calibration finds earlier measurements and stores its own; empty: nowhere."""
     checkpoint_interval_s: float = 0.0
-    """Seconds between automatic checkpoints as the user wants them; 0: the worker decides."""
+    """The user's interval between automatic checkpoints, in seconds; 0: the worker decides."""
     stops_per_hour: float = 0.0
-    """How often the loss of a VM is expected to stop this generation, by which the worker decides; 0: not known."""
+    """Expected losses of VMs that stop this generation, from which the worker decides; 0: not known."""
     device: str = "cpu"
     agent_socket: str = ""
-    """Unix socket of the agent; empty when no agent runs this worker."""
-    rendezvous_fd: int = -1
-    """For rank 0: an inherited socket that holds rendezvous_port for the script's own process group; -1: none."""
+    """The agent's Unix socket; empty: no agent runs this worker."""
     traceparent: str = ""
-    """W3C trace context of this rank's start, for spans under it; empty: nobody traces."""
+    """W3C trace context of this rank's start, for spans under it; empty: no tracing."""
     secret: str = field(default="", repr=False)
-    """By which the workers of the generation know each other; empty: anybody who reaches them is taken for one."""
+    """By which the workers of the generation authenticate each other; empty: they accept any peer."""
     secret_from_agent: bool = False
     """The agent gives the secret over its socket, where neither logs nor children of the script see it."""
     committed_step: int = 0
-    """Of the newest checkpoint that the manager has recorded: one must be found then. 0: there may be none."""
+    """The step of the newest recorded checkpoint, so that one must be found; 0: there may be none."""
+    holders: tuple[int, ...] = ()
+    """Ranks of the generation before whose processes give their state to this one; empty: none do."""
     report_path: str = ""
-    """For Mode.INSPECT: the file that the report goes to, as JSON."""
+    """For Mode.INSPECT: the file for the report, as JSON."""
     report_times: str = ""
     """For Mode.INSPECT: `measure`, or a file with the profile that has the sections' times; empty: no times."""
     launcher_map: str = ""
-    """Set when torchrun or the like started this process: the stage-to-rank map in that launcher's numbers. Such
-    workers exchange the place where they meet through torch's store. It is in no environment variable."""
+    """If torchrun or a similar launcher started this process: the stage-to-rank map in that launcher's numbers. Such
+    workers exchange their rendezvous address through torch's store. No environment variable has it."""
 
     @classmethod
     def alone(cls, job_id: str, *, micro_batch: int, global_batch: int, device: str = "cpu") -> WorkerEnvironment:
-        """That of a worker without peers, which trains."""
+        """The environment of a training worker without peers."""
         return cls(
             job_id=job_id,
             generation=1,
@@ -122,25 +113,22 @@ class WorkerEnvironment:
             world_size=1,
             rendezvous_host="127.0.0.1",
             rendezvous_port=0,
-            p=1,
-            d=1,
-            micro_batch=micro_batch,
-            global_batch=global_batch,
+            plan=Plan(p=1, d=1, micro_batch=micro_batch, global_batch=global_batch),
             device=device,
         )
 
     @property
     def stage_to_rank_map(self) -> str:
-        """Stages joined by `;`, the ranks of a stage's replicas by `,`; in the numbers of whoever started them."""
-        return self.launcher_map or str(StageMap.of_shape(self.p, self.d))
+        """Stages joined by `;`, the ranks of a stage's replicas by `,`, in the launcher's numbers."""
+        return self.launcher_map or str(StageMap.of_shape(self.plan.p, self.plan.d))
 
     @property
     def launcher_rank(self) -> int:
-        """The number of this rank with whoever started it."""
-        return StageMap.parse(self.stage_to_rank_map).stages[self.rank % self.p][self.rank // self.p]
+        """This rank's number in the launcher's numbering."""
+        return StageMap.parse(self.stage_to_rank_map).stages[self.rank % self.plan.p][self.rank // self.plan.p]
 
     def to_environ(self) -> dict[str, str]:
-        """As environment variables, the names that torchrun uses among them."""
+        """As environment variables, including torchrun's names."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -151,12 +139,12 @@ class WorkerEnvironment:
             "VARUNA_GENERATION": str(self.generation),
             "VARUNA_MODE": self.mode.value,
             "VARUNA_STAGE_TO_RANK_MAP": self.stage_to_rank_map,
-            "VARUNA_CHUNK_SIZE": str(self.micro_batch),
-            "VARUNA_GLOBAL_BATCH": str(self.global_batch),
-            "VARUNA_STAGE_STARTS": ",".join(map(str, self.stage_starts)),
-            "VARUNA_SCHEDULE": self.policy,
-            "VARUNA_RUN_AHEAD": str(self.run_ahead),
-            "VARUNA_RECOMPUTE": ",".join(str(int(r)) for r in self.recompute),
+            "VARUNA_CHUNK_SIZE": str(self.plan.micro_batch),
+            "VARUNA_GLOBAL_BATCH": str(self.plan.global_batch),
+            "VARUNA_STAGE_STARTS": ",".join(map(str, self.plan.stage_starts)),
+            "VARUNA_SCHEDULE": self.plan.policy,
+            "VARUNA_RUN_AHEAD": str(self.plan.run_ahead),
+            "VARUNA_RECOMPUTE": ",".join(str(int(r)) for r in self.plan.recompute),
             "VARUNA_CHECKPOINT_URL": self.checkpoint_url,
             "VARUNA_LOCAL_CHECKPOINT_DIR": self.local_checkpoint_dir,
             "VARUNA_PROFILE_CACHE_URL": self.profile_cache_url,
@@ -164,10 +152,10 @@ class WorkerEnvironment:
             "VARUNA_STOPS_PER_HOUR": repr(self.stops_per_hour),
             "VARUNA_DEVICE": self.device,
             "VARUNA_AGENT_SOCKET": self.agent_socket,
-            "VARUNA_RENDEZVOUS_FD": str(self.rendezvous_fd),
             **({"VARUNA_SECRET": self.secret} if self.secret else {}),
             **({"VARUNA_SECRET_FROM_AGENT": "1"} if self.secret_from_agent else {}),
             **({"VARUNA_COMMITTED_STEP": str(self.committed_step)} if self.committed_step else {}),
+            **({"VARUNA_HOLDERS": ",".join(map(str, self.holders))} if self.holders else {}),
             **({"VARUNA_REPORT_PATH": self.report_path} if self.report_path else {}),
             **({"VARUNA_REPORT_TIMES": self.report_times} if self.report_times else {}),
             **({"TRACEPARENT": self.traceparent} if self.traceparent else {}),
@@ -175,9 +163,9 @@ class WorkerEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> WorkerEnvironment | None:
-        """The environment of this process; None when Varuna did not start it.
+        """The environment of this process; None if Varuna did not start it.
 
-        Raises ValueError naming the variable when one is missing or malformed.
+        Raises ValueError with the name of a missing or malformed variable.
         """
         if "VARUNA_GENERATION" not in environ:
             return None
@@ -196,14 +184,7 @@ class WorkerEnvironment:
             world_size=_int(environ, "WORLD_SIZE"),
             rendezvous_host=_text(environ, "MASTER_ADDR"),
             rendezvous_port=_int(environ, "MASTER_PORT"),
-            p=stage_map.p,
-            d=stage_map.d,
-            micro_batch=_int(environ, "VARUNA_CHUNK_SIZE"),
-            global_batch=_int(environ, "VARUNA_GLOBAL_BATCH"),
-            stage_starts=_ints(environ, "VARUNA_STAGE_STARTS"),
-            policy=_text(environ, "VARUNA_SCHEDULE"),
-            run_ahead=_int(environ, "VARUNA_RUN_AHEAD"),
-            recompute=tuple(bool(r) for r in _ints(environ, "VARUNA_RECOMPUTE")),
+            plan=_plan(environ, stage_map),
             checkpoint_url=environ.get("VARUNA_CHECKPOINT_URL", ""),
             local_checkpoint_dir=environ.get("VARUNA_LOCAL_CHECKPOINT_DIR", ""),
             profile_cache_url=environ.get("VARUNA_PROFILE_CACHE_URL", ""),
@@ -211,14 +192,27 @@ class WorkerEnvironment:
             stops_per_hour=_float(environ, "VARUNA_STOPS_PER_HOUR"),
             device=environ.get("VARUNA_DEVICE", "cpu"),
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
-            rendezvous_fd=int(environ.get("VARUNA_RENDEZVOUS_FD", "-1")),
             traceparent=environ.get("TRACEPARENT", ""),
             secret=environ.get("VARUNA_SECRET", ""),
             secret_from_agent=environ.get("VARUNA_SECRET_FROM_AGENT", "") == "1",
             committed_step=int(environ.get("VARUNA_COMMITTED_STEP", "0")),
+            holders=_ints(environ, "VARUNA_HOLDERS"),
             report_path=environ.get("VARUNA_REPORT_PATH", ""),
             report_times=environ.get("VARUNA_REPORT_TIMES", ""),
         )
+
+
+def _plan(environ: Mapping[str, str], stage_map: StageMap) -> Plan:
+    return Plan(
+        p=stage_map.p,
+        d=stage_map.d,
+        micro_batch=_int(environ, "VARUNA_CHUNK_SIZE"),
+        global_batch=_int(environ, "VARUNA_GLOBAL_BATCH"),
+        stage_starts=_ints(environ, "VARUNA_STAGE_STARTS"),
+        policy=_text(environ, "VARUNA_SCHEDULE"),
+        run_ahead=_int(environ, "VARUNA_RUN_AHEAD"),
+        recompute=tuple(bool(flag) for flag in _ints(environ, "VARUNA_RECOMPUTE")),
+    )
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
@@ -236,7 +230,7 @@ def _int(environ: Mapping[str, str], name: str) -> int:
 
 
 def _float(environ: Mapping[str, str], name: str) -> float:
-    """At least 0, which is what it is when it is not set."""
+    """A number of at least 0, which is also the default."""
     text = environ.get(name, "0")
     try:
         value = float(text)

@@ -1,8 +1,8 @@
-"""Places where a test lets a process die.
+"""Places where a test can kill a process.
 
-VARUNA_FAILPOINTS names a folder. A file there arms the failpoint of its name, once: the first process to come by takes
-the file away and sends itself SIGKILL. So the manager and agents of a test can be armed while they run, and what is
-started again does not die again. Without the variable a failpoint is a function that does nothing.
+VARUNA_FAILPOINTS names a folder. A file there arms the failpoint of its name, once: the first process to reach it
+deletes the file and sends itself SIGKILL. So a test can arm the manager and agents while they run, and a restarted
+process does not die again. Without the variable a failpoint does nothing.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 MAX_FRAME_BYTES = 12 * 1024 * 1024
-"""A profile of a large model takes a few megabytes; what an agent sends on has to fit a message of 16 MiB."""
+"""A profile of a large model takes a few megabytes; an agent must be able to forward it in a message of 16 MiB."""
 _LENGTH = struct.Struct(">I")
 
 M = TypeVar("M", bound=Message)
 
 
 def frame(message: Message) -> bytes:
-    """The message as it goes over the wire."""
+    """The message with its length, as sent over the wire."""
     body = message.SerializeToString()
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(body)} bytes is over the frame limit of {MAX_FRAME_BYTES}")

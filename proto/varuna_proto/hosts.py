@@ -1,4 +1,4 @@
-"""What manager and agent both ask of an address."""
+"""Checks of network addresses that manager and agent share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it names this machine to itself: `localhost`, or a loopback address (IPv6 without brackets)."""
+    """Whether `host` is `localhost` or a loopback address (IPv6 without brackets)."""
     if host == "localhost":
         return True
     try:
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def networks(text: str) -> tuple[Network, ...]:
-    """Addresses and networks, separated by commas. Raises ValueError for what is neither."""
+    """Parses addresses and networks, separated by commas. Raises ValueError for anything else."""
     found = []
     for part in text.split(",") if text.strip() else ():
         try:
@@ -31,14 +31,14 @@ def networks(text: str) -> tuple[Network, ...]:
 
 
 def mapped(network: Network) -> Network | None:
-    """An IPv4 network as a socket that takes IPv6 too sees it (`::ffff:10.0.0.0/120`); None for another."""
+    """An IPv4 network as an IPv6 socket sees it (`::ffff:10.0.0.0/120`); None for an IPv6 network."""
     if network.version == 6:
         return None
     return ipaddress.IPv6Network(f"::ffff:{network.network_address}/{network.prefixlen + 96}")
 
 
 def is_in(address: str, among: Iterable[Network]) -> bool:
-    """Whether one of the networks has the address; an IPv4 address may come as an IPv6 one (`::ffff:10.0.0.1`)."""
+    """Whether one of the networks contains the address; an IPv4 address may be mapped to IPv6 (`::ffff:10.0.0.1`)."""
     host = ipaddress.ip_address(address)
     if isinstance(host, ipaddress.IPv6Address):
         host = host.ipv4_mapped or host
@@ -46,7 +46,7 @@ def is_in(address: str, among: Iterable[Network]) -> bool:
 
 
 def caller_of(address: str) -> str:
-    """What counts as one caller: an IPv4 address, or the /64 of an IPv6 address, which one machine has for itself."""
+    """The unit that counts as one caller: an IPv4 address, or the /64 of an IPv6 address, which one machine owns."""
     if ":" not in address:
         return address
     host = ipaddress.IPv6Address(address)

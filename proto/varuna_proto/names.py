@@ -1,4 +1,4 @@
-"""Names that become parts of paths: of jobs and of VMs."""
+"""Names of jobs and VMs that become parts of paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_plain(name: str) -> bool:
 
 
 def plain(name: str, what: str) -> str:
-    """The name, when it may become a segment of a path. Raises ValueError naming `what` it is of."""
+    """The name, if it may be a segment of a path. Raises ValueError that starts with `what`."""
     if not is_plain(name):
         raise ValueError(
             f"{what} {name[:80]!r} is no plain name: 1 to 63 letters, digits, '.', '_' or '-', the first a letter or "

@@ -1,9 +1,7 @@
-"""The documents of the manager's REST API: what `/api/v1` answers, for the manager that checks its answers against them
-and for the client that reads them.
+"""The documents of the manager's REST API (`/api/v1`), by which the manager answers and the client reads.
 
-They are plain dicts with known keys. Times are ISO 8601 in UTC; of columns of numbers for charts, seconds since the
-epoch, and their names say so. A key may be missing when the manager is older than the client, and there may be more
-when it is newer.
+They are plain dicts with known keys. Times are ISO 8601 in UTC; columns of times for charts are seconds since the epoch
+(`..._unix_s`). A document of an older manager may lack keys, and one of a newer manager may have more.
 """
 
 from __future__ import annotations
@@ -13,33 +11,36 @@ from typing import Any, Literal
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-JobSpec = dict[str, Any]
+JobSpecDocument = dict[str, Any]
 """A job as the user wrote it: name, workdir, run, global_batch, resources, checkpoint, env, plan, ..."""
 
 Timestamp = str
 """ISO 8601, UTC."""
 
+TimeCause = Literal["training", "bubbles", "redone_steps", "morphs", "waiting_for_vms", "calibration"]
+"""What a job spends its time on."""
+
 END_STATES = frozenset({"succeeded", "failed", "cancelled"})
-"""Of jobs."""
+"""The states in which a job is over."""
 
 _documented = with_config(ConfigDict(use_attribute_docstrings=True))
 
 
 @_documented
-class Problem(TypedDict):
+class ProblemDocument(TypedDict):
     """An error (RFC 9457), as `application/problem+json`."""
 
     type: str
-    """`urn:varuna:problem:` and a word that stays the same for this kind of error."""
+    """`urn:varuna:problem:` and a word that never changes for this kind of error."""
     title: str
     status: int
     detail: str
-    """What is wrong and what helps, in one line for a person."""
+    """What is wrong and what to do about it, in one line."""
 
 
 @_documented
-class Entry(TypedDict):
-    """One change of an object's state."""
+class StateChangeDocument(TypedDict):
+    """One change of the state of a job, a generation, a VM or a worker."""
 
     at: Timestamp
     state: str
@@ -47,61 +48,61 @@ class Entry(TypedDict):
 
 
 @_documented
-class Plan(TypedDict):
-    """The shape of a generation: p pipeline stages × d replicas, micro-batches of `micro_batch` examples."""
+class PlanDocument(TypedDict):
+    """The shape of a generation: p pipeline stages × d replicas, with micro-batches of `micro_batch` examples."""
 
     p: int
     d: int
     micro_batch: int
     global_batch: int
     stage_starts: list[int]
-    """First section of each stage."""
+    """The first section of each stage."""
     policy: str
     run_ahead: int
-    """Forwards beyond those that the stage's place in the pipeline asks for."""
+    """Forwards that a stage may run beyond those that its place in the pipeline requires."""
     recompute: list[bool]
-    """By stage."""
+    """For each stage, whether it recomputes activations."""
     predicted_minibatch_s: float
     examples_per_s: float
     memory_bytes: list[int]
-    """Predicted, by stage."""
+    """Predicted memory of each stage."""
 
 
 @_documented
-class Job(TypedDict):
-    """One job; `step` counts completed steps, `loss` is that of the last one."""
+class JobDocument(TypedDict):
+    """One job. `step` counts completed steps; `loss` is the loss of the last one."""
 
     id: str
     name: str
     state: str
     """queued, running, cancelling, succeeded, failed or cancelled."""
     reason: str | None
-    """Of the last decision about it."""
-    spec: JobSpec
+    """The reason of the last decision about the job."""
+    spec: JobSpecDocument
     error: str | None
     exit_code: int | None
-    """Of the script, when the job is over and it is known; negative: the signal that ended it."""
+    """Exit code of the script, if it is known when the job is over; negative: the signal that ended the script."""
     created_at: Timestamp
     started_at: Timestamp | None
     finished_at: Timestamp | None
     step: int
     loss: float | None
     generation: int | None
-    plan: Plan | None
-    """Of the newest training generation."""
+    plan: PlanDocument | None
+    """The plan of the newest training generation."""
     version: int
-    """Changes with its state, its spec and the last decision's reason; `If-Match` takes it."""
+    """Changes with the state, the spec and the last decision's reason; for `If-Match`."""
     gpus: int
-    """That it has now."""
+    """GPUs that the job has now."""
     step_s: float | None
-    """Of its newest step."""
+    """Duration of the newest step."""
     examples_per_s: float | None
     last_step_at: Timestamp | None
 
 
 @_documented
-class Deleted(TypedDict):
-    """A job that nobody sees any more."""
+class DeletedJobDocument(TypedDict):
+    """A job that was deleted."""
 
     id: str
     name: str
@@ -109,8 +110,8 @@ class Deleted(TypedDict):
 
 
 @_documented
-class Place(TypedDict):
-    """Where a rank is: the device `local_rank` of a VM."""
+class RankPlacementDocument(TypedDict):
+    """Where a rank runs: on device `local_rank` of a VM."""
 
     rank: int
     vm_id: str
@@ -118,8 +119,8 @@ class Place(TypedDict):
 
 
 @_documented
-class Worker(TypedDict):
-    """One rank of a generation; `cause`, `exit_code` and `error` tell how it stopped."""
+class WorkerDocument(TypedDict):
+    """One rank of a generation. `cause`, `exit_code` and `error` explain how it stopped."""
 
     job_id: str
     generation: int
@@ -133,54 +134,66 @@ class Worker(TypedDict):
     exit_code: int | None
     error: str | None
     step: int | None
-    """Last completed step that was heard of; like what follows, null where nothing is heard of it now."""
+    """The last completed step in its heartbeats; this field and the following are null when it sends none."""
     forward_us: int | None
-    """Per micro-batch of the last step, waiting not counted."""
+    """Per micro-batch of the last step, without waiting."""
     backward_us: int | None
     wait_us: int | None
-    """Of the last step: time without anything to compute."""
+    """Time of the last step in which it had nothing to compute."""
     memory_bytes: int | None
 
 
 @_documented
-class Candidate(TypedDict):
+class CandidateDocument(TypedDict):
     """A shape that the planner considered."""
 
     p: int
     d: int
     micro_batch: int
     predicted_minibatch_s: float | None
-    """A lower bound where `reason` says "at least"; null where it does not fit."""
+    """A lower bound if `reason` has "at least"; null if the shape does not fit."""
     fits: bool
-    """In memory."""
+    """Whether it fits in memory."""
     reason: str
     """Why it won or lost."""
 
 
 @_documented
-class Phase(TypedDict):
-    """A part of a generation's life."""
+class PhaseDocument(TypedDict):
+    """A phase of a generation's life."""
 
     name: str
     """launching (until every rank has started), calibrating, first_step, training or stopping."""
     start: Timestamp
     end: Timestamp | None
-    """Null while it lasts."""
+    """Null while the phase lasts."""
     seconds: float
 
 
 @_documented
-class Downtime(TypedDict):
-    """A part of the time without progress before a generation's first step."""
+class DowntimePartDocument(TypedDict):
+    """One part of the time without progress before a generation's first step."""
 
     name: str
     seconds: float
     rank: int | None
-    """Whose it was, where all others waited for that rank."""
+    """The rank that all others waited for, if there was one."""
 
 
 @_documented
-class Generation(TypedDict):
+class StateSourcesDocument(TypedDict):
+    """Where the workers of a generation have their state from, in bytes."""
+
+    kept: int
+    """Kept in memory by processes of the generation before, which go on in place."""
+    peers: int
+    """Sent by processes of an earlier generation, from memory to memory."""
+    store: int
+    """Read from a checkpoint."""
+
+
+@_documented
+class GenerationDocument(TypedDict):
     """One incarnation of a job: a plan on named VMs. `kind` is calibration or training."""
 
     number: int
@@ -190,14 +203,20 @@ class Generation(TypedDict):
     p: int
     d: int
     micro_batch: int
-    plan: Plan
-    candidates: list[Candidate]
-    placement: list[Place]
-    workers: list[Worker]
+    plan: PlanDocument
+    candidates: list[CandidateDocument]
+    placement: list[RankPlacementDocument]
+    workers: list[WorkerDocument]
     reason: str
+    kind_of_morph: str | None
+    """reshape: its workers are processes of the generation before, which kept their state; restart: they are new
+    processes, which loaded what earlier ones held in memory, or a checkpoint; null: it calibrates, or is the first that
+    trains."""
+    state_from: StateSourcesDocument | None
+    """Of the workers that have their state; null where `kind_of_morph` is."""
     created_at: Timestamp
     started_at: Timestamp | None
-    """When its first step was done."""
+    """When its first step was completed."""
     stop_requested_at: Timestamp | None
     stop_cause: str | None
     ended_at: Timestamp | None
@@ -208,41 +227,44 @@ class Generation(TypedDict):
     last_step_at: Timestamp | None
     last_loss: float | None
     seconds_without_progress: float | None
-    """From the last step of any generation before to its first one."""
+    """From the last step of any earlier generation to the first step of this one."""
     steps_redone: int | None
-    downtime: list[Downtime] | None
-    """What the seconds without progress went to; null before the first step."""
-    phases: list[Phase]
-    history: list[Entry]
+    micro_batches_redone: int | None
+    """How many micro-batches of the step that was under way in the generation before a reshape runs again; all those of
+    a lost replica count. Null: unknown, as after a restart."""
+    downtime: list[DowntimePartDocument] | None
+    """The parts of `seconds_without_progress`; null before the first step."""
+    phases: list[PhaseDocument]
+    history: list[StateChangeDocument]
 
 
 @_documented
-class PlanRecord(TypedDict):
-    """A plan, what else was considered, and what it turned out to be worth."""
+class PlanRecordDocument(TypedDict):
+    """A plan, the other candidates, and how well its prediction held."""
 
     generation: int
     at: Timestamp
     reason: str
-    plan: Plan
-    candidates: list[Candidate]
-    """Best first, at most 64; empty in lists."""
+    plan: PlanDocument
+    candidates: list[CandidateDocument]
+    """Best first, at most 64; empty in lists of plans."""
     predicted_step_s: float
     actual_step_s: float | None
-    """Median of the generation's last 1,000 steps; null before the first."""
+    """Median of the generation's last 100 steps; null before the first step."""
     actual_examples_per_s: float | None
     steps: int
-    """That `actual_step_s` is of."""
+    """How many steps `actual_step_s` is the median of."""
     error: float | None
     """(actual - predicted) / predicted."""
 
 
 @_documented
-class Metric(TypedDict):
-    """One step of a job: mean loss over the global batch, seconds, and the generation that made it."""
+class StepMetricsDocument(TypedDict):
+    """One step of a job: the mean loss over the global batch, the duration, and the generation that computed it."""
 
     step: int
     loss: float | None
-    """Null where it was not a number."""
+    """Null if it was not a finite number."""
     step_s: float
     examples: int
     generation: int
@@ -250,8 +272,8 @@ class Metric(TypedDict):
 
 
 @_documented
-class Spread(TypedDict):
-    """A column each of the least, the mean and the greatest value in every bucket; null where there is none."""
+class SpreadDocument(TypedDict):
+    """Three columns: the least, the mean and the greatest value of each bucket; null where a bucket has none."""
 
     min: list[float | None]
     mean: list[float | None]
@@ -259,29 +281,29 @@ class Spread(TypedDict):
 
 
 @_documented
-class MetricBuckets(TypedDict):
-    """Steps, so many together in each bucket, as columns. Buckets without a step are left out."""
+class MetricBucketsDocument(TypedDict):
+    """Steps in buckets of equal width, as columns. Empty buckets are left out."""
 
     from_step: int
     to_step: int
     steps: int
-    """Between the two, both included."""
+    """Number of steps from `from_step` to `to_step`, both included."""
     bucket_steps: int
     first_step: list[int]
     last_step: list[int]
     count: list[int]
     at_unix_s: list[float]
-    """Of the newest step in the bucket."""
+    """Time of the newest step in the bucket."""
     generation: list[int]
-    """The newest in the bucket."""
-    loss: Spread
-    step_s: Spread
-    examples_per_s: Spread
+    """The newest generation in the bucket."""
+    loss: SpreadDocument
+    step_s: SpreadDocument
+    examples_per_s: SpreadDocument
 
 
 @_documented
-class Checkpoint(TypedDict):
-    """A checkpoint that was committed (it may have been pruned since)."""
+class CheckpointDocument(TypedDict):
+    """A committed checkpoint. It may have been pruned since."""
 
     step: int
     generation: int
@@ -291,19 +313,19 @@ class Checkpoint(TypedDict):
 
 
 @_documented
-class LostTime(TypedDict):
-    """Time of a job by what it was spent on."""
+class TimeShareDocument(TypedDict):
+    """The part of a job's time that one cause took."""
 
-    cause: Literal["training", "bubbles", "redone_steps", "morphs", "waiting_for_vms", "calibration"]
+    cause: TimeCause
     seconds: float
     share: float
-    """Of the whole."""
+    """Fraction of the job's whole time."""
     text: str
 
 
 @_documented
-class GenerationTime(TypedDict):
-    """Where the time of one generation went, and the time without any before it."""
+class GenerationTimeDocument(TypedDict):
+    """Where the time of one generation went, and how long the job waited for VMs before it."""
 
     generation: int
     kind: str
@@ -315,23 +337,23 @@ class GenerationTime(TypedDict):
 
 
 @_documented
-class JobTime(TypedDict):
-    """Where a job's time went, from its submission on. The causes add up to `total_s`."""
+class JobTimeDocument(TypedDict):
+    """Where a job's time went since its submission. The causes add up to `total_s`."""
 
     start: Timestamp
     end: Timestamp
-    """Now, for one that is not over."""
+    """The end of the job; now, if it is not over."""
     total_s: float
     useful_s: float
     goodput: float
     """useful_s / total_s."""
-    causes: list[LostTime]
-    generations: list[GenerationTime]
+    causes: list[TimeShareDocument]
+    generations: list[GenerationTimeDocument]
 
 
 @_documented
-class VmCost(TypedDict):
-    """What a job had of one VM."""
+class VmCostDocument(TypedDict):
+    """What one VM cost a job."""
 
     vm_id: str
     hours: float
@@ -341,23 +363,23 @@ class VmCost(TypedDict):
 
 
 @_documented
-class JobCost(TypedDict):
-    """VM-hours of a job, and their price where the provider tells it, in its currency. Of a VM that jobs share, each
-    pays by its GPUs."""
+class JobCostDocument(TypedDict):
+    """VM-hours of a job and their cost, in the provider's currency, where the provider has prices. Jobs that share a VM
+    pay in proportion to their GPUs."""
 
     vm_hours: float
     gpu_hours: float
     cost: float | None
-    """Null: no VM of it has a price."""
+    """Null if none of its VMs has a price."""
     cost_per_hour: float | None
-    """Now."""
+    """What its VMs cost now."""
     vms_without_price: int
-    by_vm: list[VmCost]
-    """The dearest first, at most 1,000."""
+    by_vm: list[VmCostDocument]
+    """The most expensive first, at most 1,000."""
 
 
 @_documented
-class StageTrace(TypedDict):
+class StageTraceDocument(TypedDict):
     """What one rank did in a traced mini-batch."""
 
     stage: int
@@ -370,8 +392,8 @@ class StageTrace(TypedDict):
 
 
 @_documented
-class Pipeline(TypedDict):
-    """The pipeline of the newest traced mini-batch: the stages of replica 0."""
+class PipelineDocument(TypedDict):
+    """The stages of replica 0 in the newest traced mini-batch."""
 
     generation: int
     step: int
@@ -379,13 +401,13 @@ class Pipeline(TypedDict):
     d: int
     at: Timestamp
     span_us: float
-    """From the first op's start, which is 0 µs, to the end of the last."""
-    stages: list[StageTrace]
+    """From the start of the first op, which is 0 µs, to the end of the last one."""
+    stages: list[StageTraceDocument]
 
 
 @_documented
-class Event(TypedDict):
-    """Something that happened or was decided, with its reason in `message`."""
+class EventDocument(TypedDict):
+    """Something that happened or was decided; `message` has the reason."""
 
     id: int
     at: Timestamp
@@ -398,8 +420,8 @@ class Event(TypedDict):
 
 
 @_documented
-class Progress(TypedDict):
-    """How far a job is: told to whoever follows the stream of events, and not stored."""
+class ProgressDocument(TypedDict):
+    """How far a job is: sent to the readers of the event stream, and not stored."""
 
     job_id: str
     generation: int
@@ -411,8 +433,8 @@ class Progress(TypedDict):
 
 
 @_documented
-class Stack(TypedDict):
-    """Where a rank of a generation that hung stood: `text`, or `error`: why that is not known."""
+class StackDocument(TypedDict):
+    """The stack of a rank in a generation that hung: `text`, or in `error` why there is none."""
 
     generation: int
     rank: int
@@ -423,24 +445,32 @@ class Stack(TypedDict):
 
 
 @_documented
-class LogMatch(TypedDict):
+class LogMatchDocument(TypedDict):
     """A line of a log."""
 
     offset: int
-    """Of the line's first byte."""
+    """Position of the line's first byte in the log."""
     line_number: int
     """From 1."""
     text: str
-    """Cut at 1,000 characters."""
+    """At most the first 1,000 characters."""
 
 
 @_documented
-class LogMatches(TypedDict):
-    """Lines of a worker's log in which a text occurs."""
+class LogMatchesDocument(TypedDict):
+    """The lines of a worker's log that contain a text."""
 
     generation: int
     rank: int
     searched_bytes: int
     complete: bool
-    """False: there is more log, or there are more matches."""
-    matches: list[LogMatch]
+    """False if the log goes on, or if there are more matches."""
+    matches: list[LogMatchDocument]
+
+
+@_documented
+class ArchiveDocument(TypedDict):
+    """A packed workdir that the manager has."""
+
+    sha256: str
+    total_bytes: int

@@ -1,4 +1,4 @@
-"""The documents of the REST API about VMs and access: see `varuna_proto.rest`."""
+"""The documents of the REST API about VMs and access; see `varuna_proto.rest`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from varuna_proto.rest import Entry, Timestamp, Worker
+from varuna_proto.rest import StateChangeDocument, Timestamp, WorkerDocument
 
 _documented = with_config(ConfigDict(use_attribute_docstrings=True))
 
 
 @_documented
-class Vm(TypedDict):
-    """One VM. `ref` is the provider's handle; the local provider's holds the agent's `pid`."""
+class VmDocument(TypedDict):
+    """One VM. `ref` is the provider's handle; the local provider keeps the agent's `pid` in it."""
 
     id: str
     provider: str
@@ -22,41 +22,42 @@ class Vm(TypedDict):
     """requested, ready, suspect, draining, lost or gone."""
     gpus: int
     device_memory_bytes: int | None
-    """Of each GPU."""
+    """Memory of each GPU."""
     gpu_type: str | None
-    """What its GPUs are called, as its agent says."""
+    """Name of its GPUs, as its agent reports it."""
     host: str | None
     ref: dict[str, Any]
     generation: int | None
-    """The newest that runs there."""
-    workers: list[Worker]
-    """That have not stopped."""
+    """The newest generation that runs there."""
+    workers: list[WorkerDocument]
+    """Workers that have not stopped."""
     last_heard_s: float | None
+    """Seconds since its agent's last message."""
     created_at: Timestamp
     reason: str | None
     slow_ratio: float | None
-    """How many times as long as its peers it takes, while it is found slow."""
+    """While it is slow: its time for the same work, as a multiple of its peers' time."""
     slow_reason: str | None
     quarantined_until: Timestamp | None
     quarantines: int
     notice_deadline: Timestamp | None
-    """When its provider will take it."""
+    """When its provider takes it."""
     drain_deadline: Timestamp | None
     cordoned_at: Timestamp | None
-    """Since when a user wants nothing new to start there; null: it may."""
+    """Since when nothing new starts there, because a user cordoned it; null: it is not cordoned."""
     hangs: int
     price_per_hour: float | None
 
 
 @_documented
-class VmDetail(Vm):
-    """A VM with its past."""
+class VmDetailDocument(VmDocument):
+    """A VM with its history."""
 
-    history: list[Entry]
+    history: list[StateChangeDocument]
 
 
 @_documented
-class VmSummary(TypedDict):
+class VmSummaryDocument(TypedDict):
     """The fleet in numbers."""
 
     total: int
@@ -64,53 +65,53 @@ class VmSummary(TypedDict):
     gone: int
     by_state: dict[str, int]
     gpus: int
-    """Of ready VMs."""
+    """GPUs of ready VMs."""
     gpus_busy: int
     workers: int
     quarantined: int
     slow: int
     noticed: int
-    """VMs whose provider has said that it will take them."""
+    """VMs that their provider has announced to take."""
     cost_per_hour: float | None
 
 
 @_documented
-class Fleet(TypedDict):
+class FleetDocument(TypedDict):
     """How many VMs are wanted, and how many there are."""
 
     provider: str
     target: int
     min_vms: int | None
     max_vms: int | None
-    """With both, the target follows the jobs' wants between them."""
+    """With both, the target follows the jobs between these limits."""
     capacity: int | None
-    """VMs that an emulated market grants; null: any number."""
+    """VMs that the emulated market grants; null: any number."""
     vms: dict[str, int]
-    """By state."""
+    """Number of VMs by state."""
     gpus: int
-    """Of ready VMs."""
+    """GPUs of ready VMs."""
 
 
 @_documented
-class FleetHistory(TypedDict):
-    """The fleet over time, as columns: one entry for each bucket of `bucket_s` seconds."""
+class FleetHistoryDocument(TypedDict):
+    """The fleet over time, as columns with one entry for each bucket of `bucket_s` seconds."""
 
     bucket_s: float
     at_unix_s: list[float]
-    """The bucket's end."""
+    """End of the bucket."""
     present: list[int]
-    """VMs that were there at its end, from their first request until they were gone."""
+    """VMs at the end of the bucket; a VM counts from its request until it is gone."""
     ready: list[int]
-    """VMs that became ready in it."""
+    """VMs that became ready in the bucket."""
     lost: list[int]
-    """VMs that were lost or gone in it."""
+    """VMs that were lost or gone in the bucket."""
     notices: list[int]
     quarantines: list[int]
 
 
 @_documented
-class FleetCost(TypedDict):
-    """VM-hours of the fleet since a time, whether jobs ran or not."""
+class FleetCostDocument(TypedDict):
+    """VM-hours and cost of the fleet since a time, whether jobs ran or not."""
 
     since: Timestamp
     vms: int
@@ -122,7 +123,7 @@ class FleetCost(TypedDict):
 
 
 @_documented
-class Preempted(TypedDict):
+class PreemptionDocument(TypedDict):
     """A VM that the emulated market takes."""
 
     id: str
@@ -130,19 +131,19 @@ class Preempted(TypedDict):
 
 
 @_documented
-class Whoami(TypedDict):
-    """Whom the manager takes the caller for."""
+class CallerDocument(TypedDict):
+    """Who the caller is to the manager."""
 
     name: str
     role: str
     """viewer, user or admin."""
     open: bool
-    """Whether it asks nobody for a token."""
+    """Whether this manager needs no tokens."""
 
 
 @_documented
-class Token(TypedDict):
-    """A token, without what opens anything."""
+class TokenDocument(TypedDict):
+    """A token, without its secret."""
 
     id: str
     name: str
@@ -159,14 +160,14 @@ class Token(TypedDict):
 
 
 @_documented
-class NewToken(Token):
-    """A token and its text, which is told once."""
+class NewTokenDocument(TokenDocument):
+    """A new token with its text, which no other answer has."""
 
     token: str
 
 
 @_documented
-class AuditEntry(TypedDict):
+class AuditEntryDocument(TypedDict):
     """A call that changed something, or was refused."""
 
     id: int
@@ -176,12 +177,12 @@ class AuditEntry(TypedDict):
     address: str
     action: str
     status: int | None
-    """Of the answer; null: it is not known."""
+    """HTTP status of the answer; null: it is not known."""
 
 
 @_documented
-class Certificate(TypedDict):
-    """What an agent that has joined is given."""
+class CertificateDocument(TypedDict):
+    """The certificate of an agent that has joined."""
 
     vm_id: str
     certificate: str
@@ -189,8 +190,8 @@ class Certificate(TypedDict):
 
 
 @_documented
-class Revoked(TypedDict):
-    """A VM of which no certificate is taken any more."""
+class RevokedVmDocument(TypedDict):
+    """A VM whose certificates were revoked."""
 
     id: str
     revoked: bool

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of a morph, of which manager, agents and workers each tell their part.
+"""OpenTelemetry spans of a morph; manager, agents and workers each send their part.
 
-Times are those that are measured anyway. Whether and where spans go is said by OpenTelemetry's own variables
-(OTEL_EXPORTER_OTLP_ENDPOINT and the others); without them nothing is imported and nothing is sent.
+The spans need no measurements of their own. OpenTelemetry's variables (OTEL_EXPORTER_OTLP_ENDPOINT and others) turn
+them on and name the receiver; without them nothing is imported and nothing is sent.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _HTTP = "http/protobuf"
 _CLOSE_S = 2.0
+_FLUSH_S = 2.0
 
 
 def are_wanted(environ: Mapping[str, str]) -> bool:
@@ -35,10 +36,10 @@ def are_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def exporter(environ: Mapping[str, str], service: str, **resource: str | int) -> SpanExporter | None:
-    """What sends the spans of this process, a `service`; None when none are wanted, or when that is impossible, which
-    is logged: traces are not worth a failed start.
+    """The exporter of this process's spans, under the name `service`; None when traces are off or impossible. The
+    latter is logged, because traces are not worth a failed start.
 
-    `environ` is the process's own, from which the exporter takes address, headers and certificates.
+    `environ` must be the process's own: the exporter takes address, headers and certificates from there.
     """
     if not are_wanted(environ):
         return None
@@ -54,9 +55,9 @@ def exporter(environ: Mapping[str, str], service: str, **resource: str | int) ->
 
 
 class SpanExporter:
-    """Sends spans that are over to the OTLP receiver, from a thread of its own. A receiver that is away loses them.
+    """Sends ended spans to the OTLP receiver, from a thread of its own. Spans are lost if the receiver is away.
 
-    All of them are sent, whatever sampler is named: morphs are few.
+    It sends all of them, whatever sampler is configured, because morphs are few.
     """
 
     def __init__(self, service: str, resource: Mapping[str, str | int]) -> None:
@@ -78,11 +79,11 @@ class SpanExporter:
         parent: str = "",
         attributes: Mapping[str, AttributeValue] | None = None,
     ) -> None:
-        """A span from `begin_s` to `end_s`, in seconds since the epoch.
+        """Add a span from `begin_s` to `end_s`, in seconds since the epoch.
 
         Args:
-            context: its own.
-            parent: the context of the span above; empty: it is its trace's first.
+            context: the span's own context.
+            parent: the context of its parent; empty: it is the root of its trace.
         """
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -100,13 +101,17 @@ class SpanExporter:
         self._processor.on_end(span)
 
     def add_sequence(self, parent: str, begin_s: float, parts: Iterable[tuple[str, float]]) -> None:
-        """Spans under `parent`, one after the other; `parts`: name and seconds of each."""
+        """Add spans under `parent`, one after the other; `parts`: name and seconds of each."""
         for name, seconds in parts:
             self.add(name, begin_s, begin_s + seconds, context=child(parent, name), parent=parent)
             begin_s += seconds
 
+    def flush(self, within_s: float = _FLUSH_S) -> None:
+        """Sends what has been added so far within `within_s`. Blocks."""
+        self._processor.force_flush(round(within_s * 1e3))
+
     def close(self, within_s: float = _CLOSE_S) -> None:
-        """Sends what is left, for as long as `within_s`: a process's end must not wait for a receiver that is away."""
+        """Sends the rest within `within_s`, because a process's end must not wait for a receiver that is away."""
         sending = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
         sending.start()
         sending.join(within_s)

@@ -1,6 +1,6 @@
-"""The stage-to-rank map: which rank has which stage of which replica, as launchers write it and scripts pass it on.
+"""The stage-to-rank map: the rank of each stage of each replica, in the text that launchers pass to scripts.
 
-Letters: P stages, D replicas.
+P is the number of stages, D of replicas.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class StageMap:
 
     @classmethod
     def parse(cls, text: str) -> StageMap:
-        """The map of a text such as `0,2;1,3`, or `0,2;1,3;`, as Varuna's launcher of 2021 wrote it.
+        """Parses a text such as `0,2;1,3`, or `0,2;1,3;` from Varuna's launcher of 2021.
 
-        Raises ValueError when stages differ in their number of ranks, or a rank is missing or there twice.
+        Raises ValueError when stages differ in their number of ranks, or a rank is missing or repeated.
         """
         try:
             stages = tuple(tuple(int(rank) for rank in stage.split(",")) for stage in text.removesuffix(";").split(";"))

@@ -1,4 +1,4 @@
-"""These tests make real VMs, which cost money: they run only when somebody says with what.
+"""These tests make real VMs, which cost money: they run only with a settings file.
 
 VARUNA_AZURE_LIVE names a settings file of the Azure provider (docs/azure.md). Its sizes[0] should be a cheap one.
 """
@@ -22,5 +22,5 @@ def live_settings() -> AzureSettings:
     if not path:
         pytest.skip(f"{VARIABLE} is not set: it names a settings file of the Azure provider (see docs/azure.md)")
     settings = read_azure_settings(Path(path))
-    # A set of its own: what is in the fleet's real one is nobody's to delete.
+    # A scale set of its own: nothing may delete VMs of the fleet's real one.
     return settings.model_copy(update={"scale_set": f"{settings.scale_set[:20]}-livetest", "list_every_s": 1.0})

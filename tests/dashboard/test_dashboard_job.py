@@ -13,6 +13,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from manager_world import all_ready
+from repository import WORKERS
 from restartable_manager import RestartableManager
 from scripted_manager import profile_json
 from varuna_client.demo.processes import DemoProcesses
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.needs("chromium"),
     pytest.mark.asyncio(loop_scope="session"),
 ]
-WORKER = Path(__file__).parents[1] / "e2e" / "counting_worker.py"
+WORKER = WORKERS / "counting_worker.py"
 VMS = 2
 NOT_YET = ("/pipeline", "/logs", "/plans/newest")
 AWAY = ("ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED", "ERR_EMPTY_RESPONSE", "ERR_SOCKET")
@@ -49,7 +50,7 @@ async def test_a_job_is_submitted_morphs_live_is_cancelled_and_stays_there_while
     manager: RestartableManager, tmp_path: Path, open_page: Any, screenshot: Callable[[Page, str], Any]
 ) -> None:
     (tmp_path / "profile.json").write_text(profile_json())
-    # For the shell, so that no process is warmed for it: that would take longer than the worker itself.
+    # Run by a shell, so that no process is warmed for it: warming would take longer than the worker itself.
     run = f"echo 'a line of the log' && exec {sys.executable} {WORKER} {tmp_path / 'profile.json'}"
     spec = {"name": "counting", "workdir": str(tmp_path), "run": run, "global_batch": 8}
     async with open_page(f"{manager.url}/", may_fail=(*NOT_YET, *AWAY, "status of 422")) as page:

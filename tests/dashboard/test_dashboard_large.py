@@ -18,8 +18,8 @@ from playwright.async_api import Page, ViewportSize, expect
 from dashboard_world import JOB, SHAPES, fill_fleet, fill_job
 from rest_world import RestWorld, generation, migrated, rest_world
 from varuna_manager.api.http.app import make_app
-from varuna_manager.api.http.roles import Standby
-from varuna_manager.services.leadership import Leader, Standing
+from varuna_manager.api.http.roles import StandbyApp
+from varuna_manager.world.leadership import Leader, Standing
 from waiting import DEADLINE_S
 
 pytestmark = [
@@ -50,7 +50,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RestW
 
 
 async def settled(page: Page, where: str) -> None:
-    """Until all that the page draws is drawn."""
+    """Waits until the page has drawn everything."""
     await expect(page.get_by_role("heading", level=1)).to_be_visible()
     charts = 3 if where.startswith("jobs/") else 1 if where == "fleet" else 0
     await expect(page.locator(".chart.plotted")).to_have_count(charts)
@@ -89,13 +89,15 @@ async def test_a_job_of_a_million_steps_is_drawn_with_its_morphs(world: RestWorl
         await expect(page.get_by_role("region", name="Plan candidates")).to_contain_text("needs 33.9 GiB of 15.8 GiB")
         await expect(page.get_by_role("region", name="Pipeline", exact=True)).to_contain_text("6×2, replica 0")
         await expect(page.locator(".grid td.warn")).to_contain_text("quarantined")
+        rows = page.get_by_role("region", name="Generations", exact=True).locator("tbody tr")
+        await expect(rows.filter(has_text="(in place, 8 of 24 micro-batches run again)")).to_have_count(1)
 
 
 @asynccontextmanager
 async def standby(world: RestWorld) -> AsyncIterator[str]:
     """The address of a manager beside the one of the world, which leads."""
     leader = Leader(holder="first", http_url=world.url, grpc_address="127.0.0.1:1", epoch=1)
-    app = Standby(make_app(world.services), Standing(leader=leader))
+    app = StandbyApp(make_app(world.services), Standing(leader=leader))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -143,7 +145,7 @@ async def test_generations_come_page_by_page_and_older_ones_once(tmp_path: Path,
             assert {"cursor=" in url for url in asked} == {False, True}
             asked.clear()
             await small.add(generation(JOB, many + 1, 2000.0))
-            await small.tell("generation_started", "test", job_id=JOB, generation=many + 1)
+            await small.emit_event("generation_started", "test", job_id=JOB, generation=many + 1)
             await expect(rows.first.locator("td").first).to_have_text(str(many + 1))
             assert not [url for url in asked if "cursor=" in url], "the older ones are known"
 
@@ -153,7 +155,7 @@ async def test_an_event_is_seen_as_it_happens_and_as_text(world: RestWorld, open
         await expect(page.get_by_role("status").filter(has_text="live")).to_be_visible()
         rows = page.get_by_role("region", name="All events").locator("tbody tr")
         await expect(rows).not_to_have_count(0)
-        await world.tell("vm_lost", EVIL, vm_id="vm-00001")
+        await world.emit_event("vm_lost", EVIL, vm_id="vm-00001")
         await expect(rows.first).to_contain_text(EVIL)
         assert await page.locator("main img").count() == 0
         count = await rows.count()

@@ -10,7 +10,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from restartable_manager import RestartableManager
-from small_training import Training
+from small_training import SmallTraining
 from varuna_client.demo.processes import DemoProcesses
 
 pytestmark = [
@@ -29,7 +29,7 @@ async def test_the_pipeline_of_real_workers_is_drawn(
     folder.mkdir()
     with DemoProcesses(tmp_path) as processes:
         manager = RestartableManager(processes, folder, "--vms", "2")
-        training = Training([manager], folder / "vms", tmp_path / "work")
+        training = SmallTraining([manager], folder / "vms", tmp_path / "work")
         manager.start()
         training.begin()
         await look_at_its_pipeline(manager.url, open_page, screenshot)

@@ -28,5 +28,5 @@ def running_manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
         url = wait_until(address, "the manager's address")
         with Client(url) as client:
-            wait_until(lambda: client.ready() and all_ready(client, 2), "the manager and its VMs")
+            wait_until(lambda: client.is_ready() and all_ready(client, 2), "the manager and its VMs")
         yield RunningManager(url, folder, processes)

@@ -61,6 +61,7 @@ def test_a_script_that_raises_fails_the_job_with_its_traceback_and_is_not_starte
     assert "no such corpus" in running_manager.varuna("logs", "raises").stdout
 
 
+@pytest.mark.slow
 def test_the_log_shown_is_that_of_the_rank_whose_script_failed(running_manager: RunningManager, tmp_path: Path) -> None:
     script = """
         import os, time
@@ -87,6 +88,7 @@ def test_a_global_batch_smaller_than_the_pinned_replicas_is_refused(
     assert "small-batch" not in running_manager.varuna("ps").stdout
 
 
+@pytest.mark.slow
 def test_a_model_without_a_place_to_cut_trains_with_one_stage(running_manager: RunningManager, tmp_path: Path) -> None:
     script = """
         import torch

@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
-from example_modules import BERT, example_modules
 
 from bert_shards import write_config, write_shard
+from example_modules import BERT, example_modules
 from manager_world import RunningManager
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
@@ -50,7 +50,7 @@ def write_job(folder: Path, phase: int, *, tokens: int, predictions: int, steps:
 
 
 def losses_in(summary: Path) -> list[tuple[int, float]]:
-    """(step, loss) as printed; steps that were done again are there again."""
+    """(step, loss) as printed; steps that were done again are printed again."""
     lines = summary.read_text().splitlines(keepends=True) if summary.exists() else []
     entries = [json.loads(line.removeprefix("DLLL ")) for line in lines if line.endswith("\n")]
     return [(entry["step"][1], entry["data"]["step_loss"]) for entry in entries if "step_loss" in entry["data"]]

@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import termios
@@ -18,14 +19,15 @@ from pathlib import Path
 import pytest
 
 from manager_world import PROGRAMS, RunningManager
+from repository import WORKERS
 from scripted_manager import profile_json
 from varuna_client import Client
-from varuna_client.render import STATE_SIGNS
+from varuna_client.text.render import STATE_SIGNS
 from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("e2e")
 
-WORKER = Path(__file__).with_name("counting_worker.py")
+WORKER = WORKERS / "counting_worker.py"
 COLUMNS = 80
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -45,19 +47,19 @@ class Terminal:
             stderr=its,
             env={**kept, "TERM": "xterm-256color", "VARUNA_MANAGER_URL": manager.url, **environ},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+            preexec_fn=take_terminal,
         )
         os.close(its)
         self._ours = ours
         self.raw = ""
 
     def read(self) -> bool:
-        """What it has written by now; False at the end."""
+        """Reads what it has written by now; False at the end."""
         if not select.select([self._ours], [], [], 0.1)[0]:
             return True
         try:
             piece = os.read(self._ours, 65536)
-        except OSError:  # Linux's way of saying that the other end is closed
+        except OSError:  # Linux's error when the other end is closed
             return False
         self.raw += piece.decode(errors="replace")
         return bool(piece)
@@ -81,6 +83,12 @@ class Terminal:
         self._process.kill()
         self._process.wait()
         os.close(self._ours)
+
+
+def take_terminal() -> None:
+    """Have Ctrl-C reach this process, also where the tests themselves run in the background and ignore it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(manager: RunningManager, *arguments: str) -> subprocess.Popen[str]:
@@ -138,11 +146,11 @@ def test_a_job_is_watched_left_followed_and_shown(
 ) -> None:
     folder = tmp_path / "counting"
     job = write_job(folder)
-    told = json.loads(running_manager.varuna("submit", str(job), "--dry-run", "--json").stdout)
-    assert (told["free_gpus"], told["all_gpus"], told["plan"]) == (2, 2, None)
-    assert "about a minute" in told["why_no_plan"]
+    document = json.loads(running_manager.varuna("submit", str(job), "--dry-run", "--json").stdout)
+    assert (document["free_gpus"], document["all_gpus"], document["plan"]) == (2, 2, None)
+    assert "about a minute" in document["why_no_plan"]
 
-    # In a terminal, Ctrl-C leaves the job running and says how to come back.
+    # In a terminal, Ctrl-C leaves the job running and prints how to come back.
     watching = Terminal(running_manager, "submit", str(job), "--watch")
     terminals.append(watching)
     watching.until("not profiled yet")
@@ -186,7 +194,7 @@ def test_a_job_is_watched_left_followed_and_shown(
         first = json.loads(events.stdout.readline())
         assert (first["kind"], first["generation"]) == ("first_step", 2)
 
-    # What is left behind, for people and for programs.
+    # The final state, for people and for programs.
     shown = running_manager.varuna("show", "counting")
     for part in ("GENERATIONS", "PLAN OF GENERATION 2", "the fastest", "WHERE THE TIME WENT", "goodput", "GPU-hours"):
         assert part in shown.stdout
@@ -199,7 +207,7 @@ def test_a_job_is_watched_left_followed_and_shown(
     terminals += [narrow, coloured, plain]
     assert [terminal.end() for terminal in (narrow, coloured, plain)] == [0, 0, 0]
     assert max(len(line) for line in narrow.text.splitlines()) <= COLUMNS
-    assert f"\x1b[32m{STATE_SIGNS['succeeded']} succeeded" in coloured.raw
+    assert f"\x1b[32m{STATE_SIGNS['succeeded'][0]} succeeded" in coloured.raw
     assert "\x1b[32m" not in plain.raw
     assert running_manager.varuna("watch", "counting").returncode == 0, "of a job that is over: how it ended"
     planned = running_manager.varuna("submit", str(job), "--dry-run").stdout

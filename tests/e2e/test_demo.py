@@ -41,7 +41,7 @@ def test_the_demo_morphs_three_times_and_every_loss_is_that_of_plain_pytorch(tmp
         [VARUNA, "demo", "--short", "--dir", str(folder), "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=None,  # it gives up by itself when nothing happens for long
+        timeout=None,  # it gives up by itself when nothing happens for a long time
         check=False,
         cwd=ROOT,
     )
@@ -63,6 +63,11 @@ def test_the_demo_morphs_three_times_and_every_loss_is_that_of_plain_pytorch(tmp
     generations = report["generations"]
     assert all(generation.keys() >= PROMISED_OF_EACH for generation in generations)
     assert len(generations) >= 4
+    assert generations[0]["kind_of_morph"] is None
+    for morph in (generation for generation in generations[1:] if generation["steps"]):
+        assert morph["kind_of_morph"] in ("reshape", "restart")
+        assert (morph["micro_batches_redone"] is not None) is (morph["kind_of_morph"] == "reshape")
+        assert sum(morph["state_from"].values()) > 0
     shapes = [(generation["p"], generation["d"]) for generation in generations]
     changed = [new for old, new in pairwise(shapes) if old != new]
     assert any(p > 1 for p, _ in changed)
@@ -74,7 +79,7 @@ def test_the_demo_morphs_three_times_and_every_loss_is_that_of_plain_pytorch(tmp
 
 
 def family(demo: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """All that the demo started, and what these started."""
+    """All processes that the demo started, and those that these started."""
     try:
         return psutil.Process(demo.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -82,7 +87,7 @@ def family(demo: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Not ended; one that ended and waits for this machine's init to notice has."""
+    """Processes that run. One that has ended and waits for this machine's init does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -96,6 +101,11 @@ def trains(process: psutil.Process) -> bool:
         return False
 
 
+def listen_to_interrupts() -> None:
+    """A shell lets the programs that it starts in the background ignore Ctrl-C, these tests and their children too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, number: int, code: int) -> None:
@@ -105,9 +115,10 @@ def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, number: int,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
+        preexec_fn=listen_to_interrupts,
     )
     try:
-        deadline, started = time.monotonic() + 90, family(demo)
+        deadline, started = time.monotonic() + DEADLINE_S, family(demo)
         while not any(map(trains, started)):
             assert time.monotonic() < deadline, "no worker came up"
             assert demo.poll() is None

@@ -1,4 +1,4 @@
-"""SIGKILL of the manager or an agent in the middle of a morph: the job's record is as if nothing was."""
+"""SIGKILL of the manager or an agent in the middle of a morph: the job's record is as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripted_manager import profile_json
 pytestmark = pytest.mark.slow
 
 
-MANAGER = ["manager.StopGeneration.committed", "manager.LaunchKey.told"]
+MANAGER = ["manager.StopGeneration.committed", "manager.LaunchKey.sent"]
 AGENT = ["agent.stop.received", "agent.StartWorker.before"]
 
 

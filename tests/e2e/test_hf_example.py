@@ -42,7 +42,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 
 def values_in(output: str, name: str) -> dict[int, set[float]]:
-    """All that was printed for each step: by every rank, and again where steps were done again."""
+    """Everything printed for each step, by every rank and by every repetition of the step."""
     found: dict[int, set[float]] = {}
     for step, value in re.findall(rf"step (\d+) {name} ([\d.]+)", output):
         found.setdefault(int(step), set()).add(float(value))

@@ -1,4 +1,4 @@
-"""`varuna inspect` runs a training script up to its optimizer and shows what Varuna makes of it."""
+"""`varuna inspect` runs a training script up to its optimizer and shows how Varuna sees the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from varuna.describe import text_of
+from varuna.inspection.text import render_document
 from varuna.partition import PartitionError
-from varuna_client import inspecting
+from varuna_client.commands import inspection
+from varuna_client.commands.inspection import make_inspection_environment
 from varuna_client.errors import UserError
-from varuna_client.inspecting import worker_of
 from waiting import DEADLINE_S
 
 MODEL = """
@@ -64,6 +64,7 @@ def inspect(folder: Path, text: str, *options: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_a_report_of_everything_that_was_found(tmp_path: Path) -> None:
     ended = inspect(tmp_path, MODEL.replace("BODY", "") + SCRIPT, "--time", "--micro-batch", "2", "--json")
     assert ended.returncode == 0, ended.stderr
@@ -96,7 +97,7 @@ def test_a_report_of_everything_that_was_found(tmp_path: Path) -> None:
     assert "global_gradient_norm" in finding["way_out"]
     assert found["times"]["micro_batch"] == 2
     assert min(*found["times"]["forward_us"], *found["times"]["backward_us"]) > 0
-    text = text_of(found)
+    text = render_document(found)
     for part in ("forward", "shared by sections 0, 3: table.weight", "long-lived: table", "follow replica 0", "Normed"):
         assert part in text
 
@@ -105,7 +106,7 @@ def test_what_cannot_be_trained_is_reported_as_well(tmp_path: Path, monkeypatch:
     body = "x = x if self.memory is None else x + self.memory; self.memory = x.detach()"
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(MODEL.replace("BODY", body) + SCRIPT)
-    for name, value in worker_of(report, "", 1, "cpu").to_environ().items():
+    for name, value in make_inspection_environment(report, "", 1, "cpu").to_environ().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PartitionError, match="left behind") as refused:
         runpy.run_path(str(script), run_name="__main__")
@@ -122,8 +123,8 @@ def test_what_is_no_training_script_is_refused(tmp_path: Path) -> None:
         "varuna: train.py ended without making a Varuna(model, ...): nothing to show"
     )
     ended = inspect(tmp_path, "", "--time", "--profile", "p.json")
-    assert "give one of them" in ended.stderr
+    assert "give either --time" in ended.stderr
     job_file = tmp_path / "job.yaml"
     job_file.write_text("run: python train.py")
     with pytest.raises(UserError, match=r"job\.yaml is a job file"):
-        inspecting.inspect(job_file)
+        inspection.inspect(job_file)

@@ -12,38 +12,20 @@ import pytest
 
 from manager_world import all_ready, run_varuna
 from restartable_manager import RestartableManager
+from small_training import SMALL_MODEL
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
 from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("e2e")
 
-SCRIPT = """
-    import os
-    import time
-    from pathlib import Path
-
-    import torch
-    from torch import nn
-    from varuna import CutPoint, Varuna
-    from varuna.data import Batches
-
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.cut, self.second = nn.Linear(8, 8), CutPoint(), nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.second(self.cut(self.first(x))).square().mean()
-
+SCRIPT = (
+    SMALL_MODEL
+    + """
     def get_stuck():
         Path("stuck").touch()
         time.sleep(3600)
 
-    torch.manual_seed(0)
-    data = [{"x": torch.full((8,), float(i))} for i in range(16)]
-    model = Varuna(Small(), get_batch_fn=lambda size, device=None: {"x": torch.ones(size, 8)})
-    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
     for step, batch in Batches(data, first_step=model.resume() + 1, last_step=100_000):
         if step == 4 and os.environ["RANK"] == "1" and not Path("stuck").exists():
             get_stuck()
@@ -52,6 +34,7 @@ SCRIPT = """
             break  # on every rank at the same step
         time.sleep(0.02)
 """
+)
 
 
 @pytest.fixture
@@ -67,7 +50,7 @@ def manager(tmp_path: Path) -> Iterator[RestartableManager]:
 def job_file(folder: Path, **spec: Any) -> str:
     folder.mkdir()
     path = folder / "job.yaml"  # YAML knows all of JSON
-    # Not copied: the script looks there for what the test tells it later.
+    # Not copied: the script looks there for the test's later commands.
     path.write_text(json.dumps({"global_batch": 4, "copy_workdir": False, **spec}))
     return str(path)
 
@@ -77,12 +60,13 @@ def events(client: Client, kind: str) -> list[Any]:
 
 
 def go_on(client: Client, steps: int = 5) -> int:
-    """Wait for so many more steps; the newest."""
+    """Wait for this many more steps; returns the newest."""
     at_least = client.job("small")["step"] + steps
     wait_until(lambda: client.job("small")["step"] >= at_least, f"step {at_least}")
     return at_least
 
 
+@pytest.mark.slow
 def test_a_job_hangs_gives_way_is_drained_cancelled_and_retried(manager: RestartableManager, tmp_path: Path) -> None:
     def varuna(*arguments: str) -> str:
         result = run_varuna(*arguments, url=manager.url, timeout_s=DEADLINE_S)
@@ -96,7 +80,7 @@ def test_a_job_hangs_gives_way_is_drained_cancelled_and_retried(manager: Restart
         wait_until(lambda: all_ready(client, 2), "two VMs")
         varuna("submit", path)
 
-        # It hangs: the rank that the other waits for is named, with its stack, and the job goes on.
+        # It hangs: the event names the rank that the other one waits for, with its stack, and the job goes on.
         hang = wait_until(lambda: events(client, "hang"), "the hang")[0]
         assert hang["data"]["rank"] == 1
         assert "does not wait for other ranks" in hang["message"]

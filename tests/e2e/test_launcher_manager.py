@@ -9,26 +9,23 @@ from pathlib import Path
 import pytest
 
 from manager_world import RunningManager
-from test_launcher_run import SEEDS_SCRIPT
+from repository import TRAINING_SCRIPTS
+from seeds_script import SEEDS_SCRIPT
 from varuna_client import Client
-from varuna_client.documents import Pipeline
-from varuna_proto.rest import END_STATES, StageTrace
+from varuna_proto.rest import END_STATES, PipelineDocument, StageTraceDocument
 from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
 
-INTEGRATION = Path(__file__).resolve().parents[1] / "integration"
-
-
 def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SEEDS_SCRIPT)
-    (tmp_path / "env").write_text(f"PYTHONPATH={INTEGRATION}\n")
+    (tmp_path / "env").write_text(f"PYTHONPATH={TRAINING_SCRIPTS}\n")
     flags = ["--manager_ip", running_manager.url, "--nstages", "2", "--batch_size", "8", "--env_file", "env"]
     name = submit(tmp_path, *flags, "--checkpoint_url", "job", "train.py", "--steps", "3", "--save", "store")
 
     with Client(running_manager.url) as client:
-        # Two generations with the start of PyTorch in each: minutes, where other tests have the processors.
+        # Two generations that each start PyTorch: minutes, while other tests use the processors.
         wait_until(lambda: client.job(name)["state"] in END_STATES, "the job's end")
         assert client.job(name)["state"] == "succeeded", running_manager.varuna("logs", name).stdout
         assert (tmp_path / "store" / "varuna_ckpt_3" / "manifest.json").exists()
@@ -41,7 +38,7 @@ def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager
     assert first["spec"]["checkpoint"]["url"] == str(tmp_path / "job")
 
 
-def check_pipeline(traced: Pipeline) -> None:
+def check_pipeline(traced: PipelineDocument) -> None:
     """What both stages did in the third step: every micro-batch forwards before backwards."""
     assert (traced["step"], traced["p"], traced["d"]) == (3, 2, 1)
     assert [(stage["stage"], stage["rank"]) for stage in traced["stages"]] == [(0, 0), (1, 1)]
@@ -60,12 +57,12 @@ def check_pipeline(traced: Pipeline) -> None:
         assert earlier < backward, "the first stage waits for the second one's gradients"
 
 
-def starts(stage: StageTrace, kind: str) -> list[float]:
+def starts(stage: StageTraceDocument, kind: str) -> list[float]:
     return [op[2] for op in stage["ops"] if op[0] == kind]
 
 
 def submit(folder: Path, *arguments: str) -> str:
-    """By `run_varuna`; the job's name."""
+    """Submits the script with `run_varuna`. Returns the job's name."""
     command = [sys.executable, "-m", "varuna.run_varuna", *arguments]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert result.returncode == 0, result.stderr

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from restartable_manager import RestartableManager
-from small_training import Training
+from small_training import SmallTraining
 from varuna_client.demo.processes import DemoProcesses
 from waiting import DEADLINE_S, wait_until
 
@@ -28,7 +28,7 @@ def test_training_goes_on_while_the_manager_is_dead_and_is_adopted_by_the_next(t
     folder.mkdir()
     with DemoProcesses(tmp_path) as processes:
         manager = RestartableManager(processes, folder, "--vms", "2")
-        training = Training([manager], folder / "vms", tmp_path / "work")
+        training = SmallTraining([manager], folder / "vms", tmp_path / "work")
         manager.start()
         training.begin()
         manager.kill()
@@ -72,7 +72,7 @@ def test_another_manager_leads_when_the_leader_dies_or_stands_still_and_training
     tmp_path: Path, postgres_url: str
 ) -> None:
     with two_managers(tmp_path, postgres_url) as managers:
-        training = Training(managers, tmp_path / "managers" / "vms", tmp_path / "work")
+        training = SmallTraining(managers, tmp_path / "managers" / "vms", tmp_path / "work")
         managers[0].start()
         managers[1].start(leads=False)
         training.begin()
@@ -116,7 +116,7 @@ def in_their_roles(managers: Sequence[RestartableManager]) -> tuple[RestartableM
 
 @contextmanager
 def ask_while_it_stands_still(manager: RestartableManager) -> Iterator[Callable[[], bytes]]:
-    """Change something by a manager that does not run now: the first thing that it finds when it goes on."""
+    """Send a change to a stopped manager, which finds it first when it goes on."""
     url = httpx.URL(manager.url)
     with socket.create_connection((url.host, url.port), timeout=DEADLINE_S) as connection:
         body = '{"target": 7}'

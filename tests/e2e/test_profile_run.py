@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
+
 from manager_world import RunningManager
 from varuna_client import Client
-from varuna_planner.profile import Profile
+from varuna_planner.profile.document import Profile
 
 SCRIPT = """
     import torch
@@ -31,6 +33,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_once_and_not_trained(running_manager: RunningManager, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
     job = tmp_path / "job.yaml"

@@ -1,4 +1,4 @@
-"""What the README and the docs tell a newcomer to type works as it stands there."""
+"""The commands in the README and the docs work exactly as they are printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 
 from manager_world import PROGRAMS, ROOT, RunningManager, run_varuna
 from varuna_client import Client
-from varuna_client.jobfile import KEYS
+from varuna_client.jobfile.jobfile import KEYS
 from waiting import DEADLINE_S, wait_until
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])

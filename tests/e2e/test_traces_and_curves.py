@@ -1,4 +1,4 @@
-"""A real job morphs: its trace is told by manager, agents and workers, its curves are whole."""
+"""A real job morphs: manager, agents and workers send its trace, and its curves are complete."""
 
 from __future__ import annotations
 
@@ -17,34 +17,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from manager_world import all_ready, run_varuna
 from restartable_manager import RestartableManager
+from small_training import SMALL_MODEL
 from varuna_client.demo.processes import DemoProcesses
 from varuna_proto.trace_context import traceparent
 from waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("e2e")
 
-SCRIPT = """
-    import os
-    import time
-    from pathlib import Path
-
-    import torch
-    from torch import nn
-    from varuna import CutPoint, Varuna
-    from varuna.data import Batches
-
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.cut, self.second = nn.Linear(8, 8), CutPoint(), nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.second(self.cut(self.first(x))).square().mean()
-
-    torch.manual_seed(0)
-    data = [{"x": torch.full((8,), float(i))} for i in range(16)]
-    model = Varuna(Small(), get_batch_fn=lambda size, device=None: {"x": torch.ones(size, 8)})
-    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
+SCRIPT = (
+    SMALL_MODEL
+    + """
     first = model.resume() + 1
     if first == 1:
         model.checkpoint()
@@ -55,6 +37,7 @@ SCRIPT = """
             break  # on every rank at the same step
         time.sleep(0.02)
 """
+)
 
 
 STARTING = {"wait", "process", "meet", "trace", "script", "load", "first step"}
@@ -72,8 +55,8 @@ class Span(NamedTuple):
     attributes: dict[str, Any]
 
 
-class Receiver(ThreadingHTTPServer):
-    """What a collector of OpenTelemetry does, as far as it is asked here: OTLP over HTTP."""
+class TraceCollector(ThreadingHTTPServer):
+    """As much of an OpenTelemetry collector as the test needs: OTLP over HTTP."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -85,7 +68,7 @@ class Receiver(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Receiver
+    server: TraceCollector
 
     def do_POST(self) -> None:
         assert self.path == "/v1/traces"
@@ -112,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Not to stderr."""
+        """The logs do not go to stderr."""
 
 
 def _values(attributes: Any) -> dict[str, Any]:
@@ -120,8 +103,8 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as server, ThreadPoolExecutor(1) as pool:
+def receiver() -> Iterator[TraceCollector]:
+    with TraceCollector() as server, ThreadPoolExecutor(1) as pool:
         serving = pool.submit(server.serve_forever, 0.05)
         yield server
         server.shutdown()
@@ -129,7 +112,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def manager(tmp_path: Path, receiver: Receiver) -> Iterator[RestartableManager]:
+def manager(tmp_path: Path, receiver: TraceCollector) -> Iterator[RestartableManager]:
     folder = tmp_path / "manager"
     folder.mkdir()
     with DemoProcesses(folder) as processes:
@@ -139,8 +122,9 @@ def manager(tmp_path: Path, receiver: Receiver) -> Iterator[RestartableManager]:
         yield manager
 
 
+@pytest.mark.slow
 def test_a_morph_is_traced_and_the_curves_go_on(
-    manager: RestartableManager, receiver: Receiver, tmp_path: Path
+    manager: RestartableManager, receiver: TraceCollector, tmp_path: Path
 ) -> None:
     workdir = tmp_path / "small"
     workdir.mkdir()
@@ -150,7 +134,7 @@ def test_a_morph_is_traced_and_the_curves_go_on(
         "run": "python train.py",
         "global_batch": 4,
         "copy_workdir": False,
-        "resources": {"max_gpus": 1},  # so that it moves from the one VM to the other, and nothing comes after that
+        "resources": {"max_gpus": 1},  # so that it moves from the one VM to the other once
         "env": {"VARUNA_TENSORBOARD": str(tmp_path / "curves")},
     }
     (workdir / "job.yaml").write_text(json.dumps(job))
@@ -187,14 +171,17 @@ def is_whole(spans: list[Span]) -> bool:
     )
 
 
-def check_trace(receiver: Receiver, job_id: str, number: int, workdir: Path) -> None:
-    """Of the morph that began generation `number`."""
+def check_trace(receiver: TraceCollector, job_id: str, number: int, workdir: Path) -> None:
+    """The trace of the morph that began generation `number`."""
     _, trace_id, root_id, _ = traceparent(job_id, number).split("-")
 
     def spans() -> list[Span]:
         return [span for span in receiver.spans if span.trace_id == trace_id]
 
-    wait_until(lambda: is_whole(spans()), "the trace")
+    try:
+        wait_until(lambda: is_whole(spans()), "the trace")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {[(span.service, span.name, span.parent_id) for span in spans()]}") from error
     found = spans()
     (root,) = [span for span in found if span.name == "morph"]
     assert (root.span_id, root.parent_id) == (root_id, "")
@@ -212,8 +199,8 @@ def check_trace(receiver: Receiver, job_id: str, number: int, workdir: Path) -> 
         own = [span for span in found if span.parent_id == start.span_id]
         assert {span.service for span in own} == {"varuna-agent", "varuna-worker"}
         # The worker itself could have added spans of its own there.
-        told = (workdir / f"context-{number}-{start.attributes['varuna.rank']}").read_text()
-        assert told.split("-")[1:3] == [trace_id, start.span_id]
+        context = (workdir / f"context-{number}-{start.attributes['varuna.rank']}").read_text()
+        assert context.split("-")[1:3] == [trace_id, start.span_id]
 
 
 def check_curves(folder: Path, last: int) -> None:

@@ -10,12 +10,13 @@ import psutil
 import pytest
 
 from manager_world import RunningManager
+from repository import WORKERS
 from scripted_manager import profile_json
 from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("workdirs")
 
-WORKER = Path(__file__).with_name("counting_worker.py")
+WORKER = WORKERS / "counting_worker.py"
 
 
 def write_job(folder: Path, setup: str, **more: object) -> Path:
@@ -41,6 +42,7 @@ def test_code_is_copied_to_the_vms_and_set_up_once(running_manager: RunningManag
     assert not (job.parent / "profile.json").exists()
 
 
+@pytest.mark.slow
 def test_a_setup_that_fails_ends_the_job_with_its_exit_code(running_manager: RunningManager, tmp_path: Path) -> None:
     job = write_job(tmp_path / "broken", "echo there is no wheel of that name; exit 7")
     submitted = running_manager.varuna("submit", str(job), "--watch", timeout_s=DEADLINE_S)
@@ -50,6 +52,7 @@ def test_a_setup_that_fails_ends_the_job_with_its_exit_code(running_manager: Run
     assert "there is no wheel of that name" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_setup_that_fails_on_one_vm_does_not_fail_the_job(running_manager: RunningManager, tmp_path: Path) -> None:
     once = tmp_path / "once"  # whoever makes the folder fails
     job = write_job(tmp_path / "unlucky", f"mkdir {once} && exit 3; cp template.json profile.json")
@@ -59,6 +62,7 @@ def test_a_setup_that_fails_on_one_vm_does_not_fail_the_job(running_manager: Run
     assert "setup_failed" in running_manager.varuna("events", "unlucky", "--json").stdout
 
 
+@pytest.mark.slow
 def test_a_setup_ends_when_its_job_is_cancelled_and_the_next_job_has_its_turn(
     running_manager: RunningManager, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The tests that need a CUDA device. Without one they are collected and skipped, and nothing else ever is."""
+"""The tests that need a CUDA device. Without one they are collected and skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    """What starts the ranks."""
+    """The zygote that starts the ranks."""
     process = Zygote()
     yield process
     process.close()

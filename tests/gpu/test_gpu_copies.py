@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from varuna.pipeline.copies import CopyStream
+from varuna.pipeline.copy_stream import CopyStream
 
 BYTES = 256 * 1024 * 1024
 """Takes some ms to copy over any bus."""
@@ -18,7 +18,7 @@ def event() -> torch.cuda.Event:
 
 
 def matmuls(count: int) -> Callable[[], None]:
-    """So many kernels of about a ms or less each."""
+    """Enqueues this many kernels of about a millisecond or less each."""
     factor = torch.randn(2048, 2048, device="cuda") / 2048**0.5
     held = factor.clone()
 
@@ -26,7 +26,7 @@ def matmuls(count: int) -> Callable[[], None]:
         for _ in range(count):
             torch.mm(factor, factor, out=held)
 
-    launch()  # what the first one sets up is no part of any measurement
+    launch()  # so that the setup of the first copy is not measured
     torch.cuda.synchronize()
     return launch
 
@@ -80,12 +80,12 @@ def test_what_is_computed_after_a_copy_spoils_nothing() -> None:
         strided = torch.full((256, 512), float(number), device=device).t()
         host, copied = to_host.to_host([computed, strided])
         assert copied is not None
-        del computed, strided  # what comes next may take their place as soon as the allocator thinks it is free
+        del computed, strided  # the next tensors may take their memory as soon as the allocator considers it free
         torch.full((1 << 20,), -1.0, device=device)
         sent.append((float(number), host, copied))
-    for number, host, copied in sent:
+    for value, host, copied in sent:
         copied.synchronize()
-        assert all(bool((tensor == number).all()) for tensor in host), number
+        assert all(bool((tensor == value).all()) for tensor in host), value
         there = to_device.to_device([tensor.pin_memory() for tensor in host], device)
         busy()
         sums = [tensor.double().sum() for tensor in there]

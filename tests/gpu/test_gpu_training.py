@@ -14,7 +14,7 @@ import torch
 
 from small_gpt import Task, train_plainly
 from training_matrix import FACTORS, Configuration, assert_equal, covering_rows, plainly, run
-from training_world import World, Zygote
+from training_world import Ranks, Zygote
 from varuna_proto.environment import EXIT_PEER_LOST
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
@@ -43,16 +43,16 @@ def test_training_is_plain_pytorchs(zygote: Zygote, tmp_path: Path, shape: tuple
 
 def test_the_optimizer_may_be_on_the_host(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(precision="float16", loss_scale=2.0**7, offload=True, clip=0.5, learning_rate=1e-3)
-    with World(zygote, tmp_path, task, 2, 2, recompute=(True, False), device=device_of) as world:
+    with Ranks(zygote, tmp_path, task, 2, 2, recompute=(True, False), device=device_of) as world:
         outcome = world.finish()
     assert_equal(outcome, train_plainly(task, world.micro_batch, device=torch.device("cuda", 0)), task.precision)
 
 
 def test_dropout_does_not_depend_on_the_shape(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(global_batch=7, dropout=0.2, steps=3, learning_rate=1e-3)
-    with World(zygote, tmp_path / "alone", task, 1, 1, device=device_of) as world:
+    with Ranks(zygote, tmp_path / "alone", task, 1, 1, device=device_of) as world:
         alone = world.finish()
-    with World(zygote, tmp_path / "spread", task, 2, 2, recompute=(True, False), device=device_of) as world:
+    with Ranks(zygote, tmp_path / "spread", task, 2, 2, recompute=(True, False), device=device_of) as world:
         spread = world.finish()
     assert spread.losses == pytest.approx(alone.losses, rel=1e-5)
     for name, value in alone.parameters.items():
@@ -62,7 +62,7 @@ def test_dropout_does_not_depend_on_the_shape(zygote: Zygote, tmp_path: Path) ->
 @pytest.mark.parametrize(("p", "d"), [(3, 1), (1, 3)])
 def test_survivors_leave_when_a_rank_is_killed(zygote: Zygote, tmp_path: Path, p: int, d: int) -> None:
     dying = {"die": {"rank": 1, "step": 3}, "forever": True}
-    with World(zygote, tmp_path, Task(), p, d, wanted=dying, device=device_of) as world:
+    with Ranks(zygote, tmp_path, Task(), p, d, wanted=dying, device=device_of) as world:
         ends = world.ends()
     died = ends.pop(1)
     assert died["code"] == -signal.SIGKILL, world.logs()

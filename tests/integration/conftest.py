@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripted_manager import RunningManager
+from scripted_manager import ScriptedManager
 from secure_world import IDLE_VM, SecureManager, secure_manager
 from training_world import Zygote
 from varuna_manager.db.engine import Database
@@ -27,7 +27,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureManager]:
-    """A manager with --secure and two VMs whose processes do nothing: the tests speak for them."""
+    """A manager with --secure and two VMs whose processes do nothing: the tests send what their agents would."""
     flags = (
         "--agent-command",
         IDLE_VM,
@@ -48,13 +48,13 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     """A manager's store, with all migrations and nothing in it."""
     is_file = request.param == "sqlite"
     store = Database(f"sqlite:///{tmp_path / 'manager.db'}" if is_file else request.getfixturevalue("postgres_url"))
-    await store.migrate()
+    await store.migrate_schema()
     yield store
     await store.close()
 
 
 @pytest.fixture
-async def manager(tmp_path: Path) -> AsyncIterator[RunningManager]:
-    running = RunningManager(tmp_path / "data")
+async def manager(tmp_path: Path) -> AsyncIterator[ScriptedManager]:
+    running = ScriptedManager(tmp_path / "data")
     yield running
     await running.close()

@@ -1,4 +1,4 @@
-"""What the leader has learned of the fleet is there after a restart, and after another has taken over."""
+"""What the leader has learned of the fleet survives a restart and a change of the leader."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 
 from disturbed_fleet import QUICK
 from fleet_world import FleetWorld, fleet_world
-from varuna_manager.controllers.job_past import FleetWatch
-from varuna_manager.domain.fleet_history import FleetHistory, VmLife, look_back
-from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.fleet_past import FleetPast, LivesSummary, VmLife, summarize_lives
+from varuna_manager.domain.fleet_watch import FleetWatch
 from varuna_manager.domain.observed import VmView
 from varuna_manager.domain.states import VmState
 
@@ -20,8 +19,8 @@ HOUR_S = 3600.0
 
 
 async def seen(world: FleetWorld) -> FleetPast:
-    """As the decisions have it."""
-    (job,) = (await world.manager.loader.load()).jobs
+    """The history as the decisions see it."""
+    (job,) = (await world.manager.loader.load_snapshot()).jobs
     return job.view.fleet
 
 
@@ -31,10 +30,10 @@ async def test_a_new_manager_knows_losses_hours_and_joins_of_the_one_before(tmp_
         await world.submit("long", steps=10_000)
         for number in range(1, 4):
             await world.run(400)
-            await world.market.preempt(f"vm-{number}", 30.0 if number == 2 else 0.0)
+            await world.market.preempt_vm(f"vm-{number}", 30.0 if number == 2 else 0.0)
         await world.run(400)
         before = await seen(world)
-        morphs = (await world.manager.loader.load()).jobs[0].view.morphs
+        morphs = (await world.manager.loader.load_snapshot()).jobs[0].view.morphs
         assert len(before.losses_at) == 3
         assert before.vm_hours > 1.0
         assert morphs.measured
@@ -47,12 +46,14 @@ async def test_a_new_manager_knows_losses_hours_and_joins_of_the_one_before(tmp_
         assert after.vm_hours == pytest.approx(before.vm_hours, rel=0.02)
         assert after.removals == pytest.approx(before.removals, rel=0.01)
         assert after.stops_per_hour(4) == pytest.approx(before.stops_per_hour(4), rel=0.02)
-        assert (await world.manager.loader.load()).jobs[0].view.morphs == morphs, "these are made of the generations"
+        assert (await world.manager.loader.load_snapshot()).jobs[0].view.morphs == morphs, (
+            "these are made of the generations"
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_looking_back_gives_what_looking_on_gave(seed: int) -> None:
-    """VMs come, fall silent, get notice, are drained and go, for three days, one of them a minute at most."""
+    """For three days VMs come, fall silent, get notice, are drained and go, at most one a minute."""
     chance, watch, now = Random(seed), FleetWatch(0.0), 0.0
     views: dict[str, VmView] = {}
     states: dict[str, list[tuple[float, VmState]]] = {}
@@ -70,20 +71,19 @@ def test_looking_back_gives_what_looking_on_gave(seed: int) -> None:
                     del views[name]
         if len(views) < 5 and chance.random() < 0.05:
             name = f"vm-{len(states)}"
-            views[name] = VmView(id=name, state=VmState.REQUESTED)
+            views[name] = VmView(id=name, state=VmState.REQUESTED, created_at=now)
             states[name] = [(now, VmState.REQUESTED)]
-        views = {name: replace(view, age_s=now - states[name][0][0]) for name, view in views.items()}
-        past = watch.look(views, now)
+        past = watch.observe_vms(views, now)
     lives = [VmLife(created_at=of[0][0], states=of, had_notice=name in noticed) for name, of in states.items()]
-    history = look_back(lives, now)
+    history = summarize_lives(lives, now)
     assert len(history.losses_at) > 10
     assert past.losses_at == history.losses_at[-len(past.losses_at) :]
     assert past.stable_since == history.stable_since
     assert past.removals == pytest.approx(history.removals, rel=1e-3)
     assert past.vm_hours == pytest.approx(history.vm_hours, rel=1e-3)
     again = FleetWatch(now)
-    again.recall(history)
-    assert again.look(views, now).join_s == past.join_s
+    again.add_past(history)
+    assert again.observe_vms(views, now).join_s == past.join_s
 
 
 def changed(view: VmView, chance: Random) -> VmView | None:
@@ -102,4 +102,4 @@ def changed(view: VmView, chance: Random) -> VmView | None:
 
 
 def test_a_fleet_without_a_past_has_nothing_to_tell() -> None:
-    assert look_back([], HOUR_S) == FleetHistory()
+    assert summarize_lives([], HOUR_S) == LivesSummary()

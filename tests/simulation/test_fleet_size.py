@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fleet_world import Disturbances, fleet_world
-from varuna_manager.domain.fleet_decision import Range, Refusal, RefusalKind
-from varuna_manager.providers.base import Created
-from varuna_manager.providers.static import Host, StaticProvider
+from varuna_manager.domain.fleet_decision import Refusal, RefusalKind, VmRange
+from varuna_manager.providers.base import CreatedVms
+from varuna_manager.providers.static import StaticHost, StaticProvider
 
 
 @pytest.mark.parametrize("point", range(8))
@@ -28,7 +28,7 @@ async def test_a_manager_that_dies_while_asking_for_vms_leaks_none_and_makes_non
 
 async def test_a_fleet_grows_with_its_jobs_and_shrinks_after_them(tmp_path: Path) -> None:
     async with fleet_world(tmp_path, seed=1) as world:
-        await world.manager.fleet.follow_jobs(Range(min_vms=1, max_vms=6))
+        await world.manager.fleet.follow_jobs(VmRange(min_vms=1, max_vms=6))
         await world.run(60)
         assert len(world.invariants.vm_states()) == 1
         await world.submit("small", steps=3, resources={"max_gpus": 3})
@@ -48,11 +48,11 @@ async def test_a_provider_that_throttles_is_not_asked_before_it_wants(tmp_path: 
         asked: list[float] = []
         make = world.market.create
 
-        async def throttle(count: int, request: str) -> Created:
+        async def throttle(count: int, request: str) -> CreatedVms:
             asked.append(world.time.now)
             if len(asked) == 1:
                 refusal = Refusal(kind=RefusalKind.THROTTLED, reason="429", retry_after_s=200.0)
-                return Created(vms=(await make(1, request)).vms, refusal=refusal)
+                return CreatedVms(vms=(await make(1, request)).vms, refusal=refusal)
             return await make(count, request)
 
         world.market.create = throttle  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ async def test_a_provider_that_does_not_answer_loses_no_vm(tmp_path: Path) -> No
 
 async def test_listed_hosts_are_missing_until_their_agents_come_and_others_are_refused(tmp_path: Path) -> None:
     async with fleet_world(tmp_path, seed=1) as world:
-        hosts = (Host(name="a"), Host(name="b", gpus=2))
+        hosts = (StaticHost(name="a"), StaticHost(name="b", gpus=2))
         await world.change_provider(StaticProvider(hosts, world.time.now))
         await world.run(300)
         assert world.invariants.vm_states() == {"a": "requested", "b": "requested"}

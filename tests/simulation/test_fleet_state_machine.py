@@ -1,8 +1,8 @@
-"""Whatever is lost, repeated, late, killed, taken or asked for, in whatever order: the jobs come to their right end.
+"""Whatever is lost, repeated, late, killed, taken or requested, in any order, the jobs come to their right end.
 
 All state machines together: jobs, generations, VMs, workers, leases and the agents' own states, with the invariants of
-`fleet_invariants` after every commit. What users ask for (drain, cancel, retry, submit, size of the fleet) is asked
-until there is an answer, and then once more, which changes nothing. VARUNA_FLEET_TRACES is how many traces are played.
+`fleet_invariants` after every commit. Users' requests (drain, cancel, retry, submit, size of the fleet) are
+repeated until there is an answer, and then once more, which changes nothing. VARUNA_FLEET_TRACES: the number of traces.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from disturbed_fleet import QUICK, books_are_right
 from fleet_world import fleet_world
 from simulated_manager import ManagerEnd
 from simulated_vm import SimulatedVm
-from varuna_manager.services.documents import Document
-from varuna_manager.services.errors import ConflictError, NotFoundError
+from varuna_manager.answers.errors import ConflictError, MissingError
+from varuna_proto.rest_fleet import VmDocument
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ class Fleet(RuleBasedStateMachine):
     @rule(pick=PICK, notice_s=strategies.sampled_from([0.0, 5.0, 30.0]))
     def a_vm_is_taken(self, pick: int, notice_s: float) -> None:
         if vm := self.some_vm(pick):
-            self.runner.run(self.world.market.preempt(vm.vm_id, notice_s))
+            self.runner.run(self.world.market.preempt_vm(vm.vm_id, notice_s))
 
     @rule(point=strategies.integers(0, 10))
     def the_manager_is_killed(self, point: int) -> None:
@@ -94,10 +94,10 @@ class Fleet(RuleBasedStateMachine):
     def a_vm_is_drained(self, pick: int, deadline_s: float | None) -> None:
         if vm := self.some_vm(pick):
 
-            async def drain(manager: ManagerEnd) -> Document | str:
+            async def drain(manager: ManagerEnd) -> VmDocument | str:
                 try:
-                    return await manager.drains.drain(vm.vm_id, deadline_s)
-                except (ConflictError, NotFoundError) as error:  # a manager that died may not have put it down
+                    return await manager.drains.drain_vm(vm.vm_id, deadline_s)
+                except (ConflictError, MissingError) as error:  # a manager that died may not have stored it
                     return str(error)
 
             self.runner.run(self.world.ask(drain))
@@ -108,9 +108,9 @@ class Fleet(RuleBasedStateMachine):
 
         async def cancel(manager: ManagerEnd) -> str:
             try:
-                return str((await manager.jobs.cancel(job_id, save=save))["state"])
+                return str((await manager.jobs.cancel_job(job_id, save=save))["state"])
             except ConflictError:
-                return str((await manager.jobs.one(job_id))["state"])
+                return str((await manager.jobs.find_job(job_id))["state"])
 
         state = self.runner.run(self.world.ask(cancel))
         assert state in ("succeeded", "cancelling", "cancelled"), state
@@ -122,7 +122,7 @@ class Fleet(RuleBasedStateMachine):
 
         async def retry(manager: ManagerEnd) -> str:
             try:
-                return str((await manager.jobs.retry(job_id))["state"])
+                return str((await manager.jobs.retry_job(job_id))["state"])
             except ConflictError as error:
                 return str(error)
 
@@ -170,6 +170,6 @@ TestFleet.settings = settings(
     max_examples=int(os.environ.get("VARUNA_FLEET_TRACES", "3")),
     stateful_step_count=12,
     deadline=None,
-    phases=(Phase.generate,),  # a failing trace is told with its event log; to make it shorter would take hours
+    phases=(Phase.generate,),  # a failing trace is printed with its event log; shrinking it would take hours
     suppress_health_check=list(HealthCheck),
 )

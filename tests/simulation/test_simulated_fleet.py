@@ -36,7 +36,7 @@ async def test_half_of_a_recorded_day_of_a_spot_market(tmp_path: Path) -> None:
 
 
 async def test_two_jobs_wait_while_there_is_no_gpu_at_all(tmp_path: Path) -> None:
-    """Their shares of nothing are asked for, by a question that no VM's memory goes into."""
+    """The planner is asked for their shares of no GPUs, a question without any VM's memory."""
     async with fleet_world(tmp_path, seed=3, rules=QUICK) as world:
         await world.manager.fleet.set_target(2)
         jobs = [await world.submit(name, steps=30) for name in ("one", "two")]
@@ -44,7 +44,7 @@ async def test_two_jobs_wait_while_there_is_no_gpu_at_all(tmp_path: Path) -> Non
         assert {world.training.jobs[job].finished for job in jobs} == {False}
         await world.market.set_capacity(0)
         for vm_id in list(world.market.vms):
-            await world.market.preempt(vm_id, 0.0)
+            await world.market.preempt_vm(vm_id, 0.0)
         await world.run(300)
         assert world.invariants.vm_states() == {}
         assert not any(state in ("succeeded", "failed") for state in world.invariants.job_states().values())
@@ -72,14 +72,14 @@ async def test_a_job_is_cancelled_whose_launch_never_arrived(tmp_path: Path, los
         await world.manager.fleet.set_target(2)
         job = await world.submit("one", steps=5)
         while not world.invariants.rendezvous_ports():
-            await world.run(0.0005)  # less than the way to a VM takes
+            await world.run(0.0005)  # less than a message to a VM takes
         for vm in world.market.vms.values():
             vm.break_stream()  # what is under way to it is lost
         if lost == "launch":
-            await world.ask(lambda manager: manager.jobs.cancel(job))
+            await world.ask(lambda manager: manager.jobs.cancel_job(job))
         assert not world.training.groups, "no launch has arrived"
         if lost == "launch and stop":
-            await world.ask(lambda manager: manager.jobs.cancel(job))
+            await world.ask(lambda manager: manager.jobs.cancel_job(job))
             await world.run(1.0)
             for vm in world.market.vms.values():
                 vm.break_stream()

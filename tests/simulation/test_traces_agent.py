@@ -1,11 +1,11 @@
 """One agent and what the manager wants of it, over streams that break: commands and reports lost, repeated, late.
 
-The agent's real state machine and the manager's real rule for what an agent must be told (`domain.commands`), with the
+The agent's real state machine and the manager's real rule for the commands of an agent (`domain.commands`), with the
 manager's books between them. Within a stream nothing overtakes anything (TCP). What is lost is what was under way when
-a stream broke; what is repeated is all that comes again on the next stream, and whatever a peer whose answer was lost
-says twice; what is late are reports that the manager had in its memory when the stream broke, and reads after the next
-has opened. Whatever of that happens, the end is the one that the manager's wishes and the workers' own ends make: what
-is wanted runs, all else has ended, each end is in the books, and nothing is left to be said.
+a stream broke; what is repeated is all that comes again on the next stream, and whatever a peer sends twice
+because an answer was lost; reports are late that the manager had in its memory when the stream broke, and reads after
+the next has opened. Whatever happens of these, the manager's wishes and the workers' own ends decide the outcome: what
+is wanted runs, all else has ended, each end is in the books, and no message is left to be sent.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from traces import traces
 from varuna_agent.state import AgentState, Identity, WorkerKey
-from varuna_agent.state import stimuli as st
-from varuna_manager.domain.commands import CommandKey, LaunchKey, Presence, StopKey, wanted_commands
+from varuna_agent.state import events as ev
+from varuna_agent.state import instructions as ins
+from varuna_manager.domain.commands import CommandKey, GenerationOnVm, LaunchKey, StopKey, list_commands
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
     WORKER_TRANSITIONS,
@@ -34,7 +35,11 @@ from varuna_proto.v1 import worker_pb2 as w
 GPUS = 2
 JOBS = strategies.sampled_from(["a", "b"])
 PICK = strategies.integers(0, 1000)
-MODES = {StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW, StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST}
+MODES = {
+    StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW,
+    StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST,
+    StopMode.HOLD_FIRST: pb.STOP_MODE_HOLD_FIRST,
+}
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Session:
 
     seen: frozenset[tuple[str, int]]
     running: set[tuple[str, int]]
-    told: set[CommandKey] = field(default_factory=set)
+    sent_commands: set[CommandKey] = field(default_factory=set)
 
 
 @dataclass
@@ -67,36 +72,36 @@ class Talk(RuleBasedStateMachine):
         self.state = AgentState(identity)
         self.now = 0.0
         self.processes: dict[WorkerKey, str] = {}
-        """What each that runs is about: nothing, `leave` (when it can) or `killed`."""
+        """What each running process has been ordered: nothing, `leave` (when it can) or `killed`."""
         self.parts: dict[tuple[str, int], Part] = {}
         self.session: Session | None = None
         self.is_open = False
         self.down: deque[pb.ManagerMessage] = deque()
         self.up: deque[pb.AgentMessage] = deque()
         self.late: deque[pb.AgentMessage] = deque()
-        """Of streams before; read by the manager one day."""
+        """Sent on earlier streams; the manager will read them."""
         self.twice = False
 
     # ------------------------------------------------------------ the agent's shell
 
-    def handle(self, event: st.Event) -> None:
+    def handle(self, event: ev.Event) -> None:
         hangs_up = False
-        for instruction in self.state.handle(event, self.now):
+        for instruction in self.state.handle_event(event, self.now):
             match instruction:
-                case st.Send(message):
+                case ins.SendMessage(message):
                     self.up.append(message)
-                case st.StartWorker(key):
+                case ins.StartWorker(key):
                     assert (
                         self.parts[key.job_id, key.generation].state is not GenerationState.ENDED or key in self.behind
                     )
                     self.processes[key] = ""
-                case st.KillWorker(key):
+                case ins.KillWorker(key):
                     self.processes[key] = "killed"
-                case st.TellWorkerToLeave(key):
+                case ins.SendLeave(key):
                     self.processes[key] = "leave"
-                case st.HangUp():
+                case ins.HangUp():
                     hangs_up = True
-                case st.Remember():
+                case ins.SaveSeenGenerations():
                     pass
                 case _:
                     raise AssertionError(instruction)
@@ -105,7 +110,7 @@ class Talk(RuleBasedStateMachine):
 
     @property
     def behind(self) -> set[WorkerKey]:
-        """Workers that the agent may start although they are not wanted any more: it has not heard of that yet."""
+        """Workers that the agent may start although they are no longer wanted: it does not know that yet."""
         return {WorkerKey(job, number, rank) for (job, number), part in self.parts.items() for rank in part.alive}
 
     # ------------------------------------------------------------ streams
@@ -117,26 +122,26 @@ class Talk(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_open)
     @rule(twice=strategies.booleans())
     def dial(self, twice: bool) -> None:
-        """`twice`: everything is said twice on the new stream, but the Hello."""
+        """`twice`: everything but the Hello is sent twice on the new stream."""
         self.is_open, self.twice = True, twice
-        self.handle(st.StreamOpened())
+        self.handle(ev.StreamOpened())
 
     @precondition(lambda self: self.is_open)
     @rule(unread=strategies.integers(0, 4))
     def the_stream_breaks(self, unread: int) -> None:
-        """`unread`: what the manager has in its memory of it; the rest is lost."""
+        """`unread`: how many of its messages the manager has in its memory; the rest is lost."""
         self.late.extend([m for m in list(self.up)[:unread] if m.WhichOneof("body") != "hello"])
         self.up.clear()
         self.down.clear()
         self.session, self.is_open = None, False
-        self.handle(st.StreamClosed("test"))
+        self.handle(ev.StreamClosed("test"))
 
     @rule(count=strategies.integers(1, 5))
     def the_agent_reads(self, count: int) -> None:
         for _ in range(min(count, len(self.down))):
             message = self.down.popleft()
             for _ in range(2 if self.twice else 1):
-                self.handle(st.ManagerSaid(message))
+                self.handle(ev.ManagerMessageReceived(message))
 
     @rule(count=strategies.integers(1, 5), late=strategies.booleans())
     def the_manager_reads(self, count: int, late: bool) -> None:
@@ -166,7 +171,7 @@ class Talk(RuleBasedStateMachine):
     # ------------------------------------------------------------ the manager
 
     def note(self, report: pb.Report) -> None:
-        """As ReportService does: what is known already changes nothing."""
+        """Handles a report as ReportService does: one that is known already changes nothing."""
         match report.WhichOneof("fact"):
             case "worker_started":
                 fact = report.worker_started
@@ -224,7 +229,7 @@ class Talk(RuleBasedStateMachine):
         if session is None:
             return
         present = [
-            Presence(
+            GenerationOnVm(
                 job_id=job,
                 generation=number,
                 state=part.state,
@@ -234,9 +239,9 @@ class Talk(RuleBasedStateMachine):
             for (job, number), part in self.parts.items()
             if part.alive
         ]
-        for key in wanted_commands(present, session.running, session.seen, draining=False):
-            if key not in session.told:
-                session.told.add(key)
+        for key in list_commands(present, session.running, session.seen, draining=False):
+            if key not in session.sent_commands:
+                session.sent_commands.add(key)
                 self.down.append(self.command(key))
 
     def command(self, key: CommandKey) -> pb.ManagerMessage:
@@ -261,21 +266,21 @@ class Talk(RuleBasedStateMachine):
     @rule(pick=PICK)
     def a_worker_is_ready(self, pick: int) -> None:
         key = sorted(self.processes)[pick % len(self.processes)]
-        if self.state.expects(key) and self.processes[key] != "killed":
-            self.handle(st.WorkerConnected(key, 5))
-            self.handle(st.WorkerSaid(key, w.WorkerMessage(ready=w.WorkerReady())))
+        if self.state.is_expected(key) and self.processes[key] != "killed":
+            self.handle(ev.WorkerConnected(key, 5))
+            self.handle(ev.WorkerMessageReceived(key, w.WorkerMessage(ready=w.WorkerReady())))
 
     @precondition(lambda self: self.processes)
     @rule(pick=PICK, code=strategies.sampled_from([0, 1, 76, -9]))
     def a_worker_ends(self, pick: int, code: int) -> None:
         key = sorted(self.processes)[pick % len(self.processes)]
         del self.processes[key]
-        self.handle(st.ProcessEnded(key, code, ""))
+        self.handle(ev.ProcessEnded(key, code, ""))
 
     @rule()
     def a_second_passes(self) -> None:
         self.now += 1.0
-        self.handle(st.Tick())
+        self.handle(ev.Tick())
 
     # ------------------------------------------------------------ what holds
 
@@ -298,9 +303,9 @@ class Talk(RuleBasedStateMachine):
             self.the_manager_reads(1000, late=True)
             self.the_manager_reads(1000, late=False)
             self.the_agent_reads(1000)
-            for key in [key for key, told in self.processes.items() if told]:
+            for key in [key for key, is_leaving in self.processes.items() if is_leaving]:
                 self.processes.pop(key)
-                self.handle(st.ProcessEnded(key, 75, ""))
+                self.handle(ev.ProcessEnded(key, 75, ""))
             if self.is_settled():
                 break
             self.a_second_passes()
@@ -314,7 +319,7 @@ class Talk(RuleBasedStateMachine):
         assert not any(self.processes.values())
 
     def is_settled(self) -> bool:
-        """Nothing is under way, nothing is to be said, nothing is about to end."""
+        """Whether no message is under way or waits to be sent, and nothing is about to end."""
         unwanted = [part for part in self.parts.values() if part.alive and part.stop_mode is not None]
         unwanted += [part for part in self.parts.values() if part.alive and part.state is GenerationState.ENDED]
         waiting = [worker for worker in self.state.workers if not worker.has_process]

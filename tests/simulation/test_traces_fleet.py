@@ -1,10 +1,10 @@
 """The fleet controller and each VM's life, with a provider whose answers are lost, repeated, late or wrong for a while.
 
-The real controller, service and store. Requests are made whose answer never comes, and made again; a VM is taken and
-the provider lists it for a while yet; at the end one is not listed for a while, one hangs; deletions fail; notices are
-told again and again, by the provider and by the agent; agents fall silent, come back on a new stream, or as a new
-incarnation; the manager dies between any two transactions. In the end there are as many VMs as are wanted, each known
-to both, ready, and none is paid for that nobody knows of.
+The controller, the service and the store are real. Answers to requests are lost, so the requests are repeated; a VM is
+taken and the provider still lists it for a while; another exists and is not listed for a while, one hangs; deletions
+fail; notices come again and again, from the provider and from the agent; agents fall silent, come back on a new stream,
+or as a new incarnation; the manager dies between any two transactions. In the end there are as many VMs as are wanted,
+each known to both, ready, and none is paid for that nobody knows of.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import select
 from sqlalchemy.orm.exc import StaleDataError
 
+from manager_death import ManagerDiedError
 from traces import Store, traces
+from varuna_manager.agents.reports import ReportService
 from varuna_manager.controllers.fleet_controller import FleetController
+from varuna_manager.controllers.vm_requests import FleetSettings
 from varuna_manager.db.models import VmRow
 from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.states import VmState
-from varuna_manager.providers.base import Created, Notice, Offer, ProviderVm, UnknownVmError
-from varuna_manager.services.bell import Bell
-from varuna_manager.services.events import EventLog
-from varuna_manager.services.fleet import FleetService
-from varuna_manager.services.planning import PlanningService
-from varuna_manager.services.reports import ReportService
-from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.planning.planning import PlanningService
+from varuna_manager.providers.base import CreatedVms, ProviderNotice, ProviderVm, UnknownVmError, VmOffer
+from varuna_manager.world.bell import Bell
+from varuna_manager.world.events import EventLog
+from varuna_manager.world.vm_registry import VmRegistry
+from varuna_manager.world.world import World
 from varuna_proto.v1 import agent_pb2 as pb
 
 RULES = Rules()
@@ -38,12 +41,8 @@ PICK = strategies.integers(0, 1000)
 MOST = 3
 
 
-class ManagerDiedError(BaseException):
-    """Not an Exception: no handler of the manager's may outlive it."""
-
-
 class AwayError(Exception):
-    """What a provider raises that does not answer."""
+    """The error of a provider that does not answer."""
 
 
 @dataclass
@@ -57,14 +56,14 @@ class Machine:
     connected: bool = False
     speaks: bool = True
     hangs: bool = False
-    """For good: its agent is not heard any more, and the VM is paid for."""
+    """For good: its agent is silent, and the VM is still paid for."""
 
 
 class Cloud:
     """The provider: `machines` are those that are there; `trouble` what goes wrong with the next call."""
 
     name = "cloud"
-    grows = True
+    is_elastic = True
     capacity: int | None = None
 
     def __init__(self, machine: Fleet) -> None:
@@ -72,12 +71,12 @@ class Cloud:
         self.machines: dict[str, Machine] = {}
         self.gone: set[str] = set()
         self.listed_late: set[str] = set()
-        """Gone, and listed yet."""
+        """Gone, and still listed."""
         self.hidden: set[str] = set()
-        """There, and not listed."""
+        """Existing, and not yet listed."""
         self.under_way = ""
         """The tag of a request whose answer has not come: no other may be made."""
-        self.notices_told: dict[str, Notice] = {}
+        self.notices_told: dict[str, ProviderNotice] = {}
         self.trouble = ""
         self.made = 0
 
@@ -104,7 +103,7 @@ class Cloud:
             request=machine.request,
         )
 
-    async def create(self, count: int, request: str) -> Created:
+    async def create(self, count: int, request: str) -> CreatedVms:
         assert self.under_way in ("", request), "the request before was forgotten"
         self.under_way = request
         trouble = self._take_trouble("refused", "answer lost", "dies")
@@ -121,7 +120,7 @@ class Cloud:
         if trouble == "dies":
             raise ManagerDiedError
         self.under_way = ""
-        return Created(vms=tuple(map(self.as_listed, have)), refusal=None)
+        return CreatedVms(vms=tuple(map(self.as_listed, have)), refusal=None)
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
         trouble = self._take_trouble("refused", "answer lost", "dies")
@@ -138,16 +137,16 @@ class Cloud:
         if self.machines.pop(vm_id, None) is not None:
             self.gone.add(vm_id)
 
-    async def notices(self) -> Sequence[Notice]:
+    async def list_notices(self) -> Sequence[ProviderNotice]:
         return [notice for vm_id, notice in self.notices_told.items() if vm_id in self.machines]
 
-    async def offer(self) -> Offer:
-        return Offer(gpus=1)
+    async def get_offer(self) -> VmOffer:
+        return VmOffer(gpus=1)
 
     async def set_capacity(self, capacity: int | None) -> None:
         self.capacity = capacity
 
-    async def preempt(self, vm_id: str, notice_s: float) -> None:
+    async def preempt_vm(self, vm_id: str, notice_s: float) -> None:
         raise UnknownVmError(vm_id)
 
     def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
@@ -173,14 +172,21 @@ class Fleet(RuleBasedStateMachine):
         self.somebody_wants(wanted)
 
     def a_manager_starts(self) -> None:
-        """A new process over the same store: it has heard of nobody."""
+        """A new process over the same store. It has no agents yet."""
         database, bell, now = self.store.database, Bell(), lambda: self.now
         events = EventLog(database, now)
         self.registry = VmRegistry(now)
         self.reports = ReportService(database, events, PlanningService(), bell, now)
         self.fleet = FleetService(database, events, self.registry, self.cloud, self.reports, bell, now)
         self.controller = FleetController(
-            database, self.registry, self.cloud, self.fleet, events, bell, RULES, 0.5, now, chance=Random(1)
+            database,
+            World(database, self.registry, now),
+            self.fleet,
+            events,
+            bell,
+            FleetSettings(rules=RULES),
+            now=now,
+            chance=Random(1),
         )
         for machine in self.cloud.machines.values():
             machine.connected = False
@@ -203,7 +209,7 @@ class Fleet(RuleBasedStateMachine):
         self.cloud.end(machine.id)
         if machine.connected:
             machine.connected = False
-            self.registry.disconnected(machine.id)
+            self.registry.add_disconnect(machine.id)
         if listed:
             self.cloud.listed_late.add(machine.id)
 
@@ -215,13 +221,13 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.cloud.machines)
     @rule(pick=PICK, by_agent=strategies.booleans())
     def notice_is_given(self, pick: int, by_agent: bool) -> None:
-        """It is told with every look of the provider's, and the agent may tell it first."""
+        """Every look at the provider shows the notice, and the agent may report it first."""
         machine = self.some(pick)
-        notice = Notice(id=f"n-{machine.id}", vm_id=machine.id, deadline_unix_s=self.now + 30.0)
+        notice = ProviderNotice(id=f"n-{machine.id}", vm_id=machine.id, deadline_unix_s=self.now + 30.0)
         self.cloud.notices_told.setdefault(machine.id, notice)
         if by_agent and machine.connected:
             fact = pb.PreemptionNotice(notice_id=notice.id, seconds_left=30.0, source="test")
-            self.store.run(self.reports.apply(machine.id, [pb.Report(number=1, preemption_notice=fact)]))
+            self.store.run(self.reports.apply_reports(machine.id, [pb.Report(number=1, preemption_notice=fact)]))
 
     # ------------------------------------------------------------ agents
 
@@ -237,14 +243,14 @@ class Fleet(RuleBasedStateMachine):
     def hello(self, machine: Machine) -> None:
         hello = pb.Hello(vm_id=machine.id, incarnation=str(machine.incarnation), gpus=1, host="127.0.0.1")
         try:
-            refusal = self.store.run(self.fleet.admit(hello))
+            refusal = self.store.run(self.fleet.admit_agent(hello))
         except AwayError:
             return  # it dials again
         if refusal is not None:
             assert "gave it up" in refusal or "no provider of it" in refusal
             return
         machine.connected = True
-        self.registry.hello(machine.id, rendezvous_port=1, workers=())
+        self.registry.add_hello(machine.id, rendezvous_port=1, workers=())
 
     @precondition(lambda self: self.cloud.machines)
     @rule(pick=PICK)
@@ -257,15 +263,15 @@ class Fleet(RuleBasedStateMachine):
         machine = self.some(pick)
         if machine.connected:
             machine.connected = False
-            self.registry.disconnected(machine.id)
+            self.registry.add_disconnect(machine.id)
 
     @rule(seconds=strategies.sampled_from([0.5, 4.0, 8.0, 40.0, 130.0]))
     def time_passes(self, seconds: float) -> None:
-        """Who is connected and speaks is heard in it."""
+        """Agents that are connected and not silent send a heartbeat."""
         self.now += seconds
         for machine in self.cloud.machines.values():
             if machine.connected and machine.speaks:
-                self.registry.heartbeat(machine.id, rendezvous_port=1, workers=())
+                self.registry.add_heartbeat(machine.id, rendezvous_port=1, workers=())
 
     # ------------------------------------------------------------ the manager
 
@@ -278,7 +284,7 @@ class Fleet(RuleBasedStateMachine):
     def the_manager_looks(self) -> None:
         try:
             for _ in range(100):
-                if self.store.run(self.controller.reconcile()) > 0:
+                if self.store.run(self.controller.reconcile_once()) > 0:
                     return
             raise AssertionError("it never comes to rest")
         except StaleDataError:
@@ -304,11 +310,11 @@ class Fleet(RuleBasedStateMachine):
         return list(self.cloud.machines.values())[pick % len(self.cloud.machines)]
 
     def teardown(self) -> None:
-        """Nothing goes wrong any more."""
+        """From now on nothing goes wrong."""
         if not hasattr(self, "fleet"):
             return
         self.come_to_rest()
-        # Whatever the trace was: one VM that nobody hears, one that was given up for a while, a request without answer.
+        # Whatever the trace was: a VM that is silent, one that was given up for a while, a request without an answer.
         self.somebody_wants(MOST)
         self.come_to_rest()
         hangs, hidden, _ = self.cloud.machines.values()
@@ -345,7 +351,7 @@ class Fleet(RuleBasedStateMachine):
         raise AssertionError(f"{self.target} are wanted, {list(self.cloud.machines)} exist, the store has {there}")
 
 
-class TestFleet(Fleet.TestCase):  # type: ignore[misc,name-defined]
+class TestFleet(Fleet.TestCase):  # type: ignore[valid-type]
     settings = traces(25, steps=25)
 
     @classmethod

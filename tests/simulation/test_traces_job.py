@@ -1,10 +1,11 @@
 """One job's decisions over facts that come repeated, late, or in another order than they happened.
 
-`decide_job` and the transition tables, over books in memory, beside what really happens to the job's ranks. Each VM's
-agent tells what happened there in its order, but VMs are heard in any order, a VM's end is heard from its provider
-before or after what its agent said, facts come again, Launches and Stops arrive late or are lost with their VM, and
-the manager dies between a decision and its writing. The end is the job's own: cancelled if it was, failed if its script
-fails, else succeeded; with one live generation at most at every moment, numbered without gaps, on VMs that are there.
+`decide_job` and the transition tables run over books in memory, beside what really happens to the job's ranks. Each
+VM's agent reports the facts in their order, but those of different VMs mix in any order, a VM's end comes from its
+provider before or after its agent's reports, facts are repeated, Launches and Stops arrive late or are lost with their
+VM, and the manager dies between a decision and its writing. The end is the job's own: cancelled if it was, failed if
+its script fails, else succeeded; with one live generation at most at every moment, numbered without gaps, on VMs that
+are there.
 """
 
 from __future__ import annotations
@@ -12,28 +13,23 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from decision_views import proposal, vm
 from hypothesis import strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from decision_views import proposal, vm
 from traces import traces
-from varuna_manager.domain.job_decision import decide_job, next_devices, wants_plan
-from varuna_manager.domain.observed import (
+from varuna_manager.domain.actions import (
     Action,
-    Device,
     EndGeneration,
     FinishJob,
-    GenerationView,
-    JobView,
-    NoteDeath,
-    Quarantine,
-    Rules,
+    QuarantineVms,
+    RecordDeath,
     StartGeneration,
     StopGeneration,
-    StopView,
-    VmView,
-    WorkerView,
 )
+from varuna_manager.domain.job_decision import choose_devices, decide_job, wants_plan
+from varuna_manager.domain.observed import GenerationView, JobView, Rules, StopView, VmView, WorkerView
+from varuna_manager.domain.reshaping import SURVIVABLE_EXITS
 from varuna_manager.domain.setbacks import PastGeneration, count_setbacks
 from varuna_manager.domain.states import (
     GENERATION_TRANSITIONS,
@@ -47,6 +43,7 @@ from varuna_manager.domain.states import (
     WorkerState,
     advance,
 )
+from varuna_proto.plan import Device
 
 RULES = Rules()
 STEPS = 3
@@ -63,6 +60,10 @@ class Truth:
     vm_of: dict[int, str]
     running: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
+    held: dict[int, int] = field(default_factory=dict)
+    """The step of the state with which each rank's process stayed when it left, as its agent reports it."""
+    waiting: set[int] = field(default_factory=set)
+    """Ranks whose processes still wait."""
 
     @property
     def is_whole(self) -> bool:
@@ -82,23 +83,29 @@ class Job(RuleBasedStateMachine):
         self.there: set[str] = set()
         """VMs that exist."""
         self.made = 0
-        self.said: dict[str, deque[Fact]] = {}
-        """By each VM's agent, and not heard yet."""
-        self.heard: list[tuple[str, Fact]] = []
+        self.unread: dict[str, deque[Fact]] = {}
+        """Reported by each VM's agent and not read yet."""
+        self.received: list[tuple[str, Fact]] = []
         self.truth: dict[int, Truth] = {}
         self.step = 0
         self.kills = 0
-        self.is_faulty = self.is_cancelled = False
+        self.is_faulty = self.is_cancelled = self.is_carried = False
         self.past: list[PastGeneration] = []
         self.job = JobView(id="j", name="n", state=JobState.QUEUED, created_at=0.0, global_batch=8, profiled_at=500.0)
 
     # ------------------------------------------------------------ what really happens
 
-    @initialize(count=strategies.integers(1, 3), is_faulty=strategies.booleans())
-    def begin(self, count: int, is_faulty: bool) -> None:
-        self.is_faulty = is_faulty
+    @initialize(count=strategies.integers(1, 3), is_faulty=strategies.booleans(), is_carried=strategies.booleans())
+    def begin(self, count: int, is_faulty: bool, is_carried: bool) -> None:
+        """`is_carried`: its processes stay when they leave a generation."""
+        self.is_faulty, self.is_carried = is_faulty, is_carried
         for _ in range(count):
             self.a_vm_joins()
+        if is_carried:  # otherwise few traces come as far as a loss
+            self.the_manager_looks(dies=False)
+            for pick in range(count):
+                self.a_launch_arrives(pick)
+            self.a_step_is_done()
 
     @precondition(lambda self: len(self.there) < 3)
     @rule()
@@ -106,7 +113,7 @@ class Job(RuleBasedStateMachine):
         self.made += 1
         name = f"v{self.made}"
         self.there.add(name)
-        self.said[name] = deque()
+        self.unread[name] = deque()
         self.vms[name] = vm(name)
 
     @precondition(lambda self: self.there)
@@ -128,7 +135,7 @@ class Job(RuleBasedStateMachine):
 
     @rule(pick=PICK)
     def a_launch_arrives(self, pick: int) -> None:
-        """At one VM, unless its agent has heard of a later generation or of the stop."""
+        """At one VM, unless its agent knows of a later generation or of the stop."""
         generation = self.job.generation
         if generation is None or generation.state not in (GenerationState.LAUNCHING, GenerationState.RUNNING):
             return
@@ -139,8 +146,12 @@ class Job(RuleBasedStateMachine):
         for before, older in self.truth.items():  # it supersedes what still runs there
             for rank in [rank for rank in older.running if older.vm_of[rank] == worker.device.vm_id]:
                 self.end(before, rank, ExitCause.GENERATION_ENDED)
+        if not self.take_survivors(worker.device.vm_id, generation.number) and generation.in_place:
+            self.end(generation.number, worker.rank, ExitCause.LAUNCH_REFUSED)
+            self.peers_leave(generation.number)
+            return
         truth.running.add(worker.rank)
-        self.say(worker.device.vm_id, ("started", generation.number, worker.rank, None))
+        self.report_fact(worker.device.vm_id, ("started", generation.number, worker.rank, None))
         if truth.ended:
             self.end(generation.number, worker.rank, ExitCause.PEER_LOST)
 
@@ -168,7 +179,7 @@ class Job(RuleBasedStateMachine):
             self.peers_leave(number)
             return
         self.step = min(self.step + 1, STEPS)
-        self.say(truth.vm_of[0], ("step", number, 0, self.step))
+        self.report_fact(truth.vm_of[0], ("step", number, 0, self.step))
         if self.step == STEPS:
             for rank in sorted(truth.running):
                 self.end(number, rank, ExitCause.FINISHED)
@@ -183,35 +194,54 @@ class Job(RuleBasedStateMachine):
             self.end(number, rank, ExitCause.KILLED)
             self.peers_leave(number)
 
+    @rule(pick=PICK)
+    def a_waiting_process_ends(self, pick: int) -> None:
+        waiting = [(number, rank) for number, truth in self.truth.items() for rank in sorted(truth.waiting)]
+        if waiting:
+            number, rank = waiting[pick % len(waiting)]
+            self.truth[number].waiting.remove(rank)
+
+    def take_survivors(self, vm_id: str, number: int) -> bool:
+        """A launch takes or ends the processes that wait there; whether one was of the generation before."""
+        is_found = False
+        for before, truth in self.truth.items():
+            for rank in [rank for rank in truth.waiting if truth.vm_of[rank] == vm_id]:
+                truth.waiting.remove(rank)
+                is_found |= before == number - 1
+        return is_found
+
     def peers_leave(self, number: int) -> None:
         for rank in sorted(self.truth[number].running):
             self.end(number, rank, ExitCause.PEER_LOST)
 
     def end(self, number: int, rank: int, cause: ExitCause) -> None:
         truth = self.truth[number]
+        if self.is_carried and cause in SURVIVABLE_EXITS and rank in truth.running:
+            truth.held[rank] = self.step
+            truth.waiting.add(rank)
         truth.running.discard(rank)
         truth.ended.add(rank)
-        self.say(truth.vm_of[rank], ("ended", number, rank, cause))
+        self.report_fact(truth.vm_of[rank], ("ended", number, rank, cause))
 
-    def say(self, vm_id: str, fact: Fact) -> None:
+    def report_fact(self, vm_id: str, fact: Fact) -> None:
         if vm_id in self.there:
-            self.said[vm_id].append(fact)
+            self.unread[vm_id].append(fact)
 
-    # ------------------------------------------------------------ what the manager hears
+    # ------------------------------------------------------------ what the manager learns
 
     @rule(pick=PICK)
     def a_fact_is_heard(self, pick: int) -> None:
-        talking = sorted(vm_id for vm_id, facts in self.said.items() if facts)
+        talking = sorted(vm_id for vm_id, facts in self.unread.items() if facts)
         if talking:
             vm_id = talking[pick % len(talking)]
-            fact = self.said[vm_id].popleft()
-            self.heard.append((vm_id, fact))
+            fact = self.unread[vm_id].popleft()
+            self.received.append((vm_id, fact))
             self.note(vm_id, fact)
 
-    @precondition(lambda self: self.heard)
+    @precondition(lambda self: self.received)
     @rule(pick=PICK)
     def a_fact_is_heard_again(self, pick: int) -> None:
-        self.note(*self.heard[pick % len(self.heard)])
+        self.note(*self.received[pick % len(self.received)])
 
     @rule(pick=PICK)
     def the_provider_says_which_vm_is_gone(self, pick: int) -> None:
@@ -226,14 +256,14 @@ class Job(RuleBasedStateMachine):
                 self.stop_worker(worker.rank, ExitCause.VM_GONE)
 
     def note(self, vm_id: str, fact: Fact) -> None:
-        """As ReportService does: what is known already changes nothing."""
+        """Handles a fact as ReportService does: one that is known already changes nothing."""
         kind, number, rank, what = fact
         generation = self.job.generation
         if generation is None or generation.number != number or generation.workers[rank].device.vm_id != vm_id:
-            return  # of an older one, whose workers decide nothing any more
+            return  # of an older one, whose workers no longer decide anything
         if kind == "ended" and not generation.workers[rank].stopped:
             assert isinstance(what, ExitCause)
-            self.stop_worker(rank, what)
+            self.stop_worker(rank, what, self.truth[number].held.get(rank))
         elif kind == "started" and generation.workers[rank].state is WorkerState.ASSIGNED:
             self.change_worker(rank, state=WorkerState.RUNNING)
         elif kind == "step" and int(what or 0) > (generation.last_step or 0):
@@ -244,10 +274,10 @@ class Job(RuleBasedStateMachine):
                 self.job, generation=replace(generation, last_step=what, state=state, progress_at=self.now)
             )
 
-    def stop_worker(self, rank: int, cause: ExitCause) -> None:
+    def stop_worker(self, rank: int, cause: ExitCause, held_step: int | None = None) -> None:
         state = WorkerState.LOST if cause is ExitCause.VM_GONE else WorkerState.EXITED
         error = "it raised" if cause is ExitCause.SCRIPT_FAILED else ""
-        self.change_worker(rank, state=state, cause=cause, stopped_at=self.now, error=error)
+        self.change_worker(rank, state=state, cause=cause, stopped_at=self.now, error=error, held_step=held_step)
 
     def change_worker(self, rank: int, *, state: WorkerState, **changes: object) -> None:
         generation = self.job.generation
@@ -272,7 +302,10 @@ class Job(RuleBasedStateMachine):
         """`dies`: before it has written what it decided."""
         usable = [one for one in sorted(self.vms.values(), key=lambda one: one.id) if one.usable]
         view = replace(self.job, devices=tuple(Device(one.id, 0) for one in usable), setbacks=count_setbacks(self.past))
-        devices = next_devices(view, self.vms, RULES)
+        workers = () if view.generation is None else view.generation.workers
+        held = [worker.device for worker in workers if worker.held_step is not None]
+        view = replace(view, survivors=frozenset(device for device in held if device in view.devices))
+        devices = choose_devices(self.now, view, self.vms, RULES)
         if wants_plan(view, devices, self.vms):
             view = replace(view, proposal=proposal(devices))
         decision = decide_job(self.now, view, self.vms, RULES)
@@ -291,8 +324,18 @@ class Job(RuleBasedStateMachine):
                     WorkerView(rank=rank, device=device, state=WorkerState.ASSIGNED)
                     for rank, device in enumerate(placement)
                 )
+                if action.in_place:
+                    assert generation is not None
+                    held_by = {worker.device: worker for worker in generation.workers if worker.held_step is not None}
+                    assert {held_by[device].held_step for device in placement} == {self.step}, "no step is lost"
+                if action.holders is not None:
+                    assert not action.in_place
+                    held = self.truth[action.holders.generation].held
+                    assert {held[holder.rank] for holder in action.holders.members} == {self.step}, "no step is lost"
                 new = GenerationView(
                     number=number,
+                    in_place=action.in_place,
+                    holders=action.holders,
                     kind=action.kind,
                     state=GenerationState.LAUNCHING,
                     workers=workers,
@@ -313,13 +356,16 @@ class Job(RuleBasedStateMachine):
             case EndGeneration(cause=cause, reason=reason):
                 assert generation is not None
                 self.move_generation(GenerationState.ENDED)
+                assert self.job.generation is not None
+                last = replace(self.job.generation, ended_at=self.now, end_cause=cause, end_reason=reason)
+                self.job = replace(self.job, generation=last)
                 past = PastGeneration(cause=cause, reason=reason, last_step=generation.last_step, ended_at=self.now)
                 self.past.append(past)
             case FinishJob(state=state):
                 self.move_job(state)
-            case NoteDeath(vm_id=vm_id, deaths=deaths):
+            case RecordDeath(vm_id=vm_id, deaths=deaths):
                 self.vms[vm_id] = replace(self.vms[vm_id], deaths=deaths, last_death_at=self.now)
-            case Quarantine(vm_ids=vm_ids):
+            case QuarantineVms(vm_ids=vm_ids):
                 assert generation is not None
                 assert set(vm_ids) < set(generation.vm_ids), "never all that it has"
             case _:
@@ -347,7 +393,7 @@ class Job(RuleBasedStateMachine):
         assert self.job.state not in TERMINAL_JOB_STATES or generation is None or not generation.live
 
     def teardown(self) -> None:
-        """Nothing goes wrong any more: the job comes to its end."""
+        """From now on nothing goes wrong, and the job comes to its end."""
         for _ in range(300):
             if self.job.state in TERMINAL_JOB_STATES:
                 break

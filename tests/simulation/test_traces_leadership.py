@@ -3,8 +3,8 @@
 Each candidate has connections and a clock of its own. It campaigns, renews, writes and releases at any moment; an
 answer of the store may be lost (it did what was asked, and the candidate takes it to have failed), a renewal or a write
 may be made long after the candidate last looked (it stood still), leases lapse, by the store's clock or by the holder's
-own. Always: who leads is who took the newest epoch, what is committed belongs to the newest epoch of its moment, so
-epochs never go back in the log. In the end: one leads, whoever asks is told that, and nobody else can write.
+own. Always: the leader is who took the newest epoch, and every commit belongs to the newest epoch of its moment, so
+epochs never go back in the log. In the end one leads, everyone who asks learns that, and nobody else can write.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sqlalchemy import delete, select, update
 from traces import traces
 from varuna_manager.db.engine import Database, NotLeaderError
 from varuna_manager.db.models import EventRow, LeadershipRow
-from varuna_manager.services.events import EventLog
-from varuna_manager.services.leadership import Candidate, Leader, Leadership, Term, connection_name
+from varuna_manager.world.events import EventLog
+from varuna_manager.world.leadership import Candidate, Leader, Leadership, Term, connection_name
 
 pytestmark = pytest.mark.xdist_group("postgres")
 
@@ -50,17 +50,17 @@ class Manager:
         self.term, self.store = term, None
         if term is not None:
             name = connection_name(self.name, term.epoch)
-            self.store = Database(url, fence=term.fence, application_name=name)
+            self.store = Database(url, fence=term.hold_lease, application_name=name)
 
 
-class World:
+class RivalManagers:
     """The store and its managers, for one trace after another."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.runner = asyncio.Runner()
         self.plain = Database(url)
-        self.runner.run(self.plain.migrate())
+        self.runner.run(self.plain.migrate_schema())
         self.managers = {name: Manager(name, url) for name in ("a", "b", "c")}
 
     async def begin(self) -> None:
@@ -76,7 +76,7 @@ class World:
         async with self.plain.write() as session:
             await session.execute(update(LeadershipRow).values(expires_at=0.0))
 
-    async def told(self) -> tuple[str, int, float]:
+    async def read_leadership(self) -> tuple[str, int, float]:
         row = LeadershipRow
         async with self.plain.read() as session:
             holder, epoch, expires_at = (await session.execute(select(row.holder, row.epoch, row.expires_at))).one()
@@ -95,7 +95,7 @@ class World:
 
 
 class Election(RuleBasedStateMachine):
-    world: World
+    world: RivalManagers
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class Election(RuleBasedStateMachine):
     @rule(who=WHO, answered=strategies.booleans())
     def campaigns(self, who: str, answered: bool) -> None:
         manager = self.world.managers[who]
-        holder, epoch, expires_at = self.run(self.world.told())
-        found = self.run(manager.leadership.campaign())
+        holder, epoch, expires_at = self.run(self.world.read_leadership())
+        found = self.run(manager.leadership.run_for_leader())
         if isinstance(found, Leader):
             assert (holder, epoch) == (found.holder, found.epoch)
             assert holder != who, "nobody is kept from a lease that is his own"
@@ -126,16 +126,16 @@ class Election(RuleBasedStateMachine):
 
     @rule(who=WHO, answered=strategies.booleans())
     def renews(self, who: str, answered: bool) -> None:
-        """However late: also one whose lease another has taken since."""
+        """Writes at any moment, even after another has taken the lease."""
         manager = self.world.managers[who]
         if manager.term is None:
             return
-        before = self.run(self.world.told())
+        before = self.run(self.world.read_leadership())
         until = manager.term._until
         self.run(manager.term._renewed())
         if not answered:
             manager.term._until = until
-        holder, epoch, expires_at = self.run(self.world.told())
+        holder, epoch, expires_at = self.run(self.world.read_leadership())
         assert (holder, epoch) == before[:2], "a renewal makes nobody lead"
         assert expires_at > 0.0 or before[2] == 0.0
         assert before[2] > 0.0 or expires_at == 0.0, "what has lapsed has to be won again"
@@ -148,7 +148,7 @@ class Election(RuleBasedStateMachine):
         manager = self.world.managers[who]
         if manager.term is None or manager.store is None:
             return
-        _, epoch, expires_at = self.run(self.world.told())
+        _, epoch, expires_at = self.run(self.world.read_leadership())
         may = manager.term.epoch == epoch and expires_at > 0.0 and manager.term.is_held()
         try:
             self.run(self.note(manager.store, manager.term.epoch))
@@ -161,16 +161,16 @@ class Election(RuleBasedStateMachine):
 
     async def note(self, store: Database, epoch: int) -> None:
         async with store.write() as session:
-            EventLog(store, lambda: float(epoch)).add(session, "test", "written")
+            EventLog(store, lambda: float(epoch)).emit_event(session, "test", "written")
 
     @precondition(lambda self: any(manager.term for manager in self.world.managers.values()))
     @rule(who=WHO)
     def releases(self, who: str) -> None:
         manager = self.world.managers[who]
         if manager.term is not None:
-            before = self.run(self.world.told())
-            self.run(manager.term.release())
-            holder, epoch, expires_at = self.run(self.world.told())
+            before = self.run(self.world.read_leadership())
+            self.run(manager.term.release_lease())
+            holder, epoch, expires_at = self.run(self.world.read_leadership())
             assert (holder, epoch) == before[:2]
             assert expires_at == (0.0 if manager.term.epoch == epoch else before[2]), "only its own lease"
             self.run(manager.follow(None, self.world.url))
@@ -190,7 +190,7 @@ class Election(RuleBasedStateMachine):
         for who in ("b", "a", "c"):
             self.the_lease_lapses()
             self.campaigns(who, answered=True)
-        self.writes("b")  # which has not heard of the others
+        self.writes("b")  # which does not know of the others
         self.renews("a", answered=True)  # neither has this
         self.the_lease_lapses()
         self.writes("c")  # whose epoch is the newest yet
@@ -202,9 +202,9 @@ class Election(RuleBasedStateMachine):
         for who in ("a", "c"):
             self.renews(who, answered=True)
             self.writes(who)
-            self.campaigns(who, answered=True)  # is told who leads
+            self.campaigns(who, answered=True)  # learns who leads
         self.writes("b")
-        holder, epoch, _ = self.run(self.world.told())
+        holder, epoch, _ = self.run(self.world.read_leadership())
         assert (holder, epoch) == ("b", self.newest)
         log = self.run(self.world.log())
         assert log == sorted(log), "an older epoch wrote after a newer one"
@@ -213,13 +213,13 @@ class Election(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def world(postgres_url: str) -> Iterator[World]:
-    world = World(postgres_url)
+def world(postgres_url: str) -> Iterator[RivalManagers]:
+    world = RivalManagers(postgres_url)
     yield world
     world.runner.run(world.close())
     world.runner.close()
 
 
-def test_one_epoch_after_the_other(world: World) -> None:
+def test_one_epoch_after_the_other(world: RivalManagers) -> None:
     Election.world = world
     run_state_machine_as_test(Election, settings=traces(20, steps=15))  # type: ignore[no-untyped-call]

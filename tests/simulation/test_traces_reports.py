@@ -2,8 +2,8 @@
 
 Reports are numbered, and sent again on every new stream from the oldest that is not acknowledged. So the manager gets
 them repeated (the acknowledgement was lost), late (an old stream's are read after the next has opened, DESIGN section
-4) and mixed with the other VM's; lost they are only until the next stream. Whatever of that happens, the books are
-those of the same reports taken once, each when it first came. Reports of one stream cannot overtake each other (TCP).
+4) and mixed with the other VM's; a lost one comes again on the next stream. Whatever happens of these, the books are
+those of the same reports handled once, each when it first came. Reports of one stream cannot overtake each other (TCP).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from sqlalchemy import select
 
 from traces import Store, traces
+from varuna_manager.agents.reports import ReportService
 from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
-from varuna_manager.domain.observed import Plan
-from varuna_manager.services.bell import Bell
-from varuna_manager.services.events import EventLog
-from varuna_manager.services.planning import PlanningService
-from varuna_manager.services.reports import ReportService
+from varuna_manager.planning.planning import PlanningService
+from varuna_manager.world.bell import Bell
+from varuna_manager.world.events import EventLog
+from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
 
 VMS = ("a", "b")
@@ -43,7 +43,7 @@ class Outbox:
         self.reports: list[pb.Report] = []
         self.acknowledged = 0
         self.arrived: deque[pb.Report] = deque()
-        """On the present stream: read by the manager one day, if that lasts."""
+        """Sent on the present stream. The manager will read them if the stream lasts."""
         self.late: deque[pb.Report] = deque()
         """Of streams before: in the manager's memory when the stream broke, and not read yet."""
 
@@ -70,7 +70,7 @@ class Reports(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ what happens on the VMs
 
-    def tell(self, vm_id: str, **fact: object) -> None:
+    def send_report(self, vm_id: str, **fact: object) -> None:
         outbox = self.outboxes[vm_id]
         report = pb.Report(number=len(outbox.reports) + 1, **fact)  # type: ignore[arg-type]
         outbox.reports.append(report)
@@ -82,7 +82,7 @@ class Reports(RuleBasedStateMachine):
         if rank not in self.started | self.exited:
             self.started.add(rank)
             fact = pb.WorkerStarted(job_id="disturbed", generation=1, rank=rank, pid=100 + rank, resumed_step=4)
-            self.tell(vm_of(rank), worker_started=fact)
+            self.send_report(vm_of(rank), worker_started=fact)
 
     @precondition(lambda self: self.started == {0, 1, 2} and not self.exited)
     @rule(count=strategies.integers(1, 3), a_first=strategies.booleans())
@@ -90,7 +90,7 @@ class Reports(RuleBasedStateMachine):
         done = [pb.StepResult(step=4 + self.step + i, loss=0.5, step_us=10, examples=8) for i in range(1, count + 1)]
         self.step += count
         for vm_id in VMS if a_first else VMS[::-1]:
-            self.tell(vm_id, steps_completed=pb.StepsCompleted(job_id="disturbed", generation=1, steps=done))
+            self.send_report(vm_id, steps_completed=pb.StepsCompleted(job_id="disturbed", generation=1, steps=done))
 
     @precondition(lambda self: self.step > 0)
     @rule()
@@ -98,12 +98,12 @@ class Reports(RuleBasedStateMachine):
         fact = pb.CheckpointCommitted(
             job_id="disturbed", generation=1, step=4 + self.step, url="file:///c", total_bytes=9
         )
-        self.tell("a", checkpoint_committed=fact)
+        self.send_report("a", checkpoint_committed=fact)
 
     @rule(vm_id=strategies.sampled_from(VMS))
     def notice_is_seen(self, vm_id: str) -> None:
         fact = pb.PreemptionNotice(notice_id=f"n-{len(self.outboxes[vm_id].reports)}", seconds_left=30.0, source="test")
-        self.tell(vm_id, preemption_notice=fact)
+        self.send_report(vm_id, preemption_notice=fact)
 
     @rule(rank=strategies.sampled_from([0, 1, 2]), cause=strategies.sampled_from(CAUSES))
     def a_worker_ends(self, rank: int, cause: pb.ExitCause.ValueType) -> None:
@@ -111,13 +111,13 @@ class Reports(RuleBasedStateMachine):
             self.exited.add(rank)
             end = {"cause": cause, "exit_code": 3, "error_text": "x"}
             fact = pb.WorkerExited(job_id="disturbed", generation=1, rank=rank, **end)  # type: ignore[arg-type]
-            self.tell(vm_of(rank), worker_exited=fact)
+            self.send_report(vm_of(rank), worker_exited=fact)
 
     @rule(vm_id=strategies.sampled_from(VMS))
     def a_launch_is_refused(self, vm_id: str) -> None:
         if not self.started & set(RANKS[vm_id]):
             self.exited |= set(RANKS[vm_id])
-            self.tell(vm_id, command_refused=pb.CommandRefused(job_id="disturbed", generation=1, reason="no"))
+            self.send_report(vm_id, command_refused=pb.CommandRefused(job_id="disturbed", generation=1, reason="no"))
 
     # ------------------------------------------------------------ what happens on the way
 
@@ -143,7 +143,7 @@ class Reports(RuleBasedStateMachine):
         if not batch:
             return
         self.now += 1.0
-        self.store.run(self.service.apply(vm_id, batch))
+        self.store.run(self.service.apply_reports(vm_id, batch))
         known = {number for at, number in self.first_came if at == vm_id}
         for report in batch:
             if report.number not in known:
@@ -155,7 +155,7 @@ class Reports(RuleBasedStateMachine):
                 fact = getattr(once, str(once.WhichOneof("fact")))
                 if hasattr(fact, "job_id"):
                     fact.job_id = "calm"
-                self.store.run(self.service.apply(f"{vm_id}-calm", [once]))
+                self.store.run(self.service.apply_reports(f"{vm_id}-calm", [once]))
 
     # ------------------------------------------------------------ the end
 
@@ -165,7 +165,7 @@ class Reports(RuleBasedStateMachine):
             self.apply(vm_id, outbox.reports[outbox.acknowledged :])
             self.apply(vm_id, list(outbox.late))
             numbers = [number for at, number in self.first_came if at == vm_id]
-            assert numbers == list(range(1, len(outbox.reports) + 1)), "lost, or first heard out of order"
+            assert numbers == list(range(1, len(outbox.reports) + 1)), "lost, or first received out of order"
         disturbed, calm = self.store.run(self.books("disturbed")), self.store.run(self.books("calm"))
         assert disturbed == calm
         stopped = {rank for rank, worker in disturbed["workers"].items() if worker[0] == "exited"}
@@ -223,7 +223,7 @@ def rows_of(job_id: str) -> tuple[JobRow | GenerationRow | VmRow | WorkerRow, ..
     return (*vms, job, generation, *workers)
 
 
-class TestReports(Reports.TestCase):  # type: ignore[misc,name-defined]
+class TestReports(Reports.TestCase):  # type: ignore[valid-type]
     settings = traces(40, steps=30)
 
     @classmethod

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "e2e"), str(TESTS / "integration"), str(TESTS / "support")]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / room) for room in ("training", "managers", "simulation"))]
 
 from failpoint_world import failpoint_world
 from scripted_manager import profile_json
@@ -27,7 +27,7 @@ MANAGER = (
     "manager.EndGeneration.committed",
     "manager.StartGeneration.decided",
     "manager.StartGeneration.committed",
-    "manager.LaunchKey.told",
+    "manager.LaunchKey.sent",
     "manager.reports.stored",
 )
 AGENT = (

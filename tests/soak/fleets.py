@@ -1,6 +1,6 @@
 """Plays simulated fleets, one seed after the other: `make soak-fleets SOAK="--seeds 10000"`.
 
-A seed that fails is told with its event log; `--first SEED --seeds 1` plays it again.
+The event log of a seed that fails is printed; `--first SEED --seeds 1` plays it again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "simulation")]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / room) for room in ("training", "managers", "simulation"))]
 
 from disturbed_fleet import disturbed, whole_trace
 
@@ -29,11 +30,11 @@ def main() -> int:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 play = whole_trace if options.trace else disturbed
-                told = asyncio.run(play(Path(folder), seed))
+                result = asyncio.run(play(Path(folder), seed))
         except Exception as error:
             failed.append(seed)
-            told = f"FAILED: {type(error).__name__}: {error}"
-        print(f"seed {seed}: {told} ({time.monotonic() - began:.1f} s)", flush=True)
+            result = f"FAILED: {type(error).__name__}: {error}"
+        print(f"seed {seed}: {result} ({time.monotonic() - began:.1f} s)", flush=True)
     print(f"{options.seeds} fleets, failed: {failed or 'none'}")
     return bool(failed)
 

@@ -20,13 +20,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 240.0
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from waiting import wait_until
+
 SCRIPT = """
     import torch
     from torch import nn
@@ -121,7 +123,7 @@ def start_sshd(work: Path, sshd: str, ends: ExitStack) -> str:
         "PasswordAuthentication no\nUsePAM no\nStrictModes no\nPermitRootLogin prohibit-password\nPidFile none\n"
     )
     if os.getuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # where its unprivileged part is locked up
+        Path("/run/sshd").mkdir(exist_ok=True)  # the chroot of its unprivileged part
     log = (folder / "log").open("w")
     server = subprocess.Popen([sshd, "-D", "-e", "-f", str(folder / "config")], stdout=log, stderr=log)
     ends.callback(end, server)
@@ -209,15 +211,6 @@ def end(process: subprocess.Popen[Any]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    give_up = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        if time.monotonic() > give_up:
-            raise SystemExit(f"{what}: not within {DEADLINE_S:.0f} s")
-        time.sleep(0.5)
-    return value
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Kill every rank at every op and phase; every survivor must leave within a second of it.
 
 make soak-kills                     # on a quiet machine
-make soak-kills SOAK="--longest 2"  # on one that does other things, too
+make soak-kills SOAK="--longest 2"  # on a machine that does other things, too
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "support")]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / room) for room in ("training", "managers", "simulation"))]
 
 from training_kills import SHAPES, make_checkpoint, op_kills, phase_kills, seconds_until_survivors_left
 from training_world import Zygote

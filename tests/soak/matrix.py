@@ -3,7 +3,7 @@
     make soak-matrix                              # all, some 17,000: hours; it may be stopped and begun again
     make soak-matrix SOAK="--sample 400 --seed 7" # some of them, at random
 
-What has been compared is noted in `matrix.jsonl` in --dir (default: test-artifacts/soak-matrix) and is not done again.
+Finished rows are recorded in `matrix.jsonl` in --dir (default: test-artifacts/soak-matrix) and are not run again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "support")]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / room) for room in ("training", "managers", "simulation"))]
 
 from training_matrix import Configuration, assert_equal, full_product, plainly, run
 from training_world import Outcome, Zygote
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def batches(configurations: Sequence[Configuration]) -> list[list[Configuration]]:
-    """Of one shape each; in random order, so that a run that is stopped has seen some of everything."""
+    """Batches of one shape each, in random order, so that a run that is stopped has covered some of everything."""
     of_a_shape = [list(group) for _, group in groupby(configurations, key=lambda c: c.shape)]
     cut = [group[i : i + AT_ONCE] for group in of_a_shape for i in range(0, len(group), AT_ONCE)]
     random.Random(0).shuffle(cut)
@@ -74,7 +74,7 @@ def batches(configurations: Sequence[Configuration]) -> list[list[Configuration]
 
 
 def compare(zygote: Zygote, batch: Sequence[Configuration]) -> list[tuple[Configuration, str]]:
-    """With each configuration what is wrong with it; empty: nothing."""
+    """What is wrong with each configuration; empty: nothing."""
     folder = Path(tempfile.mkdtemp(prefix="varuna-matrix-"))
     try:
         outcomes: list[Outcome | str] = list(run(zygote, folder, batch))

@@ -1,4 +1,4 @@
-"""A VM of a real fleet is made slow: it is found, quarantined and left, and, well again, taken back on probation.
+"""A VM of a real fleet is made slow. It is found, quarantined and left; once well again, it is taken back on probation.
 
     .venv/bin/python tests/soak/slow_vm.py [--dir test-artifacts/slow-vm] [--slowdown 3]
 
@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/e2e"), str(ROOT / "tests/support")]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / room) for room in ("training", "managers", "simulation"))]
 
 from manager_world import all_ready
 from restartable_manager import RestartableManager
@@ -33,15 +33,15 @@ from varuna_client.errors import UnreachableError
 from waiting import wait_until
 
 RUNS_S = 0.02
-"""At a time; in between it stands still. Longer than the turn that the kernel gives a process which has just slept: on
-busy cores, one that sleeps most of the time gets its turns before all others, and is no slower than they are. Shorter
-than an op, so that every op has its share of standing still."""
+"""How long the worker runs between two stops. It is longer than the turn that the kernel gives a process that has just
+slept, because on busy cores such a process gets its turns before all others and is no slower than they are. It is
+shorter than an op, so that every op is slowed down alike."""
 DEADLINE_S = 600.0
 QUARANTINE_S = 20.0
 STEPS_AFTER = 40
-"""With the VM back: more than a whole window of what it takes."""
+"""Steps with the VM back: more than a whole window of its compute times."""
 MICRO_BATCH = 64
-"""Its forward takes a core some 40 ms, its backward twice that."""
+"""A model whose forward takes a core some 40 ms, and its backward twice that."""
 TOLD = (
     "vm_slow",
     "vm_well",
@@ -118,7 +118,7 @@ def main() -> int:
             first = client.generations(job)[-1]
             assert first["d"] == 3, first
             victim = first["workers"][-1]
-            say(f"making VM {victim['vm_id']} slow (rank {victim['rank']}, process {victim['pid']})")
+            log(f"making VM {victim['vm_id']} slow (rank {victim['rank']}, process {victim['pid']})")
             with slowed(victim["pid"], given.slowdown):
                 found = wait_until(lambda: events(client, job, "vm_quarantined"), "the quarantine")
             without = wait_until(lambda: stepping(client, job, first["number"]), "a step without it")
@@ -127,7 +127,7 @@ def main() -> int:
             wait_until(lambda: client.job(job)["step"] >= back["last_step"] + STEPS_AFTER, "more steps")
             for event in client.events():
                 if event["kind"] in TOLD:
-                    say(f"{event['kind']}: {event['message']}")
+                    log(f"{event['kind']}: {event['message']}")
             assert [event["vm_id"] for event in found] == [victim["vm_id"]]
             assert victim["vm_id"] not in vms_of(without)
             assert victim["vm_id"] in vms_of(back)
@@ -136,7 +136,7 @@ def main() -> int:
             assert len(events(client, job, "vm_quarantined")) == 1
             assert without["steps_redone"] == back["steps_redone"] == 0
             client.cancel(job)
-    say(f"VM {victim['vm_id']} was left and taken back, and no step was done twice")
+    log(f"VM {victim['vm_id']} was left and taken back, and no step was done twice")
     return 0
 
 
@@ -151,13 +151,13 @@ def vms_of(generation: Any) -> set[str]:
 
 
 def events(client: Any, job: str, kind: str) -> list[Any]:
-    """Of the job or of a VM; none from a manager that does not get its turn on a busy machine."""
+    """The events of the job or of a VM; none if the manager does not answer in time on a busy machine."""
     with contextlib.suppress(UnreachableError):
         return [event for event in client.events() if event["kind"] == kind and event["job_id"] in (job, None)]
     return []
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 

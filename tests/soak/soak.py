@@ -2,9 +2,13 @@
 
     make soak                       # or, to have the same disturbances again:
     make soak SOAK="--seed 7"
+    make soak SOAK="--kills-for-min 30 --steps 1500"
 
 VMs are killed, taken with notice, frozen and added; workers are killed; the manager is killed and started again. The
-same seed plays the same disturbances at the same pace; what they meet is up to the machine.
+same seed plays the same disturbances at the same pace; what they hit depends on the machine.
+
+With `--kills-for-min`, a worker or a VM is killed every 20 to 40 seconds for so many minutes. Then nothing may be left
+over: the manager and the agents must not have grown, and no process and no shared memory may outlive them.
 """
 
 from __future__ import annotations
@@ -21,38 +25,97 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import psutil
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "e2e"), str(TESTS / "support")]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / room) for room in ("training", "managers", "simulation"))]
 
 from restartable_manager import RestartableManager
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses, kill_group
-from varuna_client.documents import Job, Vm
+from varuna_proto.rest import JobDocument
+from varuna_proto.rest_fleet import VmDocument
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
 GLOBAL_BATCH = 10
 MOST_VMS = 4
 TOLERANCE = 1e-4
-"""Relative, at every step."""
+"""The largest relative difference at any step."""
 PATIENCE_S = 300.0
-"""Without a new step, at any time."""
+"""The longest time without a new step."""
 OVER = ("succeeded", "failed", "cancelled")
+SAMPLE_S = 5.0
+MOST_GROWTH = 0.05
+"""Of what a manager or an agent uses, from the middle of a run to its end."""
+ROLES = {"varuna_manager.main": "manager", "varuna_agent.main": "agent"}
+"""Of a process, by the module that it runs."""
+WARM_S = 300.0
+"""Longer than an agent keeps a process without a rank."""
+
+
+class Usage(NamedTuple):
+    """What a process uses at some time."""
+
+    at: float
+    resident_bytes: int
+    descriptors: int
+    threads: int
+
+
+class ResourceUsage:
+    """What the managers and agents use, over time."""
+
+    def __init__(self, processes: DemoProcesses) -> None:
+        self._processes = processes
+        self._samples: dict[tuple[int, str], list[Usage]] = {}
+        self._next_at = 0.0
+
+    def add_sample(self) -> None:
+        """Cheap when the last one is not `SAMPLE_S` old."""
+        now = time.monotonic()
+        if now < self._next_at:
+            return
+        self._next_at = now + SAMPLE_S
+        for process in self._processes.list_marked():
+            with suppress(psutil.Error):
+                role = next((word for word in process.cmdline() if word in ROLES), None)
+                if role is not None:
+                    usage = Usage(now, process.memory_info().rss, process.num_fds(), process.num_threads())
+                    self._samples.setdefault((process.pid, ROLES[role]), []).append(usage)
+
+    def find_growth(self, minutes: float) -> list[str]:
+        """Managers and agents that lived for at least half of the time and used more at its end than in its middle."""
+        found = []
+        for (pid, role), samples in self._samples.items():
+            first, last = samples[0].at, samples[-1].at
+            if last - first < 30.0 * minutes:
+                continue
+            middle = [one for one in samples if 0.4 <= (one.at - first) / (last - first) <= 0.6]
+            end = [one for one in samples if (one.at - first) / (last - first) >= 0.8]
+            line = f"{role} {pid}, {(last - first) / 60:.0f} min:"
+            for name in ("resident_bytes", "descriptors", "threads"):
+                before, after = (median(getattr(one, name) for one in part) for part in (middle, end))
+                line += f" {name} {before:.0f} to {after:.0f},"
+                if after > before * (1 + MOST_GROWTH) and after - before > 4:
+                    found.append(f"{role} {pid} has grown: {name} {before:.0f} to {after:.0f}")
+            print(line.rstrip(","))
+        return found
 
 
 class Soak:
     """One job, one manager, and what is done to them."""
 
-    def __init__(self, manager: RestartableManager, chance: random.Random) -> None:
+    def __init__(self, manager: RestartableManager, chance: random.Random, usage: ResourceUsage) -> None:
         self.manager = manager
         self.chance = chance
+        self.usage = usage
         self.began = time.monotonic()
         self.best_step, self.best_at = 0, time.monotonic()
 
-    def play(self, disturbances: int, steps: int) -> Job:
-        """The finished job."""
+    def submit_job(self, steps: int) -> None:
         with self.manager.client() as client:
             client.set_fleet_target(3)
             client.submit(
@@ -64,18 +127,30 @@ class Soak:
                     "resources": {"min_gpus": 1, "max_gpus": MOST_VMS},
                 }
             )
-        for _ in range(disturbances):
+
+    def play_disturbances(self, number: int) -> None:
+        for _ in range(number):
             if self.wait(self.chance.uniform(1.0, 12.0)):
                 break
-            self.chance.choice(self.repertoire())()
+            self.chance.choice(self.list_disturbances())()
         with self.manager.client() as client:
             client.set_fleet_target(MOST_VMS)
+
+    def play_kills(self, minutes: float) -> None:
+        until = time.monotonic() + 60.0 * minutes
+        while time.monotonic() < until:
+            if self.wait(self.chance.uniform(20.0, 40.0)):
+                break
+            self.chance.choice([self.kill_worker, self.kill_worker, self.kill_vm])()
+
+    def finish_job(self) -> JobDocument:
+        """The finished job."""
         while not self.wait(1.0):
             pass
         with self.manager.client() as client:
             return client.job("soak")
 
-    def repertoire(self) -> list[Callable[[], None]]:
+    def list_disturbances(self) -> list[Callable[[], None]]:
         often, seldom = [self.kill_vm, self.notice, self.resize, self.restart_manager], [self.kill_worker, self.freeze]
         return [*often, *often, *seldom]
 
@@ -85,6 +160,7 @@ class Soak:
         while time.monotonic() < until:
             with self.manager.client() as client:
                 job = client.job("soak")
+            self.usage.add_sample()
             if job["state"] in OVER:
                 return True
             if job["step"] > self.best_step:
@@ -93,12 +169,12 @@ class Soak:
             time.sleep(0.2)
         return False
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.1f} s  step {self.best_step:4d}  {text}", flush=True)
 
     # ------------------------------------------------------------ disturbances
 
-    def a_vm(self) -> Vm | None:
+    def a_vm(self) -> VmDocument | None:
         with self.manager.client() as client:
             vms = [vm for vm in client.vms() if vm["state"] == "ready"]
         return self.chance.choice(vms) if vms else None
@@ -106,30 +182,30 @@ class Soak:
     def kill_vm(self) -> None:
         vm = self.a_vm()
         if vm is not None:
-            self.tell(f"VM {vm['id']} is killed")
+            self.log(f"VM {vm['id']} is killed")
             kill_group(vm["ref"]["pid"])
 
     def notice(self) -> None:
         vm, notice_s = self.a_vm(), self.chance.uniform(0.5, 15.0)
         if vm is not None:
-            self.tell(f"VM {vm['id']} gets {notice_s:.1f} s notice")
+            self.log(f"VM {vm['id']} gets {notice_s:.1f} s notice")
             with self.manager.client() as client:
                 client.preempt(vm["id"], notice_s=notice_s)
 
     def resize(self) -> None:
         target = self.chance.randint(1, MOST_VMS)
-        self.tell(f"{target} VMs are wanted")
+        self.log(f"{target} VMs are wanted")
         with self.manager.client() as client:
             client.set_fleet_target(target)
 
     def restart_manager(self) -> None:
         away_s = self.chance.choice([0.0, 1.0, 5.0, 12.0])
-        self.tell(f"the manager is killed, and is away for {away_s:.0f} s")
+        self.log(f"the manager is killed, and is away for {away_s:.0f} s")
         self.manager.kill()
         vms = [json.loads(path.read_text())["pid"] for path in self.manager.folder.glob("vms/*/vm.json")]
         living = [pid for pid in vms if psutil.pid_exists(pid)]
         if living and self.chance.random() < 0.3:
-            self.tell("and a VM is killed meanwhile")
+            self.log("and a VM is killed meanwhile")
             kill_group(self.chance.choice(living))
         time.sleep(away_s)
         self.manager.start()
@@ -138,16 +214,16 @@ class Soak:
         vm = self.a_vm()
         pids = [worker["pid"] for worker in vm["workers"] if worker["pid"]] if vm is not None else []
         if pids:
-            self.tell(f"worker {pids[0]} is killed")
+            self.log(f"worker {pids[0]} is killed")
             with suppress(ProcessLookupError):
                 os.kill(pids[0], signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Stop all of a VM's processes for a while, as a host does that is being moved."""
+        """Stop all of a VM's processes for a while, like a host that is being moved."""
         vm, frozen_s = self.a_vm(), self.chance.choice([2.0, 7.0, 14.0])
         if vm is None:
             return
-        self.tell(f"VM {vm['id']} is frozen for {frozen_s:.0f} s")
+        self.log(f"VM {vm['id']} is frozen for {frozen_s:.0f} s")
         agent = psutil.Process(vm["ref"]["pid"])
         processes = [agent, *agent.children(recursive=True)]
         for process in processes:
@@ -162,8 +238,8 @@ class Soak:
 # ---------------------------------------------------------------- the verdict
 
 
-def flaws(client: Client, job: Job, reference: list[float]) -> list[str]:
-    """What is not as it must be; empty when all is well."""
+def flaws(client: Client, job: JobDocument, reference: list[float]) -> list[str]:
+    """What is wrong; empty when all is well."""
     found = [] if job["state"] == "succeeded" else [f"the job {job['state']}: {job['error']}"]
     losses = {metric["step"]: metric["loss"] for metric in client.metrics("soak")}
     missing = [step for step in range(1, len(reference) + 1) if losses.get(step) is None]
@@ -189,6 +265,29 @@ def flaws(client: Client, job: Job, reference: list[float]) -> list[str]:
     return found
 
 
+def find_leftovers(manager: RestartableManager, processes: DemoProcesses, shared_memory: set[str]) -> list[str]:
+    """What is left of a job that is over, and of VMs that are gone."""
+    with manager.client() as client:
+        client.set_fleet_target(0)
+    give_up = time.monotonic() + WARM_S
+    while True:
+        left = []
+        for process in processes.list_marked():
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                if "varuna_manager.main" not in words and "varuna_client.cli" not in words:
+                    left.append(f"process {process.pid} is left: {' '.join(words)[:200]}")
+        left += [f"/dev/shm/{name} is left" for name in list_shared_memory() - shared_memory]
+        if not left or time.monotonic() > give_up:
+            return left
+        time.sleep(1.0)
+
+
+def list_shared_memory() -> set[str]:
+    """That of PyTorch and of Python's multiprocessing."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch_", "psm_"))}
+
+
 def reference_losses(steps: int, folder: Path) -> list[float]:
     out = folder / f"reference-{steps}.json"
     command = ["reference.py", "--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), "--out", str(out)]
@@ -202,6 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="default: another one each time")
     parser.add_argument("--disturbances", type=int, default=12)
+    parser.add_argument("--kills-for-min", type=float, help="kill every 20 to 40 s for so many minutes instead")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--dir", type=Path, help="folder to keep; default: one that is removed when all is well")
     options = parser.parse_args()
@@ -212,10 +312,21 @@ def main() -> int:
     with DemoProcesses(folder) as processes:
         manager = RestartableManager(processes, folder / f"seed{options.seed}")
         manager.folder.mkdir()
+        shared_memory = list_shared_memory()
         manager.start()
-        job = Soak(manager, random.Random(options.seed)).play(options.disturbances, options.steps)
+        usage = ResourceUsage(processes)
+        soak = Soak(manager, random.Random(options.seed), usage)
+        soak.submit_job(options.steps)
+        if options.kills_for_min is None:
+            soak.play_disturbances(options.disturbances)
+        else:
+            soak.play_kills(options.kills_for_min)
+        job = soak.finish_job()
         with manager.client() as client:
             found = flaws(client, job, reference)
+        if options.kills_for_min is not None:
+            found += usage.find_growth(options.kills_for_min)
+            found += find_leftovers(manager, processes, shared_memory)
     for flaw in found:
         print(f"FLAW: {flaw}")
     print(f"seed {options.seed}: {'all well' if not found else f'{len(found)} flaws'}")

@@ -12,8 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "integration"), str(TESTS / "unit"), str(TESTS / "support")]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path[:0] = [str(SUPPORT), *(str(SUPPORT / room) for room in ("training", "managers", "simulation"))]
 
 from zoo import ARTIFACT, ZOO, as_expected, summary, table, train_cut_and_whole
 

@@ -35,7 +35,7 @@ class Bucket:
         self.reads: list[Read] = []
         self.access_keys: set[str] = set()
         self.refuses = ""
-        """Answers 403 to reads of keys with this in it; "": to none."""
+        """Reads of keys that contain this text get a 403; "": none do."""
 
 
 @contextmanager

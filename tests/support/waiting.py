@@ -1,4 +1,4 @@
-"""The one way in which tests wait: for a condition, with a deadline that only what hangs can miss.
+"""The one way in which tests wait: for a condition, with a deadline that only a hang can miss.
 
 No test says anything about time. A machine that runs much else, or stands still for half a minute, makes a test
 slow, never red. What is measured is in benchmarks/.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 DEADLINE_S = 600.0
-"""For every wait of every test: for conditions, processes, answers."""
+"""The limit of every wait in every test: for conditions, processes, answers."""
 
 
 def wait_until(condition: Callable[[], Any], what: str = "the condition") -> Any:
@@ -25,8 +25,13 @@ def wait_until(condition: Callable[[], Any], what: str = "the condition") -> Any
     return value
 
 
-async def until(condition: Callable[[], Any], what: str = "the condition") -> Any:
-    """Wait as `wait_until` does, while other tasks run. `condition` may be a coroutine function."""
+async def until(
+    condition: Callable[[], Any], what: str = "the condition", *, beside: asyncio.Task[Any] | None = None
+) -> Any:
+    """Wait as `wait_until` does, while other tasks run. `condition` may be a coroutine function.
+
+    `beside`: a task that must not end before the condition holds.
+    """
     value: Any = None
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -36,6 +41,7 @@ async def until(condition: Callable[[], Any], what: str = "the condition") -> An
                     value = await value
                 if value:
                     return value
+                assert beside is None or not beside.done(), f"{what}: {beside} has ended"
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"{what}: not within {DEADLINE_S:.0f} s; last seen: {value!r}") from None

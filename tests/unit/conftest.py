@@ -1,4 +1,4 @@
-"""Tests of this folder start no process, so that `make unit` tells soon; those that must are marked."""
+"""Tests of this folder start no process, so that `make unit` is quick; those that must are marked."""
 
 from __future__ import annotations
 

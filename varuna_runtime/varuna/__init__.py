@@ -1,7 +1,7 @@
 """Varuna: train PyTorch models too large for one GPU on spot VMs. What training scripts import.
 
-The names are looked up when they are first used: importing PyTorch takes seconds, which `varuna.launcher` and
-`varuna.run_varuna`, who live in this package too, have no use for.
+Names are imported at their first use, because importing PyTorch takes seconds and `varuna.launcher` and
+`varuna.run_varuna`, which are in this package, do not need it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from varuna import stacks
+from varuna.diagnostics import stacks
 
 if TYPE_CHECKING:
     from varuna import checkpoint as checkpoint
     from varuna import data
+    from varuna.calibration.profiler import Profiler
     from varuna.cut_point import CutPoint
-    from varuna.departure import GenerationEnded, PeerLost
-    from varuna.describe import describe_sections
-    from varuna.launch import get_this_rank_config_varuna, get_varuna_config
-    from varuna.opaque_calls import opaque
-    from varuna.profiler import Profiler
+    from varuna.distributed.departure import GenerationEnded, PeerLost
+    from varuna.distributed.worker_environment import get_this_rank_config_varuna, get_varuna_config
+    from varuna.inspection.text import describe_sections
+    from varuna.partition.opaque_calls import opaque
     from varuna.training import Varuna
 
 __all__ = [
@@ -37,14 +37,14 @@ __all__ = [
 
 _HOMES = {
     "CutPoint": "cut_point",
-    "GenerationEnded": "departure",
-    "PeerLost": "departure",
-    "Profiler": "profiler",
+    "GenerationEnded": "distributed.departure",
+    "PeerLost": "distributed.departure",
+    "Profiler": "calibration.profiler",
     "Varuna": "training",
-    "describe_sections": "describe",
-    "get_this_rank_config_varuna": "launch",
-    "get_varuna_config": "launch",
-    "opaque": "opaque_calls",
+    "describe_sections": "inspection.text",
+    "get_this_rank_config_varuna": "distributed.worker_environment",
+    "get_varuna_config": "distributed.worker_environment",
+    "opaque": "partition.opaque_calls",
 }
 
 
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'varuna' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"varuna.{_HOMES[name]}"), name)
-    globals()[name] = value  # from now on without this function
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 
@@ -62,4 +62,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-stacks.answer_the_agent()
+stacks.register_stack_signal()

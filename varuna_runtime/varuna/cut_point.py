@@ -1,8 +1,8 @@
 """Cut-points: the places where a model may be cut into pipeline stages.
 
-A `CutPoint` knows nothing of the pipeline. It tells whoever observes the running `forward` (the dry run, or a stage)
-that it was passed, and returns what it is told to. The observer is found through a context variable and not through the
-module tree, because users keep their cut-points in plain Python lists too (the API documentation does).
+A `CutPoint` does not know the pipeline. It calls the observer of the running `forward` (the dry run, or a stage) and
+returns what the observer returns. The observer is in a context variable and not in the module tree, because users may
+keep their cut-points in plain Python lists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["CutPoint"]
 
 
 class PassObserver(Protocol):
-    """Whoever runs the user's forward and wants to know of cut-points passed."""
+    """The object that runs the user's forward and is called at each cut-point."""
 
     def cut_point_passed(self, cut_point: CutPoint, activation: Tensor) -> Tensor:
         """Called at each cut-point, in the order of the forward; returns what the cut-point returns."""
@@ -28,20 +28,20 @@ _observer: ContextVar[PassObserver | None] = ContextVar("varuna_pass_observer", 
 
 
 def current_observer() -> PassObserver | None:
-    """Whoever runs the user's forward in this thread; None outside of Varuna."""
+    """The observer of the forward that runs in this thread; None outside of Varuna."""
     return _observer.get()
 
 
 class CutPoint(nn.Module):
     """A place where the model may be cut: call it on the activation there, once per forward.
 
-    The activation is one tensor whose first dimension is the batch. Outside Varuna, and at cut-points that are no stage
-    boundary, it is the identity. It has no parameters, so models with and without it share checkpoints.
+    The activation is one tensor whose first dimension is the batch. Outside Varuna, and inside a stage, a cut-point is
+    the identity. It has no parameters, so models with and without it share checkpoints.
     """
 
     again: Callable[[Tensor], Tensor] | None = None
-    """Set by a stage: what to do when activation checkpointing passes the cut-point again, during a backward. An
-    attribute, since that may be in a thread of autograd's, which has no observer."""
+    """Set by a stage: called when activation checkpointing passes the cut-point again, during a backward. It is an
+    attribute because that may happen in a thread of autograd, which has no observer."""
 
     def forward(self, activation: Tensor) -> Tensor:
         observer = _observer.get()
@@ -51,12 +51,12 @@ class CutPoint(nn.Module):
 
     @property
     def is_identity(self) -> bool:
-        """Whether nobody wants to know of it, here and now."""
+        """Whether this call of the cut-point would have no observer."""
         return _observer.get() is None and self.again is None
 
 
-class observing:  # noqa: N801  # reads as a statement; a class, since a generator's frames would add to each forward
-    """Tell `observer` of every cut-point that this thread passes inside the block."""
+class observe_cut_points:  # noqa: N801  # reads as a statement; a class, because a generator adds frames to each forward
+    """Calls `observer` at every cut-point that this thread passes inside the block."""
 
     def __init__(self, observer: PassObserver) -> None:
         self._observer = observer

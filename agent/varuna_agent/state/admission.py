@@ -1,4 +1,4 @@
-"""Whether a Launch makes sense on this VM, and the workers that it asks for."""
+"""Checks a Launch against this VM, and makes its workers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from varuna_agent.state.limits import JobLimits
-from varuna_agent.state.stimuli import StartWorker, WorkerKey
+from varuna_agent.state.hosted_worker import HostedWorker, WorkerPhase
+from varuna_agent.state.instructions import StartWorker
+from varuna_agent.state.process_limits import ProcessLimits
 from varuna_agent.state.workdir import Workdir
-from varuna_agent.state.worker import Phase, Worker
+from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.plan_message import parse_plan_spec
 from varuna_proto.trace_context import child
 from varuna_proto.v1 import agent_pb2
 
@@ -25,11 +27,11 @@ _MODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who this agent is, as its Hello says."""
+    """The agent and its VM, as the Hello presents them."""
 
     vm_id: str
     incarnation: str
-    """New for every start of the agent process: report numbers count within it."""
+    """New for every start of the agent process; report numbers count within one incarnation."""
     version: str
     host: str
     gpus: int
@@ -37,11 +39,11 @@ class Identity:
     device: str = "cpu"
     """`cpu` or `cuda`; a worker's device is `cuda:<local rank>`."""
     gpu_type: str = ""
-    """What the devices are called; empty: not known."""
+    """The model name of the devices; empty: not known."""
 
 
-def flaw_of(launch: agent_pb2.Launch, identity: Identity) -> str | None:
-    """What is wrong with a Launch for this VM, whatever runs there; None: nothing."""
+def describe_flaw(launch: agent_pb2.Launch, identity: Identity) -> str | None:
+    """Describe the first error in a Launch, whatever runs on this VM; None: it is valid."""
     ranks = [assignment.rank for assignment in launch.workers]
     devices = [assignment.local_rank for assignment in launch.workers]
     if not _JOB_ID.fullmatch(launch.job_id):
@@ -59,50 +61,53 @@ def flaw_of(launch: agent_pb2.Launch, identity: Identity) -> str | None:
     return None
 
 
-def device_in_use(launch: agent_pb2.Launch, workers: Iterable[Worker]) -> str | None:
-    """Which device another job has and is not about to give up; None when all will be free."""
+def describe_device_conflict(launch: agent_pb2.Launch, workers: Iterable[HostedWorker]) -> str | None:
+    """Describe the first device that a worker of another job keeps; None: all devices will be free."""
     devices = {assignment.local_rank for assignment in launch.workers}
     for worker in workers:
-        ends = worker.phase in (Phase.LEAVING, Phase.KILLED) or worker.key.job_id == launch.job_id
+        ends = worker.phase in (WorkerPhase.LEAVING, WorkerPhase.KILLED) or worker.key.job_id == launch.job_id
         if worker.local_rank in devices and not ends:
             return f"device {worker.local_rank} is in use by {worker.key}"
     return None
 
 
-def new_worker(
-    launch: agent_pb2.Launch, assignment: agent_pb2.WorkerAssignment, device: str, *, reports_steps: bool
-) -> Worker:
-    key = WorkerKey(launch.job_id, launch.generation, assignment.rank)
-    plan = launch.plan
-    environment = WorkerEnvironment(
+def is_holder(launch: agent_pb2.Launch, key: WorkerKey) -> bool:
+    """Whether the process that was this worker gives its state to the generation, if it has survived."""
+    is_of_generation = key.generation_key == (launch.job_id, launch.holders_generation)
+    return is_of_generation and key.rank in launch.holders and not launch.in_place
+
+
+def make_environment(launch: agent_pb2.Launch, rank: int, local_rank: int, *, device: str) -> WorkerEnvironment:
+    """What a process knows of the generation. The rank may be that of a holder, in the generation that it has left."""
+    return WorkerEnvironment(
         job_id=launch.job_id,
         generation=launch.generation,
         mode=_MODES[launch.kind],
-        rank=assignment.rank,
-        local_rank=assignment.local_rank,
+        rank=rank,
+        local_rank=local_rank,
         world_size=launch.world_size,
         rendezvous_host=launch.rendezvous_host,
         rendezvous_port=launch.rendezvous_port,
-        p=plan.p,
-        d=plan.d,
-        micro_batch=plan.micro_batch,
-        global_batch=plan.global_batch,
-        stage_starts=tuple(plan.stage_starts),
-        policy=plan.policy or "work-conserving",
-        run_ahead=plan.run_ahead,
-        recompute=tuple(plan.recompute),
+        plan=parse_plan_spec(launch.plan),
         checkpoint_url=launch.checkpoint_url,
         profile_cache_url=launch.profile_cache_url,
         checkpoint_interval_s=launch.checkpoint_interval_s,
         stops_per_hour=launch.stops_per_hour,
-        device=f"cuda:{assignment.local_rank}" if device == "cuda" else device,
+        device=f"cuda:{local_rank}" if device == "cuda" else device,
         secret=launch.secret,
         committed_step=launch.committed_step,
-        traceparent=child(launch.traceparent, f"rank {assignment.rank}"),
+        holders=() if launch.in_place else tuple(launch.holders),
+        traceparent=child(launch.traceparent, f"rank {rank}"),
     )
+
+
+def make_worker(
+    launch: agent_pb2.Launch, assignment: agent_pb2.WorkerAssignment, device: str, *, reports_steps: bool
+) -> HostedWorker:
+    key = WorkerKey(launch.job_id, launch.generation, assignment.rank)
     start = StartWorker(
         key=key,
-        environment=environment,
+        environment=make_environment(launch, assignment.rank, assignment.local_rank, device=device),
         extra_environment=dict(launch.environment),
         secrets=dict(launch.secrets),
         command=launch.command,
@@ -110,6 +115,12 @@ def new_worker(
             path=launch.workdir, archive=launch.archive, setup=launch.setup, timeout_s=launch.setup_timeout_s
         ),
         rendezvous_port=launch.rendezvous_port if assignment.rank == 0 else 0,
-        limits=JobLimits.from_message(launch.limits),
+        limits=ProcessLimits.from_message(launch.limits),
     )
-    return Worker(key=key, local_rank=assignment.local_rank, start=start, reports_steps=reports_steps)
+    return HostedWorker(
+        key=key,
+        local_rank=assignment.local_rank,
+        start=start,
+        reports_steps=reports_steps,
+        is_in_place=launch.in_place,
+    )

@@ -1,4 +1,4 @@
-"""The talk with the manager: heartbeats, the lease that their acknowledgements renew, and its silence."""
+"""The conversation with the manager: heartbeats, the lease that their acknowledgements renew, and silence."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from varuna_proto.v1 import agent_pb2
 
 
 class Conversation:
-    """When to send a heartbeat, whether the lease still stands, whether the manager still answers.
+    """Knows when to send a heartbeat, whether the lease holds, and whether the manager still answers.
 
-    The lease runs from the moment when the acknowledged heartbeat was *sent*, not from the acknowledgement: the manager
-    counts from when it heard us, which is later, so our workers have ended when it takes the lease to be over.
+    The lease runs from the moment when the acknowledged heartbeat was *sent*. The manager counts from the moment when
+    it received that heartbeat, which is later. So the workers have ended when the manager considers the lease over.
 
     Args:
-        silence_s: a stream on which nothing comes for this long (or 5 heartbeats, if that is more) is given up.
+        silence_s: the agent gives up a stream after this long without a message, or after 5 heartbeat intervals if
+            that is longer.
     """
 
     def __init__(self, *, silence_s: float) -> None:
@@ -22,8 +23,8 @@ class Conversation:
         self._interval_s = 1.0
         self._lease_s = 0.0
         self._lease_from: float | None = None
-        self._open = False
-        self._heard_at = 0.0
+        self._is_open = False
+        self._last_message_at = 0.0
         self._opened_at = 0.0
         self._sequence = 0
         self._sent_at: dict[int, float] = {}
@@ -31,37 +32,37 @@ class Conversation:
 
     @property
     def is_welcome(self) -> bool:
-        """Whether the manager has taken us on this stream: only then are heartbeats and reports sent."""
+        """Whether the manager has welcomed the agent on this stream: only then it sends heartbeats and reports."""
         return self._heartbeat_due is not None
 
-    def opened(self, now: float) -> None:
-        self._open = True
-        self._opened_at = self._heard_at = now
+    def open_stream(self, now: float) -> None:
+        self._is_open = True
+        self._opened_at = self._last_message_at = now
 
-    def closed(self) -> None:
-        self._open = False
+    def close_stream(self) -> None:
+        self._is_open = False
         self._heartbeat_due = None
         self._sent_at.clear()
 
-    def heard(self, now: float) -> None:
-        self._heard_at = now
+    def record_message(self, now: float) -> None:
+        self._last_message_at = now
 
-    def welcomed(self, welcome: agent_pb2.Welcome, now: float) -> None:
+    def accept_welcome(self, welcome: agent_pb2.Welcome, now: float) -> None:
         self._interval_s = welcome.heartbeat_interval_s or self._interval_s
         self._lease_s = welcome.lease_s
         self._lease_from = self._opened_at
         self._heartbeat_due = now
 
-    def acknowledged(self, sequence: int) -> None:
-        """Renew the lease; unknown sequences (0 before the first heartbeat) renew nothing."""
+    def renew_lease(self, sequence: int) -> None:
+        """The manager acknowledged this heartbeat. Unknown sequences (0 before the first heartbeat) renew nothing."""
         sent_at = self._sent_at.get(sequence)
         if sent_at is None:
             return
         self._lease_from = sent_at
-        self._sent_at = {number: at for number, at in self._sent_at.items() if number > sequence}
+        self._sent_at = {number: sent for number, sent in self._sent_at.items() if number > sequence}
 
-    def heartbeat_now(self, now: float) -> None:
-        """Bring the next heartbeat forward, where there is someone to send it to."""
+    def hasten_heartbeat(self, now: float) -> None:
+        """Make the next heartbeat due now, if the manager has welcomed the agent."""
         if self.is_welcome:
             self._heartbeat_due = now
 
@@ -69,7 +70,7 @@ class Conversation:
         return self._heartbeat_due is not None and now >= self._heartbeat_due
 
     def next_sequence(self, now: float) -> int:
-        """The number of the heartbeat that goes out now."""
+        """Number the heartbeat that is sent now."""
         self._sequence += 1
         self._sent_at[self._sequence] = now
         self._heartbeat_due = now + self._interval_s
@@ -81,15 +82,15 @@ class Conversation:
 
     @property
     def lease_ends_at(self) -> float | None:
-        """None before the first Welcome, and for a manager that gives no lease (0)."""
+        """None before the first Welcome, or if the manager gives no lease (0)."""
         return None if self._lease_from is None or not self._lease_s else self._lease_from + self._lease_s
 
     def is_lease_over(self, now: float) -> bool:
         return self.lease_ends_at is not None and now >= self.lease_ends_at
 
     def is_silent(self, now: float) -> bool:
-        """Whether the stream is open, but nobody answers."""
-        return self._open and now >= self._silent_at
+        """Whether the stream is open, but the manager does not answer."""
+        return self._is_open and now >= self._silent_at
 
     @property
     def silence_s(self) -> float:
@@ -97,11 +98,11 @@ class Conversation:
 
     @property
     def _silent_at(self) -> float:
-        return self._heard_at + self.silence_s
+        return self._last_message_at + self.silence_s
 
-    def deadlines(self) -> Iterator[float]:
-        """When to look again. The lease is not among them: it matters only while workers run."""
+    def list_deadlines(self) -> Iterator[float]:
+        """When to send the next heartbeat and when to give up the stream; without the lease, which concerns workers."""
         if self._heartbeat_due is not None:
             yield self._heartbeat_due
-        if self._open:
+        if self._is_open:
             yield self._silent_at

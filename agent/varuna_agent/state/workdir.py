@@ -1,4 +1,4 @@
-"""What a job's workers run in."""
+"""The folder in which a job's workers run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Workdir:
     path: str
-    """Where it is on this VM, when there is no archive."""
+    """The folder on this VM, when there is no archive."""
     archive: str = ""
     """SHA-256 of the packed folder."""
     setup: str = ""
-    """Run by /bin/sh -c in the folder, once."""
+    """A command that /bin/sh -c runs in the folder, once."""
     timeout_s: float = 0.0
-    """For making it ready, from the first byte of the archive to the end of the setup; 0: as long as it takes."""
+    """Limit for making it ready, from the first byte of the archive to the end of the setup; 0: no limit."""
 
     @property
     def needs_work(self) -> bool:
         return bool(self.archive or self.setup)
 
-    def key(self, environment: Mapping[str, str]) -> str:
-        """What two of the same content have in common; `environment`: of the setup."""
-        said = [self.archive or self.path, self.setup, sorted(environment.items()) if self.setup else []]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    def content_key(self, environment: Mapping[str, str]) -> str:
+        """The same for two workdirs with the same content. `environment`: the setup's."""
+        content = [self.archive or self.path, self.setup, sorted(environment.items()) if self.setup else []]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

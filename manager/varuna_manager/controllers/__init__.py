@@ -1,1 +1,1 @@
-"""Reconcile loops: load what is observed, decide with a pure function, apply in a short transaction."""
+"""Reconcile loops: load the observed state, decide with a pure function, apply in a short transaction."""

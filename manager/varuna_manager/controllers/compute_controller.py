@@ -1,4 +1,4 @@
-"""Looks at what running workers take per micro-batch: is the profile still true, and is a VM slow?"""
+"""Compares the times of running workers per micro-batch: is the profile still right, and is a VM slow?"""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from varuna_manager.agents.compute_times import STEPS_KEPT, ComputeTimes, MicroBatchTimes
 from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
-from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.states import GenerationKind, GenerationState, JobState
-from varuna_manager.domain.stutter import RankTimes, Slowness, Watched, compare, watch
-from varuna_manager.services.bell import Bell
-from varuna_manager.services.compute_times import STEPS_KEPT, ComputeTimes, Took
-from varuna_manager.services.events import EventLog
-from varuna_manager.services.planning import Examined, PlanningService
+from varuna_manager.domain.stutter import RankTimes, Slowness, SlownessRecord, compare_ranks, update_records
+from varuna_manager.planning.planning import PlanningService, ProfileCheck
+from varuna_manager.world.bell import Bell
+from varuna_manager.world.events import EventLog
+from varuna_proto.plan import Plan
 
 _PERIOD_S = 5.0
-"""Neither a drift nor a slow VM is a matter of seconds."""
-_WORTH_TELLING = 0.1
-"""Smaller changes of a slow VM's ratio are let be: decisions give their reasons with it, and a new one is an event."""
+"""Seconds between looks: a drift or a slow VM is not urgent."""
+_NOTABLE_CHANGE = 0.1
+"""Smaller changes of a slow VM's ratio are ignored, because the ratio is part of reasons, and a new one is an event."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +53,18 @@ class ComputeController:
         self._events = events
         self._bell = bell
         self._rules = rules
-        self._watched: dict[tuple[str, int], dict[str, Watched]] = {}
+        self._watched: dict[tuple[str, int], dict[str, SlownessRecord]] = {}
 
-    async def reconcile(self) -> float:
+    async def reconcile_once(self) -> float:
         all_running = await self._running()
         self._times.keep_only({running.job_id for running in all_running})
         live = {(running.job_id, running.generation) for running in all_running}
         self._watched = {key: watched for key, watched in self._watched.items() if key in live}
         for running in all_running:
-            took = self._times.look(running.job_id, running.generation, running.vm_ids)
+            took = self._times.collect_times(running.job_id, running.generation, running.vm_ids)
             if took is not None:
                 medians = {rank: each.median_us for rank, each in took.items()}
-                examined = await self._planning.examine(running.profile_json, running.plan, medians)
+                examined = await self._planning.compare_profile(running.profile_json, running.plan, medians)
                 await self._note_slow_vms(running, _rank_times(running, took, examined))
                 # The profile is corrected by whole windows only: a busy moment is no drift.
                 is_whole = all(each.steps == STEPS_KEPT for each in took.values())
@@ -98,27 +99,29 @@ class ComputeController:
     # ------------------------------------------------------------ slow VMs
 
     async def _note_slow_vms(self, running: _Running, ranks: Mapping[int, RankTimes]) -> None:
-        slowness = compare(ranks)
+        slowness = compare_ranks(ranks)
         key = (running.job_id, running.generation)
         before = self._watched.get(key, {})
-        after = watch(before, slowness, threshold=self._rules.slow_threshold, looks=self._rules.slow_looks)
+        after = update_records(before, slowness, threshold=self._rules.slow_threshold, looks=self._rules.slow_looks)
         self._watched[key] = after
         for vm_id, watched in after.items():
             if watched.is_slow:
-                await self._mark(running, vm_id, slowness[vm_id], is_new=not before.get(vm_id, Watched()).is_slow)
-            elif before.get(vm_id, Watched()).is_slow:
+                await self._mark(
+                    running, vm_id, slowness[vm_id], is_new=not before.get(vm_id, SlownessRecord()).is_slow
+                )
+            elif before.get(vm_id, SlownessRecord()).is_slow:
                 await self._unmark(vm_id, f"VM {vm_id} is no longer slow: {slowness[vm_id].reason}")
 
     async def _mark(self, running: _Running, vm_id: str, slowness: Slowness, *, is_new: bool) -> None:
         async with self._database.write() as session:
             vm = await session.get_one(VmRow, vm_id)
-            if is_new or vm.slow_ratio is None or abs(slowness.ratio / vm.slow_ratio - 1) > _WORTH_TELLING:
+            if is_new or vm.slow_ratio is None or abs(slowness.ratio / vm.slow_ratio - 1) > _NOTABLE_CHANGE:
                 vm.slow_ratio = slowness.ratio
             if is_new:
                 vm.slow_reason = slowness.reason
                 text = f"VM {vm_id} is slow: {slowness.reason}"
                 data = {"ratio": slowness.ratio, "z": slowness.z, "rank": slowness.rank}
-                self._events.add(
+                self._events.emit_event(
                     session,
                     "vm_slow",
                     text,
@@ -127,22 +130,22 @@ class ComputeController:
                     vm_id=vm_id,
                     data=data,
                 )
-            after_commit(session, self._bell.ring)
+            after_commit(session, self._bell.notify_listeners)
 
     async def _unmark(self, vm_id: str, text: str) -> None:
         async with self._database.write() as session:
             vm = await session.get_one(VmRow, vm_id)
             vm.slow_ratio = vm.slow_reason = None
-            self._events.add(session, "vm_well", text, vm_id=vm_id)
-            after_commit(session, self._bell.ring)
+            self._events.emit_event(session, "vm_well", text, vm_id=vm_id)
+            after_commit(session, self._bell.notify_listeners)
 
     async def _clear(self, all_running: list[_Running]) -> None:
-        """A VM that works for nobody is not known to be slow: that was said of another generation."""
+        """A VM without work is not known to be slow: its ratio came from another generation."""
         busy = {vm_id for running in all_running for vm_id in running.vm_ids}
         async with self._database.read() as session:
             marked = (await session.scalars(select(VmRow.id).where(VmRow.slow_ratio.is_not(None)))).all()
         for vm_id in set(marked) - busy:
-            await self._unmark(vm_id, f"VM {vm_id} is not compared with others any more")
+            await self._unmark(vm_id, f"VM {vm_id} is no longer compared with others")
 
     # ------------------------------------------------------------ the profile
 
@@ -150,11 +153,13 @@ class ComputeController:
         async with self._database.write() as session:
             job = await session.get_one(JobRow, running.job_id)
             if job.profile_json != running.profile_json:
-                return  # a new one was measured meanwhile
+                return  # a new profile was measured meanwhile
             job.profile_json = profile_json
-            self._events.add(session, "profile_drift", reason, job_id=running.job_id, generation=running.generation)
-            after_commit(session, self._bell.ring)
-        self._times.forget(running.job_id)
+            self._events.emit_event(
+                session, "profile_drift", reason, job_id=running.job_id, generation=running.generation
+            )
+            after_commit(session, self._bell.notify_listeners)
+        self._times.forget_job(running.job_id)
 
 
 async def _vm_ids(session: AsyncSession, job_id: str, number: int) -> tuple[str, ...]:
@@ -162,7 +167,7 @@ async def _vm_ids(session: AsyncSession, job_id: str, number: int) -> tuple[str,
     return tuple((await session.scalars(query.order_by(WorkerRow.rank))).all())
 
 
-def _rank_times(running: _Running, took: Mapping[int, Took], examined: Examined) -> dict[int, RankTimes]:
+def _rank_times(running: _Running, took: Mapping[int, MicroBatchTimes], examined: ProfileCheck) -> dict[int, RankTimes]:
     p = running.plan.p
     return {
         rank: RankTimes(

@@ -1,4 +1,4 @@
-"""Defects that one job brings to light: logged, and kept away from the others."""
+"""Errors in the handling of one job: logged, so that they do not affect the other jobs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _REMEMBERED = 1000
 
 
 class Defects:
-    """Logs each once: it comes again with every look."""
+    """Logs each error once, because it recurs with every look."""
 
     def __init__(self) -> None:
         self.known: OrderedDict[str, str] = OrderedDict()
-        """By job, the last one's text."""
+        """The text of the last error, by job."""
         self._log = structlog.get_logger("varuna.controller")
 
-    def log(self, job_id: str, text: str, error: Exception) -> None:
+    def log_once(self, job_id: str, text: str, error: Exception) -> None:
         if self.known.get(job_id) == repr(error):
             return
         self.known[job_id] = repr(error)

@@ -1,4 +1,4 @@
-"""Keeps the VMs' states true and their number at what is wanted."""
+"""Keeps the VMs' states up to date and their number as wanted."""
 
 from __future__ import annotations
 
@@ -9,130 +9,119 @@ from random import Random
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from varuna_manager.controllers.fleet_size import FleetSize
-from varuna_manager.controllers.store_rows import BusyVms
+from varuna_manager.controllers.vm_requests import FleetSettings, FleetSize
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow
-from varuna_manager.domain.fleet_decision import Limits, decide_vm
-from varuna_manager.domain.observed import Rules, VmView
-from varuna_manager.domain.silence import silent_together
+from varuna_manager.domain.fleet_decision import decide_vm
+from varuna_manager.domain.observed import VmView
+from varuna_manager.domain.silence import find_silent_together
 from varuna_manager.domain.states import VmState
-from varuna_manager.providers.base import Notice, Provider, ProviderVm
-from varuna_manager.services.bell import Bell
-from varuna_manager.services.events import EventLog
-from varuna_manager.services.fleet import FleetService
-from varuna_manager.services.vm_registry import VmRegistry
-from varuna_manager.services.vm_rows import VmFacts, VmRows
-from varuna_manager.services.vm_views import VmViews
+from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.providers.base import ProviderNotice, ProviderVm
+from varuna_manager.world.bell import Bell
+from varuna_manager.world.events import EventLog
+from varuna_manager.world.facts import VmFacts
+from varuna_manager.world.world import World
 
 _BROKEN_STREAM_S = 2.0
-"""For so long after a stream broke, the provider is asked often: it may take a moment to see that the VM is gone."""
+"""For so long after a stream broke, the provider is queried often: it may need a moment to see that the VM is gone."""
 _BROKEN_STREAM_PERIOD_S = 0.1
 
 
 class FleetController:
-    """`spare_after_s`: how long a VM has no worker before a fleet that follows the jobs gives it up."""
-
     name = "fleet"
 
     def __init__(
         self,
         database: Database,
-        registry: VmRegistry,
-        provider: Provider,
+        world: World,
         fleet: FleetService,
         events: EventLog,
         bell: Bell,
-        rules: Rules,
-        period_s: float,
-        now: Callable[[], float] = time.time,
+        settings: FleetSettings,
         *,
-        limits: Limits | None = None,
-        spare_after_s: float = 300.0,
+        now: Callable[[], float] = time.time,
         chance: Random | None = None,
     ) -> None:
         self._database = database
-        self._registry = registry
-        self._provider = provider
+        self._world = world
+        self._registry = world.registry
+        self._provider = fleet.provider
         self._fleet = fleet
         self._events = events
         self._bell = bell
-        self._rules = rules
-        self._period_s = period_s
+        self._rules = settings.rules
+        self._period_s = settings.period_s
         self._now = now
         self._size = FleetSize(
             database=database,
-            provider=provider,
             fleet=fleet,
             events=events,
-            rules=rules,
+            settings=settings,
             now=now,
-            limits=limits or Limits(),
-            spare_after_s=spare_after_s,
             chance=chance or Random(),
-            ring=bell.ring,
+            ring=bell.notify_listeners,
         )
-        self._rows, self._busy, self._views = VmRows(), BusyVms(), VmViews(registry, now)
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
         self._going: Sequence[ProviderVm] = ()
         """VMs that the provider is still deleting: gone, but paid for."""
         self._trouble = ""
-        """Of the provider, when it was asked last; empty: it answered."""
+        """The provider's error at its last query; empty: it answered."""
 
-    async def reconcile(self) -> float:
+    async def reconcile_once(self) -> float:
         answer = await self._ask_provider()
         changed = await self._take_in(answer)
         rows, views = await self._look()
         if await self._note(rows, views):
             changed = True
             rows, views = await self._look()
-        if answer is not None and self._provider.grows:
-            changed |= await self._size.resize(rows, views, self._registry, self._going)
+        if answer is not None and self._provider.is_elastic:
+            changed |= await self._size.resize_fleet(rows, views, self._registry, self._going)
         if changed:
-            self._bell.ring()
+            self._bell.notify_listeners()
             return 0.0
         hurried = self._registry.just_disconnected(_BROKEN_STREAM_S)
         return min(_BROKEN_STREAM_PERIOD_S, self._period_s) if hurried else self._period_s
 
-    async def _ask_provider(self) -> tuple[dict[str, ProviderVm], Sequence[Notice]] | None:
-        """What it lists; None when it does not answer: then silence alone tells which VMs are lost."""
+    async def _ask_provider(self) -> tuple[dict[str, ProviderVm], Sequence[ProviderNotice]] | None:
+        """What it lists; None when it does not answer: then only silence shows which VMs are lost."""
         try:
             vms = await self._provider.list()
-            notices = await self._provider.notices()
+            notices = await self._provider.list_notices()
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
             if trouble != self._trouble:
                 self._trouble = trouble
                 self._log.exception("the provider does not answer", provider=self._provider.name)
-                await self._tell("provider_away", f"the provider does not answer ({trouble}): its VMs are left alone")
+                await self._emit_provider_event(
+                    "provider_away", f"the provider does not answer ({trouble}): its VMs are left alone"
+                )
             return None
         if self._trouble:
             self._trouble = ""
-            await self._tell("provider_back", "the provider answers again")
+            await self._emit_provider_event("provider_back", "the provider answers again")
         self._going = [vm for vm in vms if vm.going]
         return {vm.id: vm for vm in vms if not vm.going}, notices
 
     async def close(self) -> None:
-        """Wait for nothing that the provider was asked for."""
+        """Stop waiting for calls of the provider."""
         await self._size.close()
 
-    async def _tell(self, kind: str, message: str) -> None:
+    async def _emit_provider_event(self, kind: str, message: str) -> None:
         async with self._database.write() as session:
-            self._events.add(session, kind, message, data={"provider": self._provider.name})
+            self._events.emit_event(session, kind, message, data={"provider": self._provider.name})
 
     async def _look(self) -> tuple[Mapping[str, VmFacts], Mapping[str, VmView]]:
         """All VMs that are not gone, by id."""
-        async with self._database.read() as session:
-            rows, busy = await self._rows.read(session), await self._busy.read(session)
-        return rows, await self._views.look(rows, busy)
+        world = await self._world.load_view()
+        return world.vms, world.vm_views
 
-    async def _take_in(self, answer: tuple[dict[str, ProviderVm], Sequence[Notice]] | None) -> bool:
-        """Put down what the provider says; whether that changed which VMs there are."""
+    async def _take_in(self, answer: tuple[dict[str, ProviderVm], Sequence[ProviderNotice]] | None) -> bool:
+        """Record what the provider reports. Returns whether the set of VMs changed."""
         if answer is None:
             return False
         listed, notices = answer
-        async with self._database.read() as session:
-            rows = await self._rows.read(session)
+        rows = (await self._world.load_view()).vms
         unknown = sorted(listed.keys() - rows.keys())
         for vm_id in rows:
             self._registry.set_listed(vm_id, vm_id in listed)
@@ -152,9 +141,9 @@ class FleetController:
         return adopted
 
     async def _note(self, rows: Mapping[str, VmFacts], views: Mapping[str, VmView]) -> bool:
-        """Bring the VMs' states up to date; whether anything changed."""
+        """Bring the VMs' states up to date. Returns whether anything changed."""
         now = self._now()
-        together = silent_together(views.values(), self._rules)
+        together = find_silent_together(now, views.values(), self._rules)
         verdicts = {
             vm_id: decide_vm(now, view, self._rules, together=vm_id in together) for vm_id, view in views.items()
         }
@@ -168,26 +157,27 @@ class FleetController:
             for vm_id in to_change:
                 row, verdict = await session.get_one(VmRow, vm_id), verdicts[vm_id]
                 if row.version != rows[vm_id].version:
-                    continue  # decided on what is no longer so: the next look is at once
+                    self._world.check_version(rows[vm_id], row.version)
+                    continue  # the decision is stale: look again at once
                 if verdict is not None:
                     await self._fleet.move_vm(session, row, verdict.state, verdict.reason)
                     gone += [vm_id] if verdict.state is VmState.GONE else []
                 if vm_id in released:
                     self._end_quarantine(session, row)
         for vm_id in gone:
-            self._registry.forget(vm_id)
+            self._registry.forget_vm(vm_id)
         return True
 
     async def _adopt(self, session: AsyncSession, vm: ProviderVm) -> bool:
-        """A VM of ours that the store does not know, or gave up: the one is taken, the other is given back again.
-        Whether it is taken."""
+        """Take a VM of ours that the store does not know; give one back that the store has given up. Returns whether it
+        was taken."""
         if await session.get(VmRow, vm.id) is None:
             self._fleet.add_vm(session, vm)
             return True
-        self._size.reap(vm.id)
+        self._size.reap_vm(vm.id)
         return False
 
     def _end_quarantine(self, session: AsyncSession, row: VmRow) -> None:
-        """Probation: what was slow once may be well again; whether it is shows when it works."""
+        """Probation: a slow VM may have recovered, which shows when it works."""
         row.quarantined_until = None
-        self._events.add(session, "vm_released", f"VM {row.id} is out of quarantine, on probation", vm_id=row.id)
+        self._events.emit_event(session, "vm_released", f"VM {row.id} is out of quarantine, on probation", vm_id=row.id)

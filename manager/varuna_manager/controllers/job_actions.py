@@ -1,4 +1,4 @@
-"""Writes what was decided about a job, each action with its event, in the transaction of the decision."""
+"""Writes the decisions about a job, each with its event, in the transaction of the decision."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
-from varuna_manager.domain.causes import last_line
-from varuna_manager.domain.observed import (
+from varuna_manager.domain.actions import (
     Action,
-    AskStacks,
     EndGeneration,
     FinishJob,
     LiftQuarantine,
-    NoteDeath,
-    NoteHang,
-    Quarantine,
+    QuarantineVms,
+    RecordDeath,
+    RecordHang,
+    RequestStacks,
     RequeueJob,
     StartGeneration,
     StopGeneration,
 )
+from varuna_manager.domain.causes import extract_last_line
 from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, WorkerState
-from varuna_manager.services.checkpoints import newest_committed
-from varuna_manager.services.events import EventLog
-from varuna_manager.services.stacks import StackService
-from varuna_manager.services.vm_registry import VmRegistry
+from varuna_manager.jobs.checkpoints import newest_committed
+from varuna_manager.jobs.stacks import StackService
+from varuna_manager.world.events import EventLog
+from varuna_manager.world.vm_registry import VmRegistry
 
 _SECRET_BYTES = 32
 _VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
@@ -44,7 +44,7 @@ class JobActions:
         self._stacks = stacks
         self._now = now
 
-    async def apply(self, session: AsyncSession, row: JobRow, action: Action) -> None:
+    async def apply_action(self, session: AsyncSession, row: JobRow, action: Action) -> None:
         match action:
             case StartGeneration():
                 await self._start(session, row, action)
@@ -56,15 +56,15 @@ class JobActions:
                 self._finish(session, row, action)
             case RequeueJob():
                 self._requeue(session, row, action)
-            case AskStacks():
+            case RequestStacks():
                 text = f"{row.reason}: the stacks of its ranks come with event hang"
-                self._events.add(session, "hang_suspected", text, job_id=row.id, generation=action.number)
-            case NoteHang():
+                self._events.emit_event(session, "hang_suspected", text, job_id=row.id, generation=action.number)
+            case RecordHang():
                 await self._note_hang(session, row, action)
-            case NoteDeath():
+            case RecordDeath():
                 vm = await session.get_one(VmRow, action.vm_id)
                 vm.deaths, vm.last_death_at = action.deaths, self._now()
-            case Quarantine() | LiftQuarantine():
+            case QuarantineVms() | LiftQuarantine():
                 await self._quarantine(session, row, action)
 
     async def _start(self, session: AsyncSession, row: JobRow, action: StartGeneration) -> None:
@@ -73,7 +73,7 @@ class JobActions:
         port = self._registry.rendezvous_port(first)
         assert port is not None, f"decided to start on VM {first} without a rendezvous port"
         host = await self._host_of(session, first)
-        is_training = action.kind is GenerationKind.TRAINING
+        is_training, holders = action.kind is GenerationKind.TRAINING, action.holders
         generation = GenerationRow(
             job_id=row.id,
             number=action.number,
@@ -86,6 +86,9 @@ class JobActions:
             rendezvous_port=port,
             secret=secrets.token_hex(_SECRET_BYTES),
             committed_step=await newest_committed(session, row) if is_training else None,
+            in_place=action.in_place,
+            holders_generation=None if holders is None else holders.generation,
+            holders=None if holders is None else [holder.to_document() for holder in holders.members],
             reason=action.reason,
             created_at=now,
         )
@@ -103,15 +106,19 @@ class JobActions:
                 )
             )
         if row.job_state is JobState.QUEUED:
-            row.move(JobState.RUNNING, now=now, reason=action.reason)
+            row.move_to_state(JobState.RUNNING, now=now, reason=action.reason)
             row.started_at = row.started_at or now  # one that was preempted or retried starts again
             row.run_since = row.run_since or now
         plan = action.plan
-        self._events.add(
+        given = ""
+        if holders is not None:
+            count = len(holders.members)
+            given = f", with the state of {count} process{'es' if count > 1 else ''} of generation {holders.generation}"
+        self._events.emit_event(
             session,
             "generation_started",
-            f"generation {action.number} ({action.kind.value}) starts as {plan.p}×{plan.d}, micro-batch "
-            f"{plan.micro_batch}: {action.reason}",
+            f"generation {action.number} ({action.kind.value}) starts{' in place' if action.in_place else ''} as "
+            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}{given}: {action.reason}",
             job_id=row.id,
             generation=action.number,
             data={
@@ -119,6 +126,9 @@ class JobActions:
                 "p": plan.p,
                 "d": plan.d,
                 "micro_batch": plan.micro_batch,
+                "in_place": action.in_place,
+                "holders": [] if holders is None else [holder.rank for holder in holders.members],
+                "holders_generation": None if holders is None else holders.generation,
                 "reason": action.reason,
             },
         )
@@ -131,10 +141,10 @@ class JobActions:
         now = self._now()
         generation = await _generation(session, row.id, action.number)
         if generation.generation_state is not GenerationState.STOPPING:
-            generation.move(GenerationState.STOPPING, now=now, reason=action.reason)
+            generation.move_to_state(GenerationState.STOPPING, now=now, reason=action.reason)
         generation.stop_mode, generation.stop_cause = action.mode.value, action.cause.value
         generation.stop_reason, generation.stop_requested_at = action.reason, now
-        self._events.add(
+        self._events.emit_event(
             session,
             "generation_stopping",
             f"generation {action.number} is to stop ({action.mode.value}): {action.reason}",
@@ -146,10 +156,10 @@ class JobActions:
     async def _end(self, session: AsyncSession, row: JobRow, action: EndGeneration) -> None:
         now = self._now()
         generation = await _generation(session, row.id, action.number)
-        generation.move(GenerationState.ENDED, now=now, reason=action.reason)
+        generation.move_to_state(GenerationState.ENDED, now=now, reason=action.reason)
         generation.ended_at, generation.end_cause, generation.end_reason = now, action.cause.value, action.reason
         generation.secret = None
-        self._events.add(
+        self._events.emit_event(
             session,
             "generation_ended",
             f"generation {action.number} ended: {action.reason}",
@@ -160,29 +170,29 @@ class JobActions:
 
     def _finish(self, session: AsyncSession, row: JobRow, action: FinishJob) -> None:
         now = self._now()
-        reason = last_line(action.error or "") or action.state.value
-        row.move(action.state, now=now, reason=reason)
+        reason = extract_last_line(action.error or "") or action.state.value
+        row.move_to_state(action.state, now=now, reason=reason)
         row.error, row.finished_at, row.active_name = action.error, now, None
         row.exit_code = action.exit_code
         suffix = f": {reason}" if action.error else ""
         text = f"job {row.name!r} {_VERBS[action.state]}{suffix}"
         data = {"exit_code": action.exit_code}
-        self._events.add(session, f"job_{action.state.value}", text, job_id=row.id, data=data)
+        self._events.emit_event(session, f"job_{action.state.value}", text, job_id=row.id, data=data)
 
     def _requeue(self, session: AsyncSession, row: JobRow, action: RequeueJob) -> None:
-        row.move(JobState.QUEUED, now=self._now(), reason=f"preempted: {action.reason}")
+        row.move_to_state(JobState.QUEUED, now=self._now(), reason=f"preempted: {action.reason}")
         text = f"job {row.name!r} is preempted and waits again: {action.reason}"
-        self._events.add(session, "job_preempted", text, job_id=row.id)
+        self._events.emit_event(session, "job_preempted", text, job_id=row.id)
 
-    async def _note_hang(self, session: AsyncSession, row: JobRow, action: NoteHang) -> None:
-        self._stacks.keep(session, row.id, action.number)
+    async def _note_hang(self, session: AsyncSession, row: JobRow, action: RecordHang) -> None:
+        self._stacks.store_answers(session, row.id, action.number)
         suspect = action.suspect
         data: dict[str, Any] = {"silent_s": round(action.silent_s, 3)}
         if suspect is not None:
             vm = await session.get_one(VmRow, suspect.vm_id)
             vm.hangs += 1
             data |= {"rank": suspect.rank, "why": suspect.why, "stack": suspect.stack, "hangs_of_vm": vm.hangs}
-        self._events.add(
+        self._events.emit_event(
             session,
             "hang",
             f"generation {action.number}: {action.reason}",
@@ -192,18 +202,18 @@ class JobActions:
             data=data,
         )
 
-    async def _quarantine(self, session: AsyncSession, row: JobRow, action: Quarantine | LiftQuarantine) -> None:
+    async def _quarantine(self, session: AsyncSession, row: JobRow, action: QuarantineVms | LiftQuarantine) -> None:
         for vm_id in action.vm_ids:
             vm = await session.get_one(VmRow, vm_id)
-            if isinstance(action, Quarantine):
+            if isinstance(action, QuarantineVms):
                 vm.quarantined_until, vm.quarantines = action.until, vm.quarantines + 1
                 vm.slow_ratio = vm.slow_reason = None
                 text = f"VM {vm_id} is quarantined for {action.until - self._now():.0f} s: {action.reason}"
-                self._events.add(session, "vm_quarantined", text, job_id=row.id, vm_id=vm_id)
+                self._events.emit_event(session, "vm_quarantined", text, job_id=row.id, vm_id=vm_id)
             elif vm.quarantined_until is not None:
                 vm.quarantined_until = None
                 text = f"VM {vm_id} is out of quarantine: it is needed, since {action.reason}"
-                self._events.add(session, "vm_released", text, job_id=row.id, vm_id=vm_id)
+                self._events.emit_event(session, "vm_released", text, job_id=row.id, vm_id=vm_id)
 
 
 async def _generation(session: AsyncSession, job_id: str, number: int) -> GenerationRow:

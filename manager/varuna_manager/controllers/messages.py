@@ -6,20 +6,26 @@ from collections.abc import Collection, Iterable, Mapping
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
-from varuna_manager.domain.observed import Plan, Rules
+from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.spec import VmLimits
 from varuna_manager.domain.states import GenerationKind, StopMode
-from varuna_manager.services.morph_spans import MorphSpans
+from varuna_manager.history.morph_spans import MorphSpans
 from varuna_proto.environment import is_read_early
+from varuna_proto.plan import Plan
+from varuna_proto.plan_message import make_plan_spec
 from varuna_proto.v1 import agent_pb2 as pb
 
 UNSENDABLE = (ValueError, TypeError, OverflowError)
-"""What protobuf raises for values that no message holds."""
+"""Protobuf's errors for values that no message can hold."""
 _KINDS = {
     GenerationKind.CALIBRATION: pb.GENERATION_KIND_CALIBRATION,
     GenerationKind.TRAINING: pb.GENERATION_KIND_TRAINING,
 }
-_MODES = {StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW, StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST}
+_MODES = {
+    StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW,
+    StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST,
+    StopMode.HOLD_FIRST: pb.STOP_MODE_HOLD_FIRST,
+}
 
 
 def launch_message(
@@ -35,7 +41,7 @@ def launch_message(
     message has them."""
     generation = job.generation
     assert generation is not None, f"job {job.row.id} has nothing to launch"
-    plan = Plan.from_document(generation.plan)
+    holders = None if job.view.generation is None else job.view.generation.holders
     is_calibration = generation.generation_kind is GenerationKind.CALIBRATION  # it has no first step
     assignments = [
         pb.WorkerAssignment(rank=worker.rank, local_rank=worker.local_rank)
@@ -47,16 +53,7 @@ def launch_message(
         generation=generation.number,
         kind=_KINDS[generation.generation_kind],
         workers=assignments,
-        plan=pb.PlanSpec(
-            p=plan.p,
-            d=plan.d,
-            micro_batch=plan.micro_batch,
-            global_batch=plan.global_batch,
-            stage_starts=plan.stage_starts,
-            policy=plan.policy,
-            run_ahead=plan.run_ahead,
-            recompute=plan.recompute,
-        ),
+        plan=make_plan_spec(Plan.from_document(generation.plan)),
         command=job.spec.run,
         workdir=job.spec.workdir,
         archive=job.spec.archive or "",
@@ -73,19 +70,32 @@ def launch_message(
         stops_per_hour=job.view.fleet.stops_per_hour(len({worker.vm_id for worker in job.workers})),
         secret=generation.secret or "",
         committed_step=0 if job.spec.checkpoint.may_start_over else generation.committed_step or 0,
-        traceparent="" if is_calibration else spans.context(job.row.id, generation.number),
+        traceparent="" if is_calibration else spans.make_traceparent(job.row.id, generation.number),
         limits=_limits(job.spec.vm_limits),
+        in_place=generation.in_place,
+        holders_generation=0 if holders is None else holders.generation,
+        holders=[] if holders is None else [holder.rank for holder in holders.members],
     )
     return pb.ManagerMessage(launch=launch)
 
 
 def stop_message(
-    key: StopKey, rules: Rules, *, now: float, minibatch_s: float, deadlines: Collection[float], traceparent: str
+    key: StopKey,
+    rules: Rules,
+    *,
+    now: float,
+    minibatch_s: float,
+    deadlines: Collection[float],
+    traceparent: str,
+    keep_state: bool,
 ) -> pb.ManagerMessage:
-    """`minibatch_s`: predicted; `deadlines`: of the generation's VMs that leave, before the first of which a save must
-    be over; `traceparent`: of the morph for which it stops, or empty."""
+    """`minibatch_s`: predicted; `deadlines`: of the generation's VMs that leave; a save ends before the first;
+    `traceparent`: of the morph for which it stops, or empty; `keep_state`: whether workers that can stay are to."""
     grace_s = rules.stop_grace_s
-    if key.mode is StopMode.SAVE_FIRST:
+    if keep_state and key.mode is StopMode.LEAVE_NOW:
+        # Replicas that have lost no worker finish their share of the step.
+        grace_s += rules.share_minibatches * minibatch_s
+    if key.mode is not StopMode.LEAVE_NOW:  # workers that cannot hold their state save
         left = [deadline - now - 1.0 for deadline in deadlines]
         grace_s = max(min([rules.save_grace_s + 2 * minibatch_s, *left]), 1.0)
     stop = pb.Stop(
@@ -94,6 +104,7 @@ def stop_message(
         mode=_MODES[key.mode],
         grace_s=grace_s,
         traceparent=traceparent,
+        keep_state=keep_state,
     )
     return pb.ManagerMessage(stop=stop)
 
@@ -126,7 +137,7 @@ def _limits(limits: VmLimits) -> pb.JobLimits:
 
 
 def keep_message(job_ids: Iterable[str]) -> pb.ManagerMessage:
-    """What an agent has prepared, or is preparing, for other jobs is not needed any more."""
+    """Preparations for other jobs than these are no longer needed."""
     return pb.ManagerMessage(keep_prepared=pb.KeepPrepared(job_ids=sorted(job_ids)))
 
 

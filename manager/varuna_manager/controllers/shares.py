@@ -1,4 +1,4 @@
-"""Shares the fleet's GPUs out among the jobs, from what is observed of them and the planner's rates; and says where."""
+"""Shares the fleet's GPUs out among the jobs, by their views and the planner's rates, and assigns their VMs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from varuna_manager.controllers.job_view import LoadedJob, Snapshot, is_fitting, trained_micro_batch
-from varuna_manager.domain.better_shape import most_gpus
+from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.fitting import is_choosy
 from varuna_manager.domain.observed import JobView, Rules
-from varuna_manager.domain.preparing import Places, Tenant, assign_places
-from varuna_manager.domain.sharing import Contender, RatePoint, Share, hold_back, share
+from varuna_manager.domain.preparing import JobPlaces, Tenant, assign_places
+from varuna_manager.domain.sharing import Contender, RatePoint, Share, hold_back_shares, share_gpus
 from varuna_manager.domain.states import JobState
-from varuna_manager.services.rates import RateQuestion, RateService
+from varuna_manager.planning.rates import RateQuestion, RateService
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
     by_job: Mapping[str, Share] = field(default_factory=dict)
-    """Empty: there is one job at most, and all is its own."""
+    """Empty: there is at most one job, which may have everything."""
     over: frozenset[str] = frozenset()
-    """Jobs that have more than their share, and are about to give it up."""
-    places: Places = field(default_factory=Places)
-    """Where the jobs will run, by the shares that they will have when all are prepared for them."""
+    """Jobs that have more than their share and are about to give it up."""
+    places: JobPlaces = field(default_factory=JobPlaces)
+    """Where the jobs will run with their shares, once all are prepared."""
 
-    def give(self, view: JobView) -> JobView:
+    def with_share(self, view: JobView) -> JobView:
         given = self.by_job.get(view.id)
         if given is None:
             return view
@@ -36,14 +36,14 @@ class Shares:
 
 @dataclass(kw_only=True)
 class _ReadyGpus:
-    """How many count, so that others give way once and not for each VM as it becomes ready."""
+    """How many ready GPUs count, so that other jobs give way once, and not for each VM."""
 
     gpus: int = 0
     seen: int = 0
     since: float
 
-    def look(self, seen: int, wanted: int, now: float, patience_s: float) -> None:
-        """More count when they are all that are wanted, or when no further one has come for so long."""
+    def update_count(self, seen: int, wanted: int, now: float, patience_s: float) -> None:
+        """More count when all wanted ones are ready, or when no further one became ready for `patience_s`."""
         if seen != self.seen:
             self.seen, self.since = seen, now
         if seen >= wanted or seen < self.gpus or now - self.since >= patience_s:
@@ -61,8 +61,8 @@ class ShareOut:
         self._held: Mapping[str, int] = {}
         self._answer = Shares()
 
-    async def of(self, snapshot: Snapshot) -> Shares:
-        """Worked out anew only when something that it depends on has changed."""
+    async def compute_shares(self, snapshot: Snapshot) -> Shares:
+        """Recomputed only when an input has changed."""
         if len(snapshot.jobs) < 2:
             return Shares(places=assign_places(tuple(_tenants(snapshot, {})), snapshot.vms))
         gpus = snapshot.gpus
@@ -70,16 +70,16 @@ class ShareOut:
         contenders = tuple(self._contender(job, snapshot, curves) for job in snapshot.jobs)
         is_new = (contenders, gpus) != self._asked
         if is_new:
-            self._asked, self._wishes = (contenders, gpus), share(contenders, gpus)
+            self._asked, self._wishes = (contenders, gpus), share_gpus(contenders, gpus)
         places = assign_places(tuple(_tenants(snapshot, self._wishes)), snapshot.vms)
         ready = self._count_ready(snapshot, places)
         if is_new or (ready, places) != (self._held, self._answer.places):
-            by_job = hold_back(self._wishes, contenders, gpus, ready)
+            by_job = hold_back_shares(self._wishes, contenders, gpus, ready)
             over = frozenset(job.id for job in contenders if job.has > by_job[job.id].gpus)
             self._held, self._answer = ready, Shares(by_job=by_job, over=over, places=places)
         return self._answer
 
-    def _count_ready(self, snapshot: Snapshot, places: Places) -> Mapping[str, int]:
+    def _count_ready(self, snapshot: Snapshot, places: JobPlaces) -> Mapping[str, int]:
         """By job that has a workdir to be made ready, the GPUs among its places where it runs or could start."""
         before, self._ready = self._ready, {}
         for job in snapshot.jobs:
@@ -90,14 +90,14 @@ class ShareOut:
                 gpus for vm_id, gpus in place.items() if vm_id in own or job.row.id in snapshot.vms[vm_id].prepared
             )
             counted = before.get(job.row.id) or _ReadyGpus(since=self._now())
-            counted.look(seen, self._wishes[job.row.id].gpus, self._now(), self._rules.growth_prepare_s)
+            counted.update_count(seen, self._wishes[job.row.id].gpus, self._now(), self._rules.growth_prepare_s)
             self._ready[job.row.id] = counted
         return {job_id: counted.gpus for job_id, counted in self._ready.items()}
 
     async def _curves(self, snapshot: Snapshot, gpus: int) -> Mapping[str, tuple[RatePoint, ...] | None]:
         jobs = [job for job in snapshot.jobs if _trains(job)]
         questions = [_question(job, snapshot, gpus) for job in jobs]
-        curves = await self._rates.curves(questions)
+        curves = await self._rates.list_rate_curves(questions)
         return {job.row.id: curve for job, curve in zip(jobs, curves, strict=True)}
 
     def _contender(
@@ -105,9 +105,9 @@ class ShareOut:
     ) -> Contender:
         view, rates = job.view, curves.get(job.row.id)
         has, most = _has(job, snapshot), view.max_gpus
-        if not _trains(job):  # it is being measured: a GPU for each example, at most
+        if not _trains(job):  # it is being measured: at most one GPU for each example
             most = min(most or view.global_batch, view.global_batch)
-        elif rates is None:  # the planner is still at it: until then nothing is moved for this job's sake
+        elif rates is None:  # the planner is still working: until then nothing is moved for this job
             most = max(has, view.min_gpus)
         return Contender(
             id=view.id,
@@ -116,7 +116,7 @@ class ShareOut:
             created_at=view.created_at,
             min_gpus=view.min_gpus,
             max_gpus=None if most is None else max(most, view.min_gpus),
-            fitting=snapshot.gpus_for(job.spec.resources) if is_choosy(job.spec.resources) else None,
+            fitting=snapshot.find_gpus(job.spec.resources).gpus if is_choosy(job.spec.resources) else None,
             has=has,
             runs=view.state is JobState.RUNNING,
             rates=rates,
@@ -126,13 +126,13 @@ class ShareOut:
 
 
 def _question(job: LoadedJob, snapshot: Snapshot, gpus: int) -> RateQuestion:
-    vms = snapshot.fitting(job.spec.resources)
+    fitting = snapshot.find_gpus(job.spec.resources)
     return RateQuestion(
         profile_json=job.row.profile_json or "",
         spec=job.spec,
-        most=min(gpus, job.view.max_gpus or gpus, snapshot.gpus_for(job.spec.resources)),
-        device_memory_bytes=min((vm.device_memory_bytes for vm in vms if vm.device_memory_bytes), default=None),
-        gpus_per_vm=min((vm.gpus for vm in vms), default=1),
+        most=min(gpus, job.view.max_gpus or gpus, fitting.gpus),
+        device_memory_bytes=fitting.least_memory_bytes,
+        gpus_per_vm=fitting.least_per_vm,
         trained_micro_batch=trained_micro_batch(job),
     )
 
@@ -174,7 +174,7 @@ def _tenants(snapshot: Snapshot, wishes: Mapping[str, Share]) -> Iterator[Tenant
             id=job.row.id,
             makes_workdir=job.spec.needs_preparing and not leaves,
             min_gpus=0 if leaves else least,
-            most_gpus=most_gpus(job.view if wish is None else replace(job.view, share=wish.gpus)),
+            most_gpus=gpu_limit(job.view if wish is None else replace(job.view, share=wish.gpus)),
             runs_on=_gpus_of(job, snapshot),
             failed_on=job.failed_on,
             unfit_on=_unfit_on(job, snapshot),

@@ -1,19 +1,20 @@
 """The database: SQLite (WAL) by default, PostgreSQL by URL.
 
-One manager writes, through one lock. That keeps SQLite's single writer from being refused, and makes event ids grow in
-the order of their commits, which is what "events after this id" needs. That no other manager writes is seen to by a
-lock on the file (SQLite, `varuna_manager.locks`) and by a fence (PostgreSQL, `varuna_manager.services.leadership`):
-something that each transaction asks first, and that raises when somebody else leads.
+One manager writes, through one lock. The lock keeps SQLite from refusing a second writer, and makes event ids grow in
+commit order, which "events after this id" needs. No other manager writes, because of a lock on the file (SQLite,
+`varuna_manager.server.locks`) or a fence (PostgreSQL, `varuna_manager.world.leadership`): a check within each
+transaction that raises when another manager leads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import structlog
 from sqlalchemy import Connection, NullPool, event
@@ -26,64 +27,76 @@ from sqlalchemy.ext.asyncio import (
     create_async_engine,
 )
 
-import varuna_manager.db.job_progress  # noqa: F401 (no generation is written without it: it listens to the ORM)
+import varuna_manager.db.job_progress  # noqa: F401 (listens to the ORM: loaded before any generation is written)
 from varuna_manager.db import schema
+from varuna_manager.db.changes import ChangedRows, TrackedSession
 
 _AFTER_COMMIT = "varuna_after_commit"
 _CONNECT_S = 5.0
 _LOST_CLASSES = ("08", "57P", "53300")
-"""SQLSTATEs: the connection is lost; the server shuts down, or is just starting; it takes no more connections."""
+"""SQLSTATEs: connection lost; server shutting down or just starting; too many connections."""
 _FULL_CLASSES = ("53100",)
 """SQLSTATE: the server's disk is full."""
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY})
-"""Of SQLite: what a disk that is full, or fails, makes it say. A full one may say any of the first three."""
+"""SQLite's errors when the disk is full or fails. A full disk may cause any of the first three."""
 
 Fence = Callable[[AsyncSession], Awaitable[None]]
 """Raises NotLeaderError when this manager must not write."""
 
 
 class NotLeaderError(Exception):
-    """This manager does not lead (any more), so nothing was written. `str()` says who leads, if that is known."""
+    """This manager does not lead, or no longer, so nothing was written. `str()` names the leader, if it is known."""
 
 
 class StoreAwayError(Exception):
-    """The store cannot be reached. Nothing is known of what was being written: it may or may not be committed."""
+    """The store cannot be reached. A write that was under way may or may not be committed."""
 
 
 class StoreFullError(StoreAwayError):
-    """The store's disk takes no more, so nothing was written. What is there can still be read."""
+    """The store's disk is full, so nothing was written. Reading still works."""
 
 
 def normalised_url(url: str) -> str:
-    """The URL with its async driver: `sqlite:` and `postgresql:` may come without.
-
-    Raises ValueError for any other database.
-    """
+    """The URL with its async driver; `sqlite:` and `postgresql:` may omit it. Raises ValueError for others."""
     scheme, separator, rest = url.partition("://")
     drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
     name = scheme.split("+")[0]
     if not separator or name not in drivers:
-        # Its beginning only: the rest may hold a password.
+        # only its beginning: the rest may hold a password
         raise ValueError(f"database_url {scheme[:20]!r}...: give sqlite:///path/to/file or postgresql://user@host/name")
     return f"{drivers[name]}://{rest}"
 
 
 @dataclass
 class Outage:
-    """Whether the store is away; shared by all that use it, so that the log tells of it once."""
+    """Whether the store is away; shared by all its users, so that it is logged once."""
 
     is_now: bool = False
     is_of_writes: bool = False
-    """Only writing fails. Reading goes on meanwhile, and says nothing about its end."""
+    """Only writing fails. Reading goes on, so a successful read does not end the outage."""
+    number: int = 0
+    """How many there have been. What began before an outage may still succeed during it, and does not end it."""
+
+
+class Mirror(Protocol):
+    """A copy of rows in memory that follows each transaction. Called by one transaction at a time."""
+
+    async def read_changes(self, session: AsyncSession, changed: ChangedRows) -> Callable[[], None]:
+        """Read the changed rows just before the commit. The returned function is called after the commit."""
+        ...
+
+    def drop_contents(self) -> None:
+        """Forget everything, because it is not known whether a transaction was committed."""
+        ...
 
 
 class Database:
     """Sessions and transactions over one engine. `close` it at the end.
 
     Args:
-        fence: asked within every transaction that writes; None: nobody else can write.
-        application_name: what PostgreSQL shows of our connections.
-        outage: that of the process, where it has more than one Database.
+        fence: called within every transaction that writes; None: no other process can write.
+        application_name: shown by PostgreSQL for our connections.
+        outage: that of the process, if it has more than one Database.
     """
 
     def __init__(
@@ -101,18 +114,23 @@ class Database:
         self.engine: AsyncEngine = create_async_engine(self.url, **_engine_options(self.url, application_name))
         if self.engine.dialect.name == "sqlite":
             event.listen(self.engine.sync_engine, "connect", _configure_sqlite)
-        self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
+        self._sessions = async_sessionmaker(self.engine, expire_on_commit=False, sync_session_class=TrackedSession)
         self._writing = asyncio.Lock()
+        self._mirrors: WeakSet[Mirror] = WeakSet()
+
+    def add_mirror(self, mirror: Mirror) -> None:
+        """Let a copy in memory follow the commits through this Database."""
+        self._mirrors.add(mirror)
 
     @staticmethod
     def is_shared(url: str) -> bool:
-        """Whether several managers can use it at once: all but files. Raises ValueError."""
+        """Whether several managers can use the database at once: any but files. Raises ValueError."""
         return not normalised_url(url).startswith("sqlite")
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
-        """A session to look with; nothing is committed. Raises StoreAwayError."""
-        with self._telling_when_away(writes=False):
+        """A session for reading; nothing is committed. Raises StoreAwayError."""
+        with self._log_outage(writes=False):
             async with self._sessions() as session:
                 await _connect(session)
                 yield session
@@ -125,16 +143,23 @@ class Database:
         NotLeaderError; StoreAwayError.
         """
         async with self._writing:
-            with self._telling_when_away(writes=True):
+            with self._log_outage(writes=True), self._guard_mirrors() as commit:
                 async with self._sessions() as session, session.begin():
                     await _connect(session)
                     if self._fence is not None:
                         await self._fence(session)
                     yield session
-            for callback in session.info.get(_AFTER_COMMIT, ()):
+                    await commit.prepare_updates(session)
+            for callback in (*commit.updates, *session.info.get(_AFTER_COMMIT, ())):
                 callback()
 
-    async def migrate(self) -> None:
+    @asynccontextmanager
+    async def read_alone(self) -> AsyncIterator[AsyncSession]:
+        """A session for reading, during which nothing is committed through this Database. Raises StoreAwayError."""
+        async with self._writing, self.read() as session:
+            yield session
+
+    async def migrate_schema(self) -> None:
         """Bring the schema to the newest version, wholly or not at all; of managers that do so at once, one does.
 
         Raises schema.TooNewError when it is that of a later version of Varuna already; StoreAwayError.
@@ -152,20 +177,52 @@ class Database:
         await self.engine.dispose()
 
     @contextmanager
-    def _telling_when_away(self, *, writes: bool) -> Iterator[None]:
-        """Raises StoreAwayError; the log tells of the first of several, and of their end."""
+    def _guard_mirrors(self) -> Iterator[_Commit]:
+        """Drop the copies in memory when it is not known whether the transaction was committed."""
+        commit = _Commit(self._mirrors)
+        try:
+            yield commit
+        except BaseException:
+            if commit.is_prepared:
+                for mirror in commit.mirrors:
+                    mirror.drop_contents()
+            raise
+
+    @contextmanager
+    def _log_outage(self, *, writes: bool) -> Iterator[None]:
+        """Raises StoreAwayError; logs the beginning and the end of an outage, once each."""
         outage = self._outage
+        began_in = outage.number
         try:
             with _raising_when_away():
                 yield
         except StoreAwayError as error:
             if not outage.is_now:
                 outage.is_now, outage.is_of_writes = True, isinstance(error, StoreFullError)
+                outage.number += 1
                 self._log.warning("the store is away: trying again", error=str(error))
             raise
-        if outage.is_now and (writes or not outage.is_of_writes):
+        if outage.is_now and outage.number == began_in and (writes or not outage.is_of_writes):
             outage.is_now = False
             self._log.info("the store is back")
+
+
+class _Commit:
+    """One transaction's updates of the copies in memory."""
+
+    def __init__(self, mirrors: Iterable[Mirror]) -> None:
+        self.mirrors = tuple(mirrors)
+        self.is_prepared = False
+        """Only the commit itself remains."""
+        self.updates: list[Callable[[], None]] = []
+
+    async def prepare_updates(self, session: AsyncSession) -> None:
+        await session.flush()
+        sync_session = session.sync_session
+        assert isinstance(sync_session, TrackedSession)
+        if changed := sync_session.changed_rows:
+            self.updates = [await mirror.read_changes(session, changed) for mirror in self.mirrors]
+        self.is_prepared = True
 
 
 def after_commit(session: AsyncSession, callback: Callable[[], None]) -> None:
@@ -174,11 +231,11 @@ def after_commit(session: AsyncSession, callback: Callable[[], None]) -> None:
 
 
 class _NoConnectionError(Exception):
-    """The driver's or the system's own words on why there is no connection are its cause."""
+    """There is no connection. Its cause is the driver's or the system's error."""
 
 
 async def _connect(session: AsyncSession) -> AsyncConnection:
-    """The session's connection, taken now: only here do the system's errors mean that there is none."""
+    """Open the session's connection. Only here does an OSError mean that there is none."""
     try:
         return await session.connection()
     except OSError as error:  # a refused connection, a missing socket, a timeout
@@ -187,7 +244,7 @@ async def _connect(session: AsyncSession) -> AsyncConnection:
 
 @contextmanager
 def _raising_when_away() -> Iterator[None]:
-    """Raises StoreAwayError for errors that say so."""
+    """Raises StoreAwayError for errors that mean it."""
     try:
         yield
     except Exception as error:
@@ -202,12 +259,12 @@ def _raising_when_away() -> Iterator[None]:
 def _is_full(error: Exception) -> bool:
     if not isinstance(error, DBAPIError):
         return False
-    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without what makes it an extended one
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without the bits that make it an extended code
     return code in _FULL_CODES or _sqlstate(error).startswith(_FULL_CLASSES)
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether it tells of a lost connection, or of none to be had: what the drivers say of it differs."""
+    """Whether the error means that the connection is lost or cannot be made. Drivers report that differently."""
     if isinstance(error, _NoConnectionError):
         return True
     if isinstance(error, DBAPIError) and (error.connection_invalidated or "connection is closed" in str(error.orig)):
@@ -217,12 +274,12 @@ def _is_lost(error: Exception) -> bool:
 
 def _sqlstate(error: Exception) -> str:
     # While connecting, SQLAlchemy lets the errors of asyncpg through as they are.
-    said_by = error.orig if isinstance(error, DBAPIError) else error
-    return str(getattr(said_by, "sqlstate", None) or "")
+    driver_error = error.orig if isinstance(error, DBAPIError) else error
+    return str(getattr(driver_error, "sqlstate", None) or "")
 
 
 def _engine_options(url: str, application_name: str) -> dict[str, Any]:
-    # Errors are logged, and what a statement was given may be a secret.
+    # Errors are logged, and a statement's parameters may be secret.
     options: dict[str, Any] = {"hide_parameters": True}
     if url.startswith("postgresql"):
         settings = {"application_name": application_name}
@@ -232,12 +289,12 @@ def _engine_options(url: str, application_name: str) -> dict[str, Any]:
 
 
 def _configure_sqlite_to_migrate(connection: Any, record: Any) -> None:
-    """Tables are changed by copying them, which no foreign key may forbid; all of it in one transaction."""
+    """SQLite changes a table by copying it, so foreign keys are off; the migration is one transaction."""
     _configure_sqlite(connection, record)
     cursor = connection.cursor()
     cursor.execute("PRAGMA foreign_keys=OFF")
     cursor.close()
-    connection.isolation_level = None  # else the driver itself begins transactions, and not before DDL
+    connection.isolation_level = None  # otherwise the driver begins transactions itself, and not before DDL
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -1,7 +1,8 @@
-"""Keeps what a job's generations come to on one row (`JobProgressRow`), with the transaction that changes them.
+"""Keeps the totals of a job's generations in one row (`JobProgressRow`), in the transaction that changes them.
 
 Each change adds to the row by one statement, so that it costs the same for the first generation and the ten thousandth.
-What the ORM writes of generations is noted by itself; whoever writes progress by a plain UPDATE calls `note_progress`.
+Changes of generations through the ORM are detected automatically; a plain UPDATE of progress needs a call of
+`note_progress`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _upsert(insert: Any) -> Insert:
     return made
 
 
-# Made once: making one takes as long as running it.
+# Built once: building one takes as long as executing it.
 _UPSERTS: Mapping[str, Insert] = {"sqlite": _upsert(sqlite.insert), "postgresql": _upsert(postgresql.insert)}
 
 SUM_UP = """
@@ -52,14 +53,14 @@ SUM_UP = """
 
 
 async def sum_up_all(session: AsyncSession) -> None:
-    """Make the rows from the generations, for whoever has written these behind the ORM's back."""
+    """Rebuild the rows from the generations, after these were written without the ORM."""
     await session.execute(_TABLE.delete())
     await session.execute(text(SUM_UP))
     await bill_all(session)
 
 
 async def note_progress(session: AsyncSession, generation: GenerationRow, values: Mapping[str, Any]) -> None:
-    """Add what is written of the generation by an UPDATE of `values`: of progress, as steps come."""
+    """Add the progress that an UPDATE wrote to the generation (`values`), step by step."""
     noted: dict[str, Any] = {
         "stalled_s": values.get("seconds_without_progress") or 0.0,
         "steps_redone": values.get("steps_redone") or 0,

@@ -1,7 +1,8 @@
-"""Keeps by VM what a job's generations have used (`JobVmRow`), as they end: each is added once, behind the one before.
+"""Keeps what a job's generations have used of each VM (`JobVmRow`).
 
-`JobProgressRow.billed` says up to which generation, so that whoever asks adds those that come after it. These are the
-one that lasts, and whatever was written behind the ORM's back.
+Each generation is added once, after it has ended, in the order of their numbers. `JobProgressRow.billed` is the last
+one added; readers add the later ones themselves. These are the running generation, and any that were written without
+the ORM.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _LAST_ENDED = """
     SELECT coalesce(min(CASE WHEN ended_at IS NULL THEN number END) - 1, max(number))
     FROM generations WHERE generations.job_id = job_progress.job_id AND number > billed
 """
-"""No generation up to it lasts; null: there is none behind the billed ones."""
+"""The last generation before the first that has not ended; null: there is none after the billed ones."""
 
 _ADD = text("""
     INSERT INTO job_vms (job_id, vm_id, gpu_seconds)
@@ -30,7 +31,7 @@ _NOTE = text("UPDATE job_progress SET billed = :last WHERE job_id = :job_id")
 
 
 def bill_ended(connection: Connection, job_id: str) -> None:
-    """Add what has ended since it was last done; there is a row of the job's progress."""
+    """Add the generations that have ended since the last call. The job must have a row of progress."""
     found = connection.execute(_FIND, {"job_id": job_id}).one()
     if found.last is not None and found.last > found.billed:
         connection.execute(_ADD, {"job_id": job_id, "billed": found.billed, "last": found.last})
@@ -38,7 +39,7 @@ def bill_ended(connection: Connection, job_id: str) -> None:
 
 
 async def bill_all(session: AsyncSession) -> None:
-    """Make the rows from the generations; the rows of progress have been made and have nothing billed."""
+    """Rebuild the rows from the generations. The rows of progress must exist and have nothing billed."""
     await session.execute(text("DELETE FROM job_vms"))
     await session.run_sync(_bill_each)
 

@@ -1,7 +1,7 @@
 """The tables. Times are seconds since the epoch (UTC); documents are JSON.
 
-Rows with a life of states carry a `version` (a concurrent writer's update fails instead of overwriting) and their own
-`history`. Progress (steps, loss) changes with every report and is written without the version: see `GenerationRow`.
+Rows with states carry a `version` (a concurrent writer's update fails instead of overwriting) and their own `history`.
+Progress (steps, loss) changes with every report and is written without the version: see `GenerationRow`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from varuna_manager.domain.states import (
     advance,
 )
 
-# SQLite numbers rows by itself only where the key is a plain INTEGER.
+# SQLite assigns a row's number only if the key is a plain INTEGER.
 _BigId = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -63,13 +63,13 @@ class _Living:
     state: Mapped[str]
     history: Mapped[list[dict[str, Any]]] = mapped_column(default=list)
 
-    def subject(self) -> str:
+    def render_subject(self) -> str:
         raise TypeError(f"{type(self).__name__} does not say what it is")
 
-    def move(self, new: StrEnum, *, now: float, reason: str) -> None:
+    def move_to_state(self, new: StrEnum, *, now: float, reason: str) -> None:
         """Go to the state `new`. Raises IllegalTransitionError with this row's history."""
         old = self._states(self.state)
-        self.history = advance(self._table, self.subject(), old, new, self.history, now=now, reason=reason)
+        self.history = advance(self._table, self.render_subject(), old, new, self.history, now=now, reason=reason)
         self.state = new.value
 
 
@@ -82,45 +82,47 @@ class JobRow(_Living, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(index=True)
     active_name: Mapped[str | None] = mapped_column(unique=True)
-    """The name while the job is not over: no two such jobs share one."""
+    """The job's name until it is over: no two such jobs share one."""
     idempotency_key: Mapped[str | None] = mapped_column(unique=True)
     spec: Mapped[dict[str, Any]]
     error: Mapped[str | None] = mapped_column(Text)
     reason: Mapped[str | None] = mapped_column(Text)
-    """Of the last decision; an event is written when it changes."""
+    """The last decision's; an event is written when it changes."""
     created_at: Mapped[float]
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
     checkpoint_url: Mapped[str | None] = mapped_column(Text)
-    """Where its checkpoints are, set when it was submitted: the next leader's folders are others. Null in old rows."""
+    """Where its checkpoints are, fixed at submission, because another leader has other folders. Null in old rows."""
     profile_json: Mapped[str | None] = mapped_column(Text)
     profiled_at: Mapped[float | None]
     profile_error: Mapped[str | None] = mapped_column(Text)
     """Why the newest measured profile was rejected."""
     exit_code: Mapped[int | None] = mapped_column(Integer)
-    """Of the script, when the job is over and it is known (negative: the signal that ended it); 0: it succeeded."""
+    """The script's, if the job is over and it is known. Negative: the signal that ended it."""
     retried_after: Mapped[int | None] = mapped_column(Integer)
-    """The newest generation when the job was last retried: what came before is not held against it."""
+    """The newest generation at the last retry. Earlier ones do not count against the job."""
     cancel_saves: Mapped[bool] = mapped_column(Boolean, default=False)
-    """Whether it is cancelled with a last checkpoint."""
+    """Whether it saves a last checkpoint when it is cancelled."""
     archive: Mapped[str | None]
-    """SHA-256 of its packed workdir; null: that is on the VMs already."""
+    """SHA-256 of its packed workdir; null: the workdir is on the VMs already."""
     setup_error: Mapped[str | None] = mapped_column(Text)
-    """Why its workdir could not be made ready on a VM, as it was said last."""
+    """The last reason why its workdir could not be made ready on a VM."""
     setup_exit_code: Mapped[int | None] = mapped_column(Integer)
     retried_at: Mapped[float | None]
     """When it was last retried: its limits count from there. Null: from its submission."""
     run_since: Mapped[float | None]
-    """When it first started since then."""
+    """When it first started after that."""
     deleted_at: Mapped[float | None]
-    """Since then nobody sees it, and what belongs to it is deleted little by little; its row goes last."""
+    """From then on the job is hidden. What belongs to it is deleted in batches, and its row last."""
     setup_failures: Mapped[dict[str, Any] | None]
-    """By VM where that failed: how often (`times`), the setup's `exit_code`, null when it did not come to that, and the
-    number of the `report` that said so last."""
+    """By VM where the workdir could not be made ready: how often (`times`), the setup's `exit_code` (null: it did not
+    end), and the number of the last `report` of it."""
+    script_obstacles: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    """What its script does because of which no worker can go on in place: those for which there is an event."""
     version: Mapped[int] = mapped_column(Integer)
-    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - SQLAlchemy's own way
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - as SQLAlchemy requires
 
-    def subject(self) -> str:
+    def render_subject(self) -> str:
         return f"job {self.name!r} ({self.id})"
 
     @property
@@ -147,9 +149,15 @@ class GenerationRow(_Living, Base):
     rendezvous_port: Mapped[int] = mapped_column(Integer)
     reason: Mapped[str] = mapped_column(Text)
     secret: Mapped[str | None]
-    """By which its workers know each other, as long as it lives; goes to them, in Launch, and nowhere else."""
+    """By which its workers authenticate each other. It is sent only to them, in Launch."""
     committed_step: Mapped[int | None]
-    """Of the newest checkpoint that the job had when it was made; null: none, or it is of an earlier version."""
+    """The job's newest checkpoint when the generation was made. Null: none, or in rows of an earlier version."""
+    in_place: Mapped[bool] = mapped_column(Boolean, default=False)
+    """Whether its ranks are survivors of the generation before, which keep their processes and their state."""
+    holders_generation: Mapped[int | None] = mapped_column(Integer)
+    """The generation whose processes give it their state. Null: it goes on in place, or from a checkpoint."""
+    holders: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
+    """Those processes (`domain.observed.Holder`)."""
     created_at: Mapped[float]
     ended_at: Mapped[float | None]
     end_cause: Mapped[str | None]
@@ -158,7 +166,7 @@ class GenerationRow(_Living, Base):
     stop_cause: Mapped[str | None]
     stop_reason: Mapped[str | None] = mapped_column(Text)
     stop_requested_at: Mapped[float | None]
-    # Progress: written by plain UPDATEs as reports come, so that steps do not make decisions stale.
+    # Progress: written by plain UPDATEs as reports arrive, so that steps do not make decisions stale.
     started_at: Mapped[float | None]
     """When its first step was completed."""
     resumed_step: Mapped[int | None]
@@ -167,14 +175,16 @@ class GenerationRow(_Living, Base):
     last_step_at: Mapped[float | None]
     seconds_without_progress: Mapped[float | None]
     steps_redone: Mapped[int | None]
+    micro_batches_redone: Mapped[int | None]
+    """Of the step that was under way in the generation before. Null: unknown, as in all that do not go on in place."""
     save_s: Mapped[float | None]
-    """What its slowest rank took to save and leave, by its agent's clock; null: none was told to, or did."""
+    """How long its slowest rank took to save and leave, by its agent's clock. Null: none did."""
     downtime: Mapped[list[dict[str, Any]] | None]
-    """What the time without progress went to (`domain.downtime.Part`); before the first step: its slowest rank's."""
+    """How the time without progress was spent (`domain.downtime.Part`). Before the first step: its slowest rank's."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 
-    def subject(self) -> str:
+    def render_subject(self) -> str:
         return f"generation {self.number} of job {self.job_id}"
 
     @property
@@ -195,7 +205,7 @@ class GenerationRow(_Living, Base):
 
 
 class JobProgressRow(Base):
-    """A job's generations summed up (`db.job_progress` keeps it): a look asks it, not thousands of rows.
+    """Totals of a job's generations (`db.job_progress` maintains them), so that no look reads thousands of rows.
 
     Numbers of generations are 0 where there is no such generation.
     """
@@ -205,24 +215,24 @@ class JobProgressRow(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     newest: Mapped[int] = mapped_column(Integer)
     trained: Mapped[int] = mapped_column(Integer)
-    """The newest that trains."""
+    """The newest that has trained."""
     stepped: Mapped[int] = mapped_column(Integer)
     """The newest that has completed a step."""
     step: Mapped[int]
-    """The newest that any has completed."""
+    """The newest step of any generation."""
     step_at: Mapped[float]
     """When a step was last completed."""
     stalled_s: Mapped[float]
-    """Seconds without progress, of all."""
+    """Seconds without progress, over all generations."""
     steps_redone: Mapped[int]
     changes: Mapped[int]
-    """Grows whenever something of an ended generation changes."""
+    """Grows whenever an ended generation changes."""
     billed: Mapped[int] = mapped_column(Integer, default=0)
-    """What generations up to this number have used is in `JobVmRow`; what later ones have used is not."""
+    """`JobVmRow` contains the usage of generations up to this number."""
 
 
 class JobVmRow(Base):
-    """What a job's ended generations have used of a VM (`db.job_vms` keeps it): a bill does not ask each of them."""
+    """What a job's ended generations have used of a VM (`db.job_vms` maintains it), so that a bill reads few rows."""
 
     __tablename__ = "job_vms"
 
@@ -244,14 +254,25 @@ class WorkerRow(_Living, Base):
     local_rank: Mapped[int] = mapped_column(Integer)
     pid: Mapped[int | None]
     resumed_step: Mapped[int | None]
+    kept_bytes: Mapped[int | None]
+    """State that its process has kept from the generation before."""
+    peer_bytes: Mapped[int | None]
+    """State that came from the memory of other processes."""
+    store_bytes: Mapped[int | None]
+    """State that came from a checkpoint."""
     cause: Mapped[str | None]
     exit_code: Mapped[int | None] = mapped_column(Integer)
     error_text: Mapped[str | None] = mapped_column(Text)
     unreached: Mapped[int | None]
-    """The rank that it could not reach when they met."""
+    """The rank that it could not reach at the rendezvous."""
+    held_step: Mapped[int | None]
+    """The step of the state that its process holds for the next generation. Null: it runs, or its process is gone."""
+    held_bytes: Mapped[int | None]
+    held_gives_only: Mapped[bool] = mapped_column(Boolean, default=False)
+    """Whether its process can only give that state to others, and cannot go on in place."""
     stopped_at: Mapped[float | None]
 
-    def subject(self) -> str:
+    def render_subject(self) -> str:
         return f"rank {self.rank} of generation {self.generation} of job {self.job_id}"
 
     @property
@@ -286,33 +307,33 @@ class VmRow(_Living, Base):
     notice_id: Mapped[str | None]
     notice_deadline: Mapped[float | None]
     slow_ratio: Mapped[float | None]
-    """How many times as long as its peers it takes, as long as it is found slow."""
+    """How many times as long as its peers it takes; null: it is not slow."""
     slow_reason: Mapped[str | None] = mapped_column(Text)
     quarantined_until: Mapped[float | None]
     quarantines: Mapped[int] = mapped_column(Integer, default=0)
-    """How often it was quarantined: each one lasts longer."""
+    """How often it was quarantined. Each quarantine lasts longer."""
     drain_deadline: Mapped[float | None]
-    """When whoever drained it wants it to be empty."""
+    """When it is to be empty, as the operator who drained it asked."""
     hangs: Mapped[int] = mapped_column(Integer, default=0)
-    """Hangs in which its rank was the one that the others waited for."""
+    """Hangs in which the other ranks waited for its rank."""
     deaths: Mapped[int] = mapped_column(Integer, default=0)
-    """Generations that workers there have ended, each not long after the one before (`domain.blame`)."""
+    """Generations that its workers have ended, each soon after the one before (`domain.blame`)."""
     last_death_at: Mapped[float | None]
     cordoned_at: Mapped[float | None]
-    """Since when nothing new starts there, because a user said so; null: it may."""
+    """When a user cordoned it: nothing new starts there. Null: it is not cordoned."""
     request: Mapped[str | None]
-    """Tag of the request that it was made for."""
+    """Tag of the request that created it."""
     gpu_type: Mapped[str | None]
-    """What its GPUs are called, as its agent says."""
+    """The model of its GPUs, as its agent reports it."""
     price_per_hour: Mapped[float | None]
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 
-    def subject(self) -> str:
+    def render_subject(self) -> str:
         return f"VM {self.id}"
 
-    def move(self, new: StrEnum, *, now: float, reason: str) -> None:
-        super().move(new, now=now, reason=reason)
+    def move_to_state(self, new: StrEnum, *, now: float, reason: str) -> None:
+        super().move_to_state(new, now=now, reason=reason)
         if new is VmState.GONE:
             self.gone_at = now
 
@@ -341,7 +362,7 @@ class EventRow(Base):
 
 
 class WebhookCursorRow(Base):
-    """One row, of id 1: the last event that webhooks are done with."""
+    """One row, with id 1: the last event that was delivered to the webhook, or given up."""
 
     __tablename__ = "webhook_cursor"
 
@@ -361,7 +382,7 @@ class CheckpointRow(Base):
 
 
 class ArchiveRow(Base):
-    """A packed workdir whose bytes are here as a whole."""
+    """A packed workdir that is stored completely."""
 
     __tablename__ = "archives"
 
@@ -371,7 +392,7 @@ class ArchiveRow(Base):
 
 
 class ArchiveChunkRow(Base):
-    """A part of a packed workdir, where managers share the store; or one that an earlier version has put here."""
+    """A part of a packed workdir, if managers share the store or an earlier version wrote it."""
 
     __tablename__ = "archive_chunks"
 
@@ -381,7 +402,7 @@ class ArchiveChunkRow(Base):
 
 
 class StackRow(Base):
-    """Where a rank of a generation that hung stood."""
+    """Where a rank of a generation that hung was."""
 
     __tablename__ = "stacks"
     __table_args__ = (Index("ix_stacks_at", "at"),)
@@ -393,18 +414,18 @@ class StackRow(Base):
     at: Mapped[float]
     text: Mapped[str] = mapped_column(Text)
     error: Mapped[str] = mapped_column(Text)
-    """Why there is no text; else empty."""
+    """Why there is no text; otherwise empty."""
 
 
 class MetricRow(Base):
-    """One step; a later generation that does a step again overwrites it, an older one never does."""
+    """One step. A later generation that repeats a step overwrites it, an older one never does."""
 
     __tablename__ = "metrics"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     loss: Mapped[float | None]
-    """Null where it was not a number: neither SQLite nor JSON can hold a NaN."""
+    """Null if it was not a number: neither SQLite nor JSON can hold a NaN."""
     step_s: Mapped[float]
     examples: Mapped[int]
     generation: Mapped[int] = mapped_column(Integer)
@@ -412,7 +433,7 @@ class MetricRow(Base):
 
 
 class MetricBlockRow(Base):
-    """So many steps together, for charts: see `varuna_manager.services.step_metrics`."""
+    """Many steps summed up, for charts: see `varuna_manager.history.step_metrics`."""
 
     __tablename__ = "metric_blocks"
 
@@ -422,9 +443,9 @@ class MetricBlockRow(Base):
     last_step: Mapped[int]
     steps: Mapped[int]
     at: Mapped[float]
-    """Of the newest."""
+    """Of the newest step."""
     generation: Mapped[int] = mapped_column(Integer)
-    """The newest."""
+    """The newest step."""
     losses: Mapped[int]
     """Steps whose loss is a number."""
     loss_sum: Mapped[float | None]
@@ -440,7 +461,7 @@ class MetricBlockRow(Base):
 
 
 class TraceRow(Base):
-    """What a stage did in the newest mini-batch of its generation that was traced."""
+    """A stage's newest traced mini-batch of a generation."""
 
     __tablename__ = "traces"
     __table_args__ = (Index("ix_traces_at", "at"),)
@@ -451,12 +472,12 @@ class TraceRow(Base):
     step: Mapped[int]
     at: Mapped[float]
     begin_us: Mapped[float]
-    """Of its first op, by its machine's clock: seconds since the epoch, in µs."""
+    """Start of its first op by its machine's clock, in µs since the epoch."""
     spans: Mapped[dict[str, Any]]
 
 
 class FleetRow(Base):
-    """How many VMs are wanted of a provider."""
+    """How many VMs are wanted from a provider."""
 
     __tablename__ = "fleet"
 
@@ -464,25 +485,25 @@ class FleetRow(Base):
     target: Mapped[int] = mapped_column(Integer)
     min_vms: Mapped[int | None] = mapped_column(Integer)
     max_vms: Mapped[int | None] = mapped_column(Integer)
-    """With both, the target follows the jobs' wants between them; null: it stays as it was set."""
+    """With both, the target follows the jobs' wants between them; null: it is fixed."""
     request: Mapped[str | None]
-    """Tag of the request that the provider may be at: written before it is asked."""
+    """Tag of the request that may be under way: written before the provider is called."""
     request_count: Mapped[int | None] = mapped_column(Integer)
 
 
 class FleetDayRow(Base):
-    """What VMs whose rows were deleted did on one day (UTC), so that what the fleet has cost is never forgotten."""
+    """Totals per day (UTC) of VMs whose rows were deleted, so that the fleet's past cost stays known."""
 
     __tablename__ = "fleet_days"
 
     day: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    """Since the epoch."""
+    """Days since the epoch."""
     vm_hours: Mapped[float]
     gpu_hours: Mapped[float]
     cost: Mapped[float]
-    """Of those with a price."""
+    """Of VMs with a price."""
     gone: Mapped[int]
-    """VMs that went on this day."""
+    """VMs that went away on this day."""
     gone_with_price: Mapped[int]
 
 
@@ -506,7 +527,7 @@ class TokenRow(Base):
 
 
 class EnrolmentRow(Base):
-    """The agent of a VM that has joined; joining again replaces it, and with it all certificates of before."""
+    """The agent of a VM that has joined. Joining again replaces it, and with it all earlier certificates."""
 
     __tablename__ = "enrolments"
 
@@ -514,13 +535,13 @@ class EnrolmentRow(Base):
     enrolment: Mapped[str]
     token_id: Mapped[str]
     key_sha256: Mapped[str]
-    """Of the key that it joined with."""
+    """Of the public key that it joined with."""
     joined_at: Mapped[float]
     revoked_at: Mapped[float | None]
 
 
 class AuditRow(Base):
-    """A call that changes something: who, what, from where, and the answer (null: it is not known)."""
+    """A call that changes something: who, what, from where, and the answer (null: not known)."""
 
     __tablename__ = "audit"
 
@@ -541,7 +562,7 @@ class LeadershipRow(Base):
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     holder: Mapped[str]
     epoch: Mapped[int]
-    """Grows with every change of the leader; no two leaders have the same."""
+    """Grows with every change of the leader."""
     expires_at: Mapped[float]
     """By the database's clock."""
     http_url: Mapped[str]

@@ -1,4 +1,4 @@
-"""The schema's versions."""
+"""The versions of the schema."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
 _MIGRATING = 0x76617275
-"""Number of the PostgreSQL lock that one migrating manager holds at a time."""
+"""Number of the PostgreSQL lock that the migrating manager holds."""
 
 
 class TooNewError(Exception):
-    """The store was made by a later version of Varuna; `str()` is one line with the way out."""
+    """The store was made by a later version of Varuna; `str()` is one line with the remedy."""
 
 
 def migration_config() -> Config:
@@ -26,7 +26,7 @@ def migration_config() -> Config:
 
 
 def known_revisions() -> set[str]:
-    """Of schemas that this version of Varuna can read, after an upgrade."""
+    """Revisions of schemas that this version of Varuna can read, after an upgrade."""
     return {each.revision for each in ScriptDirectory.from_config(migration_config()).walk_revisions()}
 
 

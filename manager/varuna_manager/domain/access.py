@@ -1,4 +1,4 @@
-"""Who may do what: roles, and whoever makes a call."""
+"""Roles, and the principals that make calls."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Each may do all that those before it may."""
+    """Each role includes the ones before it."""
 
     VIEWER = "viewer"
-    """Reads."""
+    """May read."""
     USER = "user"
-    """Submits and cancels jobs."""
+    """May also submit and cancel jobs."""
     ADMIN = "admin"
-    """Changes the fleet, makes tokens, reads the audit record."""
+    """May also change the fleet, make tokens, and read the audit log."""
 
-    def covers(self, needed: Role) -> bool:
+    def is_at_least(self, needed: Role) -> bool:
         order = tuple(Role)
         return order.index(self) >= order.index(needed)
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Whoever makes a call: the bearer of a token."""
+    """The caller: the bearer of a token."""
 
     name: str
     role: Role
     token_id: str | None = None
-    """None: nobody is asked for a token here (an open manager on a loopback address)."""
+    """None: the manager needs no tokens, because it is open on a loopback address."""
 
 
-OPEN = Principal("local", Role.ADMIN)
-"""Everybody, at a manager that asks for no tokens."""
+OPEN_PRINCIPAL = Principal("local", Role.ADMIN)
+"""Every caller of a manager that needs no tokens."""

@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from varuna_manager.domain.states import GenerationKind
 
 
-def seconds_without_progress(*, last_progress_at: float, first_step_at: float) -> float:
-    """From the last step that anyone completed (or the job's start) to this generation's first one."""
+def count_seconds_without_progress(*, last_progress_at: float, first_step_at: float) -> float:
+    """From the last step of any generation (or the job's start) to this generation's first step."""
     return max(first_step_at - last_progress_at, 0.0)
 
 
-def steps_redone(before: Iterable[tuple[int, int]], resumed_step: int) -> int:
-    """Steps that are lost by this morph: they were completed, and no checkpoint held them.
+def count_steps_redone(before: Iterable[tuple[int, int]], resumed_step: int) -> int:
+    """Steps that this morph loses: they were completed, and no checkpoint has them.
 
-    A generation that ends before it has done all lost steps again loses only what it did itself: what it had still to
-    do was lost by an earlier morph, and counts there.
+    A generation that ends before it has redone all lost steps loses only the steps that it did itself. The others were
+    lost by an earlier morph and count there.
 
     Args:
-        before: from which step each earlier generation went on, and its last one, oldest first.
-        resumed_step: from where this one goes on.
+        before: the step from which each earlier generation went on, and its last step, oldest first.
+        resumed_step: the step from which this generation goes on.
     """
     lost, kept = 0, math.inf
     for resumed, last in reversed(list(before)):
@@ -32,15 +33,15 @@ def steps_redone(before: Iterable[tuple[int, int]], resumed_step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A part of a generation's life; `end` None: it lasts."""
+class GenerationPhase:
+    """A part of a generation's life; `end` None: it has not ended."""
 
     name: str
     start: float
     end: float | None
 
 
-def phases(
+def list_phases(
     *,
     kind: GenerationKind,
     created_at: float,
@@ -48,30 +49,24 @@ def phases(
     first_step_at: float | None,
     stop_requested_at: float | None,
     ended_at: float | None,
-) -> list[Phase]:
+) -> list[GenerationPhase]:
     """launching, then calibrating or first_step and training, then stopping; each lasts until the next begins."""
     work = "calibrating" if kind is GenerationKind.CALIBRATION else "first_step"
     begins = [("launching", created_at), (work, running_at), ("stopping", stop_requested_at)]
     if kind is GenerationKind.TRAINING:
         begins.insert(2, ("training", first_step_at))
-    found: list[Phase] = []
-    for name, at in begins:
-        if at is None:
-            continue
-        if found:
-            at = max(at, found[-1].start)
-            found[-1] = Phase(found[-1].name, found[-1].start, at)
-        found.append(Phase(name, at, None))
-    found[-1] = Phase(found[-1].name, found[-1].start, ended_at)
-    return found
+    known = [(name, at) for name, at in begins if at is not None]
+    starts = list(accumulate((at for _, at in known), max))
+    ends = (*starts[1:], ended_at)
+    return [GenerationPhase(name, start, end) for (name, _), start, end in zip(known, starts, ends, strict=True)]
 
 
 # ---------------------------------------------------------------- where a job's time went
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
-    """One generation of a job, as far as it matters here."""
+class GenerationTimes:
+    """The moments and steps of one generation."""
 
     number: int
     kind: GenerationKind
@@ -80,16 +75,16 @@ class Past:
     last_step_at: float | None
     ended_at: float | None
     steps: int
-    """Completed."""
+    """Completed steps."""
     redone: int
-    """Of them."""
+    """Those that an earlier generation had completed, too."""
     bubble_share: float
-    """Of a step's time: that in which the stages, on the average, computed nothing."""
+    """The fraction of a step in which the stages, on average, computed nothing."""
 
 
 @dataclass(kw_only=True)
-class Spent:
-    """Seconds of one generation; `waiting_s` is before it."""
+class TimeOfGeneration:
+    """Where the time of one generation went; `waiting_s` is the time before it."""
 
     number: int
     kind: GenerationKind
@@ -102,34 +97,33 @@ class Spent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
-    """Where the time between `start` and `end` went: the parts add up to it."""
+class TimeOfJob:
+    """Where the time between `start` and `end` went. The parts add up to it."""
 
     start: float
     end: float
-    generations: list[Spent] = field(default_factory=list)
+    generations: list[TimeOfGeneration] = field(default_factory=list)
     waiting_s: float = 0.0
-    """For VMs, without any generation."""
+    """Time without any generation, for want of VMs."""
 
-    def total(self, name: str) -> float:
-        """Of all generations: `name` is a field of Spent."""
+    def sum_seconds(self, name: str) -> float:
+        """The sum over all generations: `name` is a field of TimeOfGeneration."""
         seconds: list[float] = [getattr(spent, name) for spent in self.generations]
         return sum(seconds)
 
 
-def account(start: float, end: float, generations: Sequence[Past]) -> Account:
+def account_time(start: float, end: float, generations: Sequence[GenerationTimes]) -> TimeOfJob:
     """`generations`: oldest first. `start`: of the job; `end`: its end, or now.
 
-    Time without a generation is waiting; from a generation's beginning to its first step, and from its last one to its
-    end, is morphing; between the two is its steps' time, of which the redone ones have their part, and of the others'
-    time the bubbles theirs.
+    Time without a generation is waiting. The time before a generation's first step and after its last is morphing. The
+    time between the two is divided among redone steps, bubbles and training.
     """
-    spent: list[Spent] = []
+    spent: list[TimeOfGeneration] = []
     at, waiting_s = start, 0.0
     for past in generations:
         begins = _within(past.created_at, at, end)
         ends = _within(end if past.ended_at is None else past.ended_at, begins, end)
-        one = Spent(number=past.number, kind=past.kind, waiting_s=begins - at)
+        one = TimeOfGeneration(number=past.number, kind=past.kind, waiting_s=begins - at)
         waiting_s += one.waiting_s
         if past.kind is GenerationKind.CALIBRATION:
             one.calibration_s = ends - begins
@@ -137,10 +131,10 @@ def account(start: float, end: float, generations: Sequence[Past]) -> Account:
             _train(one, past, begins, ends)
         spent.append(one)
         at = ends
-    return Account(start=start, end=max(end, at), generations=spent, waiting_s=waiting_s + max(end - at, 0.0))
+    return TimeOfJob(start=start, end=max(end, at), generations=spent, waiting_s=waiting_s + max(end - at, 0.0))
 
 
-def _train(one: Spent, past: Past, begins: float, ends: float) -> None:
+def _train(one: TimeOfGeneration, past: GenerationTimes, begins: float, ends: float) -> None:
     if past.first_step_at is None:
         one.morph_s = ends - begins
         return
@@ -149,7 +143,7 @@ def _train(one: Spent, past: Past, begins: float, ends: float) -> None:
     one.morph_s = (first - begins) + (ends - last)
     stepping_s = last - first
     after_first = max(past.steps - 1, 0)
-    # The first step counts as morphing: it is where the new generation's warming up is.
+    # The first step counts as morphing because the new generation warms up in it.
     redone = min(max(past.redone - 1, 0), after_first)
     one.redone_s = stepping_s * redone / after_first if after_first else 0.0
     one.bubbles_s = (stepping_s - one.redone_s) * past.bubble_share

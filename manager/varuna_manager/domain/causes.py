@@ -1,4 +1,4 @@
-"""Why workers stopped, and which of them explains the others."""
+"""Why workers stopped, and which stop explains the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from varuna_manager.domain.states import EndCause, ExitCause
 
 _ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED, ExitCause.LAUNCH_REFUSED})
 _BY_AGENTS = {ExitCause.LEASE_OVER: EndCause.MANAGER_AWAY, ExitCause.AGENT_ENDED: EndCause.AGENT_ENDED}
-"""Exits of workers that their agents ended, whatever the script did; they are told late, when the agent is back."""
+"""Workers that their agents ended, whatever the script did. An agent reports them late, when it is back."""
 CONSEQUENCE_OF = frozenset(
     {
         EndCause.VM_LOST,
@@ -18,15 +18,15 @@ CONSEQUENCE_OF = frozenset(
         EndCause.WORKER_FAILED,
     }
 )
-"""Stops that make healthy scripts raise (their peers vanish): a script failure after one of these says nothing."""
+"""Stops that make healthy scripts raise (their peers vanish): a script failure after one of these shows nothing."""
 
 
-def root_cause(generation: GenerationView) -> WorkerView | None:
-    """The rank whose stop explains the others'.
+def find_root_cause(generation: GenerationView) -> WorkerView | None:
+    """The worker whose stop explains the others'.
 
-    It is one that went with its VM, else one that its agent ended, else the first that failed by itself.
+    It is one that was lost with its VM, else one that its agent ended, else the first that failed by itself.
     """
-    for explains in (is_gone, was_taken):
+    for explains in (is_gone, is_taken_away):
         for worker in generation.workers:
             if explains(worker):
                 return worker
@@ -37,22 +37,22 @@ def root_cause(generation: GenerationView) -> WorkerView | None:
 
 
 def is_gone(worker: WorkerView) -> bool:
-    """Whether it went with its VM."""
+    """Whether it was lost with its VM."""
     return worker.cause is ExitCause.VM_GONE or (worker.lease_over and worker.cause is None)
 
 
-def was_taken(worker: WorkerView) -> bool:
-    """Whether it went with its VM, or its agent ended it: nothing that it or its peers did."""
+def is_taken_away(worker: WorkerView) -> bool:
+    """Whether it was lost with its VM, or its agent ended it: neither it nor its peers caused that."""
     return is_gone(worker) or worker.cause in _BY_AGENTS
 
 
-def failed_script(generation: GenerationView) -> WorkerView | None:
+def find_failed_script(generation: GenerationView) -> WorkerView | None:
     """The first rank whose script failed."""
     failed = [worker for worker in generation.workers if worker.cause is ExitCause.SCRIPT_FAILED]
     return min(failed, key=lambda worker: (worker.stopped_at or 0.0, worker.rank), default=None)
 
 
-def end_cause(worker: WorkerView) -> EndCause:
+def choose_end_cause(worker: WorkerView) -> EndCause:
     if is_gone(worker):
         return EndCause.VM_LOST
     if worker.cause in _BY_AGENTS:
@@ -64,7 +64,7 @@ def end_cause(worker: WorkerView) -> EndCause:
     return EndCause.WORKER_FAILED if worker.cause is None else causes.get(worker.cause, EndCause.WORKER_FAILED)
 
 
-def worker_line(worker: WorkerView) -> str:
+def render_worker_exit(worker: WorkerView) -> str:
     where = f"rank {worker.rank} on VM {worker.device.vm_id}"
     if worker.cause is ExitCause.VM_GONE:
         return worker.error or f"VM {worker.device.vm_id} is gone"
@@ -75,23 +75,23 @@ def worker_line(worker: WorkerView) -> str:
         ExitCause.LAUNCH_FAILED: "never came up",
         ExitCause.LAUNCH_REFUSED: "was not started",
         ExitCause.LEASE_OVER: "was ended by its agent",
-        ExitCause.AGENT_ENDED: "went with its agent",
+        ExitCause.AGENT_ENDED: "ended with its agent",
         ExitCause.PEER_LOST: "lost a peer",
-        ExitCause.GENERATION_ENDED: "left before its time",
+        ExitCause.GENERATION_ENDED: "left early",
         ExitCause.SCRIPT_FAILED: "failed",
         ExitCause.FINISHED: "finished before the others",
     }
     text = texts[worker.cause] if worker.cause is not None else "stopped"
-    detail = last_line(worker.error)
+    detail = extract_last_line(worker.error)
     return f"{where} {text}" + (f": {detail}" if detail else "")
 
 
-def last_line(text: str) -> str:
+def extract_last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
-def exit_code(generation: GenerationView) -> int | None:
-    """Of the rank whose stop explains the others'."""
-    root = root_cause(generation)
+def find_exit_code(generation: GenerationView) -> int | None:
+    """The exit code of the worker whose stop explains the others'."""
+    root = find_root_cause(generation)
     return None if root is None else root.exit_code

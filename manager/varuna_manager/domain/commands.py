@@ -1,7 +1,7 @@
-"""What each agent should have been told by now: compared with what it was told on its present stream.
+"""The commands that each agent needs. The manager sends those that it has not sent on the agent's present stream.
 
-Commands are idempotent and carry the generation, so telling an agent again after a reconnection is harmless, and a
-command that was lost with a stream (or with the manager) is simply missing from the comparison.
+Commands are idempotent and carry the generation, so sending one again after a reconnection is harmless, and a command
+that was lost with a stream or with the manager is sent again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class StopKey:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainKey:
-    """The one drain of a VM."""
+    """A VM has only one drain."""
 
 
 CommandKey = LaunchKey | StopKey | DrainKey
 
 
 @dataclass(frozen=True, kw_only=True)
-class Presence:
-    """A generation's part on one VM, as the store has it."""
+class GenerationOnVm:
+    """A generation on one VM, as the store has it."""
 
     job_id: str
     generation: int
@@ -44,8 +44,8 @@ class Presence:
     worker_states: tuple[WorkerState, ...]
 
 
-def wanted_commands(
-    parts: Iterable[Presence],
+def list_commands(
+    parts: Iterable[GenerationOnVm],
     running: Iterable[tuple[str, int]],
     seen: frozenset[tuple[str, int]],
     *,
@@ -54,7 +54,7 @@ def wanted_commands(
     """The commands that an agent needs, stops before launches.
 
     `parts`: what the store expects on the VM; `running`: (job, generation) of the workers that its agent reports;
-    `seen`: the generations that its agent said it has seen when it connected (these need no Launch).
+    `seen`: the generations that its agent listed when it connected (these need no Launch).
     """
     stops: list[CommandKey] = []
     launches: list[CommandKey] = []

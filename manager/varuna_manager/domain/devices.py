@@ -1,34 +1,34 @@
-"""Which devices a job's next generation would be planned for, and which VM is so near that it waits for it.
+"""Which devices a job's next generation is planned for, and whether it waits for a VM that will arrive soon.
 
-A worker on a VM whose agent has its imports still to do keeps all others waiting, for seconds. So where workers of the
-job start from warmed processes, a VM without one is as good as on its way.
+A worker on a VM whose agent has not done its imports yet keeps all others waiting for seconds. Where workers of the job
+start from warmed processes, a VM without one therefore counts as not yet arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from varuna_manager.domain.better_shape import Vms, most_gpus, slow_vms
-from varuna_manager.domain.observed import Device, JobView, Rules, VmView
+from varuna_manager.domain.better_shape import gpu_limit, list_slow_vms
+from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.states import GenerationKind
+from varuna_proto.plan import Device
 
 
-def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
-    """The devices that the job's next generation would be planned for, its present ones first.
+def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
+    """The devices for which the job's next generation is planned, its present ones first.
 
-    While a generation runs, new devices count once they have been there for `growth_settle_s`, and their agents have
-    prepared for the job; while others are younger than that, growing waits for them, though not for ever. Between two
-    training generations those are left out whose agents will prepare for longer than a morph takes: the job grows into
-    them later.
+    While a generation runs, new devices count when they are `growth_settle_s` old and their agents have prepared for
+    the job. Growth waits for younger ones, but not for ever. Between two training generations, devices are left out
+    whose agents need longer to prepare than a morph takes: the job grows into them later.
     """
     live = job.generation is not None and job.generation.live
     own = job.generation.devices if job.generation is not None else frozenset()
     devices = sorted(job.devices, key=lambda device: (device not in own, device))
     if live:
         # What the job would do without its slow VMs; where they are all it has, there is nothing to ask.
-        slow = slow_vms(job.generation, vms)
+        slow = list_slow_vms(job.generation, vms)
         devices = [device for device in devices if device.vm_id not in slow]
-        ages = {device: vms[device.vm_id].ready_for_s for device in devices if device not in own}
+        ages = {device: vms[device.vm_id].ready_for_s(now) for device in devices if device not in own}
         warmed = _is_warmed(job, own, vms)
         young = {d for d, age in ages.items() if age < _settle_s(job, vms[d.vm_id], rules, warmed=warmed)}
         if young and max(ages.values()) < 3 * rules.growth_settle_s:
@@ -36,29 +36,29 @@ def next_devices(job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
         else:
             devices = [device for device in devices if device not in young]
     elif _has_trained(job):
-        soon = [device for device in devices if _warm_in_s(job, vms[device.vm_id], rules) <= job.morphs.cost_s]
+        soon = [device for device in devices if _warm_in_s(now, job, vms[device.vm_id], rules) <= job.morphs.cost_s]
         if _is_warmed(job, soon, vms) and len(soon) >= job.min_gpus:
             devices = soon
-    return tuple(devices[: most_gpus(job)])
+    return tuple(devices[: gpu_limit(job)])
 
 
 def _is_warmed(job: JobView, devices: Iterable[Device], vms: Vms) -> bool:
-    """Whether workers of the job start from warmed processes anywhere: not every command can."""
+    """Whether workers of the job start from warmed processes anywhere. Not every command allows that."""
     return any(device.vm_id in vms and job.id in vms[device.vm_id].warm for device in devices)
 
 
 def _settle_s(job: JobView, vm: VmView, rules: Rules, *, warmed: bool) -> float:
-    """How long a new VM must have been there. `warmed`: the job's workers elsewhere start from warmed processes."""
+    """The age that a new VM must have. `warmed`: the job's workers start from warmed processes on other VMs."""
     is_cold = job.id in vm.preparing or (warmed and job.id not in vm.warm)
     return rules.growth_prepare_s if is_cold else rules.growth_settle_s
 
 
-def _warm_in_s(job: JobView, vm: VmView, rules: Rules) -> float:
-    """When the job's workers will start there at once; 0 for a VM that is not expected to come to that any more."""
+def _warm_in_s(now: float, job: JobView, vm: VmView, rules: Rules) -> float:
+    """The time until the job's workers can start there at once; 0: now, or it is no longer expected."""
     warm_s = job.fleet.warm_s
-    if warm_s is None or job.id in vm.warm or vm.ready_for_s >= rules.growth_prepare_s:
+    if warm_s is None or job.id in vm.warm or vm.ready_for_s(now) >= rules.growth_prepare_s:
         return 0.0
-    return max(warm_s - vm.ready_for_s, 0.0)
+    return max(warm_s - vm.ready_for_s(now), 0.0)
 
 
 def _has_trained(job: JobView) -> bool:
@@ -66,14 +66,14 @@ def _has_trained(job: JobView) -> bool:
     return ended is not None and ended.kind is GenerationKind.TRAINING and job.morphs.measured
 
 
-def worth_waiting_for(now: float, job: JobView, devices: tuple[Device, ...], vms: Vms, rules: Rules) -> str:
-    """Which VM is so near that a start without it, and a morph when it is here, would cost more than the wait.
+def explain_waiting_for_vm(now: float, job: JobView, devices: tuple[Device, ...], vms: Vms, rules: Rules) -> str:
+    """Why the start waits for a VM that will arrive soon; empty: it does not.
 
-    Started now, the job would train on the VMs that are left from the end of this morph (`cost_s`) until the new one
-    is here, prepared and settled, and then lose `cost_s` once more. So waiting pays while the VM is due before this
-    morph would be over. It ends when the VM is overdue.
+    If the job started now, it would train from the end of this morph (`cost_s`) until the new VM is prepared, and then
+    lose `cost_s` again. So waiting pays while the VM is due before this morph would end. It ends when the VM is
+    overdue.
     """
-    due_s = job.fleet.arrives_within_s()
+    due_s = job.fleet.next_arrival_s()
     if due_s is None or not _has_trained(job) or job.share is not None:
         return ""
     prepares_s = (job.fleet.warm_s or 0.0) if _is_warmed(job, devices, vms) else 0.0
@@ -83,6 +83,6 @@ def worth_waiting_for(now: float, job: JobView, devices: tuple[Device, ...], vms
     if gain < job.morphs.worthwhile_ratio(rules.growth_ratio, job.fleet.stable_s(now)):
         return ""
     return (
-        f"waiting for a VM on its way: new ones take {job.fleet.join_s:.1f} s, and growing into it later would cost "
+        f"waiting for a requested VM: new ones take {job.fleet.join_s:.1f} s, and growing into it later would cost "
         f"another morph ({job.morphs.cost_s:.1f} s)"
     )

@@ -1,4 +1,4 @@
-"""What the time without progress before a generation's first step went to."""
+"""Where the time without progress before a generation's first step went."""
 
 from __future__ import annotations
 
@@ -7,69 +7,69 @@ from dataclasses import dataclass
 from typing import Any
 
 _BEGINNINGS = ("wait", "process")
-"""What a worker does before it can meet the others, who wait for the last."""
+"""What a worker does before the rendezvous, where all wait for the last one."""
 _NAMED = 3
-"""Parts that a line of text names: the longest."""
+"""The number of parts, longest first, that a line of text names."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DowntimePart:
     name: str
     seconds: float
     rank: int | None = None
-    """Whose it was, where it was one's: the rank's that all others waited for."""
+    """The rank that all others waited for; None: the part is not one rank's."""
 
     def to_document(self) -> dict[str, Any]:
         return {"name": self.name, "seconds": round(self.seconds, 4), "rank": self.rank}
 
     @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Part:
+    def from_document(cls, document: dict[str, Any]) -> DowntimePart:
         return cls(**document)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moments:
-    """When a morph came from one thing to the next; None: it did not, or it is not known."""
+class MorphMoments:
+    """When each part of a morph began; None: it did not happen, or is not known."""
 
     last_progress_at: float
-    """The last step of the generation before, or the job's start."""
-    told_to_stop_at: float | None = None
+    """The last step of the previous generation, or the job's start."""
+    stop_sent_at: float | None = None
     ended_at: float | None = None
-    """The generation before, both."""
+    """When the previous generation had ended. `stop_sent_at` is its, too."""
     created_at: float
     ready_at: float | None = None
-    """Every rank of this one had built its part and loaded its state."""
+    """When every rank of the new generation had built its part and loaded its state."""
     first_step_at: float
 
 
-def slower_start(one: Sequence[Part], other: Sequence[Part]) -> Sequence[Part]:
-    """Of two ranks' starts, that of the one which began later: the others waited for it."""
+def choose_slower_start(one: Sequence[DowntimePart], other: Sequence[DowntimePart]) -> Sequence[DowntimePart]:
+    """The start of the rank that reached the rendezvous later, for which the others waited."""
     return max(one, other, key=lambda parts: sum(part.seconds for part in parts if part.name in _BEGINNINGS))
 
 
-def downtime(moments: Moments, start: Sequence[Part]) -> tuple[Part, ...]:
-    """Its parts in order; together they are that time, to within the travel of messages.
+def split_downtime(moments: MorphMoments, start: Sequence[DowntimePart]) -> tuple[DowntimePart, ...]:
+    """The parts of the downtime in order. Together they are the downtime, to within the travel time of messages.
 
-    notice (until the generation before was told to stop), stop (until it had ended), plan (until this one was decided
-    on, a wait for VMs included), launch (until agents had it), the slowest rank's `start`, and the first step.
+    notice (until the stop of the previous generation was sent), stop (until that had ended), plan (until the new one
+    was decided, including a wait for VMs), launch (until agents had it), the slowest rank's `start`, the first step.
     """
     found, at = [], moments.last_progress_at
     for name, until in (
-        ("notice", moments.told_to_stop_at),
+        ("notice", moments.stop_sent_at),
         ("stop", moments.ended_at),
         ("plan", moments.created_at),
     ):
         if until is not None and until > at:
-            found.append(Part(name=name, seconds=until - at))
+            found.append(DowntimePart(name=name, seconds=until - at))
             at = until
     ready_at = moments.first_step_at if moments.ready_at is None else moments.ready_at
     launch_s = ready_at - moments.created_at - sum(part.seconds for part in start)
-    found += [Part(name="launch", seconds=max(launch_s, 0.0)), *start]
-    return (*found, Part(name="step", seconds=max(moments.first_step_at - ready_at, 0.0)))
+    found += [DowntimePart(name="launch", seconds=max(launch_s, 0.0)), *start]
+    return (*found, DowntimePart(name="step", seconds=max(moments.first_step_at - ready_at, 0.0)))
 
 
-def longest(parts: Sequence[Part]) -> str:
-    """The longest parts in a few words."""
+def render_longest_parts(parts: Sequence[DowntimePart]) -> str:
+    """The longest parts, as text."""
     found = sorted(parts, key=lambda part: -part.seconds)[:_NAMED]
     return ", ".join(
         f"{part.name} {part.seconds:.1f} s" + (f" of rank {part.rank}" if part.rank is not None else "")

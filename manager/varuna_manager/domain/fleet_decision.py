@@ -1,4 +1,4 @@
-"""What to do about the fleet: the state of each VM from what is heard of it, and how many VMs to ask for."""
+"""Decisions about the fleet: the state of each VM, and how many VMs to request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import Rules, VmView
-from varuna_manager.domain.silence import silent_together
+from varuna_manager.domain.silence import find_silent_together
 from varuna_manager.domain.states import VmState
 
 
@@ -19,14 +19,14 @@ class VmVerdict:
 
 
 class RefusalKind(StrEnum):
-    """Why a provider makes no VM: each is worth asking again after another time."""
+    """Why a provider makes no VM. The kind sets the pause before the next request."""
 
     CAPACITY = "capacity"
-    """There are none to be had: the market changes by the minute."""
+    """The provider has none left. The market changes by the minute."""
     QUOTA = "quota"
-    """The account may have no more: that changes when VMs are given back, or somebody raises it."""
+    """The account may have no more, until VMs are given back or the quota is raised."""
     THROTTLED = "throttled"
-    """It was asked too often."""
+    """The provider was asked too often."""
     FAILED = "failed"
     """Anything else: an error of the provider, a VM that did not come up."""
 
@@ -36,29 +36,29 @@ class Refusal:
     kind: RefusalKind
     reason: str
     retry_after_s: float | None = None
-    """What the provider says; None: nothing."""
+    """The pause that the provider asks for; None: it names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusals:
-    """Those in a row, without a VM in between."""
+class RefusalStreak:
+    """Refusals in a row, without a VM in between."""
 
     count: int
     last: Refusal
     last_at: float
     jitter: float = 0.0
-    """In [0, 1), drawn at the last one: by how much of a half the pause is shorter, so that managers spread."""
+    """In [0, 1), drawn at the last refusal. It shortens the pause by up to a half, so that managers spread out."""
 
     @property
     def pause_s(self) -> float:
-        """Before the provider is asked again; never shorter than it wants."""
+        """The pause before the provider is asked again, never shorter than it asks for."""
         pause_s = backoff_s(self.count, self.last.kind) * (1.0 - 0.5 * self.jitter)
         return max(pause_s, self.last.retry_after_s or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Of a fleet. None: there is no limit of this kind."""
+class FleetLimits:
+    """Limits of a fleet. None: there is no limit of this kind."""
 
     max_vms: int | None = None
     max_cost_per_hour: float | None = None
@@ -68,21 +68,21 @@ class Limits:
 class FleetView:
     target: int
     vms: tuple[VmView, ...]
-    """All that are not gone."""
+    """All VMs that are not gone."""
     why: str = ""
-    """Where the target comes from; empty: somebody set it."""
-    refusals: Refusals | None = None
-    limits: Limits = Limits()
+    """Where the target comes from; empty: an operator set it."""
+    refusals: RefusalStreak | None = None
+    limits: FleetLimits = FleetLimits()
     prices: Mapping[str, float] = field(default_factory=dict)
-    """Per hour, of the VMs whose price is known."""
+    """Price per hour, by VM, where it is known."""
     going: tuple[float, ...] = ()
-    """Prices of VMs that are gone but for the provider, which is still deleting them; 0: it is not known."""
+    """Prices of VMs that are gone, but that the provider is still deleting; 0: not known."""
     price_per_hour: float | None = None
-    """Of one more VM; None: not known, or nothing."""
+    """The price of one more VM; None: not known, or free."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
-    """For how long each VM has had no worker; busy ones are not among them."""
+    """How long each idle VM has had no worker."""
     spare_after_s: float | None = None
-    """Too many VMs are given up only after so long without a worker; None: at once, busy ones too."""
+    """Surplus VMs are given back after this long without a worker; None: at once, even busy ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,35 +94,35 @@ class FleetDecision:
 
 
 def decide_vm(now: float, vm: VmView, rules: Rules, *, together: bool = False) -> VmVerdict | None:
-    """The state that the VM is in now, when it is not the one that it had; None otherwise.
+    """The VM's new state; None: it stays as it is.
 
     `together`: it fell silent with most others (`domain.silence`).
 
-    The provider's word beats silence: a VM that it does not list is gone. A silent VM that it does list is lost, and
-    comes back when it is heard again.
+    A VM that the provider does not list is gone, whether it is silent or not. A silent VM that it does list is lost,
+    and is ready again when its heartbeats arrive again.
     """
     if vm.listed is False:
         return _verdict(vm, VmState.GONE, _why_gone(now, vm))
     if vm.notice_deadline is not None and vm.state not in (VmState.DRAINING, VmState.LOST):
         left_s = max(vm.notice_deadline - now, 0.0)
-        return _verdict(vm, VmState.DRAINING, f"it has notice to leave in {left_s:.0f} s")
+        return _verdict(vm, VmState.DRAINING, f"it has notice to leave within {left_s:.0f} s")
     if vm.state is VmState.REQUESTED:
-        return _verdict(vm, VmState.READY, "its agent said Hello") if vm.connected else None
-    grace_s = 0.0 if vm.heard_since_start else rules.restart_grace_s
+        return _verdict(vm, VmState.READY, "its agent has connected") if vm.connected else None
+    grace_s = 0.0 if vm.connected_since_start else rules.restart_grace_s
     held_s = max(rules.lost_after_s, grace_s, rules.lease_s if together else 0.0)
-    if vm.silent_s >= held_s:
-        with_others = ", nor from most others" if together else ""
-        return _verdict(vm, VmState.LOST, f"nothing was heard from it for {held_s:.0f} s{with_others}")
+    if vm.silent_s(now) >= held_s:
+        with_others = ", like most others" if together else ""
+        return _verdict(vm, VmState.LOST, f"it has been silent for {held_s:.0f} s{with_others}")
     if vm.state is VmState.DRAINING:
         return None
-    if vm.silent_s >= max(rules.suspect_after_s, grace_s):
-        # From lost there is only the way back to ready, when it is heard again.
-        missing = "heartbeats are missing, here and from most others: the manager may be cut off, and waits"
-        reason = missing if together else "heartbeats are missing"
+    if vm.silent_s(now) >= max(rules.suspect_after_s, grace_s):
+        # A lost VM can only become ready again, when its heartbeats arrive again.
+        missing = "its heartbeats are missing, like most others: the manager may be cut off, so it waits"
+        reason = missing if together else "its heartbeats are missing"
         return None if vm.state is VmState.LOST else _verdict(vm, VmState.SUSPECT, reason)
     if vm.state in (VmState.SUSPECT, VmState.LOST) and vm.connected:
         back = VmState.READY if vm.notice_deadline is None else VmState.DRAINING
-        return _verdict(vm, back, "it is heard again")
+        return _verdict(vm, back, "its heartbeats arrive again")
     return None
 
 
@@ -132,18 +132,18 @@ def _verdict(vm: VmView, state: VmState, reason: str) -> VmVerdict | None:
 
 def _why_gone(now: float, vm: VmView) -> str:
     if vm.state is VmState.REQUESTED:
-        return "its agent ended before it said Hello: see agent.log in the VM's folder"
+        return "its agent ended before it connected: see agent.log in the VM's folder"
     if vm.state is VmState.DRAINING:
         return f"it left: {vm.reason}"
-    return "the provider does not have it any more (no notice was given)"
+    return "the provider no longer lists it (there was no notice)"
 
 
 def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
-    """How many VMs to ask the provider for, which to drain because they are too many, which to give back.
+    """How many VMs to request, which surplus VMs to drain, and which VMs to give back.
 
-    A cordoned VM counts for the limits alone: another takes its place, and it stays until it is drained.
+    A cordoned VM counts only for the limits: another takes its place, and it stays until it is drained.
     """
-    held = _held_back(fleet, rules)
+    held = _held_back(now, fleet, rules)
     delete = tuple(vm.id for vm in fleet.vms if vm.id not in held and _is_to_be_deleted(now, vm, rules))
     staying = [vm for vm in fleet.vms if vm.state in (VmState.REQUESTED, VmState.READY, VmState.SUSPECT)]
     staying = [vm for vm in staying if vm.id not in delete and not vm.cordoned]
@@ -151,37 +151,42 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
     wanted = f"{fleet.target} VMs are wanted{f' ({fleet.why})' if fleet.why else ''}"
     missing = fleet.target - len(staying)
     if missing < 0:
-        drain = _spare(fleet, staying, -missing)
+        drain = _spare(now, fleet, staying, -missing)
         reason = f"{len(staying)} VMs are there and {wanted}"
         if len(drain) < -missing:
-            reason += f": {-missing - len(drain)} of them are still in use, or were a moment ago"
+            reason += f": {-missing - len(drain)} of them are silent, still in use, or were a moment ago"
         return FleetDecision(reason=reason, drain=drain, delete=delete)
     if missing == 0:
-        return FleetDecision(reason=f"{wanted} and there", delete=delete)
+        return FleetDecision(reason=f"{wanted}, and all are there", delete=delete)
     reason = f"{wanted} and {len(staying)} are there"
     if held:
         reason += f" ({len(held)} of them fell silent together with most others, and may come back)"
     refusals = fleet.refusals
     if refusals is not None and is_within(now, refusals.last_at, refusals.pause_s):
         reason += (
-            f"; the provider refused {refusals.count} times in a row ({refusals.last.kind}: {refusals.last.reason}), "
-            f"and is asked again {refusals.pause_s:.3g} s after the last"
+            f"; the provider refused {refusals.count} times in a row ({refusals.last.kind}: {refusals.last.reason}) "
+            f"and is asked again {refusals.pause_s:.3g} s after the last refusal"
         )
         return FleetDecision(reason=reason, delete=delete)
     allowed, limit = _allowed(fleet, staying)
     return FleetDecision(reason=reason + limit, create=min(missing, allowed), delete=delete)
 
 
-def _held_back(fleet: FleetView, rules: Rules) -> frozenset[str]:
-    """The lost VMs that are neither replaced nor given back yet."""
-    together = silent_together(fleet.vms, rules)
+def _held_back(now: float, fleet: FleetView, rules: Rules) -> frozenset[str]:
+    """The lost VMs that are not replaced or given back yet."""
+    together = find_silent_together(now, fleet.vms, rules)
     lost = [vm for vm in fleet.vms if vm.state is VmState.LOST and vm.id in together]
-    return frozenset(vm.id for vm in lost if vm.silent_s < rules.together_hold_s)
+    return frozenset(vm.id for vm in lost if vm.silent_s(now) < rules.common_silence_hold_s)
 
 
-def _spare(fleet: FleetView, staying: Sequence[VmView], surplus: int) -> tuple[str, ...]:
-    """The VMs to give up. Idle ones first, then the newest: they have done the least."""
-    order = sorted(staying, key=lambda vm: (vm.workers > 0, vm.age_s, vm.id))
+def _spare(now: float, fleet: FleetView, staying: Sequence[VmView], surplus: int) -> tuple[str, ...]:
+    """The VMs to give back: idle ones first, then the newest, which have done the least.
+
+    Lost ones count first, but nobody can tell them to leave: they are drained if they come back, and deleted otherwise.
+    """
+    reached = [vm for vm in staying if vm.state is not VmState.LOST]
+    surplus = max(surplus - (len(staying) - len(reached)), 0)
+    order = sorted(reached, key=lambda vm: (vm.workers > 0, vm.age_s(now), vm.id))
     least_s = fleet.spare_after_s
     if least_s is not None:
         order = [vm for vm in order if vm.workers == 0 and fleet.idle_s.get(vm.id, 0.0) >= least_s]
@@ -189,20 +194,20 @@ def _spare(fleet: FleetView, staying: Sequence[VmView], surplus: int) -> tuple[s
 
 
 def _allowed(fleet: FleetView, staying: Sequence[VmView]) -> tuple[int, str]:
-    """How many more VMs the limits allow, and what to say of the one that does not allow all."""
+    """How many more VMs the limits allow, and text about the limit that does not allow all."""
     missing = fleet.target - len(staying)
     limits, allowed, text = fleet.limits, missing, ""
     paid_for = len(fleet.vms) + len(fleet.going)  # draining and lost ones too
     if limits.max_vms is not None and limits.max_vms - paid_for < allowed:
-        allowed, text = max(limits.max_vms - paid_for, 0), f"; no more than {limits.max_vms} are allowed"
+        allowed, text = max(limits.max_vms - paid_for, 0), f"; the limit is {limits.max_vms} VMs"
     if limits.max_cost_per_hour is not None and fleet.price_per_hour:
         cost = sum(fleet.prices.get(vm.id, 0.0) for vm in fleet.vms) + sum(fleet.going)
         affordable = max(int((limits.max_cost_per_hour - cost) / fleet.price_per_hour + 1e-9), 0)
         if affordable < allowed:
             allowed = affordable
             text = (
-                f"; they cost {cost:.4g} an hour, one more {fleet.price_per_hour:.4g}, "
-                f"and no more than {limits.max_cost_per_hour:.4g} is allowed"
+                f"; they cost {cost:.4g} an hour and one more costs {fleet.price_per_hour:.4g}, "
+                f"but the limit is {limits.max_cost_per_hour:.4g}"
             )
     return allowed, text
 
@@ -217,59 +222,58 @@ _BACKOFF_S = {
 
 
 def backoff_s(refusals: int, kind: RefusalKind = RefusalKind.CAPACITY) -> float:
-    """Before the provider is asked again: twice as long with every refusal in a row, up to a bound."""
+    """The pause before the provider is asked again: it doubles with each refusal in a row, up to a bound."""
     first_s, most_s = _BACKOFF_S[kind]
     return min(first_s * 2.0 ** min(refusals - 1, 32), most_s)
 
 
 def _is_to_be_deleted(now: float, vm: VmView, rules: Rules) -> bool:
     if vm.state is VmState.REQUESTED:
-        return vm.age_s >= rules.request_timeout_s
+        return vm.age_s(now) >= rules.request_timeout_s
     if vm.state is VmState.LOST:
-        return vm.silent_s >= max(rules.lease_s, rules.restart_grace_s)
+        return vm.silent_s(now) >= max(rules.lease_s, rules.restart_grace_s)
     if vm.state is not VmState.DRAINING or vm.workers:
         return False
-    # With a notice, the provider takes it, unless it thinks better of it; without, we made the fleet smaller.
+    # A VM with a notice is taken by the provider, unless it changes its mind. One without is surplus.
     return vm.notice_deadline is None or now >= vm.notice_deadline + rules.notice_overdue_s
 
 
-# ---------------------------------------------------------------- the jobs' wants
+# ---------------------------------------------------------------- the demand of jobs
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobWants:
-    """What one job that is not over would have."""
+class JobDemand:
+    """The GPUs that one job, which has not ended, can use."""
 
     id: str
     max_gpus: int | None
-    """None: all that help."""
+    """None: as many as make it faster."""
     trains: bool = False
-    """Whether a generation of it makes steps now."""
+    """Whether one of its generations completes steps now."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
-    """A fleet that follows the jobs' wants."""
+class VmRange:
+    """The bounds of a fleet that follows the demand of the jobs."""
 
     min_vms: int
     max_vms: int
 
 
-def wanted_vms(
-    vms: Range, jobs: Sequence[JobWants], *, gpus_per_vm: int, enough_vms: int | None = None
+def count_wanted_vms(
+    vms: VmRange, jobs: Sequence[JobDemand], *, gpus_per_vm: int, enough_vms: int | None = None
 ) -> tuple[int, str]:
-    """How many VMs the jobs want, and why.
+    """How many VMs the jobs can use, and why.
 
-    A job without `max_gpus` wants all that help: the ceiling, or `enough_vms` once these jobs have been seen to leave
-    the others idle.
+    A job without `max_gpus` can use the largest fleet, or `enough_vms` once these jobs have left further VMs idle.
     """
     if not jobs:
-        wanted, why = vms.min_vms, "no job is there"
+        wanted, why = vms.min_vms, "there are no jobs"
     elif all(job.max_gpus is not None for job in jobs):
         gpus = sum(job.max_gpus or 0 for job in jobs)
         wanted, why = -(-gpus // gpus_per_vm), f"{_jobs(len(jobs))} can use {gpus} GPUs"
     elif enough_vms is not None:
-        wanted, why = enough_vms, f"more were left idle by {_jobs(len(jobs))}"
+        wanted, why = enough_vms, f"{_jobs(len(jobs))} left further ones idle"
     else:
         unbounded = sum(job.max_gpus is None for job in jobs)
         wanted, why = vms.max_vms, f"{unbounded} of {_jobs(len(jobs))} can use any number"

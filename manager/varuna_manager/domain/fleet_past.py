@@ -1,15 +1,90 @@
-"""What the fleet has just been through, as far as it bears on morphs: losses, and how long new VMs take to join."""
+"""What the fleet has been through, as far as it bears on morphs: losses, and how long new VMs take to join."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from varuna_manager.domain.clock import is_within
-from varuna_planner.hazard import removals_per_vm_hour
+from varuna_manager.domain.states import VmState
+from varuna_planner.liveput.hazard import removals_per_vm_hour
+
+HALF_LIFE_S = 24 * 3600.0
+"""After this time, a loss and an hour without one count half: spot markets change with the hour and the day."""
+_WORKS = (VmState.READY, VmState.SUSPECT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VmLife:
+    """What the store keeps of one VM's states."""
+
+    created_at: float
+    states: Sequence[tuple[float, VmState]]
+    """Each state with its start, oldest first."""
+    had_notice: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LivesSummary:
+    """What the lives of all VMs show about the fleet. A new leader begins with it."""
+
+    losses_at: tuple[float, ...] = ()
+    """Oldest first."""
+    joins_s: tuple[float, ...] = ()
+    """The time of each VM from its request until it was ready, in the order of their arrival."""
+    stable_since: float | None = None
+    """The last loss, or the first VM where none was lost; None: there never was a VM."""
+    removals: float = 0.0
+    """The number of losses, each with the weight of its age (`HALF_LIFE_S`)."""
+    vm_hours: float = 0.0
+    """The hours that VMs were there, weighted in the same way."""
+
+
+def summarize_lives(lives: Iterable[VmLife], now: float) -> LivesSummary:
+    """`lives`: of all VMs, including those that are gone."""
+    losses: list[float] = []
+    joins: list[tuple[float, float]] = []
+    vm_hours, first = 0.0, math.inf
+    for life in lives:
+        steps = [*life.states, (now, None)]
+        for (since, state), (until, new) in pairwise(steps):
+            first = min(first, since)
+            if state in _WORKS:
+                vm_hours += _weighted_hours(since, until, now)
+                if new is not None and is_lost_to_market(new, had_notice=life.had_notice):
+                    losses.append(until)
+            elif state is VmState.REQUESTED and new is VmState.READY:
+                joins.append((until, until - life.created_at))
+    return LivesSummary(
+        losses_at=tuple(sorted(losses)),
+        joins_s=tuple(seconds for _, seconds in sorted(joins)),
+        stable_since=max(losses, default=None if first is math.inf else first),
+        removals=sum(weight(now - at) for at in losses),
+        vm_hours=vm_hours,
+    )
+
+
+def is_lost_to_market(state: VmState, *, had_notice: bool) -> bool:
+    """Whether a VM that worked and is in `state` now was taken away. A VM that a user drains was not."""
+    return state in (VmState.LOST, VmState.GONE) or (state is VmState.DRAINING and had_notice)
+
+
+def weight(age_s: float) -> float:
+    """How much an observation of this age counts."""
+    return math.exp2(-max(age_s, 0.0) / HALF_LIFE_S)
+
+
+def _weighted_hours(since: float, until: float, now: float) -> float:
+    """The integral of the weight over the time from `since` to `until`, in hours."""
+    return HALF_LIFE_S / math.log(2) * (weight(now - until) - weight(now - since)) / 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPast:
+    """What decisions know of it now."""
+
     losses_at: tuple[float, ...] = ()
     """When VMs were lost, fell silent or got notice, oldest first; the last minutes only."""
     stable_since: float | None = None
@@ -21,11 +96,11 @@ class FleetPast:
     coming_ages_s: tuple[float, ...] = ()
     """How long ago those were requested that are not here yet."""
     removals: float = 0.0
-    """VMs that were lost or got notice, older ones counting less,"""
+    """VMs that were lost or got notice, weighted by age,"""
     vm_hours: float = 0.0
-    """while so many VM-hours were seen."""
+    """in this many VM-hours, weighted in the same way."""
     market_hazard: float | None = None
-    """Removals per VM-hour, by what the provider tells of its market; None: it tells nothing."""
+    """Removals per VM-hour, by what the provider reports of its market; None: it reports nothing."""
 
     def stops_per_hour(self, vms: int) -> float:
         """How often losses are expected to stop a generation that uses so many VMs."""
@@ -35,7 +110,7 @@ class FleetPast:
         """For how long no VM was lost."""
         return 0.0 if self.stable_since is None else max(0.0, now - self.stable_since)
 
-    def storm(self, now: float, *, losses: int, window_s: float, quiet_s: float, wait_s: float) -> str:
+    def describe_storm(self, now: float, *, losses: int, window_s: float, quiet_s: float, wait_s: float) -> str:
         """Why shapes should be left alone for now; empty when they need not be.
 
         A storm is `losses` VMs lost within `window_s`. It is over after `quiet_s` without a loss, and no longer waited
@@ -52,9 +127,9 @@ class FleetPast:
         if len(within) < losses or now - began >= wait_s:
             return ""
         lost = f"{len(within)} VMs were lost within {window_s:.0f} s"
-        return f"{lost}: no change of shape before {quiet_s:.0f} s without one"
+        return f"{lost}: shapes stay as they are until {quiet_s:.0f} s pass without a loss"
 
-    def arrives_within_s(self) -> float | None:
+    def next_arrival_s(self) -> float | None:
         """When the next VM that was requested should be here; None: none is coming, or it is not known or overdue."""
         if self.join_s is None:
             return None

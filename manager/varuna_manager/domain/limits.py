@@ -1,6 +1,6 @@
-"""What a job may take at most: time, money, and waiting. A job over a limit is saved and ended.
+"""Limits of a job: time, cost, and waiting. A job that reaches one is saved and ended.
 
-All three count from the job's submission, or from its last retry: whoever retries a job wants it to go on.
+All three count from the job's submission or from its last retry, because a retried job is meant to go on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from varuna_manager.domain.states import JobState
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitsView:
-    """The limits of one job, and how far it is. None: there is no limit of this kind."""
+class JobLimitsView:
+    """The limits of one job, and how much of them it has used. None: there is no limit of this kind."""
 
     max_duration_s: float | None = None
     max_cost: float | None = None
@@ -20,13 +20,13 @@ class LimitsView:
     waits_since: float = 0.0
     """Its submission, or its last retry."""
     run_since: float | None = None
-    """Its first start after that; None: it has not been started."""
+    """Its first start after that; None: it has not started."""
     cost: float = 0.0
-    """Of its generations since then, on VMs whose price is known."""
+    """The cost of its generations since then, on VMs whose price is known."""
 
 
-def over_limit(now: float, state: JobState, limits: LimitsView) -> str:
-    """Which limit the job has reached, in one line; empty: none."""
+def find_reached_limit(now: float, state: JobState, limits: JobLimitsView) -> str:
+    """The limit that the job has reached, in one line; empty: none."""
     if state not in (JobState.QUEUED, JobState.RUNNING):
         return ""
     if limits.run_since is None:

@@ -1,17 +1,17 @@
-"""What the decisions look at, and what they may ask for. Frozen, with no way to reach the store or the clock."""
+"""What decisions see of jobs, generations and VMs: frozen, without access to the store or the clock."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from varuna_manager.domain.fleet_past import FleetPast
-from varuna_manager.domain.limits import LimitsView
-from varuna_manager.domain.morphs import Morphs
+from varuna_manager.domain.limits import JobLimitsView
+from varuna_manager.domain.morphs import MorphEstimate
 from varuna_manager.domain.setbacks import Setbacks
-from varuna_manager.domain.setups import Setups
+from varuna_manager.domain.setups import SetupProgress
 from varuna_manager.domain.states import (
     EndCause,
     ExitCause,
@@ -20,8 +20,10 @@ from varuna_manager.domain.states import (
     JobState,
     StopMode,
     VmState,
+    WaitKind,
     WorkerState,
 )
+from varuna_proto.plan import Device, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,113 +36,76 @@ class Rules:
     lost_after_s: float = 10.0
     """Silence after which a VM's workers are given up."""
     restart_grace_s: float = 30.0
-    """Silence allowed to a VM that has not been heard since the manager started: agents redial with backoff."""
-    together_hold_s: float = 600.0
-    """For so long nothing is bought for VMs that fell silent together with most others, and none is given back."""
+    """Silence allowed to a VM whose agent has not reconnected since the manager started: agents redial with backoff."""
+    common_silence_hold_s: float = 600.0
+    """VMs that fell silent together with most others are neither replaced nor given back for this long."""
     lease_s: float = 60.0
-    """An agent that hears nothing for so long has ended its workers."""
+    """An agent that is cut off from the manager for this long has ended its workers."""
     growth_settle_s: float = 2.0
-    """How long new devices must have been there before a job grows into them."""
+    """The age that new devices must have before a job grows into them."""
     growth_prepare_s: float = 30.0
-    """And how long at most it waits for their agents to prepare for its workers."""
+    """The longest time that a job waits for the agents of new devices to prepare for its workers."""
     prepare_again_s: float = 60.0
-    """After so long, an agent is told once more to prepare: a setup that failed may succeed."""
+    """Time after which an agent is asked again to prepare, because a setup that failed may succeed."""
     setup_failures: int = 3
-    """VMs on which the setup of a job that never ran has to fail, where there are so many, before the job fails."""
+    """A job that never ran fails when its setup has failed on this many VMs (or on all, if there are fewer)."""
     growth_ratio: float = 1.05
-    """Predicted rate of the bigger plan over the present one that makes growing worthwhile, at least."""
+    """A job grows when the predicted rate of the larger plan is at least this many times the present one."""
     hang_minimum_s: float = 30.0
+    """The shortest time without progress that makes a hang."""
     hang_steps: float = 20.0
-    """Predicted steps without progress that make a hang (but not before hang_minimum_s)."""
+    """Time without progress that makes a hang, in predicted steps."""
     hang_doublings: int = 6
-    """Each hang that was seen doubles the limit, at most so often: a script that writes for long looks like one."""
+    """The limit doubles after each hang, at most this many times, because a script that writes for long looks hung."""
     finish_timeout_s: float = 600.0
-    """After a rank has finished: how long the others may take without a step (they may be writing the result)."""
+    """Time without a step that the other ranks have after one has finished: they may be writing the result."""
     first_step_timeout_s: float = 120.0
-    """Time that a generation has from its launch to its first step, beside some mini-batches."""
+    """Time that a generation has from its launch to its first step, plus some mini-batches."""
     calibration_timeout_s: float = 300.0
     root_cause_wait_s: float = 2.0
-    """When all that is known is that ranks lost a peer: how long to wait to hear of the peer."""
+    """When ranks have lost a peer: time to wait for a report about that peer."""
+    survivors_wait_s: float = 2.0
+    """When a generation has ended: time to wait for workers that may survive it with their state."""
+    share_minibatches: float = 2.0
+    """Predicted mini-batches that a replica has to finish its share of the step before its workers leave."""
+    survivors_kept_s: float = 60.0
+    """Survivors wait in their processes for longer than this; later ones are not counted on."""
     profile_exit_wait_s: float = 10.0
-    """After the profile has come: how long calibrating workers may take to leave."""
+    """Time that calibrating workers have to leave after the profile has arrived."""
     stop_grace_s: float = 5.0
-    """Leave-now: how long workers may take before they are killed."""
+    """Time that workers have to leave (leave-now) before they are killed."""
     save_grace_s: float = 60.0
-    """Save-first: the same, beside two mini-batches: the one under way is finished. A notice's deadline shortens it."""
+    """The same for save-first, plus two mini-batches. The deadline of a notice shortens it."""
     breaker: int = 5
-    """Generations in a row that a fault ended before they got beyond the best step so far: they fail the job."""
+    """A job fails after this many generations in a row that a fault ended before they passed the best step so far."""
     start_settle_s: float = 5.0
-    """How long a new job waits for VMs that are already on their way."""
+    """Time that a new job waits for VMs that are requested already."""
     slow_threshold: float = 0.15
-    """A VM that takes this much longer than its peers for the same work is slow."""
+    """A VM is slow when it takes longer than its peers for the same work by this fraction."""
     slow_looks: int = 3
-    """In a row, before it is."""
+    """Comparisons in a row that must show it."""
     slow_gain: float = 1.05
-    """Predicted rate without the slow VM over the present one that makes leaving it worthwhile, at least."""
+    """A job leaves slow VMs when the predicted rate without them is at least this many times the present one."""
     quarantine_s: float = 600.0
-    """The first time; each further one of the same VM lasts twice as long."""
+    """Duration of a VM's first quarantine; each further one lasts twice as long."""
     stacks_wait_s: float = 5.0
-    """How long a generation that hangs is kept for its ranks to say where they stand."""
+    """Time that a hanging generation is kept so that its ranks can report their stacks."""
     quarantine_hangs: int = 2
-    """A VM that so many hangs were put down to is quarantined."""
+    """A VM is quarantined when this many hangs were attributed to it."""
     quarantine_deaths: int = 3
-    """A VM whose workers ended so many generations, each within death_window_s of the one before, is quarantined."""
+    """A VM is quarantined when its workers ended this many generations, each within death_window_s of the last."""
     death_window_s: float = 3600.0
     storm_losses: int = 4
-    """VMs lost within storm_window_s that make a storm: no shape is changed by choice before it is over."""
+    """VMs lost within storm_window_s that make a storm. Shapes are not changed by choice until it is over."""
     storm_window_s: float = 60.0
     storm_quiet_s: float = 15.0
-    """Without a loss, after which a storm is over."""
+    """Time without a loss after which a storm is over."""
     storm_wait_s: float = 180.0
-    """The longest that a storm is waited for."""
+    """The longest time that jobs wait for the end of a storm."""
     notice_overdue_s: float = 120.0
-    """A VM that is still there so long after its deadline is given back: it has left every job."""
+    """A VM that still exists this long after its deadline is given back: it has left every job."""
     request_timeout_s: float = 120.0
-    """How long a requested VM may take to say Hello."""
-
-
-class Device(NamedTuple):
-    """One accelerator (or CPU slot): the place of one worker."""
-
-    vm_id: str
-    local_rank: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The shape of a training generation, as the planner chose it."""
-
-    p: int
-    d: int
-    micro_batch: int
-    global_batch: int
-    stage_starts: tuple[int, ...] = ()
-    policy: str = "work-conserving"
-    run_ahead: int = 0
-    recompute: tuple[bool, ...] = ()
-    predicted_minibatch_s: float = 0.0
-    examples_per_s: float = 0.0
-    memory_bytes: tuple[int, ...] = ()
-
-    def to_document(self) -> dict[str, Any]:
-        return {
-            "p": self.p,
-            "d": self.d,
-            "micro_batch": self.micro_batch,
-            "global_batch": self.global_batch,
-            "stage_starts": list(self.stage_starts),
-            "policy": self.policy,
-            "run_ahead": self.run_ahead,
-            "recompute": list(self.recompute),
-            "predicted_minibatch_s": self.predicted_minibatch_s,
-            "examples_per_s": self.examples_per_s,
-            "memory_bytes": list(self.memory_bytes),
-        }
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Plan:
-        tuples = {name: tuple(document[name]) for name in ("stage_starts", "recompute", "memory_bytes")}
-        return cls(**{**document, **tuples})
+    """Time that a requested VM has until its agent connects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +114,13 @@ class Proposal:
 
     plan: Plan | None
     placement: tuple[Device, ...] = ()
-    """Index = rank."""
+    """The device of each rank; the index is the rank."""
     candidates: tuple[Mapping[str, Any], ...] = ()
     reason: str = ""
     possible: bool = True
-    """False: no number of GPUs would do."""
+    """False: there is no plan for any number of GPUs."""
     present_examples_per_s: float | None = None
-    """Of the running generation's shape, predicted from the same profile; None when none runs, or it does not fit."""
+    """The rate of the running generation's shape by the same profile; None: none runs, or it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,43 +130,45 @@ class VmView:
     gpus: int = 1
     device_memory_bytes: int | None = None
     connected: bool = True
-    heard_since_start: bool = True
-    """False: not since the manager started."""
-    silent_s: float = 0.0
-    """Since anything was heard from its agent (or since the manager started)."""
-    ready_for_s: float = 0.0
-    age_s: float = 0.0
+    connected_since_start: bool = True
+    """False: its agent has not connected since the manager started."""
+    silent_since: float | None = None
+    """When the last message of its agent arrived, or when the manager started; None: its heartbeats arrive in time."""
+    ready_since: float | None = None
+    """When its agent connected; None: it is not connected."""
+    created_at: float = 0.0
     listed: bool | None = None
-    """What the provider says: it has the VM, it has not; None: not asked yet."""
+    """Whether the provider lists it; None: the provider was not asked yet."""
     notice_deadline: float | None = None
     drain_deadline: float | None = None
-    """When whoever drained it wants it to be empty."""
+    """The time by which it should be empty, as the request to drain it gave it."""
     slow_ratio: float | None = None
-    """How many times as long as its peers it takes; None: it is not slow."""
+    """Its time for the same work over that of its peers; None: it is not slow."""
     slow_reason: str = ""
     quarantined: bool = False
     quarantines: int = 0
-    """Those of the past and the present."""
+    """Past and present ones."""
     hangs: int = 0
-    """Hangs that were put down to it."""
+    """Hangs that were attributed to it."""
     deaths: int = 0
-    """Generations that workers there have ended, each not long after the one before."""
+    """Generations that its workers have ended, each within death_window_s of the one before."""
     last_death_at: float | None = None
     workers: int = 0
     """Workers there that have not stopped."""
-    has_rendezvous_port: bool = True
+    port_free_at: float | None = 0.0
+    """When its rendezvous port may be used: not a moment after another use. None: its agent offers none."""
     preparing: frozenset[str] = frozenset()
-    """Ids of jobs whose workers would have to wait there, for imports that its agent is doing ahead."""
+    """Ids of jobs whose imports its agent is doing in advance: their workers would have to wait there."""
     warm: frozenset[str] = frozenset()
-    """Ids of jobs whose workers would start there at once: their imports are done."""
+    """Ids of jobs whose imports are done: their workers would start there at once."""
     prepared: frozenset[str] = frozenset()
-    """Ids of the jobs whose workdir is ready there, of those that need it made."""
+    """Ids of jobs whose workdir is ready there, among jobs whose workdir needs preparation."""
     cordoned: bool = False
-    """A user wants nothing new to start there."""
+    """An operator has taken it out of use: no new workers start there."""
     gpu_type: str = ""
-    """What its GPUs are called; empty: not known."""
+    """The name of its GPUs; empty: not known."""
     setting_up: frozenset[str] = frozenset()
-    """Ids of the jobs whose workdir is being made ready there, or waits for its turn."""
+    """Ids of jobs whose workdir is being prepared there or is queued for that."""
     reason: str = ""
 
     @property
@@ -211,9 +178,25 @@ class VmView:
 
     @property
     def leave_by(self) -> float | None:
-        """When nothing of ours should be left there."""
+        """The time by which all workers should have left it; None: there is no deadline."""
         deadlines = [at for at in (self.notice_deadline, self.drain_deadline) if at is not None]
         return min(deadlines, default=None)
+
+    def silent_s(self, now: float) -> float:
+        return 0.0 if self.silent_since is None else now - self.silent_since
+
+    def ready_for_s(self, now: float) -> float:
+        return 0.0 if self.ready_since is None else now - self.ready_since
+
+    def age_s(self, now: float) -> float:
+        return now - self.created_at
+
+    def has_rendezvous_port(self, now: float) -> bool:
+        return self.port_free_at is not None and now >= self.port_free_at
+
+
+Vms = Mapping[str, VmView]
+"""By id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,15 +209,69 @@ class WorkerView:
     exit_code: int | None = None
     stopped_at: float | None = None
     step: int | None = None
-    """The last that it completed, as its agent last said; None: not heard."""
+    """The last step that it completed, by its agent's last heartbeat; None: there was no heartbeat."""
+    waiting_for: WaitKind | None = None
+    """Where it waits for other ranks, by its agent's last heartbeat; None: nowhere."""
     unreached: int | None = None
-    """The rank that it could not reach when they met; None: none is known."""
+    """The rank that it could not reach at the rendezvous; None: none is known."""
+    held_step: int | None = None
+    """The step of the state that its process holds for the next generation; None: the process is gone."""
+    gives_only: bool = False
+    """Whether the process can only give that state to new ones, and cannot go on in place."""
     lease_over: bool = False
     """Its VM has been silent for a whole lease: its agent has ended it."""
 
     @property
     def stopped(self) -> bool:
         return self.state is WorkerState.EXITED or self.state is WorkerState.LOST or self.lease_over
+
+
+class WorkerViews(tuple[WorkerView, ...]):
+    """The workers of a generation by rank, and what follows from them."""
+
+    @cached_property
+    def devices(self) -> frozenset[Device]:
+        return frozenset([worker.device for worker in self])
+
+    @cached_property
+    def vm_ids(self) -> tuple[str, ...]:
+        return tuple(sorted({device.vm_id for device in self.devices}))
+
+    @cached_property
+    def running_on(self) -> tuple[str, ...]:
+        return tuple(sorted({worker.device.vm_id for worker in self if not worker.stopped}))
+
+
+def as_worker_views(workers: tuple[WorkerView, ...]) -> WorkerViews:
+    return workers if isinstance(workers, WorkerViews) else WorkerViews(workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process that has left its generation and gives its state to the processes of a later one."""
+
+    rank: int
+    stage: int
+    vm_id: str
+    held_at: float
+    """When its agent reported that it holds the state."""
+
+    def to_document(self) -> dict[str, Any]:
+        return {"rank": self.rank, "stage": self.stage, "vm_id": self.vm_id, "held_at": self.held_at}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Holder:
+        return cls(**document)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holders:
+    """Holders that have all stages of one step among them."""
+
+    generation: int
+    """The generation that they have left."""
+    members: tuple[Holder, ...]
+    """By rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +284,7 @@ class StopView:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """Where a rank stands, as its agent answered."""
+    """The stacks of one rank, as its agent answered."""
 
     text: str = ""
     """Python stacks of all its threads, as faulthandler writes them."""
@@ -256,24 +293,24 @@ class RankStack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stacks:
-    """What was answered when a generation that hangs was asked where its ranks stand."""
+class StackAnswers:
+    """The answers of the ranks of a hanging generation to a request for their stacks."""
 
     generation: int
     asked_at: float
     answers: Mapping[int, RankStack]
-    """By rank; those that have answered."""
+    """By rank, of the ranks that have answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """The rank that everyone waits for, as far as that can be told."""
+    """The rank that all others probably wait for."""
 
     rank: int
     vm_id: str
     why: str
     stack: str = ""
-    """Of its thread that matters; empty: it did not tell."""
+    """The stack of its main thread; empty: it did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,43 +319,44 @@ class GenerationView:
     kind: GenerationKind
     state: GenerationState
     workers: tuple[WorkerView, ...]
+    """By rank; best as WorkerViews, which keep what follows from them."""
     progress_at: float
-    """When it last completed a step, or a micro-batch of an evaluation was seen to be done; before that, when it was
-    launched (never before the manager started)."""
+    """When it last completed a step or a micro-batch of an evaluation. Before its first: the time of its launch or of
+    the manager's start, whichever is later."""
     plan: Plan | None = None
     last_step: int | None = None
+    in_place: bool = False
+    """Whether its ranks are survivors of the generation before, which keep their processes and their state."""
+    holders: Holders | None = None
+    """The processes that give it their state; None: it goes on in place, or from a checkpoint."""
     stop: StopView | None = None
+    ended_at: float | None = None
+    end_cause: EndCause | None = None
     end_reason: str = ""
 
     @property
     def live(self) -> bool:
         return self.state is not GenerationState.ENDED
 
-    def at(self, progress_at: float, last_step: int | None) -> GenerationView:
-        """With its progress; what is worked out of its workers is not worked out again."""
-        if (self.progress_at, self.last_step) == (progress_at, last_step):
-            return self
-        later = replace(self, progress_at=progress_at, last_step=last_step)
-        later.__dict__.update({name: vars(self)[name] for name in _OF_WORKERS if name in vars(self)})
-        return later
+    @property
+    def stop_mode(self) -> StopMode:
+        """How its workers leave when there is time: they save if they have trained."""
+        trained = self.kind is GenerationKind.TRAINING and self.last_step is not None
+        return StopMode.SAVE_FIRST if trained else StopMode.LEAVE_NOW
 
-    @cached_property
+    @property
     def devices(self) -> frozenset[Device]:
-        return frozenset([worker.device for worker in self.workers])
+        return as_worker_views(self.workers).devices
 
-    @cached_property
+    @property
     def vm_ids(self) -> tuple[str, ...]:
-        """Of its VMs, in their order."""
-        return tuple(sorted({device.vm_id for device in self.devices}))
+        """Ids of its VMs, sorted."""
+        return as_worker_views(self.workers).vm_ids
 
-    @cached_property
+    @property
     def running_on(self) -> tuple[str, ...]:
-        """Ids of the VMs on which not all of its workers have stopped, in their order."""
-        return tuple(sorted({worker.device.vm_id for worker in self.workers if not worker.stopped}))
-
-
-_OF_WORKERS = ("devices", "vm_ids", "running_on")
-"""Of a GenerationView: what only its workers decide."""
+        """Ids of the VMs on which some of its workers have not stopped, sorted."""
+        return as_worker_views(self.workers).running_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,162 +370,57 @@ class JobView:
     max_gpus: int | None = None
     profiled_at: float | None = None
     profile_only: bool = False
-    """Whether it is over when it is profiled."""
+    """Whether the job ends as soon as it is profiled."""
     profile_error: str = ""
-    """Why the profile that was measured could not be used."""
+    """Why the measured profile cannot be used; empty: it can."""
     flaw: str = ""
-    """Why nothing can be done with it but to end it: its stored spec cannot be used, say; empty: all can."""
+    """Why the job can only be ended, such as an invalid stored spec; empty: it is sound."""
     generation: GenerationView | None = None
-    """The newest."""
+    """The newest generation, live or ended."""
     setbacks: Setbacks = field(default_factory=Setbacks)
-    """What its past generations say against it."""
-    morphs: Morphs = field(default_factory=Morphs)
-    """What they say of morphs."""
+    """The past generations that count against it."""
+    morphs: MorphEstimate = field(default_factory=MorphEstimate)
+    """What its morphs cost, by its past generations."""
     devices: tuple[Device, ...] = ()
-    """Those that it could be launched on now: on usable VMs, free or its own."""
+    """Devices that it could be launched on now: on usable VMs, free or its own."""
     max_restarts_on_errors: int = 0
     cancel_saves: bool = False
-    """Whether it is to be cancelled with a last checkpoint."""
+    """Whether its cancellation begins with a last checkpoint."""
     share: int | None = None
-    """GPUs that are its own among all jobs (`domain.sharing`); None: it is the only job."""
+    """Its share of the GPUs among all jobs (`domain.sharing`); None: it is the only job."""
     share_reason: str = ""
-    """Why it has no more."""
+    """Why its share is not larger."""
     share_due: bool = False
-    """Other jobs have more than their share, and are about to give it up."""
-    stacks: Stacks | None = None
-    """Of its newest generation; None: they were not asked for."""
+    """Whether other jobs have more than their share and are about to release GPUs."""
+    stacks: StackAnswers | None = None
+    """Of its newest generation; None: none were requested."""
     fleet: FleetPast = field(default_factory=FleetPast)
     proposal: Proposal | None = None
-    """For `next_devices`; None when the planner was not asked."""
+    """The planner's answer for the devices of `choose_devices`; None: it was not asked."""
+    survivors: frozenset[Device] = frozenset()
+    """Devices where processes of its newest generation hold its state, and that no other job has or is about to get."""
     quarantined: tuple[Device, ...] = ()
-    """Those that it could be launched on, were their VMs not quarantined."""
+    """Devices that it could be launched on if their VMs were not quarantined."""
     coming_vms: int = 0
-    """VMs that were requested and are not here yet."""
+    """VMs that are requested and have not connected yet."""
     returning_vms: int = 0
-    """VMs whose agents have not come back yet to a manager that has just started."""
-    setups: Setups = field(default_factory=Setups)
-    """Of its workdir, where that has to be made ready on its VMs."""
+    """VMs whose agents have not reconnected yet to a manager that has just started."""
+    setups: SetupProgress = field(default_factory=SetupProgress)
+    """The preparation of its workdir on its VMs, where it needs one."""
     prepared_s: float = 0.0
-    """For how long that has been so on one VM at least; 0: it is on none."""
+    """Time since its workdir became ready on the first VM; 0: it is ready on none."""
     setup_error: str = ""
-    """Why that could not be made ready on a VM, as it was said last."""
+    """The last error of preparing its workdir on a VM."""
     setup_exit_code: int | None = None
     missing_secret: str = ""
-    """Which of its secrets the manager cannot read now, and why."""
-    limits: LimitsView = field(default_factory=LimitsView)
+    """Which of its secrets the manager cannot read now, and why; empty: it can read all."""
+    limits: JobLimitsView = field(default_factory=JobLimitsView)
     unfit: int = 0
-    """Free devices that are not as it asks."""
+    """Free devices that do not match its resources."""
     asks: str = ""
-    """What it asks of its GPUs; empty: nothing."""
+    """Its requirements for GPUs; empty: none."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class StartGeneration:
-    number: int
-    kind: GenerationKind
-    placement: tuple[Device, ...]
-    plan: Plan
-    candidates: tuple[Mapping[str, Any], ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopGeneration:
-    number: int
-    mode: StopMode
-    cause: EndCause
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndGeneration:
-    number: int
-    cause: EndCause
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishJob:
-    state: JobState
-    error: str | None = None
-    exit_code: int | None = None
-    """Of the script, where one is known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequeueJob:
-    """Back to the queue: its GPUs went to other jobs."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskStacks:
-    """Ask every agent of the generation where its ranks stand."""
-
-    number: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoteHang:
-    """Keep the stacks, and tell whom everyone waited for."""
-
-    number: int
-    reason: str
-    suspect: Suspect | None
-    silent_s: float
-    """Without progress."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoteDeath:
-    """Count the generations that workers on the VM have ended."""
-
-    vm_id: str
-    deaths: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quarantine:
-    """Leave the VMs alone until then."""
-
-    vm_ids: tuple[str, ...]
-    until: float
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiftQuarantine:
-    vm_ids: tuple[str, ...]
-    reason: str
-
-
-Action = (
-    StartGeneration
-    | StopGeneration
-    | EndGeneration
-    | FinishJob
-    | RequeueJob
-    | AskStacks
-    | NoteHang
-    | NoteDeath
-    | Quarantine
-    | LiftQuarantine
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    reason: str
-    """Why these actions, or why none."""
-    actions: tuple[Action, ...] = ()
-    claims: frozenset[Device] = frozenset()
-    """Devices that younger jobs must leave alone."""
-    notable: bool = True
-    """Whether a new reason is worth an event."""
-
-    @classmethod
-    def stop(cls, generation: GenerationView, mode: StopMode, cause: EndCause, reason: str) -> Decision:
-        """To stop a generation, which keeps its devices meanwhile."""
-        action = StopGeneration(number=generation.number, mode=mode, cause=cause, reason=reason)
-        return cls(reason=reason, actions=(action,), claims=generation.devices)
+    @property
+    def may_restart(self) -> bool:
+        """Whether its script runs again after one more error."""
+        return self.setbacks.errors < self.max_restarts_on_errors

@@ -1,8 +1,7 @@
-"""Which VMs make the workdirs of which jobs ready.
+"""Which VMs prepare the workdirs of which jobs.
 
-Only those on which the job is going to run: the VMs of its share of the fleet, as that will be once it can use it. The
-jobs that run there keep their GPUs until then (`domain.sharing.hold_back`). A VM works on one workdir at a time, on the
-most urgent job's first.
+A workdir is prepared on the VMs of the job's future share of the fleet. The jobs that run there keep their GPUs until
+it is ready (`domain.sharing.hold_back_shares`). A VM prepares one workdir at a time, the most urgent job's first.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ from varuna_manager.domain.states import VmState
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """A job that is not over, as far as it matters for where it will run."""
+    """What decides where a job, which has not ended, will run."""
 
     id: str
     makes_workdir: bool
     min_gpus: int
     most_gpus: int | None
-    """What it may have, by its own limit and by its share; None: any number."""
+    """The most GPUs that it may have, by its own limit and by its share; None: any number."""
     runs_on: Mapping[str, int] = field(default_factory=dict)
     """GPUs of its newest generation, by VM."""
     failed_on: frozenset[str] = frozenset()
-    """VMs on which its workdir could not be made ready."""
+    """VMs on which preparing its workdir has failed."""
     unfit_on: frozenset[str] = frozenset()
-    """VMs whose GPUs are not as it asks."""
+    """VMs whose GPUs do not match its resources."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
-    """Where jobs are going to run. Empty where no job has a workdir to be made ready."""
+class JobPlaces:
+    """Where jobs are going to run. Empty if no job has a workdir to prepare."""
 
     by_job: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """GPUs of each job, by VM."""
     to_prepare: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By VM, the jobs whose workdir is to be ready there, the most urgent first."""
+    """By VM, the jobs whose workdir is to be prepared there, the most urgent first."""
 
 
-class Readiness:
-    """On which VMs workdirs are ready or under way, by job. Made once for a look at all jobs."""
+class WorkdirReadiness:
+    """On which VMs workdirs are ready or being prepared, by job. Made once per look at all jobs."""
 
     def __init__(self, vms: Iterable[VmView]) -> None:
         self.ready: dict[str, dict[str, int]] = {}
@@ -56,14 +55,14 @@ class Readiness:
                 self.under_way.setdefault(job_id, []).append(vm.id)
 
 
-def assign_places(tenants: Sequence[Tenant], vms: Mapping[str, VmView]) -> Places:
-    """`tenants`: the most urgent first. One whose minimum is not here, nor on its way, prepares nowhere."""
+def assign_places(tenants: Sequence[Tenant], vms: Mapping[str, VmView]) -> JobPlaces:
+    """`tenants`: the most urgent first. A job whose minimum is neither here nor requested prepares nowhere."""
     if not any(tenant.makes_workdir for tenant in tenants):
-        return Places()
+        return JobPlaces()
     in_use = {vm_id for tenant in tenants for vm_id in tenant.runs_on}
     usable = sorted((vm.id in in_use, vm.id) for vm in vms.values() if vm.usable and not vm.quarantined)
     gpus = {vm_id: vms[vm_id].gpus for _, vm_id in usable}
-    here, readiness = sum(gpus.values()), Readiness(vms.values())
+    here, readiness = sum(gpus.values()), WorkdirReadiness(vms.values())
     coming = sum(vm.gpus for vm in vms.values() if vm.state is VmState.REQUESTED)
     by_job: dict[str, Mapping[str, int]] = {}
     to_prepare: dict[str, list[str]] = {}
@@ -80,13 +79,13 @@ def assign_places(tenants: Sequence[Tenant], vms: Mapping[str, VmView]) -> Place
         if tenant.makes_workdir and here < tenant.min_gpus <= here + coming:
             for vm_id in gpus.keys() - tenant.unfit_on:
                 to_prepare.setdefault(vm_id, []).append(tenant.id)
-    return Places(by_job=by_job, to_prepare={vm_id: tuple(jobs) for vm_id, jobs in to_prepare.items()})
+    return JobPlaces(by_job=by_job, to_prepare={vm_id: tuple(jobs) for vm_id, jobs in to_prepare.items()})
 
 
-def _take(tenant: Tenant, wanted: int, free: dict[str, int], readiness: Readiness) -> dict[str, int]:
-    """Take GPUs from `free`: where the job runs, where its workdir is ready or nearly so, then in the order of `free`.
+def _take(tenant: Tenant, wanted: int, free: dict[str, int], readiness: WorkdirReadiness) -> dict[str, int]:
+    """Take GPUs from `free`: first where the job runs, then where its workdir is ready or being prepared, then others.
 
-    Those where its workdir could not be made ready come last.
+    VMs where preparing its workdir has failed come last.
     """
     ready, under_way = readiness.ready.get(tenant.id, {}), readiness.under_way.get(tenant.id, ())
     failed = tenant.failed_on - ready.keys()
@@ -107,21 +106,21 @@ def _take(tenant: Tenant, wanted: int, free: dict[str, int], readiness: Readines
     return taken
 
 
-def next_to_prepare(vm: VmView, planned: Iterable[str], told_ago_s: Mapping[str, float], rules: Rules) -> str | None:
-    """The job whose workdir the VM is to make ready now. None: there is none, or one is under way.
+def choose_workdir(vm: VmView, planned: Iterable[str], sent_ago_s: Mapping[str, float], rules: Rules) -> str | None:
+    """The job whose workdir the VM is to prepare now. None: there is none, or one is being prepared.
 
-    What failed is tried again after a while, and does not keep the next one waiting.
+    A failed preparation is tried again after a while, and does not keep the next job waiting.
 
     Args:
         planned: for this VM, the most urgent first.
-        told_ago_s: by job, how long ago the agent was told to.
+        sent_ago_s: by job, how long ago the command was sent to the agent.
     """
     if vm.setting_up:
         return None
     for job_id in planned:
         if job_id in vm.prepared:
             continue
-        ago_s = told_ago_s.get(job_id)
+        ago_s = sent_ago_s.get(job_id)
         if ago_s is None or ago_s >= rules.prepare_again_s:
             return job_id
         if ago_s < rules.suspect_after_s:
@@ -129,14 +128,14 @@ def next_to_prepare(vm: VmView, planned: Iterable[str], told_ago_s: Mapping[str,
     return None
 
 
-def stale_jobs(
+def list_stale_jobs(
     vm: VmView, planned: Collection[str], unfinished: Collection[str], runs: Collection[str]
 ) -> frozenset[str]:
-    """Jobs for which the VM keeps, or makes, something ready that nobody needs.
+    """Jobs for which the VM keeps or prepares a workdir that is no longer needed.
 
     Args:
         planned: for this VM.
-        unfinished: jobs that are not over: what is ready for them stays.
+        unfinished: jobs that have not ended. What is ready for them stays.
         runs: jobs with workers there.
     """
     kept = {job_id for job_id in vm.prepared if job_id not in unfinished}

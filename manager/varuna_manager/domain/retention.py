@@ -1,4 +1,4 @@
-"""How long what is over is kept, how much of it is deleted at once, and what is remembered of VMs for ever."""
+"""How long ended things are kept, how many rows are deleted at once, and what is kept of VMs for ever."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 
 DAY_S = 86_400.0
 _HELD_S = 0.05
-"""What one batch aims at: for so long at most, others who write wait for it."""
+"""The time that one batch should take. Other writers wait for it."""
 _LEAST, _MOST = 100, 5_000
 """Rows of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepDays:
-    """Days for which something is kept after it is over; 0: for ever."""
+    """Days for which something is kept after its end; 0: for ever."""
 
     events: float = 30.0
     jobs: float = 60.0
     vms: float = 30.0
     archives: float = 30.0
     logs: float = 7.0
-    """Also stacks, traces, the plans that were not taken, and the pasts of workers."""
+    """Also stacks, traces, candidate plans, and the histories of workers."""
     tokens: float = 7.0
 
 
-def horizon(now: float, days: float) -> float | None:
-    """What was over before this time goes; None: nothing does."""
+def find_horizon(now: float, days: float) -> float | None:
+    """What ended before this time is deleted; None: nothing is."""
     return now - days * DAY_S if days > 0 else None
 
 
-def next_batch(rows: int, took_s: float) -> int:
-    """How many rows to delete at once, after a batch of `rows` has taken `took_s`: at most twice as many."""
+def choose_batch_size(rows: int, took_s: float) -> int:
+    """How many rows to delete at once, after a batch of `rows` took `took_s`: at most twice as many."""
     factor = min(max(_HELD_S / max(took_s, 1e-4), 0.1), 2.0)
     return min(max(int(rows * factor), _LEAST), _MOST)
 
@@ -40,7 +40,7 @@ def next_batch(rows: int, took_s: float) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VmPast:
+class GoneVm:
     """A VM that is gone."""
 
     created_at: float
@@ -60,8 +60,8 @@ class FleetDay:
     gone_with_price: int = 0
 
 
-def sum_up_by_day(vms: Iterable[VmPast]) -> dict[int, FleetDay]:
-    """By day since the epoch. A VM's hours are those of each day on which it was there."""
+def sum_up_by_day(vms: Iterable[GoneVm]) -> dict[int, FleetDay]:
+    """The fleet by day since the epoch. A VM's hours count on each day on which it existed."""
     days: dict[int, FleetDay] = {}
     for vm in vms:
         last = int(max(vm.gone_at, vm.created_at) // DAY_S)

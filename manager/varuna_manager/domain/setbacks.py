@@ -1,9 +1,9 @@
-"""Which ended generations speak against a job: those that a fault ended before they got beyond its best step.
+"""Setbacks: ended generations that count against a job, because a fault ended them before they passed its best step.
 
-A job that gets on is left alone, however often it is restarted; one that dies again and again at the same place is
-tried with growing pauses and then given up (`Rules.breaker`). What VMs, agents and managers do to a job never counts;
-what an agent does again and again only makes the pauses longer. A script that fails counts apart, and always: the job's
-`max_restarts_on_errors` says how often it may.
+A job that makes progress may be restarted any number of times. One that dies repeatedly at the same place is tried
+again with growing pauses, and then fails (`Rules.breaker`). What VMs, agents and managers do to a job never counts;
+what an agent does repeatedly only makes the pauses longer. Failures of the script are counted separately, and always:
+the job's `max_restarts_on_errors` limits them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLAMELESS = frozenset(
 )
 
 _EXCUSED = frozenset({EndCause.AGENT_ENDED, EndCause.LAUNCH_REFUSED, EndCause.UNREACHABLE})
-"""No fault of the job's either, but what may come again at once: the next try waits a little longer each time."""
+"""Not the job's fault, but likely to happen again at once, so each further try waits a little longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +41,29 @@ class PastGeneration:
     """None: it completed none."""
     ended_at: float
     forgiven: bool = False
-    """The user has retried the job since."""
+    """Whether the user has retried the job since."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setbacks:
     reasons: tuple[str, ...] = ()
-    """Why each of the last generations in a row ended without getting on, oldest first."""
+    """Why each of the last generations in a row ended without progress, oldest first."""
     last_at: float = 0.0
     """When the newest of them ended."""
     best_step: int = 0
     """The newest step that any generation completed."""
     hangs: int = 0
-    """Generations that were taken for hanging, over the job's whole life."""
+    """Generations that ended as hangs, over the job's whole life."""
     errors: int = 0
     """How often the script failed."""
     errors_in_a_row: int = 0
-    """Those since the job last got on."""
+    """Failures of the script since the job last made progress."""
     excused: int = 0
-    """Generations since then that agents or the network ended: they make the pauses longer, and fail no job."""
+    """Generations since then that agents or the network ended. They make the pauses longer, but fail no job."""
 
     @property
     def backoff_s(self) -> float:
-        """From `last_at` on. The first failure is tried again at once; then 1, 2, 4, ... up to 30 seconds."""
+        """The pause after `last_at`: none after the first failure, then 1, 2, 4, ... up to 30 seconds."""
         failures = len(self.reasons) + self.errors_in_a_row + self.excused
         return 0.0 if failures <= 1 else min(2.0 ** (failures - 2), 30.0)
 

@@ -26,10 +26,10 @@ _SECRET_VARIABLE = r"^(?!VARUNA_)[A-Za-z_][A-Za-z0-9_]{0,254}$"
 _SECRET = r"^((file|env):[A-Za-z0-9_][A-Za-z0-9._-]{0,126}|vault:[A-Za-z0-9-]{1,127})$"
 _VARIABLE = re.compile(r"[^=\s\0]+")
 _MOST_BYTES = 100_000
-"""Of a command, or of a variable: the kernel takes no more than 128 KiB in one."""
+"""The length of a command or of a variable: the kernel takes at most 128 KiB in one."""
 _MOST_VARIABLES = 1000
 _MOST_ENVIRONMENT_BYTES = 500_000
-"""A quarter of what a process can be started with."""
+"""A quarter of the kernel's limit for the environment of a process."""
 
 
 def _storable(text: str) -> str:
@@ -37,12 +37,12 @@ def _storable(text: str) -> str:
     if flaw is not None:
         raise ValueError(flaw)
     if len(text.encode()) > _MOST_BYTES:
-        raise ValueError(f"has {len(text.encode())} bytes, and at most {_MOST_BYTES} are taken: put it in a file")
+        raise ValueError(f"has {len(text.encode())} bytes, but the limit is {_MOST_BYTES}: put it in a file")
     return text
 
 
 Text = Annotated[str, AfterValidator(_storable)]
-"""Such as can be sent to an agent, stored, and handed to a process."""
+"""Text that can be sent to an agent, stored, and passed to a process."""
 Path = Annotated[str, StringConstraints(max_length=URL_CHARS), AfterValidator(_storable)]
 
 
@@ -51,63 +51,66 @@ class _Strict(BaseModel):
 
 
 def is_label_key(key: str) -> bool:
-    """Whether a label may be called so. Stores find labels by JSON paths: what would need quoting there may not be."""
+    """Whether `key` can name a label. The store finds labels by JSON paths, so keys need no quoting there."""
     return _LABEL_KEY.fullmatch(key) is not None
 
 
 class Resources(_Strict):
-    min_gpus: int = Field(default=1, ge=1, le=MOST_GPUS, description="the job waits until there are so many")
+    min_gpus: int = Field(default=1, ge=1, le=MOST_GPUS, description="the job waits until this many GPUs are free")
     max_gpus: int | None = Field(
-        default=None, ge=1, le=MOST_GPUS, description="the job takes no more than these; null: all that help"
+        default=None,
+        ge=1,
+        le=MOST_GPUS,
+        description="the most GPUs that the job takes; null: as many as make it faster",
     )
     gpu_type: str | None = Field(
         default=None,
         min_length=1,
         max_length=100,
-        description="only GPUs with this in their name, in capitals or not, such as A100; null: any",
+        description="the job takes only GPUs whose name contains this, such as A100, in upper or lower case; null: any",
     )
     min_gpu_memory_gib: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="only GPUs with so much memory, by what their VMs say; null: any",
+        description="the job takes only GPUs with at least this much memory, as their VMs report it; null: any",
     )
 
     @model_validator(mode="after")
     def _ordered(self) -> Resources:
         if self.max_gpus is not None and self.max_gpus < self.min_gpus:
             raise ValueError(
-                f"max_gpus {self.max_gpus} is below min_gpus {self.min_gpus}: raise the one or lower the other"
+                f"max_gpus {self.max_gpus} is below min_gpus {self.min_gpus}: raise max_gpus or lower min_gpus"
             )
         return self
 
 
 class VmLimits(_Strict):
-    """Of all processes of the job on one VM together: workers, what they start, and `setup`."""
+    """Limits of all processes of the job on one VM together: workers, their child processes, and `setup`."""
 
     memory_gib: float | None = Field(
         default=None,
         ge=0.0625,
         le=65536,
         allow_inf_nan=False,
-        description="GiB of host memory, beyond which the kernel kills one of them; null: all that the VM has",
+        description="GiB of host memory; beyond that, the kernel kills a process; null: all of the VM's memory",
     )
     cpus: float | None = Field(
         default=None,
         ge=0.1,
         le=4096,
         allow_inf_nan=False,
-        description="processors that they may keep busy on the average; null: all that the VM has",
+        description="processors that they may keep busy on average; null: all of the VM's processors",
     )
     processes: int | None = Field(
-        default=None, ge=64, le=4_194_304, description="processes and threads at a time; null: 32768"
+        default=None, ge=64, le=4_194_304, description="processes and threads at the same time; null: 32768"
     )
 
 
 class CheckpointSpec(_Strict):
     url: Path | None = Field(
         default=None,
-        description="where checkpoints go: a path that all VMs share, or file://, s3://, gs://, abfs://, …; "
+        description="where checkpoints are stored: a path that all VMs share, or file://, s3://, gs://, abfs://, …; "
         "null: a folder of the manager's data directory",
     )
     interval_s: float | None = Field(
@@ -115,17 +118,18 @@ class CheckpointSpec(_Strict):
         gt=0,
         le=MOST_SECONDS,
         allow_inf_nan=False,
-        description="seconds between automatic checkpoints; null: as often as pays, by what saves cost and VMs vanish",
+        description="seconds between automatic checkpoints; "
+        "null: chosen from the cost of a save and the rate at which VMs are lost",
     )
     may_start_over: bool = Field(
         default=False,
-        description="train from step 0 again when checkpoints that were saved cannot be read any more; "
-        "false: the job fails and says so",
+        description="true: train from step 0 again when no saved checkpoint can be read any longer; "
+        "false: the job fails with an error",
     )
 
 
 class PlanPins(_Strict):
-    """Parts of the plan that the user wants as they are."""
+    """Parts of the plan that the user fixes."""
 
     p: int | None = Field(default=None, ge=1, le=MOST_GPUS, description="pipeline stages; null: the planner's choice")
     d: int | None = Field(
@@ -137,52 +141,52 @@ class PlanPins(_Strict):
 
 
 class JobLimits(_Strict):
-    """A job over one of these is saved and ended. They count from its submission, or from its last retry."""
+    """A job that reaches one of these is saved and ended. They count from its submission or its last retry."""
 
     max_duration_s: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="seconds from its first start, whether it trains or waits for VMs; null: any number",
+        description="seconds since its first start, whether it trains or waits for VMs; null: no limit",
     )
     max_cost: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="of its VMs, in the provider's currency; VMs whose price is not known count nothing; null: any",
+        description="cost of its VMs, in the provider's currency; VMs without a price count as free; null: no limit",
     )
     queue_timeout_s: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="seconds that it waits to be started; null: for ever"
+        default=None, gt=0, allow_inf_nan=False, description="seconds that it waits for its first start; null: no limit"
     )
 
 
 class JobSpec(_Strict):
-    name: str = Field(description="unique among the jobs that are not over")
+    name: str = Field(description="unique among the jobs that have not ended")
     workdir: Path = Field(description="absolute path; without `archive`, `run` starts there on every VM")
     archive: str | None = Field(
         default=None,
         pattern="^[0-9a-f]{64}$",
-        description="SHA-256 of the workdir, packed and uploaded: `run` starts in a copy of that; "
+        description="SHA-256 of the packed and uploaded workdir: `run` starts in a copy of it; "
         "null: the workdir is on every VM already",
     )
     setup: Text | None = Field(
         default=None,
         min_length=1,
-        description="shell command, run in the workdir once on each VM, before the job; null: nothing is run",
+        description="shell command that runs once on each VM, in the workdir, before the job starts there; null: none",
     )
-    run: Text = Field(min_length=1, description="shell command, which every worker runs: one on each GPU")
+    run: Text = Field(
+        min_length=1, description="shell command that every worker runs; there is one worker for each GPU"
+    )
     global_batch: int = Field(ge=1, le=MOST_INT, description="examples in a mini-batch, over all replicas")
     steps: int | None = Field(
         default=None,
         ge=1,
         le=MOST_STEP,
-        description="how many the script trains, for progress bars and the time left and nothing else; "
+        description="number of steps that the script trains, used only for progress bars and the remaining time; "
         "null: N, if `run` has `--steps N`",
     )
-    resources: Resources = Field(default=Resources(), description="how many GPUs it may have")
-    vm_limits: VmLimits = Field(
-        default=VmLimits(), description="what its processes may take on each VM, where that has cgroup v2"
-    )
+    resources: Resources = Field(default=Resources(), description="how many GPUs the job takes, and which")
+    vm_limits: VmLimits = Field(default=VmLimits(), description="limits of its processes on each VM that has cgroup v2")
     checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="where its state is saved, and how often")
     env: dict[str, Text] = Field(
         default_factory=dict, max_length=_MOST_VARIABLES, description="environment variables of `run` and `setup`"
@@ -190,9 +194,9 @@ class JobSpec(_Strict):
     secrets: dict[str, str] = Field(
         default_factory=dict,
         max_length=64,
-        description="environment variables of `run` (not of `setup`) whose values the manager has and this job only "
-        "names: `file:NAME`, a file in its secrets folder; `env:NAME`, its variable VARUNA_MANAGER_SECRET_NAME; "
-        "`vault:NAME`, a secret of its Azure Key Vault",
+        description="environment variables of `run` (not of `setup`) whose values only the manager has. The job names "
+        "them: `file:NAME`, a file in the manager's secrets folder; `env:NAME`, the manager's variable "
+        "VARUNA_MANAGER_SECRET_NAME; `vault:NAME`, a secret of its Azure Key Vault",
         json_schema_extra={
             "propertyNames": {"pattern": _SECRET_VARIABLE},
             "additionalProperties": {"type": "string", "pattern": _SECRET},
@@ -203,30 +207,35 @@ class JobSpec(_Strict):
         ge=1,
         le=7 * 86_400,
         allow_inf_nan=False,
-        description="seconds that a VM may take to fetch the workdir and to run `setup`; then that is killed, and has "
-        "failed there",
+        description="seconds that a VM may take to fetch the workdir and to run `setup`; after that, `setup` is killed "
+        "and has failed on this VM",
     )
-    plan: PlanPins = Field(default=PlanPins(), description="parts of the plan that stay as they are said here")
-    profile_only: bool = Field(default=False, description="the job has succeeded when its profile is measured")
+    plan: PlanPins = Field(default=PlanPins(), description="parts of the plan that are fixed")
+    profile_only: bool = Field(
+        default=False, description="true: the job has succeeded as soon as its profile is measured"
+    )
     max_restarts_on_errors: int = Field(
-        default=0, ge=0, le=1000, description="so often is the job restarted from its checkpoint when its script fails"
+        default=0,
+        ge=0,
+        le=1000,
+        description="how many times the job is restarted from its checkpoint after its script has failed",
     )
     priority: int = Field(
         default=0,
         ge=-100,
         le=100,
-        description="jobs of higher priority get their GPUs first, from lower ones if needed",
+        description="jobs of higher priority get their GPUs first, if needed from jobs of lower priority",
     )
-    limits: JobLimits = Field(default=JobLimits(), description="what it may take before it is saved and ended")
+    limits: JobLimits = Field(default=JobLimits(), description="limits at which the job is saved and ended")
     labels: dict[str, str] = Field(
         default_factory=dict,
         max_length=32,
-        description="words of yours by which jobs are found: varuna ps --label KEY=VALUE",
+        description="your own keys and values, by which `varuna ps --label KEY=VALUE` finds jobs",
     )
 
     @property
     def needs_preparing(self) -> bool:
-        """Whether a VM has something to do before workers can start there."""
+        """Whether a VM has to prepare the workdir before workers can start there."""
         return self.archive is not None or self.setup is not None
 
     @field_validator("name")
@@ -242,12 +251,12 @@ class JobSpec(_Strict):
         for name in env:
             if not _VARIABLE.fullmatch(name) or len(name) > NAME_CHARS or text_flaw(name) is not None:
                 raise ValueError(
-                    f"{name[:80]!r} is no name of a variable: 1 to {NAME_CHARS} characters without blanks and '='"
+                    f"{name[:80]!r} is not a valid variable name: use 1 to {NAME_CHARS} characters, no blanks, no '='"
                 )
         total = sum(len(name.encode()) + len(value.encode()) for name, value in env.items())
         if total > _MOST_ENVIRONMENT_BYTES:
             raise ValueError(
-                f"has {total} bytes in all, and at most {_MOST_ENVIRONMENT_BYTES} are taken: put some into files"
+                f"has {total} bytes in all, but the limit is {_MOST_ENVIRONMENT_BYTES}: put some into files"
             )
         return env
 
@@ -256,12 +265,14 @@ class JobSpec(_Strict):
     def _references(cls, secrets: dict[str, str]) -> dict[str, str]:
         for variable, reference in secrets.items():
             if not re.fullmatch(_SECRET_VARIABLE, variable):
-                raise ValueError(f"{variable!r} can be no variable: use letters, digits and '_', and not VARUNA_...")
+                raise ValueError(
+                    f"{variable!r} is not a valid variable: use letters, digits and '_', and do not begin with VARUNA_"
+                )
             if not re.fullmatch(_SECRET, reference):
                 # The value is not repeated: it may be the secret itself.
                 raise ValueError(
-                    f"{variable} must be file:NAME, env:NAME or vault:NAME, which the manager's operator has laid out: "
-                    "a job names its secrets, and never has them"
+                    f"{variable} must be file:NAME, env:NAME or vault:NAME: a job only names its secrets, and the "
+                    "manager's operator provides the values"
                 )
         return secrets
 
@@ -286,7 +297,7 @@ class JobSpec(_Strict):
     def _one_value_each(self) -> JobSpec:
         twice = sorted(self.env.keys() & self.secrets.keys())
         if twice:
-            raise ValueError(f"{twice[0]} is in env and in secrets: leave it in one of them")
+            raise ValueError(f"{twice[0]} is in env and in secrets: remove it from one of them")
         return self
 
     @model_validator(mode="after")
@@ -305,7 +316,7 @@ class JobSpec(_Strict):
         needed = (pins.p or 1) * (pins.d or 1)
         if needed > MOST_GPUS:
             raise ValueError(
-                f"the pinned plan needs {needed} GPUs, and at most {MOST_GPUS} are taken: lower plan.p or plan.d"
+                f"the pinned plan needs {needed} GPUs, but the limit is {MOST_GPUS}: lower plan.p or plan.d"
             )
         if self.resources.max_gpus is not None and needed > self.resources.max_gpus:
             raise ValueError(
@@ -316,9 +327,9 @@ class JobSpec(_Strict):
 
 
 def read_spec(document: object) -> tuple[JobSpec, str]:
-    """A spec as it was stored, and what is wrong with it; empty: nothing.
+    """A stored spec, and the error in it; empty: none.
 
-    What an earlier version has taken may be wrong by now. In place of a wrong one comes one that trains nothing.
+    A spec that an earlier version accepted may be invalid now. It is replaced by a spec that trains nothing.
     """
     try:
         return JobSpec.model_validate(document), ""
@@ -327,7 +338,7 @@ def read_spec(document: object) -> tuple[JobSpec, str]:
         where = ".".join(str(part) for part in first["loc"])
         is_shown = where and not where.startswith(("env", "secrets")) and not isinstance(first["input"], Mapping)
         given = f" is {repr(first['input'])[:80]}" if is_shown else ""
-        text = f"its stored spec cannot be used: {where or 'it'}{given}: {first['msg'].removeprefix('Value error, ')}"
+        text = f"its stored spec is invalid: {where or 'it'}{given}: {first['msg'].removeprefix('Value error, ')}"
         return _NOTHING, " ".join(text.encode(errors="backslashreplace").decode().split())
 
 

@@ -1,7 +1,7 @@
-"""The states of jobs, generations, VMs and workers, and which may follow which.
+"""The states of jobs, generations, VMs and workers, and the allowed transitions.
 
-Everything that may change a state goes through `advance`, which knows the tables below. A state that is not a key's
-successor is a bug somewhere: it raises with the object's history, so that the bug can be read from the log.
+Every change of a state goes through `advance`, which checks the tables below. A transition that is not in its table is
+a bug: it raises with the object's history, so that the log shows how it came about.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class GenerationState(StrEnum):
 
 class VmState(StrEnum):
     REQUESTED = "requested"
-    """The provider was asked; its agent has not said Hello yet."""
+    """Requested from the provider; its agent has not connected yet."""
     READY = "ready"
     SUSPECT = "suspect"
     """Heartbeats are missing: nothing new is launched there."""
     DRAINING = "draining"
-    """It is about to leave (notice, or fleet target lowered)."""
+    """It is about to leave: it has notice, or it is surplus."""
     LOST = "lost"
-    """Silent for so long that its workers are given up; the provider still lists it."""
+    """Silent for so long that its workers count as lost. The provider still lists it."""
     GONE = "gone"
-    """The provider no longer has it: nothing runs there."""
+    """The provider no longer has it, so nothing runs there."""
 
 
 class WorkerState(StrEnum):
     ASSIGNED = "assigned"
     RUNNING = "running"
     EXITED = "exited"
-    """Its agent said so."""
+    """Its agent reported its exit."""
     LOST = "lost"
-    """It went with its VM."""
+    """It was lost with its VM."""
 
 
 class GenerationKind(StrEnum):
@@ -65,12 +65,23 @@ class ExitCause(StrEnum):
     KILLED = "killed"
     LAUNCH_FAILED = "launch_failed"
     LAUNCH_REFUSED = "launch_refused"
-    """Its agent would not start it."""
+    """Its agent refused to start it."""
     LEASE_OVER = "lease_over"
-    """Its agent ended it, which had not heard from the manager for a whole lease."""
+    """Its agent ended it after a whole lease without contact to the manager."""
     AGENT_ENDED = "agent_ended"
-    """It went with its agent, which was asked to end or started anew."""
+    """It ended with its agent, which was stopped or restarted."""
     VM_GONE = "vm_gone"
+
+
+class WaitKind(StrEnum):
+    """Where a worker waits for other ranks; the value is the call of the script, as it is shown to users."""
+
+    RENDEZVOUS = "Varuna()"
+    STEP = "step()"
+    EVALUATION = "evaluate()"
+    CHECKPOINT = "checkpoint()"
+    LOAD = "load_checkpoint()"
+    RESUME = "resume()"
 
 
 class EndCause(StrEnum):
@@ -82,12 +93,12 @@ class EndCause(StrEnum):
     WORKER_FAILED = "worker_failed"
     VM_LOST = "vm_lost"
     MANAGER_AWAY = "manager_away"
-    """For longer than the lease."""
+    """The manager was out of reach for longer than the lease."""
     AGENT_ENDED = "agent_ended"
-    """Somebody restarted or upgraded the agent of one of its VMs."""
+    """The agent of one of its VMs was restarted or upgraded."""
     LAUNCH_REFUSED = "launch_refused"
     UNREACHABLE = "unreachable"
-    """Two of its VMs did not reach each other."""
+    """Two of its VMs could not reach each other."""
     NOTICE = "notice"
     HANG = "hang"
     GROWTH = "growth"
@@ -104,6 +115,8 @@ class EndCause(StrEnum):
 class StopMode(StrEnum):
     LEAVE_NOW = "leave_now"
     SAVE_FIRST = "save_first"
+    HOLD_FIRST = "hold_first"
+    """The workers finish the step and leave with the state in memory. If one of them cannot hold it, all save."""
 
 
 TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
@@ -113,7 +126,7 @@ Table = Mapping[str, frozenset[str]]
 
 JOB_TRANSITIONS: Table = {
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.CANCELLING, JobState.FAILED}),
-    # Back to the queue goes who was preempted by a job of higher priority.
+    # A job that is preempted by one of higher priority returns to the queue.
     JobState.RUNNING: frozenset({JobState.QUEUED, JobState.CANCELLING, JobState.SUCCEEDED, JobState.FAILED}),
     JobState.CANCELLING: frozenset({JobState.CANCELLED}),
     JobState.SUCCEEDED: frozenset(),
@@ -133,7 +146,7 @@ VM_TRANSITIONS: Table = {
     VmState.REQUESTED: frozenset({VmState.READY, VmState.DRAINING, VmState.GONE}),
     VmState.READY: frozenset({VmState.SUSPECT, VmState.DRAINING, VmState.LOST, VmState.GONE}),
     VmState.SUSPECT: frozenset({VmState.READY, VmState.DRAINING, VmState.LOST, VmState.GONE}),
-    # A host of one's own stays when it was drained, and may be used again.
+    # A drained host of a static provider stays, and may be used again.
     VmState.DRAINING: frozenset({VmState.READY, VmState.LOST, VmState.GONE}),
     VmState.LOST: frozenset({VmState.READY, VmState.DRAINING, VmState.GONE}),
     VmState.GONE: frozenset(),
@@ -147,14 +160,14 @@ WORKER_TRANSITIONS: Table = {
 }
 
 HISTORY_LENGTH = 50
-"""Entries that an object keeps of its own past."""
+"""The number of entries in an object's history."""
 
 S = TypeVar("S", bound=StrEnum)
 History = Sequence[Mapping[str, Any]]
 
 
 class IllegalTransitionError(RuntimeError):
-    """A state change that no table allows."""
+    """A state change that its table does not allow."""
 
     def __init__(self, subject: str, old: str, new: str, history: History) -> None:
         story = "; ".join(f"{entry['at']:.3f} {entry['state']} ({entry['reason']})" for entry in history)

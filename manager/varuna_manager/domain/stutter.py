@@ -1,8 +1,8 @@
-"""Fail-stutter: which VMs are slow, from what their workers take per micro-batch, waiting not counted.
+"""Fail-stutter: which VMs are slow, by their workers' compute time per micro-batch without waiting.
 
 A synchronous pipeline runs at the pace of its slowest rank, so one slow VM slows all. A rank is compared with the other
-replicas of its stage, which do the same work; where a stage has one replica, with the profile, by the measure of the
-other stages. It must be slower by a ratio that matters and by more than the noise explains, for some looks in a row.
+replicas of its stage, which do the same work. A stage with one replica is compared with the profile, scaled by the pace
+of the other stages. A slow rank is slower by a ratio that matters and by more than noise, in several looks in a row.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from statistics import median
 
 NOISE = 3.5
-"""Robust z-score beyond which a difference is no chance: the usual bound for outliers by median and MAD."""
+"""Robust z-score beyond which a difference is no noise: the usual bound for outliers by median and MAD."""
 _MAD_TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median of n independent values, in units of sigma/√n."""
 _STEPS_PER_VALUE = 2.0
-"""Neighbouring steps are not independent: so many count as one."""
+"""Neighbouring steps are not independent: this many count as one."""
 _LEAST_SIGMA = 0.01
-"""Of the median: clocks and counters are no better than that."""
+"""As a fraction of the median: clocks and counters are no more exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """What one rank took for a micro-batch, forward and backward, over the steps of a window."""
+    """The time of one rank for a micro-batch, forward and backward, over the steps of a window."""
 
     stage: int
     vm_id: str
@@ -33,14 +33,14 @@ class RankTimes:
     mad_us: float
     """Median absolute deviation over the window."""
     steps: int
-    """In the window."""
+    """Steps in the window."""
     expected_us: float
-    """By the profile."""
+    """The time that the profile predicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """How a VM's slowest rank compares."""
+    """How much slower than its peers a VM's slowest rank is."""
 
     vm_id: str
     rank: int
@@ -49,15 +49,15 @@ class Slowness:
     z: float
     """The difference in units of its noise."""
     against: str
-    """What it was compared with, in words."""
+    """What it was compared with, as text."""
 
     @property
     def reason(self) -> str:
         return f"rank {self.rank} takes {self.ratio:.2f} times as long as {self.against} (z {self.z:.1f})"
 
 
-def compare(ranks: Mapping[int, RankTimes]) -> dict[str, Slowness]:
-    """The slowness of every VM, by its slowest rank. Ranks without anything to compare them with are left out."""
+def compare_ranks(ranks: Mapping[int, RankTimes]) -> dict[str, Slowness]:
+    """The slowness of every VM, by its slowest rank. Ranks without peers or profile are left out."""
     found: dict[str, Slowness] = {}
     for number, rank in ranks.items():
         peers = [other for n, other in ranks.items() if n != number and other.stage == rank.stage]
@@ -81,7 +81,7 @@ def _among_replicas(number: int, rank: RankTimes, peers: Sequence[RankTimes]) ->
 
 
 def _against_profile(number: int, rank: RankTimes, ranks: Mapping[int, RankTimes]) -> Slowness | None:
-    """What all stages exceed the profile by is the profile's fault, not this VM's."""
+    """An excess over the profile that all stages have is the profile's error, not this VM's."""
     others = [
         other.median_us / other.expected_us for n, other in ranks.items() if n != number and other.expected_us > 0
     ]
@@ -90,13 +90,13 @@ def _against_profile(number: int, rank: RankTimes, ranks: Mapping[int, RankTimes
     pace = median(others)
     usual = rank.expected_us * pace
     spread = median(abs(other - pace) for other in others) * rank.expected_us
-    against = f"profiled, by the pace of the other stages ({usual / 1e3:.3g} ms per micro-batch)"
+    against = f"its profile predicts at the pace of the other stages ({usual / 1e3:.3g} ms per micro-batch)"
     return _slowness(number, rank, usual, spread, against)
 
 
 def _slowness(number: int, rank: RankTimes, usual: float, spread_us: float, against: str) -> Slowness:
-    """`spread_us`: median absolute deviation among those that it is compared with."""
-    # What it varies by itself from step to step makes its median uncertain by much less.
+    """`spread_us`: median absolute deviation of the ranks that it is compared with."""
+    # Its own variation from step to step makes its median uncertain by much less.
     own_error = _MEDIAN_ERROR * _MAD_TO_SIGMA * rank.mad_us / math.sqrt(rank.steps / _STEPS_PER_VALUE)
     sigma = max(_MAD_TO_SIGMA * spread_us, own_error, _LEAST_SIGMA * usual)
     ratio = rank.median_us / usual if usual > 0 else 1.0
@@ -104,27 +104,27 @@ def _slowness(number: int, rank: RankTimes, usual: float, spread_us: float, agai
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
-    """What is remembered of a VM from look to look."""
+class SlownessRecord:
+    """What the next look knows of a VM."""
 
     looks: int = 0
-    """In a row in which it was slow."""
+    """Looks in a row in which it was slow."""
     is_slow: bool = False
 
 
-def watch(
-    before: Mapping[str, Watched], slowness: Mapping[str, Slowness], *, threshold: float, looks: int
-) -> dict[str, Watched]:
-    """The next memory of each VM that was compared.
+def update_records(
+    before: Mapping[str, SlownessRecord], slowness: Mapping[str, Slowness], *, threshold: float, looks: int
+) -> dict[str, SlownessRecord]:
+    """The new record of each VM that was compared.
 
-    Slow is who was beyond `threshold` (0.15: 15 % slower) and beyond the noise in `looks` looks in a row; no longer
-    slow is who is back under half of it.
+    A VM is slow after `looks` looks in a row in which it was beyond `threshold` (0.15: 15 % slower) and beyond noise.
+    It is no longer slow when it is back under half the threshold.
     """
     after = {}
     for vm_id, now in slowness.items():
-        was = before.get(vm_id, Watched())
+        was = before.get(vm_id, SlownessRecord())
         beyond = now.ratio > 1 + threshold and now.z > NOISE
         count = was.looks + 1 if beyond else 0
         is_slow = count >= looks or (was.is_slow and now.ratio > 1 + threshold / 2)
-        after[vm_id] = Watched(looks=count, is_slow=is_slow)
+        after[vm_id] = SlownessRecord(looks=count, is_slow=is_slow)
     return after

@@ -1,4 +1,4 @@
-"""What a webhook is told of, and how it knows that it is us."""
+"""Which events are sent to a webhook, and how they are signed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ WEBHOOK_EVENTS = {
     "job_hung": "hang",
     "fleet_short": "provider_refused",
 }
-"""Names that receivers know, and the kinds of events that they stand for."""
+"""The names that receivers see, with the event kinds that they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebhookTarget:
-    """Who is told, and of what."""
+    """A receiver of events."""
 
     url: str
     secret: bytes
     names: frozenset[str]
-    """Of WEBHOOK_EVENTS."""
+    """The events that it receives, of WEBHOOK_EVENTS."""
     give_up_s: float = 3600.0
-    """An event that is older and still not taken is given up, so that one bad hour does not hold up the next."""
+    """An older event that the receiver has not taken is dropped, so that an outage does not delay newer events."""
 
 
-def signature(secret: bytes, at: int, body: bytes) -> str:
-    """The Varuna-Signature header: HMAC-SHA256 of the time, a dot and the body. The time is in it against replays."""
+def sign(secret: bytes, at: int, body: bytes) -> str:
+    """The Varuna-Signature header: HMAC-SHA256 of the time, a dot and the body. The time prevents replays."""
     digest = hmac.new(secret, f"{at}.".encode() + body, hashlib.sha256).hexdigest()
     return f"t={at},v1={digest}"

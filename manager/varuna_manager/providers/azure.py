@@ -1,9 +1,9 @@
 """Spot VMs of Azure: a Flexible scale set, whose VMs are made one by one.
 
-One by one, because a VM's name then says which request it belongs to: making a request again makes no VM twice,
-and each VM starts with a token of its own. Being in one scale set lets Azure place them together, and a single call
-delete many. The facts that this rests on are in Microsoft's pages "Attach or detach a virtual machine to or from a
-scale set", "Spot Virtual Machines for scale sets" and "Throttling limits for Virtual Machines".
+One by one, because a VM's name then identifies its request, so that repeating a request makes no VM twice, and because
+each VM starts with a token of its own. In one scale set, Azure can place them together, and one call can delete many.
+See Microsoft's pages "Attach or detach a virtual machine to or from a scale set", "Spot Virtual Machines for scale
+sets" and "Throttling limits for Virtual Machines".
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.azure_deletions import Deletions
 from varuna_manager.providers.azure_market import (
     Quote,
-    ask_market,
+    fetch_quotes,
     first_line,
-    is_no_acceleration,
-    refusal_of,
+    is_acceleration_refusal,
+    parse_refusal,
 )
-from varuna_manager.providers.azure_places import Place, Places
-from varuna_manager.providers.azure_requests import FLEET_TAG, REQUEST_TAG, scale_set_body, vm_body
-from varuna_manager.providers.azure_retail import ask_retail_prices
+from varuna_manager.providers.azure_places import AzurePlace, AzurePlaces
+from varuna_manager.providers.azure_requests import FLEET_TAG, REQUEST_TAG, make_scale_set_body, make_vm_body
+from varuna_manager.providers.azure_retail import fetch_retail_prices
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
-from varuna_manager.providers.azure_states import Condition, condition_of
+from varuna_manager.providers.azure_states import VmCondition, find_condition
 from varuna_manager.providers.base import (
-    Created,
-    Notice,
-    NotThatProviderError,
-    Offer,
+    CreatedVms,
+    ProviderNotice,
     ProviderRefusedError,
     ProviderVm,
     UnknownVmError,
+    UnsupportedByProviderError,
+    VmOffer,
 )
 
-__all__ = ["AzureProvider", "PatientRetryPolicy", "azure_client"]
+__all__ = ["AzureProvider", "PatientRetryPolicy", "make_azure_client"]
 
 _PAGE = 50
-"""VMs that a listing has at least on a page: each page is a request."""
+"""Fewest VMs on a page of a listing; each page is a request."""
 _AT_ONCE = 32
-"""Creations that are asked for at the same time."""
+"""Most creations at the same time."""
 _MARKET_S = 600.0
-"""Between two questions after prices and eviction rates."""
+"""Time between two queries of prices and eviction rates."""
 _MARKET_AGAIN_S = 60.0
-"""The same, after one that was not answered."""
+"""The same, after a query that failed."""
 _POLL_S = 5.0
-"""Between two questions after an operation, where Azure does not say."""
+"""Time between two polls of an operation, if Azure names none."""
 _LONGEST_WAIT_S = 10.0
-"""A longer Retry-After is not slept through: it becomes a refusal, which the fleet controller waits out."""
+"""A call does not wait for a longer Retry-After: it becomes a refusal, which the fleet controller waits out."""
 _GIB = 1 << 30
 
 BootScript = Callable[[str, AzureSize], Awaitable[str]]
-"""The cloud-init document for a VM of this name and size; it holds the VM's join token."""
+"""Makes the cloud-init document for a VM of this name and size; it contains the VM's join token."""
 
 
 class PatientRetryPolicy(AsyncRetryPolicy[Any, Any]):
-    """The SDK's, but for long waits: it would sleep them out in the middle of a call."""
+    """The SDK's policy without long waits, during which a call would sleep."""
 
     def is_retry(self, settings: dict[str, Any], response: Any) -> bool:
         wait_s = self.get_retry_after(response)
         return (wait_s is None or wait_s <= _LONGEST_WAIT_S) and bool(super().is_retry(settings, response))
 
 
-def azure_client(settings: AzureSettings) -> ComputeManagementClient:
-    """With the manager VM's identity, or whatever else DefaultAzureCredential finds."""
+def make_azure_client(settings: AzureSettings) -> ComputeManagementClient:
+    """A client with the manager VM's identity, or another one that DefaultAzureCredential finds."""
     from azure.identity.aio import DefaultAzureCredential
 
     return ComputeManagementClient(
@@ -90,10 +90,10 @@ def azure_client(settings: AzureSettings) -> ComputeManagementClient:
 
 
 class AzureProvider:
-    """See the module's text. `client` is closed by `close`."""
+    """See the module's docstring. `close` closes `client`."""
 
     name = "azure"
-    grows = True
+    is_elastic = True
 
     def __init__(
         self,
@@ -105,60 +105,60 @@ class AzureProvider:
         settle_s: float = 45.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`needs_prices`: make no VM of a size whose price is not known, for the fleet has a limit of cost.
-        `settle_s`: how long `create` waits for allocations; what is undecided then counts as made."""
+        """`needs_prices`: the cost of the fleet is limited, so make no VM of a size without a known price.
+        `settle_s`: how long `create` waits for allocations; what is still undecided then counts as made."""
         self._settings = settings
         self._client = client
         self._boot_script = boot_script
         self._needs_prices = needs_prices
         self._settle_s = settle_s
         self._now = now
-        self._places = Places(settings.sizes, now)
+        self._places = AzurePlaces(settings.sizes, now)
         self._has_scale_set = False
         self._writes: deque[float] = deque()
         self._quotes: Mapping[str, Quote] = {}
         self._quote_again_at = -float("inf")
         self._unaccelerated: set[str] = set()
-        """Sizes without accelerated networking, as Azure has said."""
+        """Sizes for which Azure refused accelerated networking."""
         self._listed: Sequence[ProviderVm] = ()
         self._list_again_at = -float("inf")
         self._deletions = Deletions(settings, client, now, self._forget_list)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._log = structlog.get_logger("varuna.azure").bind(scale_set=settings.scale_set)
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ listing
 
     async def list(self) -> Sequence[ProviderVm]:
-        """As Azure said a few seconds ago at most (`list_every_s` for each page): it counts questions too."""
+        """The VMs as of a few seconds ago (`list_every_s` for each page), because Azure limits these calls too."""
         if self._now() >= self._list_again_at:
-            await self._look()
+            await self._refresh_list()
         return self._listed
 
-    async def _look(self) -> None:
-        vms = await self._vms()
+    async def _refresh_list(self) -> None:
+        vms = await self._fetch_vms()
         self._list_again_at = self._now() + self._settings.list_every_s * (1 + len(vms) // _PAGE)
-        conditions = {_name(vm): condition_of(vm) for vm in vms}
-        self._listed = [self._seen(vm) for vm in vms if conditions[_name(vm)] is not Condition.FAILED]
-        failed = [name for name, condition in conditions.items() if condition is Condition.FAILED]
+        conditions = {_name(vm): find_condition(vm) for vm in vms}
+        self._listed = [self._make_vm(vm) for vm in vms if conditions[_name(vm)] is not VmCondition.FAILED]
+        failed = [name for name, condition in conditions.items() if condition is VmCondition.FAILED]
         if not failed:
             return
         try:
             await self._deletions.delete_vms(failed)
         except AzureError as error:
-            # What is there is known all the same. The next looks try again.
-            self._log.warning("VMs that failed are still there", vms=failed, error=first_line(error))
+            # The listing is valid all the same. The next one tries again.
+            self._log.warning("VMs that failed could not be deleted", vms=failed, error=first_line(error))
 
     def _forget_list(self) -> None:
-        """What was known of the VMs is no longer so."""
+        """Make the next `list` ask Azure."""
         self._list_again_at = -float("inf")
 
-    async def notices(self) -> Sequence[Notice]:
-        """None from here: Azure tells the VM itself, whose agent asks the metadata service each second."""
+    async def list_notices(self) -> Sequence[ProviderNotice]:
+        """None: each VM's agent polls Azure's metadata service for notices."""
         return ()
 
-    async def offer(self) -> Offer:
-        """The first size that may be had now. Where the fleet has a limit of cost, at the price of the dearest one: any
-        may be what a request gets."""
+    async def get_offer(self) -> VmOffer:
+        """The first size that may be available now. If the cost of the fleet is limited, the price is that of the most
+        expensive size, because a request may get any size."""
         await self._refresh_quotes()
         place = next(iter(self._priced_places()), None)
         size = self._settings.sizes[0] if place is None else place.size
@@ -167,7 +167,7 @@ class AzureProvider:
             prices = [price for size in self._settings.sizes if (price := self._price(size)) is not None]
             price = max(prices, default=None)
         hazard = self._quotes.get(size.name, Quote()).hazard_per_hour
-        return Offer(
+        return VmOffer(
             gpus=size.gpus,
             price_per_hour=price,
             hazard_per_hour=hazard,
@@ -175,28 +175,28 @@ class AzureProvider:
             gpu_type=size.gpu_type,
         )
 
-    async def _vms(self) -> Sequence[VirtualMachine]:
-        """Those of this fleet, in whatever state."""
+    async def _fetch_vms(self) -> Sequence[VirtualMachine]:
+        """The VMs of this fleet, in any state."""
         of_set = f"'virtualMachineScaleSet/id' eq '{self._settings.scale_set_id}'"
         found = self._client.virtual_machines.list(self._settings.resource_group, filter=of_set, expand="instanceView")
         try:
             vms = [vm async for vm in found]
         except ResourceNotFoundError:
-            return []  # the scale set is not there yet
+            return []  # the scale set does not exist yet
         return [vm for vm in vms if (vm.tags or {}).get(FLEET_TAG) == self._settings.scale_set]
 
-    def _seen(self, vm: VirtualMachine) -> ProviderVm:
+    def _make_vm(self, vm: VirtualMachine) -> ProviderVm:
         size = self._size(vm.hardware_profile.vm_size if vm.hardware_profile else None)
         return ProviderVm(
             id=_name(vm),
             gpus=size.gpus if size else 1,
             device_memory_bytes=_memory_bytes(size) if size else None,
-            host="",  # its agent says it
+            host="",  # its agent reports it
             created_at=vm.time_created.timestamp() if vm.time_created else time.time(),
             ref={"id": vm.id, "size": size.name if size else None, "zones": [*(vm.zones or ())]},
             request=(vm.tags or {}).get(REQUEST_TAG),
             price_per_hour=self._price(size) if size else None,
-            going=condition_of(vm) is Condition.GOING,
+            going=find_condition(vm) is VmCondition.GOING,
         )
 
     def _size(self, name: str | None) -> AzureSize | None:
@@ -204,7 +204,7 @@ class AzureProvider:
         return next((size for size in sizes if name and size.name.lower() == name.lower()), None)
 
     def _price(self, size: AzureSize) -> float | None:
-        """What Azure says; else what the settings do, of which the most that may be paid is a bound."""
+        """Azure's price, else that of the settings, else the highest price that may be paid, as a bound."""
         quoted = self._quotes.get(size.name, Quote()).price_per_hour
         most = self._settings.max_price_per_hour
         return quoted or size.price_per_hour or (most if most > 0 else None)
@@ -214,16 +214,16 @@ class AzureProvider:
             return
         self._quote_again_at = self._now() + _MARKET_S
         try:
-            self._quotes = await ask_market(self._client, self._settings)
+            self._quotes = await fetch_quotes(self._client, self._settings)
         except (AzureError, KeyError, ValueError) as error:
-            self._log.info("Resource Graph does not tell prices and eviction rates", error=str(error).splitlines()[0])
+            self._log.info("Resource Graph gives no prices and eviction rates", error=str(error).splitlines()[0])
         unpriced = [
             size.name for size in self._settings.sizes if self._quotes.get(size.name, Quote()).price_per_hour is None
         ]
         if not unpriced or not self._settings.retail_prices_url:
             return
         try:
-            prices = await ask_retail_prices(self._settings.retail_prices_url, self._settings.location, unpriced)
+            prices = await fetch_retail_prices(self._settings.retail_prices_url, self._settings.location, unpriced)
         except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
             self._quote_again_at = self._now() + _MARKET_AGAIN_S
             text = f"{type(error).__name__}: {error}"
@@ -236,16 +236,16 @@ class AzureProvider:
         }
         self._quotes = {**self._quotes, **quoted}
 
-    # ------------------------------------------------------------ more
+    # ------------------------------------------------------------ creation
 
-    async def create(self, count: int, request: str) -> Created:
-        """At the first sizes and zones that grant VMs."""
+    async def create(self, count: int, request: str) -> CreatedVms:
+        """Make VMs at the first sizes and zones that grant them."""
         try:
             unfit = await self._ensure_scale_set()
             if unfit is not None:
-                return Created(refusal=unfit)
-            await self._look()
-            missing = self._missing(count, request)
+                return CreatedVms(refusal=unfit)
+            await self._refresh_list()
+            missing = self._find_missing(count, request)
             refusal: Refusal | None = None
             for place in self._priced_places():
                 if not missing:
@@ -254,23 +254,23 @@ class AzureProvider:
                 if refusal is not None and refusal.kind is RefusalKind.THROTTLED:
                     break
             if missing and refusal is None:
-                refusal = self._none_open()
-            await self._look()
+                refusal = self._make_no_place_refusal()
+            await self._refresh_list()
         except AzureError as error:
-            return Created(refusal=refusal_of(error))
+            return CreatedVms(refusal=parse_refusal(error))
         made = tuple(vm for vm in self._listed if vm.request == request and not vm.going)
-        return Created(vms=made, refusal=refusal if missing else None)
+        return CreatedVms(vms=made, refusal=refusal if missing else None)
 
-    def _missing(self, count: int, request: str) -> Sequence[str]:
-        """Names of the VMs that the request lacks: the same ones whoever asks. Those that are going keep theirs."""
+    def _find_missing(self, count: int, request: str) -> Sequence[str]:
+        """Names of the VMs that the request lacks, the same each time. VMs that are being deleted keep theirs."""
         of_request = [vm for vm in self._listed if vm.request == request]
         going = sum(vm.going for vm in of_request)
-        names = [f"{self._settings.scale_set}-{_short(request)}-{number:03d}" for number in range(count + going)]
+        names = [f"{self._settings.scale_set}-{_shorten(request)}-{number:03d}" for number in range(count + going)]
         there = {vm.id for vm in of_request}
         return [name for name in names if name not in there][: max(count - len(of_request) + going, 0)]
 
     async def _ensure_scale_set(self) -> Refusal | None:
-        """Why the set that is there cannot take our VMs; None: it can."""
+        """Why the existing scale set cannot take our VMs; None: it can."""
         if self._has_scale_set:
             return None
         sets = self._client.virtual_machine_scale_sets
@@ -278,7 +278,7 @@ class AzureProvider:
         try:
             found = await sets.get(group, name)
         except ResourceNotFoundError:
-            body: Any = scale_set_body(self._settings)
+            body: Any = make_scale_set_body(self._settings)
             poller = await sets.begin_create_or_update(group, name, body)
             await poller.result()
             self._log.info("the scale set was made")
@@ -287,32 +287,32 @@ class AzureProvider:
             if not wanted <= there or (there and not wanted):
                 # Azure refuses each VM of another zone, and each without a zone in a set with zones.
                 text = f"scale set {name} has {_zones_text(there)} and the sizes of the settings {_zones_text(wanted)}"
-                way_out = "give the sizes zones of the set, or take another scale_set"
+                way_out = "give the sizes the zones of the set, or use another scale_set"
                 return Refusal(kind=RefusalKind.FAILED, reason=f"{text}: {way_out}")
         self._has_scale_set = True
         return None
 
-    def _priced_places(self) -> Sequence[Place]:
-        places = self._places.open()
+    def _priced_places(self) -> Sequence[AzurePlace]:
+        places = self._places.list_open()
         return [place for place in places if not self._needs_prices or self._price(place.size) is not None]
 
-    def _none_open(self) -> Refusal:
-        if self._places.open():
-            text = "Azure does not tell what its sizes cost, and the fleet has a limit of cost"
+    def _make_no_place_refusal(self) -> Refusal:
+        if self._places.list_open():
+            text = "Azure gives no prices for its sizes, and the cost of the fleet is limited"
             way_out = "give each size its price_per_hour in the settings"
             return Refusal(kind=RefusalKind.FAILED, reason=f"{text}: {way_out}")
-        return self._places.all_refused()
+        return self._places.make_refusal()
 
     async def _create_at(
-        self, place: Place, names: Sequence[str], request: str, before: Refusal | None
+        self, place: AzurePlace, names: Sequence[str], request: str, before: Refusal | None
     ) -> tuple[Sequence[str], Refusal | None]:
-        """Try to make these VMs there; the names that could not be made, and why."""
+        """Try to make these VMs at a place; returns the names that could not be made, and why."""
         if self._places.is_doubtful(place) and len(names) > 1:
             left, refusal = await self._create_at(place, names[:1], request, before)
             if left:
                 return names, refusal
             names = names[1:]
-        granted, retry_after_s = self._take_writes(len(names))
+        granted, retry_after_s = self._reserve_writes(len(names))
         gate = asyncio.Semaphore(_AT_ONCE)
         outcomes = await asyncio.gather(*(self._create_one(gate, place, name, request) for name in names[:granted]))
         refusals = [refusal for refusal in outcomes if refusal is not None]
@@ -323,66 +323,66 @@ class AzureProvider:
         if granted < len(names):
             text = f"{self._settings.writes_per_minute} requests a minute are used up (writes_per_minute)"
             return left, Refusal(kind=RefusalKind.THROTTLED, reason=text, retry_after_s=retry_after_s)
-        return left, _worst(refusals) or before
+        return left, _find_worst(refusals) or before
 
-    async def _create_one(self, gate: asyncio.Semaphore, place: Place, name: str, request: str) -> Refusal | None:
-        """Why there is no such VM now; None: there is, or what becomes of it is not decided yet."""
+    async def _create_one(self, gate: asyncio.Semaphore, place: AzurePlace, name: str, request: str) -> Refusal | None:
+        """Why the VM was not made; None: it was, or it is not decided yet."""
         accelerated = self._is_accelerated(place.size)
-        refusal = await self._ask_for_one(gate, place, name, request)
+        refusal = await self._request_vm(gate, place, name, request)
         if refusal is not None and accelerated and not self._is_accelerated(place.size):
-            refusal = await self._ask_for_one(gate, place, name, request)
+            refusal = await self._request_vm(gate, place, name, request)
         return refusal
 
-    async def _ask_for_one(self, gate: asyncio.Semaphore, place: Place, name: str, request: str) -> Refusal | None:
+    async def _request_vm(self, gate: asyncio.Semaphore, place: AzurePlace, name: str, request: str) -> Refusal | None:
         group = self._settings.resource_group
         async with gate:
             script = await self._boot_script(name, place.size)
             accelerated = self._is_accelerated(place.size)
-            body: Any = vm_body(self._settings, name, place, request, script, accelerated=accelerated)
+            body: Any = make_vm_body(self._settings, name, place, request, script, accelerated=accelerated)
             try:
                 poller = await self._client.virtual_machines.begin_create_or_update(
                     group, name, body, match_condition=MatchConditions.IfMissing
                 )
             except ResourceExistsError as error:
                 if error.status_code == 412:
-                    return None  # whoever asked before us got as far as that
-                return self._refused(place, name, error)
+                    return None  # an earlier request made it
+                return self._note_refusal(place, name, error)
             except AzureError as error:
-                return self._refused(place, name, error)
-        return await self._settled(self._allocated(place, name, poller))
+                return self._note_refusal(place, name, error)
+        return await self._wait_settled(self._wait_allocated(place, name, poller))
 
     def _is_accelerated(self, size: AzureSize) -> bool:
-        """Whether to ask for accelerated networking: unless the settings or Azure have said that there is none."""
-        said = size.accelerated_networking
-        return size.name not in self._unaccelerated if said is None else said
+        """Whether to request accelerated networking: unless the settings or Azure rule it out."""
+        explicit = size.accelerated_networking
+        return size.name not in self._unaccelerated if explicit is None else explicit
 
-    async def _allocated(self, place: Place, name: str, poller: AsyncLROPoller[Any]) -> Refusal | None:
+    async def _wait_allocated(self, place: AzurePlace, name: str, poller: AsyncLROPoller[Any]) -> Refusal | None:
         try:
             await poller.result()
         except AzureError as error:
-            refusal = self._refused(place, name, error)
-            await self._clear_away(name)
+            refusal = self._note_refusal(place, name, error)
+            await self._delete_failed(name)
             return refusal
         return None
 
-    def _refused(self, place: Place, name: str, error: AzureError) -> Refusal:
-        refusal = refusal_of(error)
-        if is_no_acceleration(refusal):
+    def _note_refusal(self, place: AzurePlace, name: str, error: AzureError) -> Refusal:
+        refusal = parse_refusal(error)
+        if is_acceleration_refusal(refusal):
             self._unaccelerated.add(place.size.name)
         self._log.info("Azure made no VM", vm=name, place=str(place), reason=refusal.reason)
         self._places.note_refused(place, refusal)
         return refusal
 
-    async def _settled(self, work: Coroutine[Any, Any, Refusal | None]) -> Refusal | None:
-        """Its outcome, if it comes in time; else it goes on."""
+    async def _wait_settled(self, work: Coroutine[Any, Any, Refusal | None]) -> Refusal | None:
+        """The outcome of the work, if it ends in time; otherwise it goes on in the background."""
         task = asyncio.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         done, _ = await asyncio.wait({task}, timeout=self._settle_s)
         return task.result() if done else None
 
-    async def _clear_away(self, name: str) -> None:
-        """A VM whose allocation failed stays as a resource: its name is needed, and it counts against the quota."""
+    async def _delete_failed(self, name: str) -> None:
+        """Delete a VM whose allocation failed: as a resource it blocks its name and uses quota."""
         try:
             poller = await self._client.virtual_machines.begin_delete(
                 self._settings.resource_group, name, force_deletion=True
@@ -391,10 +391,10 @@ class AzureProvider:
         except ResourceNotFoundError:
             return
         except AzureError as error:
-            # It is among the failed ones of the next look, from where it is tried again.
-            self._log.warning("a VM that failed is still there", vm=name, error=first_line(error))
+            # The next listing finds it among the failed VMs and tries again.
+            self._log.warning("a VM that failed could not be deleted", vm=name, error=first_line(error))
 
-    def _take_writes(self, wanted: int) -> tuple[int, float]:
+    def _reserve_writes(self, wanted: int) -> tuple[int, float]:
         """How many of the minute's requests are left for this, and after how many seconds there are more."""
         now = self._now()
         while self._writes and self._writes[0] <= now - 60.0:
@@ -403,26 +403,26 @@ class AzureProvider:
         self._writes.extend([now] * granted)
         return granted, self._writes[0] + 60.0 - now if self._writes else 0.0
 
-    # ------------------------------------------------------------ less
+    # ------------------------------------------------------------ deletion
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
-        """Returns once Azure has accepted it, or wants to be left alone for now: VMs that are still listed are given
-        back again. Raises AzureError."""
+        """Returns once Azure has accepted the deletions, or throttles them: the caller deletes VMs again that are still
+        listed. Raises AzureError."""
         await self._deletions.delete_vms(vm_ids)
 
-    async def preempt(self, vm_id: str, notice_s: float) -> None:
-        """Azure's own simulation of an eviction: within minutes, with the notice of up to 30 s that it always gives."""
+    async def preempt_vm(self, vm_id: str, notice_s: float) -> None:
+        """Use Azure's simulation of an eviction, which takes minutes and gives a notice of up to 30 s."""
         if notice_s:
-            raise NotThatProviderError("Azure gives a notice of its own, of up to 30 s: leave notice_s out")
+            raise UnsupportedByProviderError("Azure gives a notice of its own, of up to 30 s: leave notice_s out")
         try:
             await self._client.virtual_machines.simulate_eviction(self._settings.resource_group, vm_id)
         except ResourceNotFoundError as error:
             raise UnknownVmError(f"Azure has no VM {vm_id!r} in {self._settings.resource_group}") from error
         except AzureError as error:
-            raise ProviderRefusedError(refusal_of(error).reason) from error
+            raise ProviderRefusedError(parse_refusal(error).reason) from error
 
     async def close(self, *, end_vms: bool) -> None:
-        """Lets go of the connection. The VMs stay, whatever `end_vms`: they are no processes of this machine."""
+        """Close the connection. The VMs stay, whatever `end_vms` is, because they are not processes of this machine."""
         await self._deletions.close()
         for task in self._under_way:
             task.cancel()
@@ -443,12 +443,12 @@ def _zones_text(zones: Iterable[str]) -> str:
     return f"zones {', '.join(sorted(zones))}" if zones else "no zones"
 
 
-def _short(request: str) -> str:
-    """The part of a request's tag that goes into names, which take 64 characters and few signs."""
+def _shorten(request: str) -> str:
+    """The part of a request's tag for names, which have at most 64 characters from a small set."""
     return re.sub(r"[^a-z0-9]", "", request.lower())[:16]
 
 
-def _worst(refusals: Sequence[Refusal]) -> Refusal | None:
-    """The one that decides when to ask again: being throttled, then errors, the quota, the market."""
+def _find_worst(refusals: Sequence[Refusal]) -> Refusal | None:
+    """The refusal that decides when to try again: throttling, then errors, quota, capacity."""
     order = (RefusalKind.THROTTLED, RefusalKind.FAILED, RefusalKind.QUOTA, RefusalKind.CAPACITY)
     return min(refusals, key=lambda refusal: order.index(refusal.kind), default=None)

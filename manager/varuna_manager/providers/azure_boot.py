@@ -1,7 +1,7 @@
-"""The cloud-init document of a new VM: it installs the agent from its manager and starts it.
+"""The cloud-init document of a new VM, which installs the agent from the manager and starts it.
 
-The join token is in it, in what Azure calls custom data: no call of Azure gives that back, its metadata service
-neither, and on the VM only root can read it. The token is for this VM only, for a single use, and for an hour.
+It contains the join token, as Azure's custom data: neither Azure's API nor its metadata service returns that, and only
+root can read it on the VM. The token is for this VM only, for a single use, and for an hour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import yaml
 
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
 
-__all__ = ["JOB_USER", "Origin", "cloud_init"]
+__all__ = ["JOB_USER", "Origin", "render_cloud_init"]
 
 JOB_USER = "varuna-jobs"
 _TRUST_STORE = "/etc/ssl/certs/ca-certificates.crt"
@@ -24,18 +24,18 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where agents come from, and whom they dial."""
+    """Where new VMs get their agent, and which managers it dials."""
 
     managers: str
     """host:port of each manager's agent port, separated by commas."""
     urls: tuple[str, ...]
-    """Of each manager's REST API."""
+    """URL of each manager's REST API."""
     ca_pem: str | None
-    """Who signed the certificate of `urls`; None: somebody whom the image trusts."""
+    """The authority of the certificate at `urls`; None: one that the image trusts."""
 
 
-def cloud_init(origin: Origin, settings: AzureSettings, vm_id: str, size: AzureSize, join_token: str) -> str:
-    """Files first, then the script that uses them."""
+def render_cloud_init(origin: Origin, settings: AzureSettings, vm_id: str, size: AzureSize, join_token: str) -> str:
+    """The document: the agent's files, and the script that installs it."""
     files = [
         _file("/etc/varuna/join-token", f"{join_token}\n", "0600"),
         _file("/etc/varuna/agent.env", _agent_env(origin, settings, vm_id, size), "0600"),

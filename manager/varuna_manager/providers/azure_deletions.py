@@ -1,7 +1,7 @@
-"""Gives VMs back to Azure: in batches, and with a pause after each refusal.
+"""Deletes VMs at Azure: in batches, and with a pause after each refusal.
 
-Azure refuses a whole batch for one of its VMs (a lock, an operation under way, a VM that is gone already), so the VMs
-of a refused batch are then deleted one by one, and one that is refused by itself is left alone for a while.
+Azure refuses a whole batch because of one of its VMs (a lock, an operation under way, a VM that is gone). The VMs of a
+refused batch are then deleted one by one, and a VM that is refused by itself is tried again after a while.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from azure.core.exceptions import AzureError, HttpResponseError
 from azure.mgmt.compute.aio import ComputeManagementClient
 
 from varuna_manager.domain.fleet_decision import RefusalKind
-from varuna_manager.providers.azure_market import first_line, refusal_of
+from varuna_manager.providers.azure_market import first_line, parse_refusal
 from varuna_manager.providers.azure_settings import AzureSettings
 
 __all__ = ["Deletions"]
 
 _AT_ONCE = 100
 _THROTTLED_S = 10.0
-"""Pause when Azure wants to be left alone and does not say for how long."""
+"""Pause when Azure throttles calls without a Retry-After."""
 _REFUSED_S = 60.0
-"""Between two attempts to delete a VM that Azure refuses to delete."""
+"""Time between two attempts to delete a VM that Azure refuses to delete."""
 
 
 class Deletions:
-    """`on_end`: called when VMs have been deleted, or could not be."""
+    """`on_end`: called when VMs were deleted, or could not be."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Deletions:
         self._log = structlog.get_logger("varuna.azure").bind(scale_set=settings.scale_set)
 
     async def delete_vms(self, vm_ids: Sequence[str]) -> None:
-        """Return once Azure has accepted it, or wants to be left alone for now. Raises the first AzureError, when all
-        other VMs have had their turn."""
+        """Return once Azure has accepted the deletions, or throttles them. Raises the first AzureError after all VMs
+        were tried."""
         now = self._now()
         self._refused_until = {vm_id: until for vm_id, until in self._refused_until.items() if until > now}
         wanted = [vm_id for vm_id in vm_ids if vm_id not in self._deleting and vm_id not in self._refused_until]
@@ -60,7 +60,7 @@ class Deletions:
             raise errors[0]
 
     async def close(self) -> None:
-        """Wait no more for what Azure has accepted."""
+        """Stop waiting for accepted deletions."""
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
@@ -74,14 +74,14 @@ class Deletions:
                 self._settings.resource_group, self._settings.scale_set, body, force_deletion=True
             )
         except HttpResponseError as error:
-            refusal = refusal_of(error)
+            refusal = parse_refusal(error)
             if refusal.kind is RefusalKind.THROTTLED:
                 self._throttled_until = self._now() + (refusal.retry_after_s or _THROTTLED_S)
-                self._log.warning("Azure deletes no VMs for now", reason=refusal.reason, vms=[*names])
-            elif len(names) > 1:  # because of one of them; which one, Azure does not always say
+                self._log.warning("Azure throttles deletions of VMs", reason=refusal.reason, vms=[*names])
+            elif len(names) > 1:  # because of one of them, which Azure does not always name
                 for name in names:
                     await self._delete_batch([name], errors)
-            elif error.status_code not in (404, 400):  # those are gone already
+            elif error.status_code not in (404, 400):  # these are gone
                 self._note_refused(names, error)
                 errors.append(error)
             return
@@ -94,7 +94,7 @@ class Deletions:
         self._under_way.discard(task)
         self._deleting.difference_update(names)
         if not task.cancelled() and isinstance(error := task.exception(), AzureError):
-            # The fleet controller sees them listed, and gives them back again.
+            # The fleet controller finds them in the list and deletes them again.
             self._note_refused(names, error)
         self._on_end()
 

@@ -1,4 +1,4 @@
-"""What Azure says of its market: refusals, spot prices, and how often VMs of a size are evicted."""
+"""Azure's market: refusals, spot prices, and how often VMs of a size are evicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from azure.mgmt.compute.aio import ComputeManagementClient
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.azure_settings import AzureSettings
 
-__all__ = ["CAPACITY_CODES", "QUOTA_CODES", "Quote", "ask_market", "first_line", "is_no_acceleration", "refusal_of"]
+__all__ = [
+    "CAPACITY_CODES",
+    "QUOTA_CODES",
+    "Quote",
+    "fetch_quotes",
+    "first_line",
+    "is_acceleration_refusal",
+    "parse_refusal",
+]
 
 CAPACITY_CODES = frozenset(
     {
@@ -29,19 +37,19 @@ CAPACITY_CODES = frozenset(
 QUOTA_CODES = frozenset({"QuotaExceeded", "ResourceQuotaExceeded"})
 _GRAPH_URL = "/providers/Microsoft.ResourceGraph/resources?api-version=2022-10-01"
 _OPEN_BAND = 5.0
-"""Percent that the open band "20+" is taken to be wide."""
+"""Assumed width of the open band "20+", in percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
-    """Of one size in the fleet's region. None: Azure does not say."""
+    """Price and eviction rate of one size in the fleet's region; None: not known."""
 
     price_per_hour: float | None = None
     hazard_per_hour: float | None = None
 
 
-def refusal_of(error: AzureError) -> Refusal:
-    """What an error of the SDK means for asking again."""
+def parse_refusal(error: AzureError) -> Refusal:
+    """The kind of refusal that an error of the SDK means."""
     if not isinstance(error, HttpResponseError):
         return Refusal(kind=RefusalKind.FAILED, reason=f"Azure cannot be reached: {first_line(error)}")
     code = error.error.code if error.error is not None and error.error.code else ""
@@ -55,9 +63,9 @@ def refusal_of(error: AzureError) -> Refusal:
     return Refusal(kind=RefusalKind.FAILED, reason=text)
 
 
-def is_no_acceleration(refusal: Refusal) -> bool:
-    """Whether it says that the size has no accelerated networking: VMSizeIsNotPermittedToEnableAcceleratedNetworking,
-    with further words behind it for some callers."""
+def is_acceleration_refusal(refusal: Refusal) -> bool:
+    """Whether the size has no accelerated networking. The code VMSizeIsNotPermittedToEnableAcceleratedNetworking
+    sometimes has a suffix."""
     return "NotPermittedToEnableAcceleratedNetworking" in refusal.reason
 
 
@@ -76,7 +84,7 @@ def _retry_after_s(error: HttpResponseError) -> float | None:
         return None  # an HTTP date, which Azure does not send
 
 
-async def ask_market(client: ComputeManagementClient, settings: AzureSettings) -> Mapping[str, Quote]:
+async def fetch_quotes(client: ComputeManagementClient, settings: AzureSettings) -> Mapping[str, Quote]:
     """Spot prices (US dollars) and eviction rates from Azure Resource Graph, by the sizes' names. Raises AzureError,
     KeyError, ValueError."""
     names = ", ".join(f"'{size.name.lower()}'" for size in settings.sizes)
@@ -101,7 +109,7 @@ async def ask_market(client: ComputeManagementClient, settings: AzureSettings) -
 
 
 async def _query(client: ComputeManagementClient, query: str) -> dict[str, str]:
-    """Over all that the identity may read: the table belongs to no subscription, and is empty for a list of them."""
+    """Query everything that the identity may read: with a list of subscriptions, the table is empty."""
     body = {"query": query}
     response = await client.send_request(HttpRequest("POST", _GRAPH_URL, json=body))
     await response.read()
@@ -118,7 +126,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _hazard(band: str | None) -> float | None:
-    """Evictions per VM-hour from a band such as "5-10": the percentage of VMs that an hour takes, at its middle."""
+    """Evictions per VM-hour from a band such as "5-10" (percent of VMs evicted per hour), at the band's middle."""
     if band is None:
         return None
     low, separator, high = band.rstrip("+%").partition("-")

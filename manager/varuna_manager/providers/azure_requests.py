@@ -1,14 +1,14 @@
-"""Bodies of requests to Azure Resource Manager: the scale set and its VMs, in the REST API's own JSON."""
+"""Bodies of requests to Azure Resource Manager: the scale set and its VMs, in the JSON of its REST API."""
 
 from __future__ import annotations
 
 import base64
 from typing import Any
 
-from varuna_manager.providers.azure_places import Place
+from varuna_manager.providers.azure_places import AzurePlace
 from varuna_manager.providers.azure_settings import AzureSettings
 
-__all__ = ["FLEET_TAG", "REQUEST_TAG", "scale_set_body", "vm_body"]
+__all__ = ["FLEET_TAG", "REQUEST_TAG", "make_scale_set_body", "make_vm_body"]
 
 FLEET_TAG = "varuna-fleet"
 REQUEST_TAG = "varuna-request"
@@ -16,10 +16,10 @@ REQUEST_TAG = "varuna-request"
 _NETWORK_API = "2022-11-01"
 
 
-def scale_set_body(settings: AzureSettings) -> dict[str, Any]:
-    """A Flexible set without a model of its VMs: each is made with its own name, size and start token.
+def make_scale_set_body(settings: AzureSettings) -> dict[str, Any]:
+    """A Flexible set without a VM model: each VM is made with its own name, size and join token.
 
-    One fault domain: N-series sizes take no more, and it lets Azure spread VMs as widely as it can.
+    One fault domain, because N-series sizes allow only one, and because Azure then spreads VMs as widely as it can.
     """
     zones = sorted({zone for size in settings.sizes for zone in size.zones})
     return {
@@ -34,14 +34,14 @@ def scale_set_body(settings: AzureSettings) -> dict[str, Any]:
     }
 
 
-def vm_body(
-    settings: AzureSettings, name: str, place: Place, request: str, cloud_init: str, *, accelerated: bool
+def make_vm_body(
+    settings: AzureSettings, name: str, place: AzurePlace, request: str, cloud_init: str, *, accelerated: bool
 ) -> dict[str, Any]:
-    """A spot VM of the set. Its disk and its network interface go when it goes.
+    """A spot VM of the set. Its disk and its network interface are deleted with it.
 
-    There is no profile of scheduled events: evictions are announced without one, and Terminate notifications, which
-    would also hold up our own deletions for minutes, cannot be had for spot VMs ("Terminate notification for Azure
-    Virtual Machine Scale Set instances").
+    It has no profile of scheduled events: Azure announces evictions without one. Terminate notifications would delay
+    our own deletions by minutes, and spot VMs cannot have them ("Terminate notification for Azure Virtual Machine Scale
+    Set instances").
     """
     identity, size, zone = settings.identity_id, place.size, place.zone
     return {
@@ -52,7 +52,7 @@ def vm_body(
         "properties": {
             "virtualMachineScaleSet": {"id": settings.scale_set_id},
             "priority": "Spot",
-            # Deallocated VMs would keep their quota and their disks' cost.
+            # Deallocated VMs keep using quota, and their disks keep costing money.
             "evictionPolicy": "Delete",
             "billingProfile": {"maxPrice": settings.max_price_per_hour},
             "hardwareProfile": {"vmSize": size.name},
@@ -91,7 +91,7 @@ def _os_profile(settings: AzureSettings, name: str, cloud_init: str) -> dict[str
 
 
 def _network_profile(settings: AzureSettings, *, accelerated: bool) -> dict[str, Any]:
-    """No public address: VMs reach out through the subnet's NAT, and nobody reaches in."""
+    """No public address: VMs reach the internet through the subnet's NAT, and cannot be reached from it."""
     group = settings.network_security_group_id
     interface = {
         "primary": True,

@@ -1,8 +1,8 @@
-"""Spot prices from Azure's public price list, which asks for no login and no right.
+"""Spot prices from Azure's public price list, which needs no login.
 
-`SpotResources` of Resource Graph needs the right to read the subscription, which the manager's identity does not have
-unless somebody grants it. The list (prices.azure.com, "Azure Retail Prices") has the same spot prices by size and
-region, in US dollars.
+`SpotResources` of Resource Graph needs the right to read the subscription, which an operator may not have granted to
+the manager's identity. The list (prices.azure.com, "Azure Retail Prices") has the same spot prices by size and region,
+in US dollars.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import httpx
 
-__all__ = ["ask_retail_prices"]
+__all__ = ["fetch_retail_prices"]
 
 _TIMEOUT_S = 5.0
-"""For all sizes together: the fleet controller waits for it."""
+"""For all sizes together, because the fleet controller waits for the answer."""
 
 
-async def ask_retail_prices(url: str, location: str, sizes: Sequence[str]) -> Mapping[str, float]:
-    """The spot price of an hour of a Linux VM, for those of the sizes that are in the list.
+async def fetch_retail_prices(url: str, location: str, sizes: Sequence[str]) -> Mapping[str, float]:
+    """The hourly spot price of a Linux VM, for those sizes that the list has.
 
     Raises httpx.HTTPError, KeyError, TypeError, ValueError.
     """
@@ -39,7 +39,7 @@ async def ask_retail_prices(url: str, location: str, sizes: Sequence[str]) -> Ma
 
 
 def _is_linux_spot_hour(item: Mapping[str, Any]) -> bool:
-    """The list has Windows' prices and the older Low Priority ones under the same size."""
+    """Whether an entry is the one: the list has Windows and older Low Priority prices under the same size."""
     return (
         item["meterName"].endswith(" Spot")
         and "Windows" not in item["productName"]

@@ -1,4 +1,4 @@
-"""What the manager needs of whatever rents out VMs."""
+"""The interface to a provider of VMs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class UnknownVmError(Exception):
     """The provider has no such VM."""
 
 
-class NotThatProviderError(Exception):
-    """The provider's VMs are not like that. `str()` says what to do instead."""
+class UnsupportedByProviderError(Exception):
+    """The provider cannot do that with its VMs. `str()` says what to do instead."""
 
 
 class ProviderRefusedError(Exception):
-    """The provider did not do it, or cannot be reached. `str()` is what it says."""
+    """The provider refused, or cannot be reached. `str()` is its message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,42 +34,42 @@ class ProviderVm:
     ref: dict[str, Any] = field(default_factory=dict)
     """The provider's own handle; for the local provider {"pid": ..}."""
     request: str | None = None
-    """The request that it was made for: its tag."""
+    """Tag of the request that it was made for."""
     price_per_hour: float | None = None
-    """In the provider's currency; None: not known, or nothing."""
-    state_of_affairs: str = "its agent is starting"
-    """What to say of it until its agent has said Hello."""
+    """In the provider's currency; None: not known, or free."""
+    reason_before_hello: str = "its agent is starting"
+    """The reason of its state until its agent has sent Hello."""
     going: bool = False
-    """It is being deleted: nothing runs there any more, and it may still have to be paid for."""
+    """It is being deleted: nothing runs there, but it may still cost money."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Created:
-    """What became of a request."""
+class CreatedVms:
+    """The result of a request for VMs."""
 
     vms: tuple[ProviderVm, ...] = ()
     """All VMs of the request that exist now."""
     refusal: Refusal | None = None
-    """Why there are fewer than were asked for; None: there are as many."""
+    """Why there are fewer than requested; None: there are as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
-    """One more VM, as the provider would make it now."""
+class VmOffer:
+    """What one more VM would be, if it were requested now."""
 
     gpus: int
     price_per_hour: float | None = None
     hazard_per_hour: float | None = None
-    """Preemptions to expect of a VM; None: not known."""
+    """Expected preemptions per VM-hour; None: not known."""
     device_memory_bytes: int | None = None
-    """Of each GPU; None: not known."""
+    """Memory of each GPU; None: not known."""
     gpu_type: str = ""
-    """What its GPUs are called; empty: not known."""
+    """Name of its GPUs; empty: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notice:
-    """The provider will take the VM at the deadline."""
+class ProviderNotice:
+    """The provider takes the VM at the deadline."""
 
     id: str
     vm_id: str
@@ -77,60 +77,60 @@ class Notice:
 
 
 class Provider(Protocol):
-    """All calls may take long: never make one inside a transaction. Any call may raise, and is then made again."""
+    """Calls may take long, so never call inside a transaction. Any call may raise; it is then repeated."""
 
     @property
     def name(self) -> str:
-        """Of the provider; VMs in the store carry it."""
+        """Name of the provider, which its VMs have in the store."""
 
     @property
-    def grows(self) -> bool:
-        """Whether VMs can be asked for and given back; else there are those that there are."""
+    def is_elastic(self) -> bool:
+        """Whether VMs can be requested and given back; if not, the set of VMs is fixed."""
 
     async def list(self) -> Sequence[ProviderVm]:
-        """The VMs that exist now. A VM that is not among them is gone, with all that ran on it."""
+        """The VMs that exist now. Any other VM is gone, with everything that ran on it."""
 
-    async def create(self, count: int, request: str) -> Created:
+    async def create(self, count: int, request: str) -> CreatedVms:
         """Make VMs until `count` of them carry the tag `request`.
 
-        So a request may be made again by whoever does not know what became of it: it makes no VM twice. VMs that
-        come before a refusal stay.
+        A caller that does not know the result may therefore repeat the request: no VM is made twice. VMs that were made
+        before a refusal stay.
         """
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
-        """Give these back; nothing happens for those that are gone already."""
+        """Give these VMs back; ignores VMs that are gone."""
 
-    async def notices(self) -> Sequence[Notice]:
-        """The notices that are pending."""
+    async def list_notices(self) -> Sequence[ProviderNotice]:
+        """The pending notices."""
 
-    async def offer(self) -> Offer:
-        """What one more VM would be."""
+    async def get_offer(self) -> VmOffer:
+        """What one more VM would be now."""
 
-    async def preempt(self, vm_id: str, notice_s: float) -> None:
-        """Have the VM taken as the market would take it: at once when `notice_s` is 0, else after a notice.
+    async def preempt_vm(self, vm_id: str, notice_s: float) -> None:
+        """Take the VM as the market does: at once if `notice_s` is 0, otherwise after a notice.
 
-        Raises UnknownVmError, NotThatProviderError, ProviderRefusedError.
+        Raises UnknownVmError, UnsupportedByProviderError, ProviderRefusedError.
         """
 
     async def close(self, *, end_vms: bool) -> None:
-        """Let go of it all. `end_vms`: of the VMs too, if they are processes of this machine."""
+        """Release all resources. `end_vms`: end VMs too that are processes of this machine."""
 
 
 class EmulatedProvider(Provider, Protocol):
-    """A provider whose market is ours to play with, and whose VMs have their disks on this machine."""
+    """A provider with an emulated market, whose VMs have their disks on this machine."""
 
     @property
     def capacity(self) -> int | None:
-        """VMs that it grants at once; None: any number."""
+        """Most VMs that the market grants; None: any number."""
 
     async def set_capacity(self, capacity: int | None) -> None:
-        """Grant so many from now on."""
+        """Set how many VMs the market grants from now on."""
 
     def log_path(self, vm_id: str, job_id: str, generation: int, rank: int) -> Path:
-        """Where a worker's log of a VM lies that is gone."""
+        """The file of a worker's log, also after its VM is gone."""
 
-    async def left_behind(self) -> Mapping[str, float]:
-        """VMs that have ended and left files on this machine, and when they last wrote some."""
+    async def list_ended_vms(self) -> Mapping[str, float]:
+        """VMs that ended and left files on this machine, and when they last wrote."""
 
-    async def forget(self, vm_id: str) -> None:
-        """Remove what a VM that has ended left on this machine. Raises OSError."""
+    async def forget_vm(self, vm_id: str) -> None:
+        """Remove the files of a VM that has ended. Raises OSError."""

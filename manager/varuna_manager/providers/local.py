@@ -1,9 +1,9 @@
-"""VMs that are agent processes on this machine, out of an emulated spot market.
+"""VMs that are agent processes on this machine, from an emulated spot market.
 
-Each VM is a process group of its own with a folder `<data_dir>/vms/<id>/`: `vm.json` says which process it is (pid
-and start time, so that a pid used again is not mistaken for it), `agent.log` has its output, `notice.json` the notice
-that its agent polls for. VMs outlive the manager: one that starts again on the same folder finds them. Of a VM that is
-gone the logs stay for a while, and nothing else.
+Each VM is a process group of its own with a folder `<data_dir>/vms/<id>/`: `vm.json` names its process (pid and start
+time, so that a reused pid is not mistaken for it), `agent.log` has its output, `notice.json` the notice that its agent
+polls for. VMs outlive the manager: a manager that starts again on the same folder finds them. Of a VM that is gone,
+only the logs stay for a while.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any
 import psutil
 
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
-from varuna_manager.providers.base import Created, Notice, Offer, ProviderVm, UnknownVmError
+from varuna_manager.providers.base import CreatedVms, ProviderNotice, ProviderVm, UnknownVmError, VmOffer
 from varuna_proto.names import is_plain, plain
 
 _KILL_TIMEOUT_S = 10.0
 _KEPT_LOGS = 100
-"""VMs that are gone and whose logs stay: the last ones."""
+"""How many of the last VMs that are gone keep their logs."""
 _LOGS = frozenset({"vm.json", "agent.log", "jobs"})
 """What stays in the folder of a VM that is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachine:
-    """What each VM of the local provider is like."""
+    """The properties of every local VM."""
 
     gpus: int = 1
     device_memory_bytes: int = 2 * 1024**3
@@ -48,10 +48,10 @@ class LocalMachine:
 
 
 class LocalProvider:
-    """See the module's text. `manager_address`: host:port that the agents dial."""
+    """See the module's docstring. `manager_address`: host:port that the agents dial."""
 
     name = "local"
-    grows = True
+    is_elastic = True
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class LocalProvider:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._deadlines: dict[str, asyncio.Task[None]] = {}
         self._gone: dict[str, None] = {}
-        """VMs that are gone and have a folder, in the order in which that was seen."""
+        """VMs that are gone and have a folder, in the order in which they were found gone."""
         self._clearing: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ Provider
@@ -92,18 +92,18 @@ class LocalProvider:
         if gone:
             self._gone |= dict.fromkeys(vm.id for vm in sorted(gone, key=lambda vm: vm.created_at))
             task = asyncio.create_task(asyncio.to_thread(self._clear, [vm.id for vm in gone], tuple(self._gone)))
-            self._clearing.add(task)  # in its own time: there may be gigabytes
+            self._clearing.add(task)  # in the background: there may be gigabytes
             task.add_done_callback(self._clearing.discard)
         return vms
 
-    async def create(self, count: int, request: str) -> Created:
+    async def create(self, count: int, request: str) -> CreatedVms:
         """Start agent processes, as many as the market's capacity has room for."""
         alive = list(await self.list())
         made = [vm for vm in alive if vm.request == request]
         while len(made) < count:
             if self._capacity is not None and len(alive) >= self._capacity:
-                text = f"the local market grants {self._capacity} VMs and {len(alive)} are there"
-                return Created(vms=tuple(made), refusal=Refusal(kind=RefusalKind.CAPACITY, reason=text))
+                text = f"the local market grants {self._capacity} VMs and there are {len(alive)}"
+                return CreatedVms(vms=tuple(made), refusal=Refusal(kind=RefusalKind.CAPACITY, reason=text))
             vm_id = f"local-{self._next}"
             self._next += 1
             self._write_market()
@@ -111,7 +111,7 @@ class LocalProvider:
             vm = await asyncio.to_thread(self._start, vm_id, request, token)
             made.append(vm)
             alive.append(vm)
-        return Created(vms=tuple(made))
+        return CreatedVms(vms=tuple(made))
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
         for vm_id in vm_ids:
@@ -119,15 +119,17 @@ class LocalProvider:
             if vm is not None:
                 await asyncio.to_thread(self._kill, vm)
 
-    async def offer(self) -> Offer:
-        return Offer(gpus=self._machine.gpus, device_memory_bytes=self._machine.device_memory_bytes)
+    async def get_offer(self) -> VmOffer:
+        return VmOffer(gpus=self._machine.gpus, device_memory_bytes=self._machine.device_memory_bytes)
 
-    async def notices(self) -> Sequence[Notice]:
+    async def list_notices(self) -> Sequence[ProviderNotice]:
         found = []
         for vm in await self.list():
             document = _read_json(self._vms_dir / vm.id / "notice.json")
             if document is not None:
-                found.append(Notice(id=document["id"], vm_id=vm.id, deadline_unix_s=document["deadline_unix_s"]))
+                found.append(
+                    ProviderNotice(id=document["id"], vm_id=vm.id, deadline_unix_s=document["deadline_unix_s"])
+                )
         return found
 
     # ------------------------------------------------------------ EmulatedProvider
@@ -137,12 +139,12 @@ class LocalProvider:
         return self._capacity
 
     async def set_capacity(self, capacity: int | None) -> None:
-        """Grant so many VMs from now on. Those that are there stay."""
+        """Set how many VMs the market grants from now on. Present VMs stay."""
         self._capacity = capacity
         self._write_market()
 
-    async def preempt(self, vm_id: str, notice_s: float) -> None:
-        """Take the VM as a spot market does: at once (SIGKILL to all of it), or after a notice."""
+    async def preempt_vm(self, vm_id: str, notice_s: float) -> None:
+        """Take the VM as a spot market does: at once (SIGKILL to all its processes), or after a notice."""
         vm = self._read_vm(vm_id)
         if vm is None or self._process(vm) is None:
             raise UnknownVmError(
@@ -152,7 +154,7 @@ class LocalProvider:
             await asyncio.to_thread(self._kill, vm)
             return
         path = self._vms_dir / vm_id / "notice.json"
-        if not path.exists():  # asked again, the first notice stands
+        if not path.exists():  # a repeated request does not change the first notice
             _write_json(path, {"id": str(uuid.uuid4()), "deadline_unix_s": time.time() + notice_s})
         self._watch_notices([vm])
 
@@ -160,19 +162,19 @@ class LocalProvider:
         """Where the agent keeps the log of a worker."""
         return self._vms_dir / plain(vm_id, "VM") / "jobs" / plain(job_id, "job") / f"g{generation}" / f"rank{rank}.log"
 
-    async def left_behind(self) -> Mapping[str, float]:
-        return await asyncio.to_thread(self._left_behind)
+    async def list_ended_vms(self) -> Mapping[str, float]:
+        return await asyncio.to_thread(self._find_ended_vms)
 
-    def _left_behind(self) -> dict[str, float]:
+    def _find_ended_vms(self) -> dict[str, float]:
         found = {}
         for folder in self._vms_dir.iterdir():
-            vm = self._read_vm(folder.name)  # none: it is just being made
+            vm = self._read_vm(folder.name)  # None while it is being made
             if vm is not None and not _lives(vm):
                 log = folder / "agent.log"
                 found[vm.id] = log.stat().st_mtime if log.exists() else vm.created_at
         return found
 
-    async def forget(self, vm_id: str) -> None:
+    async def forget_vm(self, vm_id: str) -> None:
         vm = self._read_vm(vm_id)
         if vm is not None and not _lives(vm):
             await asyncio.to_thread(shutil.rmtree, self._vms_dir / vm_id)
@@ -186,7 +188,7 @@ class LocalProvider:
             for vm in await self.list():
                 await asyncio.to_thread(self._kill, vm)
 
-    # ------------------------------------------------------------ how
+    # ------------------------------------------------------------ helpers
 
     def _start(self, vm_id: str, request: str, join_token: str | None) -> ProviderVm:
         folder = self._vms_dir / vm_id
@@ -201,7 +203,7 @@ class LocalProvider:
             "host": machine.host,
         }
         if join_token is not None:
-            _write_secret(folder / "join-token", join_token)  # not in its arguments: everybody can list those
+            _write_secret(folder / "join-token", join_token)  # not in its arguments, which any user can list
             flags |= {"join-token-file": str(folder / "join-token"), "join-url": self._manager_url}
         arguments = [text for name, value in flags.items() for text in (f"--{name}", value)]
         with (folder / "agent.log").open("ab") as log:
@@ -243,7 +245,7 @@ class LocalProvider:
         )
 
     def _process(self, vm: ProviderVm) -> psutil.Process | None:
-        """The VM's agent, when it lives; what is left of a dead child is reaped."""
+        """The VM's agent, if it lives; reaps a dead child."""
         child = self._children.get(vm.id)
         if child is not None and child.poll() is not None:
             del self._children[vm.id]
@@ -251,7 +253,7 @@ class LocalProvider:
         return _living_process(vm)
 
     def _kill(self, vm: ProviderVm) -> None:
-        """End the agent's process group and everything that it started: a VM goes with all that runs on it."""
+        """End the agent's process group and everything that it started, as a VM ends with all its processes."""
         process = self._process(vm)
         if process is None:
             return
@@ -266,7 +268,7 @@ class LocalProvider:
             self._children.pop(vm.id).wait(timeout=_KILL_TIMEOUT_S)
 
     def _clear(self, gone: Sequence[str], all_gone: Sequence[str]) -> None:
-        """Of VMs that are `gone` all but the logs goes, and of those before the last ones these as well."""
+        """Remove all but the logs of VMs that are `gone`, and everything of VMs before the last ones."""
         for vm_id in gone:
             _remove(self._vms_dir / vm_id, keep=_LOGS)
         for vm_id in all_gone[:-_KEPT_LOGS]:
@@ -276,7 +278,7 @@ class LocalProvider:
                 self._gone.pop(vm_id, None)
 
     def _watch_notices(self, vms: Sequence[ProviderVm]) -> None:
-        """Take each VM with a notice at its deadline, also when another manager process gave the notice."""
+        """Take each VM with a notice at its deadline, even if an earlier manager process gave the notice."""
         for vm in vms:
             document = _read_json(self._vms_dir / vm.id / "notice.json")
             if document is not None and vm.id not in self._deadlines:
@@ -286,7 +288,7 @@ class LocalProvider:
         while (left_s := deadline_unix_s - time.time()) > 0:
             await asyncio.sleep(min(left_s, 1.0))
             if self._process(vm) is None:
-                return  # it has left by itself
+                return  # it ended by itself
         await asyncio.to_thread(self._kill, vm)
 
     def _write_market(self) -> None:
@@ -296,7 +298,7 @@ class LocalProvider:
 def _living_process(vm: ProviderVm) -> psutil.Process | None:
     try:
         process = psutil.Process(vm.ref["pid"])
-        # The start time is a float that went through JSON and through the kernel's clock ticks.
+        # The start time went through JSON and the kernel's clock ticks, so that it is not exact.
         same = abs(process.create_time() - vm.ref["process_created_at"]) < 0.1
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
@@ -308,7 +310,7 @@ def _lives(vm: ProviderVm) -> bool:
 
 
 def _remove(folder: Path, keep: frozenset[str]) -> None:
-    """All in the folder but what it is to keep; the folder too, when that is nothing. Not where an agent still runs."""
+    """Empty the folder except for `keep`; without `keep`, remove it. Does nothing if an agent still runs there."""
     with _agent_lock(folder) as is_ours, contextlib.suppress(FileNotFoundError):
         if not is_ours:
             return
@@ -325,12 +327,12 @@ def _remove(folder: Path, keep: frozenset[str]) -> None:
 
 @contextlib.contextmanager
 def _agent_lock(folder: Path) -> Iterator[bool]:
-    """Whether no agent runs in the folder; none can begin meanwhile. The kernel knows that better than a process table:
-    a clock that is set moves the times by which processes are told apart."""
+    """Whether no agent runs in the folder; none can start during the block. A lock is more reliable than the process
+    table, because setting the clock moves the start times that identify processes."""
     try:
         descriptor = os.open(folder / "agent.lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        yield True  # there never was one
+        yield True  # no agent ever ran there
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -357,7 +359,7 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all: readers never see half a file."""
+    """Write the whole file at once, so that readers never see half of it."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(document))
     part.replace(path)

@@ -6,16 +6,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from varuna_manager.providers.base import Created, Notice, Offer, Provider, ProviderVm
+from varuna_manager.providers.base import CreatedVms, Provider, ProviderNotice, ProviderVm, VmOffer
 
 _Answer = TypeVar("_Answer")
 
 NoteCall = Callable[[str, str, float], None]
-"""Takes the call, its outcome (ok, error, the kind of a refusal) and its seconds."""
+"""Takes the name of the call, its outcome (ok, error, or the kind of a refusal) and its duration in seconds."""
 
 
 class MeasuredProvider:
-    """The same provider, with its calls noted."""
+    """Passes all calls on to a provider and records them."""
 
     def __init__(self, provider: Provider, note: NoteCall) -> None:
         self._provider = provider
@@ -26,35 +26,35 @@ class MeasuredProvider:
         return self._provider.name
 
     @property
-    def grows(self) -> bool:
-        return self._provider.grows
+    def is_elastic(self) -> bool:
+        return self._provider.is_elastic
 
     async def list(self) -> Sequence[ProviderVm]:
-        return await self._timed("list", self._provider.list())
+        return await self._time_call("list", self._provider.list())
 
-    async def create(self, count: int, request: str) -> Created:
-        return await self._timed("create", self._provider.create(count, request))
+    async def create(self, count: int, request: str) -> CreatedVms:
+        return await self._time_call("create", self._provider.create(count, request))
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
-        await self._timed("delete", self._provider.delete(vm_ids))
+        await self._time_call("delete", self._provider.delete(vm_ids))
 
-    async def notices(self) -> Sequence[Notice]:
-        return await self._timed("notices", self._provider.notices())
+    async def list_notices(self) -> Sequence[ProviderNotice]:
+        return await self._time_call("notices", self._provider.list_notices())
 
-    async def offer(self) -> Offer:
-        return await self._timed("offer", self._provider.offer())
+    async def get_offer(self) -> VmOffer:
+        return await self._time_call("offer", self._provider.get_offer())
 
-    async def preempt(self, vm_id: str, notice_s: float) -> None:
-        await self._timed("preempt", self._provider.preempt(vm_id, notice_s))
+    async def preempt_vm(self, vm_id: str, notice_s: float) -> None:
+        await self._time_call("preempt", self._provider.preempt_vm(vm_id, notice_s))
 
     async def close(self, *, end_vms: bool) -> None:
         await self._provider.close(end_vms=end_vms)
 
-    async def _timed(self, call: str, answering: Awaitable[_Answer]) -> _Answer:
+    async def _time_call(self, call: str, answering: Awaitable[_Answer]) -> _Answer:
         began, outcome = time.perf_counter(), "error"
         try:
             answer = await answering
-            refusal = answer.refusal if isinstance(answer, Created) else None
+            refusal = answer.refusal if isinstance(answer, CreatedVms) else None
             outcome = "ok" if refusal is None else refusal.kind.value
             return answer
         finally:

@@ -3,10 +3,10 @@
 isort:skip_file
 The protocol between agents and the manager. The agent dials and keeps one stream open.
 
-Two kinds of agent messages: Hello and Heartbeat say how things are now (the newest wins, a lost one costs nothing);
-a Report says what happened once (numbered, kept by the agent until the manager has acknowledged that it is stored,
-sent again after every reconnection, applied idempotently). Every command carries its job and generation; an agent
-refuses a generation older than the newest that it has seen of the job.
+An agent sends two kinds of messages. Hello and Heartbeat carry its present state: the newest wins, and a lost one
+costs nothing. A Report carries a fact: it is numbered, kept by the agent until the manager has acknowledged that it
+is stored, sent again after every reconnection, and applied idempotently. Every command carries its job and
+generation. An agent refuses a generation older than the newest one that it has seen of the job.
 """
 
 from collections import abc as _abc
@@ -25,6 +25,46 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WaitKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WaitKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WAIT_KIND_UNSPECIFIED: _WaitKind.ValueType  # 0
+    """it does not wait"""
+    WAIT_KIND_RENDEZVOUS: _WaitKind.ValueType  # 1
+    """at the rendezvous, before any call"""
+    WAIT_KIND_STEP: _WaitKind.ValueType  # 2
+    """in Varuna.step"""
+    WAIT_KIND_EVALUATION: _WaitKind.ValueType  # 3
+    """in Varuna.evaluate"""
+    WAIT_KIND_CHECKPOINT: _WaitKind.ValueType  # 4
+    """in Varuna.checkpoint"""
+    WAIT_KIND_LOAD: _WaitKind.ValueType  # 5
+    """in Varuna.load_checkpoint"""
+    WAIT_KIND_RESUME: _WaitKind.ValueType  # 6
+    """in Varuna.resume"""
+
+class WaitKind(_WaitKind, metaclass=_WaitKindEnumTypeWrapper):
+    """the call in which a worker waits for other ranks of its generation"""
+
+WAIT_KIND_UNSPECIFIED: WaitKind.ValueType  # 0
+"""it does not wait"""
+WAIT_KIND_RENDEZVOUS: WaitKind.ValueType  # 1
+"""at the rendezvous, before any call"""
+WAIT_KIND_STEP: WaitKind.ValueType  # 2
+"""in Varuna.step"""
+WAIT_KIND_EVALUATION: WaitKind.ValueType  # 3
+"""in Varuna.evaluate"""
+WAIT_KIND_CHECKPOINT: WaitKind.ValueType  # 4
+"""in Varuna.checkpoint"""
+WAIT_KIND_LOAD: WaitKind.ValueType  # 5
+"""in Varuna.load_checkpoint"""
+WAIT_KIND_RESUME: WaitKind.ValueType  # 6
+"""in Varuna.resume"""
+Global___WaitKind: _TypeAlias = WaitKind  # noqa: Y015
+
 class _ExitCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -35,19 +75,19 @@ class _ExitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExitCause.V
     EXIT_CAUSE_FINISHED: _ExitCause.ValueType  # 1
     """the script ran to its end"""
     EXIT_CAUSE_GENERATION_ENDED: _ExitCause.ValueType  # 2
-    """left because it was told to"""
+    """it left on command"""
     EXIT_CAUSE_PEER_LOST: _ExitCause.ValueType  # 3
-    """left because another rank was gone"""
+    """it left because another rank was gone"""
     EXIT_CAUSE_SCRIPT_FAILED: _ExitCause.ValueType  # 4
-    """the script's own fault: a non-zero exit code"""
+    """the script ended with a non-zero exit code by itself"""
     EXIT_CAUSE_KILLED: _ExitCause.ValueType  # 5
-    """ended by a signal"""
+    """a signal ended it"""
     EXIT_CAUSE_LAUNCH_FAILED: _ExitCause.ValueType  # 6
-    """never came up (command not found, ...)"""
+    """it did not start (command not found, ...)"""
     EXIT_CAUSE_LEASE_OVER: _ExitCause.ValueType  # 130
-    """ended by its agent, which had not heard from the manager for a whole lease"""
+    """its agent ended it, because the lease ran out without an acknowledged heartbeat"""
     EXIT_CAUSE_AGENT_ENDED: _ExitCause.ValueType  # 131
-    """ended by its agent, which was itself asked to end"""
+    """its agent ended it, because the agent itself was to end"""
     EXIT_CAUSE_LAUNCH_REFUSED: _ExitCause.ValueType  # 132
     """the agent did not start it (rendezvous port stale, ...)"""
 
@@ -57,19 +97,19 @@ EXIT_CAUSE_UNSPECIFIED: ExitCause.ValueType  # 0
 EXIT_CAUSE_FINISHED: ExitCause.ValueType  # 1
 """the script ran to its end"""
 EXIT_CAUSE_GENERATION_ENDED: ExitCause.ValueType  # 2
-"""left because it was told to"""
+"""it left on command"""
 EXIT_CAUSE_PEER_LOST: ExitCause.ValueType  # 3
-"""left because another rank was gone"""
+"""it left because another rank was gone"""
 EXIT_CAUSE_SCRIPT_FAILED: ExitCause.ValueType  # 4
-"""the script's own fault: a non-zero exit code"""
+"""the script ended with a non-zero exit code by itself"""
 EXIT_CAUSE_KILLED: ExitCause.ValueType  # 5
-"""ended by a signal"""
+"""a signal ended it"""
 EXIT_CAUSE_LAUNCH_FAILED: ExitCause.ValueType  # 6
-"""never came up (command not found, ...)"""
+"""it did not start (command not found, ...)"""
 EXIT_CAUSE_LEASE_OVER: ExitCause.ValueType  # 130
-"""ended by its agent, which had not heard from the manager for a whole lease"""
+"""its agent ended it, because the lease ran out without an acknowledged heartbeat"""
 EXIT_CAUSE_AGENT_ENDED: ExitCause.ValueType  # 131
-"""ended by its agent, which was itself asked to end"""
+"""its agent ended it, because the agent itself was to end"""
 EXIT_CAUSE_LAUNCH_REFUSED: ExitCause.ValueType  # 132
 """the agent did not start it (rendezvous port stale, ...)"""
 Global___ExitCause: _TypeAlias = ExitCause  # noqa: Y015
@@ -118,17 +158,21 @@ class _StopModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopMode.Val
     DESCRIPTOR: _descriptor.EnumDescriptor
     STOP_MODE_UNSPECIFIED: _StopMode.ValueType  # 0
     STOP_MODE_LEAVE_NOW: _StopMode.ValueType  # 1
-    """leave the pipeline at once, save nothing"""
+    """leave the pipeline at once without saving"""
     STOP_MODE_SAVE_FIRST: _StopMode.ValueType  # 2
-    """finish the step, save, leave"""
+    """finish the step, save, then leave"""
+    STOP_MODE_HOLD_FIRST: _StopMode.ValueType  # 3
+    """finish the step, then leave with the state in memory; where a worker cannot hold it: as SAVE_FIRST"""
 
 class StopMode(_StopMode, metaclass=_StopModeEnumTypeWrapper): ...
 
 STOP_MODE_UNSPECIFIED: StopMode.ValueType  # 0
 STOP_MODE_LEAVE_NOW: StopMode.ValueType  # 1
-"""leave the pipeline at once, save nothing"""
+"""leave the pipeline at once without saving"""
 STOP_MODE_SAVE_FIRST: StopMode.ValueType  # 2
-"""finish the step, save, leave"""
+"""finish the step, save, then leave"""
+STOP_MODE_HOLD_FIRST: StopMode.ValueType  # 3
+"""finish the step, then leave with the state in memory; where a worker cannot hold it: as SAVE_FIRST"""
 Global___StopMode: _TypeAlias = StopMode  # noqa: Y015
 
 @_typing.final
@@ -138,7 +182,7 @@ class ArchiveRequest(_message.Message):
     VM_ID_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     vm_id: _builtins.str
-    """who asks; the certificate must name it"""
+    """the VM that asks; its certificate must name it"""
     sha256: _builtins.str
     def __init__(
         self,
@@ -185,7 +229,7 @@ class AgentMessage(_message.Message):
     STACK_DUMP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
-        """first on every stream; the truth about this VM"""
+        """the first message on every stream; the truth about this VM"""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
@@ -197,7 +241,7 @@ class AgentMessage(_message.Message):
 
     @_builtins.property
     def stack_dump(self) -> Global___StackDump:
-        """answers DumpStacks, one for each rank"""
+        """answers DumpStacks; one for each rank"""
 
     def __init__(
         self,
@@ -248,7 +292,7 @@ class ManagerMessage(_message.Message):
     def fetch_logs(self) -> Global___FetchLogs: ...
     @_builtins.property
     def refused(self) -> Global___Refused:
-        """answers a Hello that the manager does not take; the stream ends"""
+        """answers a Hello that the manager rejects; the stream ends"""
 
     @_builtins.property
     def dump_stacks(self) -> Global___DumpStacks: ...
@@ -302,17 +346,17 @@ class Hello(_message.Message):
     """new for every start of the agent process"""
     agent_version: _builtins.str
     host: _builtins.str
-    """where other VMs reach this one"""
+    """the address at which other VMs reach this one"""
     gpus: _builtins.int
     """devices that can each run one worker"""
     device_memory_bytes: _builtins.int
-    """per device; 0 when not known"""
+    """per device; 0: not known"""
     rendezvous_port: _builtins.int
-    """a port that the agent holds open for the next rank 0 on this VM"""
+    """the port that the agent holds for the next rank 0 on this VM"""
     first_report: _builtins.int
-    """the oldest report that is still unacknowledged"""
+    """the number of the oldest unacknowledged report"""
     gpu_type: _builtins.str
-    """what the devices are called, such as "NVIDIA A100 80GB PCIe"; empty when not known"""
+    """the model name of the devices, such as "NVIDIA A100 80GB PCIe"; empty: not known"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningWorker]: ...
     @_builtins.property
@@ -352,7 +396,7 @@ class RunningWorker(_message.Message):
     generation: _builtins.int
     rank: _builtins.int
     step: _builtins.int
-    """last completed step"""
+    """the last completed step"""
     def __init__(
         self,
         *,
@@ -408,19 +452,19 @@ class Heartbeat(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerHealth]: ...
     @_builtins.property
     def preparing_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """job ids for whose workers a process imports what they will: they would wait for it"""
+        """jobs whose workers would have to wait until a process has done their imports"""
 
     @_builtins.property
     def prepared_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """job ids, of those with an archive or a setup, whose folder is here and set up"""
+        """jobs with an archive or a setup whose folder is ready on this VM"""
 
     @_builtins.property
     def warm_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """job ids whose workers would start at once, from a process that has imported what they do"""
+        """jobs whose workers would start at once, from a process that has done their imports"""
 
     @_builtins.property
     def setting_up_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """job ids whose folder is being made ready, or waits for its turn"""
+        """jobs whose folder is being made ready, or waits for its turn"""
 
     def __init__(
         self,
@@ -454,18 +498,21 @@ class WorkerHealth(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_US_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
     step: _builtins.int
     forward_us: _builtins.int
-    """median compute time per micro-batch of the last step, waiting not counted"""
+    """median compute time per micro-batch of the last step, in µs, without waiting"""
     backward_us: _builtins.int
     memory_bytes: _builtins.int
     wait_us: _builtins.int
-    """time of the last step without anything to compute"""
+    """the part of the last step without anything to compute, in µs"""
     evaluated: _builtins.int
-    """micro-batches evaluated since its start; it grows where step does not"""
+    """micro-batches evaluated since the worker's start; it grows while `step` does not"""
+    waiting_for: Global___WaitKind.ValueType
+    """set after one second of waiting"""
     def __init__(
         self,
         *,
@@ -478,10 +525,11 @@ class WorkerHealth(_message.Message):
         memory_bytes: _builtins.int = ...,
         wait_us: _builtins.int = ...,
         evaluated: _builtins.int = ...,
+        waiting_for: Global___WaitKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "evaluated", b"evaluated", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "rank", b"rank", "step", b"step", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "evaluated", b"evaluated", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "rank", b"rank", "step", b"step", "wait_us", b"wait_us", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,7 +595,7 @@ Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
 class WorkerStarted(_message.Message):
-    """its model is built and its state loaded"""
+    """the worker has built its model and loaded its state"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -557,15 +605,27 @@ class WorkerStarted(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     RESUMED_STEP_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    PEER_BYTES_FIELD_NUMBER: _builtins.int
+    STORE_BYTES_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_REDONE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
     resumed_step: _builtins.int
-    """steps that the loaded state has behind it; 0 for a fresh start"""
+    """the step of the loaded state; 0: a fresh start"""
+    kept_bytes: _builtins.int
+    """state that its process has kept from the generation before; 0: a new process"""
+    peer_bytes: _builtins.int
+    """state that came from memories of the generation before"""
+    store_bytes: _builtins.int
+    """state that came from a checkpoint"""
+    micro_batches_redone: _builtins.int
+    """of the step under way in the generation before: those that all replicas run again"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
-        """what came before it, in its order"""
+        """the parts of the start, in order"""
 
     def __init__(
         self,
@@ -576,10 +636,14 @@ class WorkerStarted(_message.Message):
         pid: _builtins.int = ...,
         resumed_step: _builtins.int = ...,
         phases: _abc.Iterable[Global___Phase] | None = ...,
+        kept_bytes: _builtins.int = ...,
+        peer_bytes: _builtins.int = ...,
+        store_bytes: _builtins.int = ...,
+        micro_batches_redone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "phases", b"phases", "pid", b"pid", "rank", b"rank", "resumed_step", b"resumed_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "kept_bytes", b"kept_bytes", "micro_batches_redone", b"micro_batches_redone", "peer_bytes", b"peer_bytes", "phases", b"phases", "pid", b"pid", "rank", b"rank", "resumed_step", b"resumed_step", "store_bytes", b"store_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,7 +675,7 @@ Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
 class Unreached(_message.Message):
-    """a rank that could not be reached when the ranks of a generation met"""
+    """a rank that another one could not reach at the rendezvous"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -645,6 +709,8 @@ class WorkerExited(_message.Message):
     ERROR_TEXT_FIELD_NUMBER: _builtins.int
     SAVE_S_FIELD_NUMBER: _builtins.int
     UNREACHED_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    SCRIPT_OBSTACLE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
@@ -652,12 +718,18 @@ class WorkerExited(_message.Message):
     exit_code: _builtins.int
     """negative: the signal"""
     error_text: _builtins.str
-    """traceback, or the last lines of the log"""
+    """the traceback, or the last lines of the log"""
     save_s: _builtins.float
-    """from a save-first Stop to this exit, when it saved and left; 0: not so"""
+    """seconds from a save-first Stop to this exit; 0: it did not save and leave"""
+    script_obstacle: _builtins.str
+    """what the script does because of which its processes cannot go on in place; empty: nothing known"""
     @_builtins.property
     def unreached(self) -> Global___Unreached:
-        """the peer that it could not reach; unset: none is known"""
+        """the peer that the worker could not reach; unset: none is known"""
+
+    @_builtins.property
+    def held(self) -> Global___HeldState:
+        """set if the process is still there and waits for its rank in the next generation"""
 
     def __init__(
         self,
@@ -670,14 +742,45 @@ class WorkerExited(_message.Message):
         error_text: _builtins.str = ...,
         save_s: _builtins.float = ...,
         unreached: Global___Unreached | None = ...,
+        held: Global___HeldState | None = ...,
+        script_obstacle: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["unreached", b"unreached"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "unreached", b"unreached"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "error_text", b"error_text", "exit_code", b"exit_code", "generation", b"generation", "job_id", b"job_id", "rank", b"rank", "save_s", b"save_s", "unreached", b"unreached"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "error_text", b"error_text", "exit_code", b"exit_code", "generation", b"generation", "held", b"held", "job_id", b"job_id", "rank", b"rank", "save_s", b"save_s", "script_obstacle", b"script_obstacle", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerExited: _TypeAlias = WorkerExited  # noqa: Y015
+
+@_typing.final
+class HeldState(_message.Message):
+    """the state in the memory of a process that has left its generation"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    GIVES_ONLY_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """the committed step"""
+    bytes: _builtins.int
+    gives_only: _builtins.bool
+    """the process takes no rank; it can only give its state to those that do"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        gives_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "gives_only", b"gives_only", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldState: _TypeAlias = HeldState  # noqa: Y015
 
 @_typing.final
 class CheckpointCommitted(_message.Message):
@@ -719,7 +822,7 @@ class PreemptionNotice(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     notice_id: _builtins.str
     seconds_left: _builtins.float
-    """when the agent saw it"""
+    """when the agent received the notice"""
     source: _builtins.str
     def __init__(
         self,
@@ -778,7 +881,7 @@ class StepResult(_message.Message):
     step_us: _builtins.int
     examples: _builtins.int
     skipped: _builtins.bool
-    """its loss or gradient was not finite: it has updated nothing"""
+    """the loss or a gradient was not finite, so the step updated nothing"""
     def __init__(
         self,
         *,
@@ -809,7 +912,7 @@ class ProfileMeasured(_message.Message):
     profile_json: _builtins.str
     """a varuna_planner profile document"""
     from_cache: _builtins.bool
-    """measured before, by another generation"""
+    """an earlier generation measured it"""
     def __init__(
         self,
         *,
@@ -853,7 +956,7 @@ Global___CommandRefused: _TypeAlias = CommandRefused  # noqa: Y015
 
 @_typing.final
 class SetupFailed(_message.Message):
-    """the job's folder could not be made ready on this VM"""
+    """the agent could not make the job's folder ready"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -862,9 +965,9 @@ class SetupFailed(_message.Message):
     ERROR_TEXT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     exit_code: _builtins.int
-    """of `setup`; 0: it did not come to that"""
+    """the setup's; 0: the setup was not run"""
     error_text: _builtins.str
-    """the last lines of what it wrote, or why it was not run"""
+    """the last lines of the setup's output, or why it was not run"""
     def __init__(
         self,
         *,
@@ -882,7 +985,7 @@ Global___SetupFailed: _TypeAlias = SetupFailed  # noqa: Y015
 
 @_typing.final
 class StepTraced(_message.Message):
-    """what a rank of replica 0 did in one mini-batch"""
+    """the ops of one rank of replica 0 in one mini-batch"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -898,7 +1001,7 @@ class StepTraced(_message.Message):
     rank: _builtins.int
     step: _builtins.int
     begin_us: _builtins.float
-    """of its first op, µs since the epoch by its machine's clock"""
+    """the start of the first op: µs since the epoch on the VM's clock"""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedOp]: ...
     @_builtins.property
@@ -932,9 +1035,9 @@ class TracedOp(_message.Message):
     DURATION_US_FIELD_NUMBER: _builtins.int
     op: Global___TraceOp.ValueType
     micro_batch: _builtins.int
-    """of the replica, from 0"""
+    """its number in the replica, from 0"""
     start_us: _builtins.float
-    """after begin_us"""
+    """µs after begin_us"""
     duration_us: _builtins.float
     def __init__(
         self,
@@ -954,7 +1057,7 @@ Global___TracedOp: _TypeAlias = TracedOp  # noqa: Y015
 
 @_typing.final
 class TracedSum(_message.Message):
-    """of gradients"""
+    """an all-reduce of gradients; times as in TracedOp"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -994,9 +1097,9 @@ class LogChunk(_message.Message):
     last: _builtins.bool
     error: _builtins.str
     offset: _builtins.int
-    """of the data in the log"""
+    """of `data` in the log, in bytes"""
     size: _builtins.int
-    """of the log"""
+    """of the whole log, in bytes"""
     def __init__(
         self,
         *,
@@ -1032,7 +1135,7 @@ class StackDump(_message.Message):
     text: _builtins.str
     """the Python stacks of all threads, as faulthandler writes them; at most 64 KiB"""
     error: _builtins.str
-    """why there is none"""
+    """why there are no stacks"""
     def __init__(
         self,
         *,
@@ -1060,7 +1163,7 @@ class Welcome(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
-    """workers end when nothing was heard from the manager for this long"""
+    """workers end when no heartbeat was acknowledged for this long"""
     heartbeat_interval_s: _builtins.float
     def __init__(
         self,
@@ -1083,7 +1186,7 @@ class Ack(_message.Message):
     HEARTBEAT_SEQUENCE_FIELD_NUMBER: _builtins.int
     REPORTS_THROUGH_FIELD_NUMBER: _builtins.int
     heartbeat_sequence: _builtins.int
-    """the newest heartbeat handled; renews the lease"""
+    """the newest heartbeat that the manager has handled; it renews the lease"""
     reports_through: _builtins.int
     """every report up to this number is stored"""
     def __init__(
@@ -1167,34 +1270,41 @@ class Launch(_message.Message):
     COMMITTED_STEP_FIELD_NUMBER: _builtins.int
     SECRETS_FIELD_NUMBER: _builtins.int
     SETUP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    IN_PLACE_FIELD_NUMBER: _builtins.int
+    HOLDERS_GENERATION_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
     command: _builtins.str
-    """run by /bin/sh -c in workdir"""
+    """/bin/sh -c runs it in `workdir`"""
     workdir: _builtins.str
     checkpoint_url: _builtins.str
     rendezvous_host: _builtins.str
     rendezvous_port: _builtins.int
     world_size: _builtins.int
     profile_cache_url: _builtins.str
-    """where a calibration looks for what was measured before; empty: nowhere"""
+    """the cache of earlier measurements for a calibration; empty: none"""
     checkpoint_interval_s: _builtins.float
-    """the user's; 0: the workers decide"""
+    """the user's choice; 0: the workers decide"""
     stops_per_hour: _builtins.float
-    """expected of this generation, by which they decide; 0: not known"""
+    """expected losses of VMs for this generation, from which the workers decide; 0: not known"""
     archive: _builtins.str
-    """SHA-256 of the packed workdir, to be fetched; empty: workdir is there already"""
+    """SHA-256 of the packed workdir to fetch; empty: `workdir` is on the VM"""
     setup: _builtins.str
-    """run by /bin/sh -c in the workdir, once for this content on this VM; or empty"""
+    """/bin/sh -c runs it in the workdir, once for this content on this VM; may be empty"""
     traceparent: _builtins.str
-    """W3C trace context of the morph that begins it; empty: nobody traces"""
+    """W3C trace context of the morph that starts the generation; empty: no tracing"""
     secret: _builtins.str
-    """by which the generation's workers know each other; empty: an older manager"""
+    """by which the generation's workers authenticate each other; empty: an older manager"""
     committed_step: _builtins.int
-    """of the job's newest checkpoint; 0: there is none, or it may start over"""
+    """the step of the job's newest checkpoint; 0: there is none, or the job may start over"""
     setup_timeout_s: _builtins.float
-    """for making the folder ready; 0: as long as it takes"""
+    """limit for making the folder ready; 0: no limit"""
+    in_place: _builtins.bool
+    """its ranks are processes that hold the job's state; the agent starts no others"""
+    holders_generation: _builtins.int
+    """the generation that the holders have left"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
@@ -1207,7 +1317,11 @@ class Launch(_message.Message):
 
     @_builtins.property
     def secrets(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """further variables of the workers' environment, not of the setup's: to be kept nowhere"""
+        """further variables for the workers, not for the setup; the agent must not store them"""
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """its ranks whose processes give their state to this generation, on all VMs; not with in_place"""
 
     def __init__(
         self,
@@ -1235,10 +1349,13 @@ class Launch(_message.Message):
         committed_step: _builtins.int = ...,
         secrets: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         setup_timeout_s: _builtins.float = ...,
+        in_place: _builtins.bool = ...,
+        holders_generation: _builtins.int = ...,
+        holders: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "environment", b"environment", "generation", b"generation", "job_id", b"job_id", "kind", b"kind", "limits", b"limits", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "kind", b"kind", "limits", b"limits", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1246,7 +1363,7 @@ Global___Launch: _TypeAlias = Launch  # noqa: Y015
 
 @_typing.final
 class JobLimits(_message.Message):
-    """of all processes of a job on one VM together; 0: the job file sets none"""
+    """for all processes of a job on one VM together; 0: the job file sets no limit"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1255,9 +1372,9 @@ class JobLimits(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     memory_bytes: _builtins.int
     cpus: _builtins.float
-    """that they may keep busy on the average"""
+    """the CPUs that they may keep busy on average"""
     processes: _builtins.int
-    """and threads"""
+    """processes and threads"""
     def __init__(
         self,
         *,
@@ -1321,7 +1438,7 @@ class PlanSpec(_message.Message):
     """k: forwards beyond P - s"""
     @_builtins.property
     def stage_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """first section of each stage; length p; empty when not known yet"""
+        """the first section of each stage; p of them; empty: not known yet"""
 
     @_builtins.property
     def recompute(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
@@ -1356,13 +1473,16 @@ class Stop(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     GRACE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    KEEP_STATE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     mode: Global___StopMode.ValueType
     grace_s: _builtins.float
-    """then the workers are killed"""
+    """seconds until the agent kills workers that have not left"""
     traceparent: _builtins.str
-    """W3C trace context of the morph that ends it; empty: nobody traces, or it is none"""
+    """W3C trace context of the morph that ends the generation; empty: no tracing, or no morph"""
+    keep_state: _builtins.bool
+    """the job goes on: workers that can stay keep their state for the next generation"""
     def __init__(
         self,
         *,
@@ -1371,10 +1491,11 @@ class Stop(_message.Message):
         mode: Global___StopMode.ValueType = ...,
         grace_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
+        keep_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "job_id", b"job_id", "mode", b"mode", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "job_id", b"job_id", "keep_state", b"keep_state", "mode", b"mode", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1382,11 +1503,12 @@ Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
+    """start no more workers; the agent exits when its last worker has ended"""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """launch nothing more here; the agent leaves when nothing runs"""
     def __init__(
         self,
         *,
@@ -1419,7 +1541,7 @@ class FetchLogs(_message.Message):
     """negative: from the end"""
     max_bytes: _builtins.int
     wait_s: _builtins.float
-    """with nothing at offset: answer when there is, but no later than after so long"""
+    """seconds to wait for the first byte at `offset`"""
     def __init__(
         self,
         *,
@@ -1441,7 +1563,7 @@ Global___FetchLogs: _TypeAlias = FetchLogs  # noqa: Y015
 
 @_typing.final
 class DumpStacks(_message.Message):
-    """where do the workers of this generation on this VM stand?"""
+    """asks for the stacks of this generation's workers on this VM"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1468,7 +1590,7 @@ Global___DumpStacks: _TypeAlias = DumpStacks  # noqa: Y015
 
 @_typing.final
 class Prepare(_message.Message):
-    """workers of this job may come: have a process at hand from which they start at once"""
+    """workers of this job may come: make their folder ready and warm a process"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1502,7 +1624,7 @@ class Prepare(_message.Message):
     SETUP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     command: _builtins.str
-    """as in Launch; empty: nothing is to be imported ahead"""
+    """as in Launch; empty: warm no process"""
     workdir: _builtins.str
     archive: _builtins.str
     setup: _builtins.str
@@ -1510,7 +1632,7 @@ class Prepare(_message.Message):
     """as in Launch"""
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """as in Launch, where there is a setup, which is run in it; else empty"""
+        """as in Launch if there is a setup, which runs in it; else empty"""
 
     @_builtins.property
     def limits(self) -> Global___JobLimits: ...
@@ -1536,7 +1658,7 @@ Global___Prepare: _TypeAlias = Prepare  # noqa: Y015
 
 @_typing.final
 class KeepPrepared(_message.Message):
-    """what was prepared for other jobs than these, or is being, is not needed any more"""
+    """preparations for other jobs than these are no longer needed"""
 
     DESCRIPTOR: _descriptor.Descriptor
 

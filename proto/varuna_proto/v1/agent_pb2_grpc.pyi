@@ -3,10 +3,10 @@
 isort:skip_file
 The protocol between agents and the manager. The agent dials and keeps one stream open.
 
-Two kinds of agent messages: Hello and Heartbeat say how things are now (the newest wins, a lost one costs nothing);
-a Report says what happened once (numbered, kept by the agent until the manager has acknowledged that it is stored,
-sent again after every reconnection, applied idempotently). Every command carries its job and generation; an agent
-refuses a generation older than the newest that it has seen of the job.
+An agent sends two kinds of messages. Hello and Heartbeat carry its present state: the newest wins, and a lost one
+costs nothing. A Report carries a fact: it is numbered, kept by the agent until the manager has acknowledged that it
+is stored, sent again after every reconnection, and applied idempotently. Every command carries its job and
+generation. An agent refuses a generation older than the newest one that it has seen of the job.
 """
 
 from collections import abc as _abc

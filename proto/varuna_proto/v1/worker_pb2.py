@@ -25,33 +25,53 @@ _sym_db = _symbol_database.Default()
 from varuna_proto.v1 import agent_pb2 as varuna__proto_dot_v1_dot_agent__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cvaruna_proto/v1/worker.proto\x12\tvaruna.v1\x1a\x1bvaruna_proto/v1/agent.proto\"\xab\x03\n\rWorkerMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.varuna.v1.WorkerHelloH\x00\x12\'\n\x05ready\x18\x02 \x01(\x0b\x32\x16.varuna.v1.WorkerReadyH\x00\x12(\n\tstep_done\x18\x03 \x01(\x0b\x32\x13.varuna.v1.StepDoneH\x00\x12\x34\n\x0f\x63heckpoint_done\x18\x04 \x01(\x0b\x32\x19.varuna.v1.CheckpointDoneH\x00\x12.\n\x0cprofile_done\x18\x05 \x01(\x0b\x32\x16.varuna.v1.ProfileDoneH\x00\x12+\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x18.varuna.v1.WorkerFailureH\x00\x12)\n\tevaluated\x18\x07 \x01(\x0b\x32\x14.varuna.v1.EvaluatedH\x00\x12,\n\x0bstep_traced\x18\x08 \x01(\x0b\x32\x15.varuna.v1.StepTracedH\x00\x12*\n\tunreached\x18\x82\x01 \x01(\x0b\x32\x14.varuna.v1.UnreachedH\x00\x42\x06\n\x04\x62ody\"d\n\rAgentToWorker\x12!\n\x05leave\x18\x01 \x01(\x0b\x32\x10.varuna.v1.LeaveH\x00\x12(\n\x08\x61\x64mitted\x18\x96\x01 \x01(\x0b\x32\x13.varuna.v1.AdmittedH\x00\x42\x06\n\x04\x62ody\"L\n\x0bWorkerHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\"E\n\x0bWorkerReady\x12\x14\n\x0cresumed_step\x18\x01 \x01(\x04\x12 \n\x06phases\x18\x02 \x03(\x0b\x32\x10.varuna.v1.Phase\"\xaa\x01\n\x08StepDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0f\n\x07step_us\x18\x03 \x01(\x04\x12\x10\n\x08\x65xamples\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\x04\x12\x13\n\x0b\x62\x61\x63kward_us\x18\x06 \x01(\x04\x12\x0f\n\x07wait_us\x18\x07 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07skipped\x18\t \x01(\x08\"\"\n\tEvaluated\x12\x15\n\rmicro_batches\x18\x01 \x01(\x04\"@\n\x0e\x43heckpointDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"7\n\x0bProfileDone\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\x12\x12\n\nfrom_cache\x18\x02 \x01(\x08\"\"\n\rWorkerFailure\x12\x11\n\ttraceback\x18\x01 \x01(\t\"\x1b\n\x08\x41\x64mitted\x12\x0f\n\x06secret\x18\x96\x01 \x01(\t\"*\n\x05Leave\x12!\n\x04mode\x18\x01 \x01(\x0e\x32\x13.varuna.v1.StopModeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cvaruna_proto/v1/worker.proto\x12\tvaruna.v1\x1a\x1bvaruna_proto/v1/agent.proto\"\xf2\x04\n\rWorkerMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.varuna.v1.WorkerHelloH\x00\x12\'\n\x05ready\x18\x02 \x01(\x0b\x32\x16.varuna.v1.WorkerReadyH\x00\x12(\n\tstep_done\x18\x03 \x01(\x0b\x32\x13.varuna.v1.StepDoneH\x00\x12\x34\n\x0f\x63heckpoint_done\x18\x04 \x01(\x0b\x32\x19.varuna.v1.CheckpointDoneH\x00\x12.\n\x0cprofile_done\x18\x05 \x01(\x0b\x32\x16.varuna.v1.ProfileDoneH\x00\x12+\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x18.varuna.v1.WorkerFailureH\x00\x12)\n\tevaluated\x18\x07 \x01(\x0b\x32\x14.varuna.v1.EvaluatedH\x00\x12,\n\x0bstep_traced\x18\x08 \x01(\x0b\x32\x15.varuna.v1.StepTracedH\x00\x12*\n\tunreached\x18\x82\x01 \x01(\x0b\x32\x14.varuna.v1.UnreachedH\x00\x12&\n\x07waiting\x18\xaa\x01 \x01(\x0b\x32\x12.varuna.v1.WaitingH\x00\x12\x35\n\x0fgeneration_left\x18\xb4\x01 \x01(\x0b\x32\x19.varuna.v1.GenerationLeftH\x00\x12/\n\x0cgiving_state\x18\xbe\x01 \x01(\x0b\x32\x16.varuna.v1.GivingStateH\x00\x12\x35\n\x0fscript_obstacle\x18\xc8\x01 \x01(\x0b\x32\x19.varuna.v1.ScriptObstacleH\x00\x42\x06\n\x04\x62ody\"\xbb\x01\n\rAgentToWorker\x12!\n\x05leave\x18\x01 \x01(\x0b\x32\x10.varuna.v1.LeaveH\x00\x12(\n\x08\x61\x64mitted\x18\x96\x01 \x01(\x0b\x32\x13.varuna.v1.AdmittedH\x00\x12(\n\x08\x61ssigned\x18\xb4\x01 \x01(\x0b\x32\x13.varuna.v1.AssignedH\x00\x12+\n\ngive_state\x18\xbe\x01 \x01(\x0b\x32\x14.varuna.v1.GiveStateH\x00\x42\x06\n\x04\x62ody\"]\n\x0eGenerationLeft\x12\x12\n\texit_code\x18\xb4\x01 \x01(\x11\x12\r\n\x04step\x18\xb5\x01 \x01(\x04\x12\x13\n\nheld_bytes\x18\xb6\x01 \x01(\x04\x12\x13\n\ngives_only\x18\xbe\x01 \x01(\x08\"!\n\x0eScriptObstacle\x12\x0f\n\x06reason\x18\xc8\x01 \x01(\t\"\x8d\x01\n\tGiveState\x12;\n\x0b\x65nvironment\x18\xbe\x01 \x03(\x0b\x32%.varuna.v1.GiveState.EnvironmentEntry\x12\x0f\n\x06secret\x18\xbf\x01 \x01(\t\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x0bGivingState\x12\x13\n\nhost_bytes\x18\xbe\x01 \x01(\x04\"\x9e\x01\n\x08\x41ssigned\x12:\n\x0b\x65nvironment\x18\xb4\x01 \x03(\x0b\x32$.varuna.v1.Assigned.EnvironmentEntry\x12\x0f\n\x06secret\x18\xb5\x01 \x01(\t\x12\x11\n\x08log_path\x18\xb6\x01 \x01(\t\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"L\n\x0bWorkerHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\"\xa4\x01\n\x0bWorkerReady\x12\x14\n\x0cresumed_step\x18\x01 \x01(\x04\x12 \n\x06phases\x18\x02 \x03(\x0b\x32\x10.varuna.v1.Phase\x12\x13\n\nkept_bytes\x18\xb4\x01 \x01(\x04\x12\x13\n\npeer_bytes\x18\xbe\x01 \x01(\x04\x12\x14\n\x0bstore_bytes\x18\xbf\x01 \x01(\x04\x12\x1d\n\x14micro_batches_redone\x18\xc8\x01 \x01(\r\"\xaa\x01\n\x08StepDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x0f\n\x07step_us\x18\x03 \x01(\x04\x12\x10\n\x08\x65xamples\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\x04\x12\x13\n\x0b\x62\x61\x63kward_us\x18\x06 \x01(\x04\x12\x0f\n\x07wait_us\x18\x07 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07skipped\x18\t \x01(\x08\"\"\n\tEvaluated\x12\x15\n\rmicro_batches\x18\x01 \x01(\x04\"3\n\x07Waiting\x12(\n\x0bwaiting_for\x18\x01 \x01(\x0e\x32\x13.varuna.v1.WaitKind\"@\n\x0e\x43heckpointDone\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"7\n\x0bProfileDone\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\x12\x12\n\nfrom_cache\x18\x02 \x01(\x08\"\"\n\rWorkerFailure\x12\x11\n\ttraceback\x18\x01 \x01(\t\"\x1b\n\x08\x41\x64mitted\x12\x0f\n\x06secret\x18\x96\x01 \x01(\t\"?\n\x05Leave\x12!\n\x04mode\x18\x01 \x01(\x0e\x32\x13.varuna.v1.StopMode\x12\x13\n\nkeep_state\x18\xb4\x01 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'varuna_proto.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GIVESTATE_ENVIRONMENTENTRY']._loaded_options = None
+  _globals['_GIVESTATE_ENVIRONMENTENTRY']._serialized_options = b'8\001'
+  _globals['_ASSIGNED_ENVIRONMENTENTRY']._loaded_options = None
+  _globals['_ASSIGNED_ENVIRONMENTENTRY']._serialized_options = b'8\001'
   _globals['_WORKERMESSAGE']._serialized_start=73
-  _globals['_WORKERMESSAGE']._serialized_end=500
-  _globals['_AGENTTOWORKER']._serialized_start=502
-  _globals['_AGENTTOWORKER']._serialized_end=602
-  _globals['_WORKERHELLO']._serialized_start=604
-  _globals['_WORKERHELLO']._serialized_end=680
-  _globals['_WORKERREADY']._serialized_start=682
-  _globals['_WORKERREADY']._serialized_end=751
-  _globals['_STEPDONE']._serialized_start=754
-  _globals['_STEPDONE']._serialized_end=924
-  _globals['_EVALUATED']._serialized_start=926
-  _globals['_EVALUATED']._serialized_end=960
-  _globals['_CHECKPOINTDONE']._serialized_start=962
-  _globals['_CHECKPOINTDONE']._serialized_end=1026
-  _globals['_PROFILEDONE']._serialized_start=1028
-  _globals['_PROFILEDONE']._serialized_end=1083
-  _globals['_WORKERFAILURE']._serialized_start=1085
-  _globals['_WORKERFAILURE']._serialized_end=1119
-  _globals['_ADMITTED']._serialized_start=1121
-  _globals['_ADMITTED']._serialized_end=1148
-  _globals['_LEAVE']._serialized_start=1150
-  _globals['_LEAVE']._serialized_end=1192
+  _globals['_WORKERMESSAGE']._serialized_end=699
+  _globals['_AGENTTOWORKER']._serialized_start=702
+  _globals['_AGENTTOWORKER']._serialized_end=889
+  _globals['_GENERATIONLEFT']._serialized_start=891
+  _globals['_GENERATIONLEFT']._serialized_end=984
+  _globals['_SCRIPTOBSTACLE']._serialized_start=986
+  _globals['_SCRIPTOBSTACLE']._serialized_end=1019
+  _globals['_GIVESTATE']._serialized_start=1022
+  _globals['_GIVESTATE']._serialized_end=1163
+  _globals['_GIVESTATE_ENVIRONMENTENTRY']._serialized_start=1113
+  _globals['_GIVESTATE_ENVIRONMENTENTRY']._serialized_end=1163
+  _globals['_GIVINGSTATE']._serialized_start=1165
+  _globals['_GIVINGSTATE']._serialized_end=1199
+  _globals['_ASSIGNED']._serialized_start=1202
+  _globals['_ASSIGNED']._serialized_end=1360
+  _globals['_ASSIGNED_ENVIRONMENTENTRY']._serialized_start=1113
+  _globals['_ASSIGNED_ENVIRONMENTENTRY']._serialized_end=1163
+  _globals['_WORKERHELLO']._serialized_start=1362
+  _globals['_WORKERHELLO']._serialized_end=1438
+  _globals['_WORKERREADY']._serialized_start=1441
+  _globals['_WORKERREADY']._serialized_end=1605
+  _globals['_STEPDONE']._serialized_start=1608
+  _globals['_STEPDONE']._serialized_end=1778
+  _globals['_EVALUATED']._serialized_start=1780
+  _globals['_EVALUATED']._serialized_end=1814
+  _globals['_WAITING']._serialized_start=1816
+  _globals['_WAITING']._serialized_end=1867
+  _globals['_CHECKPOINTDONE']._serialized_start=1869
+  _globals['_CHECKPOINTDONE']._serialized_end=1933
+  _globals['_PROFILEDONE']._serialized_start=1935
+  _globals['_PROFILEDONE']._serialized_end=1990
+  _globals['_WORKERFAILURE']._serialized_start=1992
+  _globals['_WORKERFAILURE']._serialized_end=2026
+  _globals['_ADMITTED']._serialized_start=2028
+  _globals['_ADMITTED']._serialized_end=2055
+  _globals['_LEAVE']._serialized_start=2057
+  _globals['_LEAVE']._serialized_end=2120
 # @@protoc_insertion_point(module_scope)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
-from varuna._gloo import GlooGroup
-from varuna_planner.profile import AllReduceMeasurement, Link, Links
+from varuna.distributed.gloo import GlooGroup
+from varuna_planner.profile.document import AllReduceMeasurement, Link, Links
 
-__all__ = ["Connect", "LinkSample", "classify", "measure_all_reduce", "measure_links"]
+__all__ = ["GroupConnector", "LinkSample", "classify_links", "measure_all_reduce", "measure_links"]
 
-Connect = Callable[[str, Sequence[int]], GlooGroup | None]
-"""Makes the group of some ranks under a name, as `varuna.launch.Rendezvous.gloo` does."""
+GroupConnector = Callable[[str, Sequence[int]], GlooGroup | None]
+"""Makes the named group of some ranks, as `varuna.distributed.rendezvous.Rendezvous.connect_gloo` does."""
 
 _WAIT = timedelta(seconds=60)
 _ROUND_TRIPS = 60
@@ -31,13 +31,13 @@ _MESSAGE_BYTES = 4 * 1024 * 1024
 _MESSAGES = 4
 _RING_BYTES = (64 * 1024, 1024 * 1024, 8 * 1024 * 1024)
 _LARGEST_RING = 32
-"""Connecting a ring costs the square of its size; beyond this the planner extrapolates."""
+"""Connecting a ring takes time quadratic in its size; beyond this size the planner extrapolates."""
 _TIMES = 5
 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """What one pair of ranks measured, one way."""
+    """A link between two ranks, measured one way."""
 
     ranks: tuple[int, int]
     """From the first to the second."""
@@ -54,8 +54,8 @@ class LinkSample:
         return cls(**{**fields, "ranks": (first, second)})
 
 
-def measure_links(rank: int, world_size: int, connect: Connect) -> list[LinkSample]:
-    """The links from this rank to its neighbours. Every rank calls it."""
+def measure_links(rank: int, world_size: int, connect: GroupConnector) -> list[LinkSample]:
+    """Measures the links from this rank to its neighbours. Called by all ranks."""
     samples = []
     for parity in (0, 1):
         first = rank if rank % 2 == parity else rank - 1
@@ -67,14 +67,14 @@ def measure_links(rank: int, world_size: int, connect: Connect) -> list[LinkSamp
         other = 2 * first + 1 - rank
         for sender in (first, first + 1):
             if rank == sender:
-                samples.append(_initiate(group, (rank, other), other - first))
+                samples.append(_measure_as_sender(group, (rank, other), other - first))
             else:
-                _answer(group, other - first)
+                _answer_sender(group, other - first)
     return samples
 
 
-def _initiate(group: GlooGroup, ranks: tuple[int, int], peer: int) -> LinkSample:
-    """`peer`: the other one's place in the group."""
+def _measure_as_sender(group: GlooGroup, ranks: tuple[int, int], peer: int) -> LinkSample:
+    """Measures the link as its sender. `peer`: the other rank's index in the group."""
     small, large = _buffers()
     one_way_us = []
     for _ in range(_ROUND_TRIPS):
@@ -82,7 +82,7 @@ def _initiate(group: GlooGroup, ranks: tuple[int, int], peer: int) -> LinkSample
         _send(group, small, peer)
         _receive(group, small, peer)
         one_way_us.append((time.perf_counter() - started_s) * 1e6 / 2)
-    # The lower tenth is the link at rest; what comes on top on average is jitter.
+    # The lower tenth is the link at rest; the average excess over it is jitter.
     latency_us = sorted(one_way_us)[_ROUND_TRIPS // 10]
     jitter_us = max(0.0, statistics.fmean(one_way_us) - latency_us)
     transfers_s = []
@@ -96,7 +96,7 @@ def _initiate(group: GlooGroup, ranks: tuple[int, int], peer: int) -> LinkSample
     return LinkSample(ranks, latency_us, _MESSAGE_BYTES / transfer_s, jitter_us)
 
 
-def _answer(group: GlooGroup, peer: int) -> None:
+def _answer_sender(group: GlooGroup, peer: int) -> None:
     small, large = _buffers()
     for _ in range(_ROUND_TRIPS):
         _receive(group, small, peer)
@@ -118,8 +118,8 @@ def _receive(group: GlooGroup, tensor: torch.Tensor, sender: int) -> None:
     group.recv([tensor], sender, 0).wait(_WAIT)
 
 
-def measure_all_reduce(rank: int, hosts: Sequence[str], connect: Connect) -> list[AllReduceMeasurement]:
-    """All-reduce times by ring size, rings at once and bytes, on rank 0 (empty elsewhere). Every rank calls it.
+def measure_all_reduce(rank: int, hosts: Sequence[str], connect: GroupConnector) -> list[AllReduceMeasurement]:
+    """All-reduce times by ring size, rings at once and bytes, on rank 0 (empty elsewhere). Called by all ranks.
 
     `hosts`: the VM of each rank.
     """
@@ -148,7 +148,7 @@ def measure_all_reduce(rank: int, hosts: Sequence[str], connect: Connect) -> lis
 
 
 def rings_to_measure(hosts: Sequence[str]) -> list[tuple[tuple[int, ...], ...]]:
-    """Rings (their ranks) that run at once, one set of them after the other; rank 0 is in the first ring of each.
+    """Sets of rings (their ranks) that run at once, one set after the other; rank 0 is in the first ring of each set.
 
     Over several VMs a ring has one rank on each. On a lone VM there is one ring at a time, over its first ranks.
     """
@@ -168,7 +168,7 @@ def rings_to_measure(hosts: Sequence[str]) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def ring_sizes(world_size: int) -> list[int]:
-    """Doubling from 2, up to the world or the largest ring that is worth connecting; that one always."""
+    """Powers of two up to the world size or `_LARGEST_RING`, and always that limit itself."""
     largest = min(world_size, _LARGEST_RING)
     doubled = [1 << power for power in range(1, largest.bit_length())]
     return sorted({size for size in (*doubled, largest) if 2 <= size <= largest})
@@ -184,7 +184,7 @@ def _time_all_reduce(ring: GlooGroup, beside: GlooGroup | None, count: int) -> f
         started_s = time.perf_counter()
         _all_reduce(ring, tensor)
         times_us.append((time.perf_counter() - started_s) * 1e6)
-    return statistics.median(times_us[1:])  # the first warms up
+    return statistics.median(times_us[1:])  # the first one warms up
 
 
 def _all_reduce(group: GlooGroup, tensor: torch.Tensor) -> None:
@@ -193,11 +193,11 @@ def _all_reduce(group: GlooGroup, tensor: torch.Tensor) -> None:
     group.allreduce([tensor], options).wait(_WAIT)
 
 
-def classify(samples: Sequence[LinkSample], hosts: Sequence[str]) -> Links:
-    """Link classes from what the pairs measured and the host of each rank.
+def classify_links(samples: Sequence[LinkSample], hosts: Sequence[str]) -> Links:
+    """Link classes from the measured pairs and the host of each rank.
 
-    A class that no pair is of gets the other's figures: that is what this fleet's network is known to do. With no pair
-    at all, the planner's defaults stand.
+    A class without a pair gets the other class's figures, because they are all that is known of this network. Without
+    any pair the planner's defaults stand.
     """
     same = [sample for sample in samples if hosts[sample.ranks[0]] == hosts[sample.ranks[1]]]
     other = [sample for sample in samples if hosts[sample.ranks[0]] != hosts[sample.ranks[1]]]

@@ -1,41 +1,35 @@
-"""Checkpoints: written per section behind training's back, complete or not there, loaded in any P×D. No pickle."""
+"""Checkpoints: written per section in the background, complete or absent, loaded in any P×D. No pickle."""
 
-from varuna.checkpoint.cadence import Cadence, next_save_due
 from varuna.checkpoint.errors import CheckpointError, MismatchError, StoreError
-from varuna.checkpoint.loading import (
-    Loaded,
-    last_generation,
-    load,
-    newest_complete,
-    read_manifest,
-    read_parameters,
-)
-from varuna.checkpoint.local import on_one_disk
-from varuna.checkpoint.manifest import Cursor, Per
-from varuna.checkpoint.pruning import Asked
-from varuna.checkpoint.resuming import resume
-from varuna.checkpoint.saving import Checkpointer, SaveOutcome
-from varuna.checkpoint.state import Place, TrainingState
+from varuna.checkpoint.format.manifest import SampleCursor, StateScope
+from varuna.checkpoint.loading.complete_checkpoints import last_written_generation, newest_complete, read_manifest
+from varuna.checkpoint.loading.loader import LoadedCheckpoint, load_checkpoint, read_parameters
+from varuna.checkpoint.loading.resuming import resume_checkpoint
+from varuna.checkpoint.saving.cadence import Cadence, decide_save
+from varuna.checkpoint.saving.pruning import CheckpointRequest
+from varuna.checkpoint.saving.writer import CheckpointWriter, SaveOutcome
+from varuna.checkpoint.state.rank_state import ShapePosition, TrainingState
+from varuna.checkpoint.storage.local import on_one_disk
 
 __all__ = [
-    "Asked",
     "Cadence",
     "CheckpointError",
-    "Checkpointer",
-    "Cursor",
-    "Loaded",
+    "CheckpointRequest",
+    "CheckpointWriter",
+    "LoadedCheckpoint",
     "MismatchError",
-    "Per",
-    "Place",
+    "SampleCursor",
     "SaveOutcome",
+    "ShapePosition",
+    "StateScope",
     "StoreError",
     "TrainingState",
-    "last_generation",
-    "load",
+    "decide_save",
+    "last_written_generation",
+    "load_checkpoint",
     "newest_complete",
-    "next_save_due",
     "on_one_disk",
     "read_manifest",
     "read_parameters",
-    "resume",
+    "resume_checkpoint",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "MismatchError", "StoreError"]
+__all__ = ["CheckpointError", "HolderError", "MismatchError", "StoreError"]
 
 
 class CheckpointError(RuntimeError):
@@ -10,8 +10,17 @@ class CheckpointError(RuntimeError):
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint is whole, and is not of this script's model or optimizer. The message names both sides."""
+    """A checkpoint is whole but belongs to another model or optimizer. The message names both sides."""
 
 
 class StoreError(CheckpointError):
-    """The store refused or did not answer (network, credentials, disk): this says nothing about the checkpoint."""
+    """The store refused or did not answer (network, credentials, disk). The checkpoint itself may be sound."""
+
+
+class HolderError(CheckpointError):
+    """Processes that hold the state did not give it. The message names them."""
+
+    def __init__(self, message: str, holders: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.holders = holders
+        """Their ranks in the generation that they have left."""

@@ -24,22 +24,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from varuna.checkpoint.checksum import Checksum
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.hugging_face import WEIGHTS_FILE, description_in, write_beside
-from varuna.checkpoint.loading import Report, newest_complete, read_manifest
-from varuna.checkpoint.manifest import FileEntry, FileKind, Manifest
-from varuna.checkpoint.store import CheckpointStore, folder_of
-from varuna.checkpoint.tensor_file import LENGTH_BYTES, TensorEntry, entries, layout
+from varuna.checkpoint.format.checksum import Checksum
+from varuna.checkpoint.format.manifest import FileEntry, FileKind, Manifest
+from varuna.checkpoint.format.tensor_file import LENGTH_BYTES, TensorEntry, make_header, parse_header
+from varuna.checkpoint.hugging_face import WEIGHTS_FILE, read_description, write_beside
+from varuna.checkpoint.loading.complete_checkpoints import ReportPassedOver, newest_complete, read_manifest
+from varuna.checkpoint.storage.store import CheckpointStore, folder_of
 
-__all__ = ["Exported", "export"]
+__all__ = ["ExportedModel", "export_model"]
 
 _ONE_CHECKPOINT = re.compile(r"(?P<store>.*?)/?varuna_ckpt_(?P<step>0|[1-9][0-9]*)/*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What was written."""
+class ExportedModel:
+    """The result of an export."""
 
     step: int
     source: str
@@ -50,8 +50,8 @@ class Exported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """Bytes `start` to `end` of a source file go to `target` of the new one."""
+class _ByteRange:
+    """Bytes `start` to `end` of a source file, and their offset `target` in the new one."""
 
     start: int
     end: int
@@ -59,44 +59,44 @@ class _Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Target:
-    """What is to be written."""
+class _ExportTarget:
+    """The output of an export."""
 
     out: Path
     hf: bool
     """`out` is a folder for `from_pretrained`, not a file."""
     tokenizer: Path | None
     ema: bool = False
-    """The moving average of the parameters is wanted, not the parameters."""
+    """Export the moving average of the parameters instead of the parameters."""
 
     @property
     def file(self) -> Path:
-        """Where the tensors go."""
+        """The file for the tensors."""
         return self.out / WEIGHTS_FILE if self.hf else self.out
 
 
-def export(
+def export_model(
     checkpoint: str,
     out: Path,
     *,
     hf: bool = False,
     tokenizer: Path | None = None,
     ema: bool = False,
-    report: Report | None = None,
-) -> Exported:
+    report: ReportPassedOver | None = None,
+) -> ExportedModel:
     """Write the model of `checkpoint` to `out`, a file that appears only when it is whole.
 
-    With `hf`, `out` is a folder, which transformers' `from_pretrained` then loads; its weights come last. No checkpoint
-    has a tokenizer: `tokenizer` is a folder that does, whose files are copied.
+    With `hf`, `out` is a folder for transformers' `from_pretrained`; its weights are written last. A checkpoint has no
+    tokenizer: the files of the folder `tokenizer` are copied.
 
-    `checkpoint` is the path or URL of a `varuna_ckpt_<step>` folder, or of a store, of which the newest checkpoint that
-    can be read is taken; `report` is told of those passed over. `ema`: the moving average in place of the parameters.
+    `checkpoint` is the path or URL of a `varuna_ckpt_<step>` folder, or of a store, in which the newest readable
+    checkpoint is used; `report` receives those passed over. `ema`: the moving average in place of the parameters.
 
     Raises CheckpointError naming what is missing, corrupt or cannot be written.
     """
     if tokenizer is not None and not hf:
         raise ValueError("a tokenizer is for a folder that from_pretrained loads: add --hf")
-    target = _Target(out=out, hf=hf, tokenizer=tokenizer, ema=ema)
+    target = _ExportTarget(out=out, hf=hf, tokenizer=tokenizer, ema=ema)
     match = _ONE_CHECKPOINT.fullmatch(checkpoint)
     if match:
         return _export_step(match["store"] or ".", int(match["step"]), target)
@@ -121,36 +121,36 @@ def export(
 
 
 class _SourceError(CheckpointError):
-    """The fault lies in the checkpoint, and another one may do."""
+    """The checkpoint is at fault, so another one may work."""
 
 
-def _export_step(url: str, step: int, target: _Target) -> Exported:
+def _export_step(url: str, step: int, target: _ExportTarget) -> ExportedModel:
     out = target.file
     try:
         manifest = read_manifest(url, step)
-        source = _Source(CheckpointStore(url), step, manifest, ema=target.ema)
-        names = manifest.state_dict or {name: name for name in manifest.by_name(FileKind.PARAMETERS)}
-        found = source.tensors(set(names.values()))
+        source = _ExportSource(CheckpointStore(url), step, manifest, ema=target.ema)
+        names = manifest.state_dict or {name: name for name in manifest.files_by_name(FileKind.PARAMETERS)}
+        found = source.locate_tensors(set(names.values()))
     except CheckpointError as error:
         raise _SourceError(str(error)) from error
-    if target.ema and not manifest.by_name(FileKind.AVERAGE):
+    if target.ema and not manifest.files_by_name(FileKind.AVERAGE):
         raise CheckpointError(
             f"{source.store.url_of(step)} has no average of the parameters: leave out --ema, or train with "
             "Varuna(..., ema=0.999)"
         )
     if target.hf:
-        files, tied = description_in(manifest, source.store.url_of(step))
-        names = _once(names, tied)
+        files, tied = read_description(manifest, source.store.url_of(step))
+        names = _drop_tied_names(names, tied)
         _write_beside(files, target)
-    header, targets = layout({name: found[stored][1] for name, stored in names.items()}, {"format": "pt"})
+    header, targets = make_header({name: found[stored][1] for name, stored in names.items()}, {"format": "pt"})
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             file.write(header)
             for entry in {entry.name: entry for entry, _ in found.values()}.values():
                 inside = [(name, found[stored][1]) for name, stored in names.items() if found[stored][0] is entry]
-                copies = [_Copy(start=t.start, end=t.end, target=targets[name]) for name, t in inside]
-                source.copy(entry, copies, file)
+                copies = [_ByteRange(start=t.start, end=t.end, target=targets[name]) for name, t in inside]
+                source.copy_tensors(entry, copies, file)
             file.flush()
             os.fsync(file.fileno())
         written = partial.stat().st_size
@@ -160,16 +160,16 @@ def _export_step(url: str, step: int, target: _Target) -> Exported:
     finally:
         with suppress(OSError):
             partial.unlink()
-    return Exported(step=step, source=source.store.url_of(step), tensors=len(names), bytes=written, out=str(out))
+    return ExportedModel(step=step, source=source.store.url_of(step), tensors=len(names), bytes=written, out=str(out))
 
 
-def _once(names: dict[str, str], tied: set[str]) -> dict[str, str]:
-    """`names` without those in `tied` whose value is there under another name."""
+def _drop_tied_names(names: dict[str, str], tied: set[str]) -> dict[str, str]:
+    """`names` without those in `tied` whose value is also there under another name."""
     others = {stored for name, stored in names.items() if name not in tied}
     return {name: stored for name, stored in names.items() if name not in tied or stored not in others}
 
 
-def _write_beside(files: dict[str, str], target: _Target) -> None:
+def _write_beside(files: dict[str, str], target: _ExportTarget) -> None:
     try:
         write_beside(files, target.out, target.tokenizer)
     except OSError as error:
@@ -177,7 +177,7 @@ def _write_beside(files: dict[str, str], target: _Target) -> None:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _ExportSource:
     """The parameter files of a checkpoint."""
 
     store: CheckpointStore
@@ -185,11 +185,11 @@ class _Source:
     manifest: Manifest
     ema: bool = False
 
-    def tensors(self, names: Iterable[str]) -> dict[str, tuple[FileEntry, TensorEntry]]:
-        """For each stored name: its file and its place there."""
-        files = self.manifest.by_name(FileKind.PARAMETERS)
-        if self.ema:  # what was not trained has no average but its value
-            files |= self.manifest.by_name(FileKind.AVERAGE)
+    def locate_tensors(self, names: Iterable[str]) -> dict[str, tuple[FileEntry, TensorEntry]]:
+        """The file of each stored name, and its location there."""
+        files = self.manifest.files_by_name(FileKind.PARAMETERS)
+        if self.ema:  # a parameter that is not trained has no average: its value serves
+            files |= self.manifest.files_by_name(FileKind.AVERAGE)
         headers: dict[str, dict[str, TensorEntry]] = {}
         found = {}
         for name in names:
@@ -209,13 +209,13 @@ class _Source:
             (length,) = struct.unpack("<Q", self.store.get_range(path, 0, LENGTH_BYTES))
             if LENGTH_BYTES + length > entry.bytes:
                 raise ValueError(f"a header of {length} bytes")
-            found, _ = entries(self.store.get_range(path, LENGTH_BYTES, length))
+            found, _ = parse_header(self.store.get_range(path, LENGTH_BYTES, length))
             return found
         except (ValueError, struct.error) as error:
             raise self._corrupt(entry, f"its header cannot be read ({error})") from error
 
-    def copy(self, entry: FileEntry, copies: list[_Copy], into: BinaryIO) -> None:
-        """Copies tensors of one file, and verifies all of it."""
+    def copy_tensors(self, entry: FileEntry, copies: list[_ByteRange], into: BinaryIO) -> None:
+        """Copies tensors of one file, and verifies the whole file."""
         checksum = Checksum()
         at = 0
         for chunk in self._stream(entry):
@@ -232,7 +232,7 @@ class _Source:
 
     def _stream(self, entry: FileEntry) -> Iterator[memoryview]:
         try:
-            yield from self.store.stream(self._path(entry), entry.bytes)
+            yield from self.store.stream_file(self._path(entry), entry.bytes)
         except FileNotFoundError:
             raise self._corrupt(entry, f"it is missing, or not of {entry.bytes} bytes") from None
 
@@ -244,7 +244,7 @@ class _Source:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="varuna export", description="Write a checkpoint's model as one plain safetensors file."
     )
@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     try:
-        exported = export(
+        exported = export_model(
             given.checkpoint,
             given.out,
             hf=given.hf,

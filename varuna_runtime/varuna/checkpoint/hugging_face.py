@@ -1,6 +1,6 @@
-"""What a checkpoint tells of a model of Hugging Face transformers, so that it can become a `from_pretrained` folder.
+"""Describes a Hugging Face transformers model in checkpoints, so that they can become a `from_pretrained` folder.
 
-The runtime needs no transformers for it: such a model is known by its `config`.
+The runtime does not need transformers for this: it recognizes such a model by its `config`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.manifest import Manifest
+from varuna.checkpoint.format.manifest import Manifest
 
-__all__ = ["STATE", "WEIGHTS_FILE", "Description", "description_in", "write_beside"]
+__all__ = ["STATE", "WEIGHTS_FILE", "ModelDescription", "read_description", "write_beside"]
 
 STATE = "varuna.transformers"
 """The name under which checkpoints keep the description."""
@@ -34,16 +34,16 @@ _TOKENIZER_FILES = (
 )
 
 
-class Description:
-    """The model's configuration, which never changes: a state with which checkpoints can be given it."""
+class ModelDescription:
+    """The model's configuration as a state that checkpoints can save; it never changes."""
 
     def __init__(self, files: Mapping[str, str], tied_to_others: list[str]) -> None:
         self._files = dict(files)
         self._tied_to_others = tied_to_others
 
     @classmethod
-    def of(cls, model: nn.Module) -> Description | None:
-        """None for any but a transformers model."""
+    def from_model(cls, model: nn.Module) -> ModelDescription | None:
+        """None unless it is a transformers model."""
         if not (hasattr(model, "base_model_prefix") and hasattr(getattr(model, "config", None), "to_json_string")):
             return None
         config: Any = copy.deepcopy(model.config)
@@ -53,7 +53,7 @@ class Description:
         generation: Any = getattr(model, "generation_config", None)
         if generation is not None:
             files["generation_config.json"] = generation.to_json_string()
-        # Names that from_pretrained gives the values of others: a dict in transformers 5, a list before.
+        # Names that from_pretrained ties to others: a dict in transformers 5, a list before.
         tied: Any = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
         return cls(files, sorted(tied))
 
@@ -61,11 +61,11 @@ class Description:
         return {"files": dict(self._files), "tied_to_others": list(self._tied_to_others)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The script's model says what it is, not the checkpoint."""
+        """Does nothing: the script's model counts, not the checkpoint's description."""
 
 
-def description_in(manifest: Manifest, where: str) -> tuple[dict[str, str], set[str]]:
-    """(small files of the folder by name, names that need not be in the weights).
+def read_description(manifest: Manifest, where: str) -> tuple[dict[str, str], set[str]]:
+    """Returns (the folder's small files by name, names that the weights may omit).
 
     Raises CheckpointError when the checkpoint is not of a transformers model.
     """
@@ -79,7 +79,7 @@ def description_in(manifest: Manifest, where: str) -> tuple[dict[str, str], set[
 
 
 def write_beside(files: Mapping[str, str], folder: Path, tokenizer: Path | None) -> None:
-    """Write `files` into `folder`, and copy the files of the tokenizer that is in another one.
+    """Write `files` into `folder`, and copy the tokenizer's files from the folder `tokenizer`.
 
     Raises CheckpointError when there is no tokenizer; OSError.
     """

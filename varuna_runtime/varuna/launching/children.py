@@ -1,4 +1,4 @@
-"""Processes that live and end together: the first to fail ends all, and a signal ends all."""
+"""Processes that live and end together: the first failure ends all of them, and so does a signal."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from dataclasses import dataclass
 
 from varuna_proto.environment import EXIT_PEER_LOST
 
-__all__ = ["Children", "Ended", "Said", "Stop", "dies_with_parent", "exit_code"]
+__all__ = [
+    "ChildExit",
+    "ChildProcesses",
+    "PortAnnouncement",
+    "StopRequest",
+    "make_parent_death_hook",
+    "shell_exit_code",
+]
 
 _BLAME_S = 2.0
-"""How long a process that fails by itself may take longer to end than one that fails because of it."""
+"""A rank that fails may be seen to end this much later than the ranks that fail because of it."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildExit:
     """A child has ended."""
 
     name: str
@@ -33,120 +40,120 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """All must end, and this process with `code`."""
+class StopRequest:
+    """All children must end, and this process with the exit code `code`."""
 
     code: int
     reason: str
 
 
 @dataclass(frozen=True)
-class Said:
-    """A child has told something."""
+class PortAnnouncement:
+    """The launcher of machine 0 has announced the port at which the ranks meet."""
 
-    text: str
-
-
-Event = Ended | Stop | Said
+    port: int
 
 
-class Children:
+ChildEvent = ChildExit | StopRequest | PortAnnouncement
+
+
+class ChildProcesses:
     """Child processes, each the leader of a process group of its own.
 
-    `events` may be fed by others, from any thread and from signal handlers. Start all children before the first thread
-    of this process: some are given a hook that runs between fork and exec.
+    Any thread and any signal handler may put events into `events`. Start all children before the first thread of this
+    process, because some have a hook that runs between fork and exec.
     """
 
-    def __init__(self, *, grace_s: float, ask: Callable[[subprocess.Popen[bytes]], None] | None = None) -> None:
-        """`ask` tells a child to end (default: SIGTERM to its group); after `grace_s` it is killed."""
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    def __init__(self, *, grace_s: float, request_end: Callable[[subprocess.Popen[bytes]], None] | None = None) -> None:
+        """`request_end` asks a child to end (default: SIGTERM to its group); after `grace_s` it is killed."""
+        self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
         self._grace_s = grace_s
-        self._ask = ask or (lambda process: _signal_group(process, signal.SIGTERM))
+        self._request_end = request_end or (lambda process: _signal_group(process, signal.SIGTERM))
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._watched = False
 
-    def start(self, name: str, command: list[str], **options: object) -> subprocess.Popen[bytes]:
+    def start_child(self, name: str, command: list[str], **options: object) -> subprocess.Popen[bytes]:
         """Raises OSError when it cannot be started."""
         process: subprocess.Popen[bytes] = subprocess.Popen(command, start_new_session=True, **options)  # type: ignore[call-overload]
         self._running[name] = process
         if self._watched:
-            self._watch(name, process)
+            self._start_watching(name, process)
         return process
 
-    def watch(self) -> None:
-        """From now on children's ends are told in `events`, also of those started later."""
+    def watch_exits(self) -> None:
+        """From now on the exits of children, also of those started later, are put into `events`."""
         self._watched = True
         for name, process in self._running.items():
-            self._watch(name, process)
+            self._start_watching(name, process)
 
     def stop_on_signals(self) -> None:
-        """Ctrl-C and the like become a `Stop` with the shell's exit code for them."""
+        """Turns SIGINT, SIGTERM and SIGHUP into a `StopRequest` with the shell's exit code for them."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda n, _: self.events.put(Stop(128 + n, signal.Signals(n).name)))
+            signal.signal(number, lambda n, _: self.events.put(StopRequest(128 + n, signal.Signals(n).name)))
 
-    def next_event(self) -> Event:
+    def receive_event(self) -> ChildEvent:
         event = self.events.get()
-        if isinstance(event, Ended):
+        if isinstance(event, ChildExit):
             del self._running[event.name]
         return event
 
-    def wait(self) -> Ended | Stop | None:
-        """Waits until all have ended well (None), or what ended them all: a failure or a Stop. None runs after that."""
+    def wait(self) -> ChildExit | StopRequest | None:
+        """Waits until all have succeeded (None) or a failure or a stop, which is returned, has ended them all."""
         try:
             while self._running:
-                event = self.next_event()
-                if isinstance(event, Stop):
+                event = self.receive_event()
+                if isinstance(event, StopRequest):
                     return event
-                if isinstance(event, Ended) and event.code != 0:
-                    return self._culprit(event)
+                if isinstance(event, ChildExit) and event.code != 0:
+                    return self._find_culprit(event)
             return None
         finally:
-            self.end()
+            self.end_all()
 
-    def end(self) -> None:
-        """Ends all that run: asks them to, and kills what has not ended after the grace period."""
+    def end_all(self) -> None:
+        """Asks all children to end, and kills those that have not after the grace period."""
         for process in self._running.values():
-            self._ask(process)
-        self._collect(self._grace_s)
+            self._request_end(process)
+        self._collect_exits(self._grace_s)
         for process in self._running.values():
             _signal_group(process, signal.SIGKILL)
-        self._collect(self._grace_s)
+        self._collect_exits(self._grace_s)
 
-    def _collect(self, within_s: float) -> list[Ended]:
-        """Those that end in that time; returns as soon as nothing runs."""
+    def _collect_exits(self, within_s: float) -> list[ChildExit]:
+        """The children that end within that time; returns as soon as none runs."""
         collected = []
         ends_s = time.monotonic() + within_s
         while self._running and (left_s := ends_s - time.monotonic()) > 0:
             with suppress(queue.Empty):
                 event = self.events.get(timeout=left_s)
-                if isinstance(event, Ended):
+                if isinstance(event, ChildExit):
                     del self._running[event.name]
                     collected.append(event)
         return collected
 
-    def _culprit(self, first: Ended) -> Ended:
-        """Who is to blame: a rank whose peer is gone may be seen to end before that peer."""
+    def _find_culprit(self, first: ChildExit) -> ChildExit:
+        """The child to blame: a rank whose peer is lost may be seen to end before that peer."""
         if first.code != EXIT_PEER_LOST:
             return first
-        others = self._collect(_BLAME_S)
+        others = self._collect_exits(_BLAME_S)
         return next((ended for ended in others if ended.code not in (0, EXIT_PEER_LOST)), first)
 
-    def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        threading.Thread(target=self._await, args=(name, process), name=f"await-{name}", daemon=True).start()
+    def _start_watching(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        threading.Thread(target=self._await_exit, args=(name, process), name=f"await-{name}", daemon=True).start()
 
-    def _await(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def _await_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         # Before it is reaped, its number cannot become another group's.
         _signal_group(process, signal.SIGKILL)
-        self.events.put(Ended(name, exit_code(process.wait())))
+        self.events.put(ChildExit(name, shell_exit_code(process.wait())))
 
 
-def exit_code(code: int) -> int:
-    """As a shell says it: 128 and the signal's number for a process that a signal ended."""
+def shell_exit_code(code: int) -> int:
+    """The exit code as a shell has it: 128 plus the signal's number for a process that a signal ended."""
     return code if code >= 0 else 128 - code
 
 
-def dies_with_parent() -> Callable[[], None] | None:
+def make_parent_death_hook() -> Callable[[], None] | None:
     """A hook for `preexec_fn`: the child is killed when this process ends, however that happens. Linux only."""
     if sys.platform != "linux":
         return None
@@ -162,5 +169,5 @@ def dies_with_parent() -> Callable[[], None] | None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # it is gone, which was the aim
+    with suppress(ProcessLookupError, PermissionError):  # it is gone already
         os.killpg(process.pid, number)

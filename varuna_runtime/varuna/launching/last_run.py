@@ -1,4 +1,4 @@
-"""What the last run in a folder was started with, so that `run_varuna --resume` need not be told again."""
+"""The flags of the last run in a folder, so that `run_varuna --resume` needs no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from varuna.launching.layout import LaunchError
 
-__all__ = ["FILE_NAME", "recall", "remember"]
+__all__ = ["FILE_NAME", "load_last_run", "record_run"]
 
 FILE_NAME = ".varuna_run.json"
 """In the code folder."""
@@ -24,8 +24,8 @@ _KEPT = (
 )
 
 
-def remember(given: argparse.Namespace, code_dir: Path, checkpoint_url: str) -> None:
-    """Keeps the flags of a run that is about to start. One that cannot be kept runs all the same."""
+def record_run(given: argparse.Namespace, code_dir: Path, checkpoint_url: str) -> None:
+    """Records the flags of a run that is about to start. When they cannot be written, the run starts all the same."""
     kept: dict[str, Any] = {name: getattr(given, name) for name in _KEPT}
     kept |= {name: str(kept[name].absolute()) for name in _PATHS if kept[name] is not None}
     kept["checkpoint_url"] = checkpoint_url
@@ -38,21 +38,21 @@ def remember(given: argparse.Namespace, code_dir: Path, checkpoint_url: str) -> 
         sys.stderr.write(f"run_varuna: --resume will need all flags again: cannot write {path}: {error.strerror}\n")
 
 
-def recall(given: argparse.Namespace, code_dir: Path) -> dict[str, Any]:
-    """The flags of the last run, as defaults for those of this one; none when that was of another script.
+def load_last_run(given: argparse.Namespace, code_dir: Path) -> dict[str, Any]:
+    """The flags of the last run, as defaults for this one; empty when the last run was of another script.
 
     Raises LaunchError when the file cannot be read.
     """
     path = code_dir / FILE_NAME
     try:
         kept: dict[str, Any] = json.loads(path.read_text())
-        script = {name: kept[name] for name in _KEPT}["training_script"]  # all are there
+        script = {name: kept[name] for name in _KEPT}["training_script"]  # raises KeyError when one is missing
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(f"--resume: {path} cannot be read ({error!r}): remove it and give all flags") from error
     if given.training_script not in (None, script):
         return {}
-    if given.manager_ip is not None or given.no_morphing:  # these two say together where it runs
+    if given.manager_ip is not None or given.no_morphing:  # the two together decide where the script runs
         del kept["manager_ip"], kept["no_morphing"]
     return kept

@@ -1,4 +1,4 @@
-"""Which ranks run where, and what each is told. Pure.
+"""Which ranks run on which machine, and the environment of each. Pure.
 
 Letters: P stages, D replicas, B examples in the global batch, m in a micro-batch.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from varuna_planner.batching import micro_batch_sizes
+from varuna_planner.schedule.batching import micro_batch_sizes
 from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.plan import Plan
 
-__all__ = ["LaunchError", "Layout", "script_arguments"]
+__all__ = ["LaunchError", "RankLayout", "make_script_arguments"]
 
 
 class LaunchError(Exception):
-    """What was asked for cannot be started; the message is one line for the user."""
+    """The ranks cannot be started; the message is one line for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RankLayout:
     """P×D ranks over machines with equally many devices, machine by machine. Raises LaunchError when they do not fit.
 
     Devices that no whole replica can use stay idle.
@@ -45,15 +46,15 @@ class Layout:
         gpus = self.machines * self.gpus_per_node
         if self.p * max(1, self.replicas) > gpus:
             raise LaunchError(
-                f"{self.p} stages x {max(1, self.replicas)} replicas need {self.p * max(1, self.replicas)} GPUs, and "
-                f"{self.machines} x {self.gpus_per_node} = {gpus} are there: lower --nstages or add machines"
+                f"{self.p} stages x {max(1, self.replicas)} replicas need {self.p * max(1, self.replicas)} GPUs, but "
+                f"there are {self.machines} x {self.gpus_per_node} = {gpus}: lower --nstages or add machines"
             )
         if self.micro_batch > self.global_batch:
-            raise LaunchError(f"chunk_size {self.micro_batch} is more than batch_size {self.global_batch}: lower it")
+            raise LaunchError(f"chunk_size {self.micro_batch} exceeds batch_size {self.global_batch}: lower it")
         count = len(micro_batch_sizes(self.global_batch, self.micro_batch))
         if self.d > count:
             raise LaunchError(
-                f"{self.d} replicas have only {count} micro-batches between them (batch_size {self.global_batch}, "
+                f"{self.d} replicas share only {count} micro-batches (batch_size {self.global_batch}, "
                 f"chunk_size {self.micro_batch}): lower --chunk_size, or raise --nstages or --batch_size"
             )
 
@@ -69,15 +70,15 @@ class Layout:
     def machines_used(self) -> int:
         return -(-self.world_size // self.gpus_per_node)
 
-    def ranks(self, machine: int) -> range:
-        """The ranks of one machine; those of a machine that is not used are none."""
+    def list_ranks(self, machine: int) -> range:
+        """The ranks of one machine; empty for a machine that is not used."""
         first = min(machine * self.gpus_per_node, self.world_size)
         return range(first, min(first + self.gpus_per_node, self.world_size))
 
-    def environment(
+    def make_environment(
         self, rank: int, *, job_id: str, generation: int, host: str, port: int, checkpoint_url: str, device: str
     ) -> WorkerEnvironment:
-        """What the worker of `rank` is told."""
+        """The environment of the worker of `rank`."""
         return WorkerEnvironment(
             job_id=job_id,
             generation=generation,
@@ -87,30 +88,28 @@ class Layout:
             world_size=self.world_size,
             rendezvous_host=host,
             rendezvous_port=port,
-            p=self.p,
-            d=self.d,
-            micro_batch=self.micro_batch,
-            global_batch=self.global_batch,
+            plan=Plan(p=self.p, d=self.d, micro_batch=self.micro_batch, global_batch=self.global_batch),
             checkpoint_url=checkpoint_url,
             device=device,
         )
 
 
-def script_arguments(environment: WorkerEnvironment, resume_step: int | None) -> list[str]:
-    """The arguments that the seeds' scripts ask for; `--batch-size` is one replica's share of the global batch.
+def make_script_arguments(environment: WorkerEnvironment, resume_step: int | None) -> list[str]:
+    """The arguments of scripts that ask for their rank and sizes; `--batch-size` is one replica's share of the batch.
 
     Raises LaunchError when the replicas' shares differ: such a script multiplies its share by D.
     """
-    share, rest = divmod(environment.global_batch, environment.d)
+    plan = environment.plan
+    share, rest = divmod(plan.global_batch, plan.d)
     if rest:
         raise LaunchError(
-            f"batch_size {environment.global_batch} is no multiple of the {environment.d} replicas, and the script's "
-            "--batch-size is the same for all: choose another batch_size, or start a script that takes its sizes from "
-            "the environment with --no_arguments"
+            f"batch_size {plan.global_batch} is not a multiple of the {plan.d} replicas, but the script's "
+            "--batch-size is the same for all: choose another batch_size, or, if the script takes its sizes from "
+            "the environment, add --no_arguments"
         )
     arguments = [
         f"--rank={environment.rank}",
-        f"--chunk_size={environment.micro_batch}",
+        f"--chunk_size={plan.micro_batch}",
         f"--local_rank={environment.local_rank}",
         f"--stage_to_rank_map={environment.stage_to_rank_map}",
         f"--batch-size={share}",

@@ -1,4 +1,4 @@
-"""Whole lines from several processes into one output: `print(a, b)` is several writes, and they would be mixed."""
+"""Whole lines from several processes into one output: `print(a, b)` is several writes, which would get mixed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, TextIO
 
-__all__ = ["Relay", "Write", "to_stream"]
+__all__ = ["ByteWriter", "LineRelay", "make_stream_writer"]
 
-Write = Callable[[bytes], None]
+ByteWriter = Callable[[bytes], None]
 
 _READ_BYTES = 65536
 
 
-def to_stream(stream: TextIO) -> Write:
-    """A writer of whole pieces to `stream`, for several threads; silent once nobody reads there any more."""
+def make_stream_writer(stream: TextIO) -> ByteWriter:
+    """A writer of whole pieces to `stream`, for several threads; it drops them once the reader is gone."""
     lock = threading.Lock()
 
     def write(piece: bytes) -> None:
@@ -30,15 +30,15 @@ def to_stream(stream: TextIO) -> Write:
     return write
 
 
-class Relay:
+class LineRelay:
     """Threads that pass on what comes through pipes, line by line, until the pipes' other ends are closed."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
-    def follow(self, process: subprocess.Popen[bytes], out: Write, err: Write) -> None:
-        """Pass on what a process writes to its pipes, if it has them. A line may also end with a carriage return:
-        progress bars are seen to move."""
+    def relay_process(self, process: subprocess.Popen[bytes], out: ByteWriter, err: ByteWriter) -> None:
+        """Passes on what a process writes to its pipes, if it has any. A line may also end with a carriage return, so
+        that progress bars are seen to move."""
         for source, write in ((process.stdout, out), (process.stderr, err)):
             if source is not None:
                 name = f"lines-{process.pid}"
@@ -46,13 +46,13 @@ class Relay:
                 thread.start()
                 self._threads.append(thread)
 
-    def join(self, timeout_s: float) -> None:
-        """Wait for the last lines of processes that have ended, at most so long for each."""
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Waits for the last lines of processes that have ended, at most `timeout_s` for each pipe."""
         for thread in self._threads:
             thread.join(timeout_s)
 
 
-def _pass_on(source: IO[bytes], write: Write) -> None:
+def _pass_on(source: IO[bytes], write: ByteWriter) -> None:
     rest = b""
     while piece := os.read(source.fileno(), _READ_BYTES):
         rest += piece

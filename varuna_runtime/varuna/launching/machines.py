@@ -9,14 +9,14 @@ from pathlib import Path
 
 from varuna.launching.layout import LaunchError
 
-__all__ = ["is_here", "launcher_command", "read_env_file", "read_machine_list"]
+__all__ = ["is_this_machine", "make_launcher_command", "read_env_file", "read_machine_list"]
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-T")
-"""Never asks for a password; a machine that is gone is noticed within 15 s (three intervals)."""
+"""Never asks for a password, and notices within 15 s (three intervals) that a machine is gone."""
 
 
 def read_machine_list(path: Path) -> list[str]:
-    """One host per line; blank lines and what follows `#` do not count. Raises LaunchError."""
+    """The hosts, one per line; blank lines and comments after `#` do not count. Raises LaunchError."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -30,15 +30,15 @@ def read_machine_list(path: Path) -> list[str]:
             raise LaunchError(f"machine_list {path}: {machine!r} is not an address")
     if not machines:
         raise LaunchError(f"machine_list {path} is empty: write the machines' addresses there, one per line")
-    if is_here(machines[0]) and not all(is_here(machine) for machine in machines):
+    if is_this_machine(machines[0]) and not all(is_this_machine(machine) for machine in machines):
         raise LaunchError(
-            f"machine_list {path} begins with {machines[0]}, at which the others cannot reach rank 0: "
+            f"machine_list {path} begins with {machines[0]}, where the other machines cannot reach rank 0: "
             "give this machine's address on the network"
         )
     return machines
 
 
-def is_here(machine: str) -> bool:
+def is_this_machine(machine: str) -> bool:
     """Whether this is a loopback address, so that no ssh is needed."""
     host = machine.rpartition("@")[2]
     if host == "localhost":
@@ -50,7 +50,7 @@ def is_here(machine: str) -> bool:
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """`NAME=value` lines, as of a shell: `export` and quotes are taken off. Raises LaunchError naming the line."""
+    """Reads `NAME=value` lines as a shell does, `export` and quotes included. Raises LaunchError naming the line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -72,7 +72,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     return variables
 
 
-def launcher_command(machine: str, python: str, flags: Sequence[str]) -> list[str]:
-    """Starts `varuna.launcher` with `flags` on `machine`: here, or through ssh, whose far end is a shell."""
+def make_launcher_command(machine: str, python: str, flags: Sequence[str]) -> list[str]:
+    """The command that starts `varuna.launcher` on `machine`: here, or through ssh, whose far end is a shell."""
     command = [python, "-u", "-m", "varuna.launcher", *flags]
-    return command if is_here(machine) else [*_SSH, machine, "exec " + shlex.join(command)]
+    return command if is_this_machine(machine) else [*_SSH, machine, "exec " + shlex.join(command)]

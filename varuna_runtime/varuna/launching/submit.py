@@ -1,4 +1,4 @@
-"""Hands a run over to a manager, which then starts it, and starts it anew in the best shape as machines come and go."""
+"""Submits a run to a manager, which starts it, and restarts it in the best shape as machines come and go."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import httpx
 
 from varuna.launching.layout import LaunchError
 
-__all__ = ["job_document", "manager_url", "submit"]
+__all__ = ["make_job_document", "parse_manager_address", "submit_job"]
 
 _DEFAULT_PORT = 8750
 _TIMEOUT_S = 15.0
 
 
-def manager_url(manager_ip: str) -> str:
+def parse_manager_address(manager_ip: str) -> str:
     """The REST address of `HOST`, `HOST:PORT` or a URL. Raises LaunchError."""
     text = manager_ip if "://" in manager_ip else f"http://{manager_ip}"
     try:
@@ -37,7 +37,7 @@ def manager_url(manager_ip: str) -> str:
     return f"{parts.scheme}://{host}:{port}"
 
 
-def job_document(
+def make_job_document(  # noqa: PLR0913 - the fields of the document
     *,
     script: str,
     arguments: Sequence[str],
@@ -49,7 +49,7 @@ def job_document(
     env: Mapping[str, str],
     pass_arguments: bool,
 ) -> dict[str, Any]:
-    """The job as the manager takes it. Sizes that are not given are the manager's to choose, and to change."""
+    """The job's document for the manager, which chooses, and may change, the sizes that are None."""
     words = ["python", "-u"]
     if pass_arguments:
         words += ["-m", "varuna.launching.script"]
@@ -65,16 +65,16 @@ def job_document(
     }
 
 
-def submit(url: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """The job as the manager has taken it. Raises LaunchError when it does not, or does not answer.
+def submit_job(url: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Submits the job and returns the manager's document of it. Raises LaunchError when it refuses or does not answer.
 
-    A secure manager takes the token of VARUNA_TOKEN; VARUNA_CA says who signed its certificate.
+    VARUNA_TOKEN is the token for a secure manager, VARUNA_CA the file with the authority of its certificate.
     """
     headers = {"Idempotency-Key": str(uuid.uuid4())}
     if token := os.environ.get("VARUNA_TOKEN"):
         headers["Authorization"] = f"Bearer {token}"
     trust = ssl.create_default_context(cafile=os.environ.get("VARUNA_CA")) if url.startswith("https:") else False
-    # The environment's proxies are for the outside; the manager is on this machine or network.
+    # Proxies of the environment lead outside; the manager is on this machine or network.
     with httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False, verify=trust) as http:
         try:
             answer = http.post("/api/v1/jobs", json=document, headers=headers)
@@ -84,16 +84,16 @@ def submit(url: str, document: Mapping[str, Any]) -> dict[str, Any]:
                 "or run without it with --no_morphing"
             ) from error
     if answer.status_code >= 400:
-        raise LaunchError(f"the manager at {url} refused the job: {_detail(answer)}")
+        raise LaunchError(f"the manager at {url} refused the job: {_read_detail(answer)}")
     job: dict[str, Any] = answer.json()
     sys.stdout.write(f"job {job['name']} is {job['state']}: varuna show {job['name']} --manager-url {url}\n")
     return job
 
 
-def _detail(answer: httpx.Response) -> str:
+def _read_detail(answer: httpx.Response) -> str:
     try:
-        said = answer.json()
+        document = answer.json()
     except ValueError:
-        said = {}
-    detail = said.get("detail") if isinstance(said, dict) else None
+        document = {}
+    detail = document.get("detail") if isinstance(document, dict) else None
     return str(detail or f"HTTP status {answer.status_code}")

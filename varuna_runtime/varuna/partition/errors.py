@@ -1,4 +1,4 @@
-"""What a model can do that Varuna cannot cut."""
+"""The error for models that Varuna cannot cut."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["PartitionError"]
 
 
 class PartitionError(ValueError):
-    """The model cannot be partitioned as it stands; the message names the place and what to change."""
+    """The model cannot be cut as it stands. The message names the place and the change to make."""

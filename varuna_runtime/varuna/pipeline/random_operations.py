@@ -1,7 +1,7 @@
-"""torch's random operations, which ask the streams of examples for their numbers while a pass runs.
+"""torch's random operations, which get their numbers from the streams of examples while a pass runs.
 
-Each has a hook before its kernel (`torch.library`, below autograd); no other operation is slower for it. Without a
-pass, and with a generator of the model's own, the kernel runs as ever.
+Each has a hook before its kernel (`torch.library`, below autograd), which slows no other operation. Without a pass, or
+with a generator of the model's own, the kernel runs as usual.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna.pipeline.example_streams import ExampleStreams, stranger_generator, streams_here
-from varuna.pipeline.mixing import mix
+from varuna.pipeline.random_by_example import ExampleStreams, active_streams, bystander_generator
+from varuna.pipeline.seed_mixing import mix_seed
 
 __all__ = ["install_hooks"]
 
 _aten = torch.ops.aten
 
-# The operations. A handler gets the key set below this hook, and what the operation was called with.
+# A handler gets the dispatch keys below this hook, and the arguments of the operation.
 
 _NEXT = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 Handler = Callable[..., Any]
@@ -27,12 +27,14 @@ Handler = Callable[..., Any]
 
 def _fill_in_place(streams: ExampleStreams, func: Any, keys: Any, tensor: Tensor, *how: Any, **more: Any) -> Tensor:
     """bernoulli_, uniform_, normal_, ...: every number has the same distribution."""
-    streams.fill(func, tensor, lambda part, generator: func.redispatch(keys, part, *how, generator=generator, **more))
+    streams.fill_tensor(
+        func, tensor, lambda part, generator: func.redispatch(keys, part, *how, generator=generator, **more)
+    )
     return tensor
 
 
 def _bernoulli_in_place(streams: ExampleStreams, func: Any, keys: Any, tensor: Tensor, p: float = 0.5) -> Tensor:
-    """As `_fill_in_place`; on the CPU, where torch's kernel for it is several times slower, from uniform numbers."""
+    """Like `_fill_in_place`, but from uniform numbers on the CPU, where torch's kernel is several times slower."""
     if tensor.device.type != "cpu":
         return _fill_in_place(streams, func, keys, tensor, p)
     return _bernoulli_of(streams, func, tensor, p)
@@ -41,7 +43,7 @@ def _bernoulli_in_place(streams: ExampleStreams, func: Any, keys: Any, tensor: T
 def _bernoulli_of(streams: ExampleStreams, func: Any, tensor: Tensor, p: Tensor | float) -> Tensor:
     """1 with probability p."""
     uniform = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-    streams.fill(func, uniform, _uniform)
+    streams.fill_tensor(func, uniform, _uniform)
     return tensor.copy_(uniform < p)
 
 
@@ -56,7 +58,7 @@ def _native_dropout(
         result: tuple[Tensor, Tensor] = func.redispatch(keys, tensor, p, train)
         return result
     mask = torch.empty(tensor.shape, dtype=torch.bool, device=tensor.device)
-    streams.fill(func, mask, lambda part, generator: part.bernoulli_(1 - p, generator=generator))
+    streams.fill_tensor(func, mask, lambda part, generator: part.bernoulli_(1 - p, generator=generator))
     return _aten.native_dropout_backward(tensor, mask, 1 / (1 - p)), mask  # the same product, in one kernel
 
 
@@ -64,12 +66,12 @@ def _normal(streams: ExampleStreams, func: Any, keys: Any, mean: Any, std: Any =
     like = mean if isinstance(mean, Tensor) else std
     shape = _common_shape([x for x in (mean, std) if isinstance(x, Tensor)])
     numbers = torch.empty(shape, dtype=like.dtype, device=like.device)
-    streams.fill(func, numbers, lambda part, generator: part.normal_(0.0, 1.0, generator=generator))
+    streams.fill_tensor(func, numbers, lambda part, generator: part.normal_(0.0, 1.0, generator=generator))
     return numbers.mul_(std).add_(mean)
 
 
 def _common_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of tensors that are broadcast together."""
+    """The shape of tensors that are broadcast together."""
     return tuple(torch.broadcast_shapes(*(x.shape for x in tensors)))  # type: ignore[no-untyped-call]
 
 
@@ -86,7 +88,7 @@ def _rrelu(
     if not training:
         result: Tensor = func.redispatch(keys, tensor, noise, lower, upper, training)
         return result
-    streams.fill(func, noise, lambda part, generator: part.uniform_(lower, upper, generator=generator))
+    streams.fill_tensor(func, noise, lambda part, generator: part.uniform_(lower, upper, generator=generator))
     noise.masked_fill_(tensor > 0, 1.0)
     return tensor.mul_(noise) if func is _aten.rrelu_with_noise_.default else tensor * noise
 
@@ -94,7 +96,7 @@ def _rrelu(
 def _multinomial(
     streams: ExampleStreams, func: Any, keys: Any, weights: Tensor, samples: int, replacement: bool = False
 ) -> Tensor:
-    return streams.each_example(
+    return streams.draw_each_example(
         func,
         [weights],
         (*weights.shape[:-1], samples),
@@ -103,8 +105,8 @@ def _multinomial(
 
 
 def _of_tensors(streams: ExampleStreams, func: Any, keys: Any, *tensors: Tensor) -> Tensor:
-    """poisson, binomial, ...: distributions that tensors give."""
-    return streams.each_example(
+    """poisson, binomial, ...: distributions with tensors as parameters."""
+    return streams.draw_each_example(
         func,
         tensors,
         _common_shape(tensors),
@@ -114,7 +116,7 @@ def _of_tensors(streams: ExampleStreams, func: Any, keys: Any, *tensors: Tensor)
 
 def _randperm(streams: ExampleStreams, func: Any, keys: Any, n: int, *, out: Tensor) -> Tensor:
     if streams.belongs_to_step((n,)):
-        generator = streams.generator(out.device, mix(streams.new_key()))
+        generator = streams.seeded_generator(out.device, mix_seed(streams.new_key()))
     else:
         generator = streams.micro_batch_generator(func, out.device)
     result: Tensor = func.redispatch(keys, n, generator=generator, out=out)
@@ -122,7 +124,7 @@ def _randperm(streams: ExampleStreams, func: Any, keys: Any, n: int, *, out: Ten
 
 
 def _fused(streams: ExampleStreams, func: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Kernels that draw inside: attention, recurrent layers."""
+    """Kernels that draw internally: attention, recurrent layers."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("dropout_p") or (given.get("dropout") and given.get("train", True)):
@@ -166,7 +168,7 @@ _library: torch.library.Library | None = None
 
 
 def install_hooks() -> None:
-    """Puts the handlers before the kernels, once in a process."""
+    """Registers the handlers before the kernels, once in a process."""
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -188,8 +190,8 @@ def _hook(func: Any, handler: Handler) -> Callable[..., Any]:
         device = kwargs["out"].device if "out" in kwargs else args[0].device
         if given is not None or device.type == "meta":
             return func.redispatch(keys, *args, **kwargs)
-        streams = streams_here()
-        if streams is None and (place < 0 or (stranger := stranger_generator(device)) is None):
+        streams = active_streams()
+        if streams is None and (place < 0 or (stranger := bystander_generator(device)) is None):
             return func.redispatch(keys, *args, **kwargs)
         if 0 <= place < len(args):
             args = args[:place] + args[place + 1 :]

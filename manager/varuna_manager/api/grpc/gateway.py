@@ -1,41 +1,50 @@
 """The agents' stream: Hello and Heartbeat into the registry, reports into the store, commands out.
 
-A report is acknowledged after the transaction that holds it is committed; reports that came meanwhile go into the next
-one together. A heartbeat is acknowledged at once: that renews the agent's lease.
+A report is acknowledged after its transaction is committed; reports that arrive meanwhile go into the next one
+together. A heartbeat is acknowledged at once, which renews the agent's lease.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 import grpc
 import structlog
 
-from varuna_manager.api.grpc.limits import HELLO_WITHIN_S, excess, flaw_of_hello, port_of, without_excess
-from varuna_manager.api.grpc.peers import Peers
+from varuna_manager.agents.compute_times import ComputeTimes
+from varuna_manager.agents.reports import ReportService
+from varuna_manager.agents.sessions import AgentSession, AgentSessions
+from varuna_manager.answers.errors import MissingError
+from varuna_manager.api.grpc.limits import HELLO_WITHIN_S, drop_excess, find_excess, find_hello_flaw, valid_port
+from varuna_manager.api.grpc.peers import PeerCheck
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.domain.observed import Rules
-from varuna_manager.services.archives import ArchiveService
-from varuna_manager.services.bell import Bell
-from varuna_manager.services.compute_times import ComputeTimes
-from varuna_manager.services.errors import NotFoundError
-from varuna_manager.services.fleet import FleetService
-from varuna_manager.services.metrics.instruments import Instruments
-from varuna_manager.services.reports import ReportService
-from varuna_manager.services.sessions import AgentSession, AgentSessions
-from varuna_manager.services.vm_registry import Health, VmRegistry
+from varuna_manager.domain.states import WaitKind
+from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.jobs.archives import ArchiveService
+from varuna_manager.metrics.instruments import Instruments
+from varuna_manager.world.bell import Bell
+from varuna_manager.world.vm_registry import Health, VmRegistry
 from varuna_proto.bounds import MOST_EXACT, MOST_STEP
 from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
 
+_WAIT_KINDS: Mapping[int, WaitKind] = {
+    pb.WAIT_KIND_RENDEZVOUS: WaitKind.RENDEZVOUS,
+    pb.WAIT_KIND_STEP: WaitKind.STEP,
+    pb.WAIT_KIND_EVALUATION: WaitKind.EVALUATION,
+    pb.WAIT_KIND_CHECKPOINT: WaitKind.CHECKPOINT,
+    pb.WAIT_KIND_LOAD: WaitKind.LOAD,
+    pb.WAIT_KIND_RESUME: WaitKind.RESUME,
+}
 _REPORTS_AT_ONCE = 200
 _REPORTS_WAITING = 1000
 
 
 class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
-    def __init__(
+    def __init__(  # noqa: PLR0913 - every part that the stream feeds, wired in one place
         self,
         *,
         fleet: FleetService,
@@ -45,7 +54,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         sessions: AgentSessions,
         bell: Bell,
         rules: Rules,
-        peers: Peers,
+        peers: PeerCheck,
         archives: ArchiveService,
         instruments: Instruments,
     ) -> None:
@@ -75,26 +84,26 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         if first is None:
             return
         hello = first.hello
-        refusal = await self._refusal(first, context)
+        refusal = await self._find_refusal(first, context)
         if refusal is not None:
             self._log.warning("an agent was refused", vm=hello.vm_id, reason=refusal)
-            yield _refused(refusal)
+            yield _make_refusal(refusal)
             return
-        session = self._open(hello, self._peers.certificate_end(context))
-        reading = asyncio.create_task(self._read(request_iterator, session))
+        session = self._open_session(hello, self._peers.get_certificate_end(context))
+        reading = asyncio.create_task(self._read_messages(request_iterator, session))
         try:
             while (message := await session.next_message()) is not None:
                 yield message
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            self._end(session)
+            self._end_session(session)
 
     async def FetchArchive(  # noqa: N802 - the protocol's name
         self, request: pb.ArchiveRequest, context: grpc.aio.ServicerContext[pb.ArchiveRequest, pb.ArchiveChunk]
     ) -> AsyncIterator[pb.ArchiveChunk]:
         """A packed workdir, for an agent."""
-        refusal = await self._peers.refusal(context, request.vm_id)
+        refusal = await self._peers.find_refusal(context, request.vm_id)
         if refusal is not None:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
         session = self._sessions.get(request.vm_id)
@@ -103,37 +112,39 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             if not await self._archives.is_for(jobs, request.vm_id, request.sha256):
                 text = f"VM {request.vm_id!r} runs and prepares no job with archive {request.sha256[:80]!r}"
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
-            async for chunk in self._archives.chunks(request.sha256):
+            async for chunk in self._archives.read_archive(request.sha256):
                 yield pb.ArchiveChunk(data=chunk)
-        except NotFoundError as error:
+        except MissingError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except StoreAwayError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
-    async def _refusal(
+    async def _find_refusal(
         self, first: pb.AgentMessage, context: grpc.aio.ServicerContext[pb.AgentMessage, pb.ManagerMessage]
     ) -> str | None:
-        """Why the agent is not taken; None: it is. Ends the call when that cannot be said now: it dials again."""
+        """Why the agent is refused; None: it is admitted. Aborts the call if that cannot be decided now."""
         if first.WhichOneof("body") != "hello":
             return f"the first message must be Hello, not {first.WhichOneof('body')}"
         vm_id = first.hello.vm_id
         try:
-            refusal = excess(first) or flaw_of_hello(first.hello) or await self._peers.refusal(context, vm_id)
-            return refusal or await self._fleet.admit(first.hello)
+            refusal = (
+                find_excess(first) or find_hello_flaw(first.hello) or await self._peers.find_refusal(context, vm_id)
+            )
+            return refusal or await self._fleet.admit_agent(first.hello)
         except (NotLeaderError, StoreAwayError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except Exception:
             self._log.exception("an agent could not be admitted: it will dial again", vm=vm_id)
             await context.abort(grpc.StatusCode.INTERNAL, "the manager failed: its log has the traceback")
 
-    def _open(self, hello: pb.Hello, certificate_ends_at: float | None) -> AgentSession:
+    def _open_session(self, hello: pb.Hello, certificate_ends_at: float | None) -> AgentSession:
         running = {(worker.job_id, worker.generation) for worker in hello.workers}
         seen = {(seen.job_id, seen.generation) for seen in hello.seen_generations}
         session = AgentSession(hello.vm_id, hello.incarnation, running | seen)
         session.certificate_ends_at = certificate_ends_at
         welcome = pb.Welcome(lease_s=self._rules.lease_s, heartbeat_interval_s=self._rules.heartbeat_interval_s)
         session.send(pb.ManagerMessage(welcome=welcome))
-        self._sessions.open(session)
+        self._sessions.add_session(session)
         workers = [
             Health(
                 job_id=worker.job_id,
@@ -143,35 +154,35 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             )
             for worker in hello.workers
         ]
-        self._registry.hello(hello.vm_id, rendezvous_port=hello.rendezvous_port, workers=workers)
+        self._registry.add_hello(hello.vm_id, rendezvous_port=hello.rendezvous_port, workers=workers)
         self._log.info("an agent connected", vm=hello.vm_id, workers=len(workers), version=hello.agent_version)
-        self._bell.ring()
+        self._bell.notify_listeners()
         return session
 
-    def _end(self, session: AgentSession) -> None:
-        if self._sessions.end(session):
-            self._registry.disconnected(session.vm_id)
+    def _end_session(self, session: AgentSession) -> None:
+        if self._sessions.remove_session(session):
+            self._registry.add_disconnect(session.vm_id)
             self._log.info("an agent's stream ended", vm=session.vm_id)
-            self._bell.ring()
+            self._bell.notify_listeners()
 
     # ------------------------------------------------------------ what comes in
 
-    async def _read(self, messages: AsyncIterator[pb.AgentMessage], session: AgentSession) -> None:
-        """Take what the agent sends until its stream ends; then end the session."""
-        # Where the store is slow, the agent waits with sending: gRPC holds back what nobody takes.
+    async def _read_messages(self, messages: AsyncIterator[pb.AgentMessage], session: AgentSession) -> None:
+        """Handle the agent's messages until its stream ends; then end the session."""
+        # If the store is slow, the queue fills up and gRPC's flow control makes the agent wait.
         reports: asyncio.Queue[pb.Report] = asyncio.Queue(_REPORTS_WAITING)
         writer: asyncio.Task[None] | None = None
         try:
             async for message in messages:
-                if (reason := excess(message)) is not None:
+                if (reason := find_excess(message)) is not None:
                     if not message.HasField("report"):
                         self._log.warning("an agent's stream is ended", vm=session.vm_id, reason=reason)
                         return
                     self._log.warning("a report is not stored as it is", vm=session.vm_id, reason=reason)
-                    message.report.CopyFrom(without_excess(message.report))
+                    message.report.CopyFrom(drop_excess(message.report))
                 match message.WhichOneof("body"):
                     case "heartbeat":
-                        self._heartbeat(message.heartbeat, session)
+                        self._receive_heartbeat(message.heartbeat, session)
                     case "report":
                         if writer is None:
                             writer = asyncio.create_task(self._write_reports(reports, session))
@@ -188,15 +199,15 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
                 await asyncio.gather(writer, return_exceptions=True)
             session.close()
 
-    def _heartbeat(self, heartbeat: pb.Heartbeat, session: AgentSession) -> None:
+    def _receive_heartbeat(self, heartbeat: pb.Heartbeat, session: AgentSession) -> None:
         if self._sessions.get(session.vm_id) is not session:
             return  # a newer stream of this VM is open
-        workers = tuple(_healths(heartbeat.workers))
+        workers = tuple(_make_healths(heartbeat.workers))
         self._heartbeats.inc()
-        self._times.note(session.vm_id, workers)
-        is_news = self._registry.heartbeat(
+        self._times.record_workers(session.vm_id, workers)
+        is_news = self._registry.add_heartbeat(
             session.vm_id,
-            rendezvous_port=port_of(heartbeat.rendezvous_port),
+            rendezvous_port=valid_port(heartbeat.rendezvous_port),
             workers=workers,
             preparing=heartbeat.preparing_jobs,
             prepared=heartbeat.prepared_jobs,
@@ -204,7 +215,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             warm=heartbeat.warm_jobs,
         )
         if is_news:
-            self._bell.ring()
+            self._bell.notify_listeners()
         session.acknowledge(heartbeat=heartbeat.sequence)
 
     async def _write_reports(self, reports: asyncio.Queue[pb.Report], session: AgentSession) -> None:
@@ -213,12 +224,12 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             while not reports.empty() and len(batch) < _REPORTS_AT_ONCE:
                 batch.append(reports.get_nowait())
             try:
-                await self._reports.apply(session.vm_id, batch)
+                await self._reports.apply_reports(session.vm_id, batch)
             except (NotLeaderError, StoreAwayError):
-                session.close()  # as below, and it is told of elsewhere
+                session.close()  # as below; logged elsewhere
                 return
             except Exception:
-                # Not stored, so not acknowledged: the agent sends them again on its next stream.
+                # Reports that are not stored are not acknowledged: the agent sends them again on its next stream.
                 self._log.exception("reports could not be stored: the stream ends", vm=session.vm_id)
                 session.close()
                 return
@@ -227,7 +238,7 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             session.acknowledge(reports_through=through)
 
 
-def _healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
+def _make_healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
     for worker in workers:
         yield Health(
             job_id=worker.job_id,
@@ -239,8 +250,9 @@ def _healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
             memory_bytes=min(worker.memory_bytes, MOST_EXACT),
             wait_us=min(worker.wait_us, MOST_EXACT),
             evaluated=min(worker.evaluated, MOST_EXACT),
+            waiting_for=_WAIT_KINDS.get(worker.waiting_for),
         )
 
 
-def _refused(reason: str) -> pb.ManagerMessage:
+def _make_refusal(reason: str) -> pb.ManagerMessage:
     return pb.ManagerMessage(refused=pb.Refused(reason=reason))

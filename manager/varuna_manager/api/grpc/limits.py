@@ -1,5 +1,4 @@
-"""How large a message of each kind may be, and what a Hello may say: an agent that sends other things is broken, or is
-none of ours."""
+"""Limits on the size of each kind of message and on the contents of Hello, which no working agent exceeds."""
 
 from __future__ import annotations
 
@@ -8,9 +7,9 @@ from varuna_proto.names import is_plain
 from varuna_proto.v1 import agent_pb2 as pb
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Of any kind: gRPC itself ends a stream that brings more."""
+"""Largest message of any kind: gRPC itself ends a stream with a larger one."""
 HELLO_WITHIN_S = 15.0
-"""A stream on which nobody says Hello for so long is closed."""
+"""A stream without a Hello for this long is closed."""
 STREAMS_PER_CONNECTION = 100
 _KIB = 1024
 _MOST_BYTES = {
@@ -24,8 +23,8 @@ _OTHER_KINDS_BYTES = 64 * _KIB
 _MOST_PORT = 65535
 
 
-def excess(message: pb.AgentMessage) -> str | None:
-    """What is too large about the message; None: nothing. A profile is as large as its model has sections."""
+def find_excess(message: pb.AgentMessage) -> str | None:
+    """Why the message is too large; None: it is not. A profile grows with the number of sections of its model."""
     size = message.ByteSize()
     if size <= _OTHER_KINDS_BYTES:
         return None
@@ -36,27 +35,27 @@ def excess(message: pb.AgentMessage) -> str | None:
     return None if size <= most else f"a message of kind {kind} has {size} bytes, and {most} are taken"
 
 
-def without_excess(report: pb.Report) -> pb.Report:
-    """What is kept of a report that is too large: its number, for it is acknowledged, and of an exit all but its text.
+def drop_excess(report: pb.Report) -> pb.Report:
+    """A report that is too large, reduced to its number, which is acknowledged; an exit keeps all but its text.
 
-    Were its stream ended instead, the agent would send it again on the next one.
+    If the stream were ended instead, the agent would send the report again on the next one.
     """
     kept = pb.Report(number=report.number)
     if report.WhichOneof("fact") == "worker_exited":
         kept.worker_exited.CopyFrom(report.worker_exited)
-        kept.worker_exited.error_text = "what it said last is too large to be kept"
+        kept.worker_exited.error_text = "its last output is too large to be kept"
     return kept
 
 
-def flaw_of_hello(hello: pb.Hello) -> str | None:
-    """What cannot be about a VM that says this; None: nothing."""
+def find_hello_flaw(hello: pb.Hello) -> str | None:
+    """What is impossible in this Hello; None: nothing."""
     if not is_plain(hello.vm_id):
         return f"{hello.vm_id[:80]!r} is no VM's id"
     if hello.gpus > MOST_GPUS_OF_A_VM:
         return f"a VM with {hello.gpus} GPUs is not taken, only with up to {MOST_GPUS_OF_A_VM}"
     if hello.device_memory_bytes > MOST_EXACT:
         return f"a device with {hello.device_memory_bytes} bytes is not taken"
-    if port_of(hello.rendezvous_port) != hello.rendezvous_port:
+    if valid_port(hello.rendezvous_port) != hello.rendezvous_port:
         return f"{hello.rendezvous_port} is no port"
     for name, text in (("host", hello.host), ("incarnation", hello.incarnation)):
         if len(text) > NAME_CHARS or text_flaw(text) is not None or not text.isprintable():
@@ -64,6 +63,6 @@ def flaw_of_hello(hello: pb.Hello) -> str | None:
     return None
 
 
-def port_of(number: int) -> int:
-    """The port; 0, which is none, for what is none."""
+def valid_port(number: int) -> int:
+    """The number if it is a port, else 0."""
     return number if number <= _MOST_PORT else 0

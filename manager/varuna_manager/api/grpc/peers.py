@@ -1,4 +1,4 @@
-"""Who is at the other end of a call: the VM that the client's certificate names."""
+"""The identity of a caller: the VM that the client's certificate names."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
-from varuna_manager.services.authority import AgentSubject, agent_subject, end_of
-from varuna_manager.services.enrolments import EnrolmentService
-from varuna_manager.services.errors import ServiceError
+from varuna_manager.access.authority import AgentSubject, read_agent_subject, read_expiry
+from varuna_manager.access.enrolments import EnrolmentService
+from varuna_manager.answers.errors import ServiceError
 from varuna_proto.v1 import identity_pb2, identity_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Peers(Protocol):
-    async def refusal(self, context: Context, vm_id: str) -> str | None:
-        """Why the caller is not taken for the agent of this VM; None: it is."""
+class PeerCheck(Protocol):
+    async def find_refusal(self, context: Context, vm_id: str) -> str | None:
+        """Why the caller is not accepted as the agent of this VM; None: it is."""
 
-    def certificate_end(self, context: Context) -> float | None:
-        """When the caller's certificate ends, in seconds since the epoch; None: it shows none."""
+    def get_certificate_end(self, context: Context) -> float | None:
+        """When the caller's certificate expires, in seconds since the epoch; None: it has none."""
 
 
-class OpenPeers:
-    """An open manager: everybody who reaches its loopback address is who they say they are."""
+class OpenPeerCheck:
+    """Accepts every caller: an open manager listens on a loopback address only."""
 
-    async def refusal(self, context: Context, vm_id: str) -> str | None:
+    async def find_refusal(self, context: Context, vm_id: str) -> str | None:
         return None
 
-    def certificate_end(self, context: Context) -> float | None:
+    def get_certificate_end(self, context: Context) -> float | None:
         return None
 
 
-class CertifiedPeers:
-    """The handshake has verified that the authority signed the certificate and that it has not expired."""
+class CertificatePeerCheck:
+    """Checks the certificate, which the TLS handshake has verified against the authority and for expiry."""
 
     def __init__(self, enrolments: EnrolmentService) -> None:
         self._enrolments = enrolments
 
-    async def refusal(self, context: Context, vm_id: str) -> str | None:
-        subject = subject_of(context)
+    async def find_refusal(self, context: Context, vm_id: str) -> str | None:
+        subject = get_agent_subject(context)
         if subject is None:
             return "the certificate is no agent's: join with a token"
         if subject.vm_id != vm_id:
             return (
                 f"the certificate is of VM {subject.vm_id!r}, not of {vm_id!r}: each agent joins with its own VM's id"
             )
-        return await self._enrolments.refusal(subject)
+        return await self._enrolments.find_refusal(subject)
 
-    def certificate_end(self, context: Context) -> float | None:
-        certificate = _certificate_of(context)
-        return None if certificate is None else end_of(certificate)
+    def get_certificate_end(self, context: Context) -> float | None:
+        certificate = _get_certificate(context)
+        return None if certificate is None else read_expiry(certificate)
 
 
 class IdentityServicer(identity_pb2_grpc.IdentityServiceServicer):
@@ -64,11 +64,11 @@ class IdentityServicer(identity_pb2_grpc.IdentityServiceServicer):
     async def Renew(  # noqa: N802 - the protocol's name
         self, request: identity_pb2.RenewRequest, context: Context
     ) -> identity_pb2.RenewAnswer:
-        subject = subject_of(context)
+        subject = get_agent_subject(context)
         if subject is None:
             return await _abort(context, grpc.StatusCode.PERMISSION_DENIED, "the certificate is no agent's")
         try:
-            certificate = await self._enrolments.renew(subject, request.request_pem)
+            certificate = await self._enrolments.renew_certificate(subject, request.request_pem)
         except ServiceError as error:
             self._log.warning("a certificate was not renewed", vm=subject.vm_id, reason=str(error))
             return await _abort(context, grpc.StatusCode.PERMISSION_DENIED, str(error))
@@ -76,13 +76,13 @@ class IdentityServicer(identity_pb2_grpc.IdentityServiceServicer):
         return identity_pb2.RenewAnswer(certificate_pem=certificate)
 
 
-def subject_of(context: Context) -> AgentSubject | None:
-    """Whom the verified certificate of the caller names; None: it is no agent's, or there is none."""
-    certificate = _certificate_of(context)
-    return None if certificate is None else agent_subject(certificate)
+def get_agent_subject(context: Context) -> AgentSubject | None:
+    """The subject of the caller's verified certificate; None: it is not an agent's, or there is none."""
+    certificate = _get_certificate(context)
+    return None if certificate is None else read_agent_subject(certificate)
 
 
-def _certificate_of(context: Context) -> bytes | None:
+def _get_certificate(context: Context) -> bytes | None:
     certificates = context.auth_context().get("x509_pem_cert")
     return next(iter(certificates), None) if certificates else None
 

@@ -1,4 +1,4 @@
-"""What agents hear from a manager that does not lead: dial the next one."""
+"""How managers that do not lead, or no longer lead, answer agents: dial the next manager."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import grpc
 import grpc.aio
 
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
-from varuna_manager.services.leadership import Standing, Term
+from varuna_manager.world.leadership import Standing, Term
 
 LEADER_METADATA = "varuna-leader"
-"""Trailing metadata of a refusal: host:port of the leader's gRPC service, when it is known."""
+"""Trailing metadata of a refusal: host:port of the leader's gRPC service, if it is known."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -29,15 +29,15 @@ class StandbyHandler(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         async def refuse(requests: AsyncIterator[bytes], context: _Context) -> None:
             leader = self._standing.leader
             metadata = ((LEADER_METADATA, leader.grpc_address),) if leader is not None else ()
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._standing.text(), metadata)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._standing.describe_leader(), metadata)
 
         return grpc.stream_stream_rpc_method_handler(cast(Any, refuse))
 
 
 class LeaderInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends a leader's streams once its lease is over: what an agent says after that is not heard, nor acknowledged.
+    """Ends a leader's streams when its lease is over, so that it neither handles nor acknowledges later messages.
 
-    An acknowledged heartbeat would renew the agent's lease, while the next leader counts on its end.
+    An acknowledged heartbeat would renew the agent's lease, but the next leader relies on the end of that lease.
     """
 
     def __init__(self, term: Term) -> None:
@@ -49,7 +49,7 @@ class LeaderInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
         handler = await continuation(handler_call_details)
-        found = cast(Any, handler)  # typed as of a server without asyncio; None: nobody serves this method
+        found = cast(Any, handler)  # the stubs type it for a server without asyncio; None: no such method
         if found is None:
             return handler
         codecs = (found.request_deserializer, found.response_serializer)

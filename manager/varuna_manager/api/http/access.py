@@ -1,7 +1,7 @@
-"""What stands before every call of the REST API: limits, authentication, authorisation, the audit record.
+"""What every REST request passes first: limits, authentication, authorisation, the audit log.
 
-One policy by method and path, closed by default: a route that is added later can be read by viewers and changed with by
-admins only, until `required_role` says otherwise.
+One policy by method and path, closed by default: viewers may read a new route and only admins may change something with
+it, until `required_role` says otherwise.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from varuna_manager.access.audit import AuditLog
+from varuna_manager.access.enrolments import EnrolmentService
+from varuna_manager.access.rate_limiter import RateLimiter
+from varuna_manager.access.tokens import TokenService
+from varuna_manager.answers.errors import ForbiddenError, ServiceError, UnauthenticatedError
 from varuna_manager.api.http.problems import problem, problem_of
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
-from varuna_manager.domain.access import OPEN, Principal, Role
-from varuna_manager.services.archives import MOST_BYTES
-from varuna_manager.services.audit import AuditLog
-from varuna_manager.services.buckets import Buckets
-from varuna_manager.services.enrolments import EnrolmentService
-from varuna_manager.services.errors import ForbiddenError, ServiceError, UnauthenticatedError
-from varuna_manager.services.tokens import TokenService
+from varuna_manager.domain.access import OPEN_PRINCIPAL, Principal, Role
+from varuna_manager.jobs.archives import MOST_BYTES
 from varuna_proto.hosts import caller_of, is_loopback
 
 MAX_HEADER_BYTES = 32 * 1024
@@ -45,12 +45,12 @@ _PUBLIC = frozenset(
         ("POST", _JOIN),
     }
 )
-"""Joining takes a token of its own."""
-_MISSING = "this manager asks for a token: set VARUNA_TOKEN, or pass --token-file (Authorization: Bearer vt1...)"
+"""Joining checks a join token instead."""
+_MISSING = "this manager requires a token: set VARUNA_TOKEN, or pass --token-file (Authorization: Bearer vt1...)"
 _MISSING_JOIN = "a join token is missing: send it as Authorization: Bearer vj1..."
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
-    # The two style elements that plotly.js makes, by their contents; it adds rules to them by script.
+    # The two style elements that plotly.js creates, by their contents; it adds rules to them by script.
     "style-src 'self' 'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=' "
     "'sha256-ji27qzEtxXZW+7dun6UwjHXJ18e6WAin1VvNtkzIE/o='",
     "x-frame-options": "DENY",
@@ -59,7 +59,7 @@ _PAGE_HEADERS = {
 
 
 def required_role(method: str, path: str) -> Role | None:
-    """The role that a call needs; None: anybody may make it (health, the page's own files, joining)."""
+    """The role that a request needs; None: it needs no token of REST (health, the dashboard's files, joining)."""
     guarded = path == "/metrics" or path == "/api" or path.startswith("/api/")
     if not guarded or (method, path) in _PUBLIC:
         return None
@@ -71,31 +71,31 @@ def required_role(method: str, path: str) -> Role | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one caller may ask of the manager."""
+class RequestLimits:
+    """How large requests may be, and how many of them one caller may send."""
 
     max_body_bytes: int = 1024 * 1024
     max_archive_bytes: int = MOST_BYTES
-    """Of a packed workdir."""
-    changes: Buckets = field(default_factory=lambda: Buckets(per_s=20.0, burst=100))
-    """Calls that change something, by token."""
-    failures: Buckets = field(default_factory=lambda: Buckets(per_s=0.2, burst=10))
-    """Calls with no good token, by address. It bounds these calls alone: whoever has a good token, and a health probe,
-    may come from the same address."""
+    """Largest packed workdir."""
+    changes: RateLimiter = field(default_factory=lambda: RateLimiter(per_s=20.0, burst=100))
+    """Requests that change something, by token."""
+    failures: RateLimiter = field(default_factory=lambda: RateLimiter(per_s=0.2, burst=10))
+    """Requests without a valid token, by address. Requests with a valid token and health probes from the same address
+    are not limited by it."""
 
-    def most_bytes(self, path: str) -> int:
-        """Of a call's body."""
+    def body_limit(self, path: str) -> int:
+        """Most bytes of a request's body."""
         return self.max_archive_bytes if path.startswith(_ARCHIVES) else self.max_body_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccessServices:
-    """`tokens` and `enrolments` are None at an open manager: on a loopback address only, whoever reaches it may all."""
+    """An open manager has no `tokens` and no `enrolments`: it listens on loopback only, and callers may do anything."""
 
     audit: AuditLog
     tokens: TokenService | None
     enrolments: EnrolmentService | None
-    limits: Limits
+    limits: RequestLimits
 
 
 class AccessMiddleware:
@@ -112,7 +112,7 @@ class AccessMiddleware:
             return
         headers = Headers(scope=scope)
         header_bytes = len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
-        call = _Call(scope["method"], scope["path"], caller_address(scope), header_bytes)
+        call = _ApiCall(scope["method"], scope["path"], get_caller_address(scope), header_bytes)
         try:
             principal = await self._admit(call, headers)
             entry = await self._begin(call, principal)
@@ -125,48 +125,48 @@ class AccessMiddleware:
         except HTTPException as error:
             await problem(error.status_code, error.detail, error.headers)(scope, receive, send)
             return
-        scope.setdefault("state", {})["principal"] = principal or OPEN
-        answered, unanswered = _Answered(send, scope["path"]), 500
+        scope.setdefault("state", {})["principal"] = principal or OPEN_PRINCIPAL
+        answered, unanswered = _StatusRecorder(send, scope["path"]), 500
         try:
-            await self._app(scope, _Counted(receive, self._limits.most_bytes(call.path)), answered)
+            await self._app(scope, _BoundedReceive(receive, self._limits.body_limit(call.path)), answered)
         except asyncio.CancelledError:
-            unanswered = 503  # as `roles.CutOff` answers
+            unanswered = 503  # as `roles.CutOffApp` answers
             raise
         finally:
             await self._end(call, entry, answered.status or unanswered, scope["state"].get("joined"))
 
-    async def _admit(self, call: _Call, headers: Headers) -> Principal | None:
-        """Who calls; None: nobody is asked. Raises ServiceError, HTTPException."""
+    async def _admit(self, call: _ApiCall, headers: Headers) -> Principal | None:
+        """The caller; None: the request needs no token. Raises ServiceError, HTTPException."""
         if call.header_bytes > MAX_HEADER_BYTES:
-            raise HTTPException(431, f"address and headers are larger than {MAX_HEADER_BYTES} bytes: send less")
+            raise HTTPException(431, f"query and headers are larger than {MAX_HEADER_BYTES} bytes: send less")
         length = headers.get("content-length", "")
-        most = self._limits.most_bytes(call.path)
+        most = self._limits.body_limit(call.path)
         if length.isdecimal() and int(length) > most:
             raise HTTPException(413, f"the body is larger than {most} bytes: send less")
         if self._tokens is None:
             _refuse_foreign_pages(call, headers)
-            return OPEN
+            return OPEN_PRINCIPAL
         needed = required_role(call.method, call.path)
         if needed is None:
             if call.path == _JOIN and call.changes:
-                await self._check(call, headers, self._tokens.check_join)
+                await self._check(call, headers, self._tokens.check_join_token)
             return None
-        principal = await self._check(call, headers, self._tokens.authenticate)
-        if not principal.role.covers(needed):
+        principal = await self._check(call, headers, self._tokens.find_principal)
+        if not principal.role.is_at_least(needed):
             with suppress(NotLeaderError, StoreAwayError):
-                await self._audit.begin(principal, call.address, call.action, status=403)
+                await self._audit.add_entry(principal, call.address, call.action, status=403)
             raise ForbiddenError(
                 f"token {principal.name!r} has the role {principal.role.value}, and {call.action} needs "
-                f"{needed.value}: ask an admin for such a token"
+                f"{needed.value}: ask an admin for a token with that role"
             )
-        wait_s = self._limits.changes.take(principal.name) if call.changes else 0.0
+        wait_s = self._limits.changes.count_call(principal.name) if call.changes else 0.0
         if wait_s:
             raise _too_many(wait_s, f"token {principal.name!r} makes too many changes")
         return principal
 
-    async def _check(self, call: _Call, headers: Headers, find: Callable[[str], Awaitable[_Found]]) -> _Found:
-        """What `find` knows of the call's token. The token is looked at first, and only then how often this address
-        has failed: else ten wrong tokens would lock out everybody behind it.
+    async def _check(self, call: _ApiCall, headers: Headers, find: Callable[[str], Awaitable[_Found]]) -> _Found:
+        """Look the request's token up with `find`. The failures of its address count only if the token is wrong:
+        otherwise ten wrong tokens would lock out all callers behind that address.
 
         Raises UnauthenticatedError, HTTPException.
         """
@@ -178,44 +178,49 @@ class AccessMiddleware:
             return await find(text)
         except UnauthenticatedError as error:
             wait_s = await self._note_failure(call, str(error))
-            if wait_s and text:  # who shows no token guesses nothing, and may need to hear that one is asked for
-                raise _too_many(wait_s, f"too many calls without a good token came from {call.address}") from error
+            if wait_s and text:  # a caller without a token does not guess, and needs the answer that one is required
+                raise _too_many(wait_s, f"too many requests without a valid token came from {call.address}") from error
             raise
 
-    async def _note_failure(self, call: _Call, reason: str) -> float:
-        """In the log and the record; the bucket bounds how often. 0, or how long the address has to wait."""
-        wait_s = self._limits.failures.take(caller_of(call.address))
+    async def _note_failure(self, call: _ApiCall, reason: str) -> float:
+        """Log and record a failure, at a limited rate. Returns 0, or how many seconds the address has to wait."""
+        wait_s = self._limits.failures.count_call(caller_of(call.address))
         if wait_s:
             return wait_s
-        self._log.warning("a call was not authenticated", address=call.address, call=call.action, reason=reason)
-        with suppress(NotLeaderError, StoreAwayError):  # a manager that stands by writes nothing
-            await self._audit.begin(None, call.address, call.action, status=401)
+        self._log.warning("a request was not authenticated", address=call.address, call=call.action, reason=reason)
+        with suppress(NotLeaderError, StoreAwayError):  # a standby writes nothing
+            await self._audit.add_entry(None, call.address, call.action, status=401)
         return 0.0
 
-    async def _begin(self, call: _Call, principal: Principal | None) -> int | None:
+    async def _begin(self, call: _ApiCall, principal: Principal | None) -> int | None:
         if not call.changes or call.path == _JOIN:
             return None
-        return await self._audit.begin(principal, call.address, call.action)
+        return await self._audit.add_entry(principal, call.address, call.action)
 
-    async def _end(self, call: _Call, entry: int | None, status: int, joined: str | None) -> None:
+    async def _end(self, call: _ApiCall, entry: int | None, status: int, joined: str | None) -> None:
         try:
             if entry is not None:
-                await self._audit.end(entry, status)
+                await self._audit.set_status(entry, status)
             elif call.path == _JOIN and status in (401, 403):
                 await self._note_failure(call, "its join token was refused")
             elif joined is not None:
-                await self._audit.begin(None, call.address, call.action, status=status, who=f"VM {joined}")
+                await self._audit.add_entry(None, call.address, call.action, status=status, who=f"VM {joined}")
         except (NotLeaderError, StoreAwayError) as error:
-            self._log.warning("an answer was not recorded", call=call.action, status=status, reason=str(error))
+            self._log.warning(
+                "the status of a request was not recorded",
+                call=call.action,
+                status=status,
+                reason=str(error),
+            )
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ApiCall:
     method: str
     path: str
     address: str
     header_bytes: int
-    """With the query."""
+    """Headers and query together."""
 
     @property
     def action(self) -> str:
@@ -226,15 +231,15 @@ class _Call:
         return self.method not in _SAFE
 
 
-def principal_of(request: Request) -> Principal:
-    """Who makes the call."""
+def get_principal(request: Request) -> Principal:
+    """Who sent the request."""
     found = request.scope["state"]["principal"]
-    assert isinstance(found, Principal), "the middleware has put it there"
+    assert isinstance(found, Principal), "AccessMiddleware sets it"
     return found
 
 
-def caller_address(scope: Scope) -> str:
-    """The IP address of whoever calls; "unknown" where a proxy names something that is none."""
+def get_caller_address(scope: Scope) -> str:
+    """The caller's IP address; "unknown" if a proxy names something that is not an address."""
     host = scope["client"][0] if scope.get("client") else ""
     try:
         return str(ipaddress.ip_address(host))
@@ -242,8 +247,8 @@ def caller_address(scope: Scope) -> str:
         return "unknown"
 
 
-class _Counted:
-    """What is received, up to so many bytes. FastAPI passes the HTTPException on."""
+class _BoundedReceive:
+    """Receives at most `most` bytes of a body, then raises HTTPException, which FastAPI answers."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive = receive
@@ -258,8 +263,8 @@ class _Counted:
         return message
 
 
-class _Answered:
-    """Sends on, adds headers, and remembers the status."""
+class _StatusRecorder:
+    """Sends an answer with further headers, and keeps its status."""
 
     def __init__(self, send: Send, path: str) -> None:
         self._send = send
@@ -277,29 +282,29 @@ def _add_headers(message: MutableMapping[str, Any], path: str) -> None:
     added = {"x-content-type-options": "nosniff"}
     if path.startswith("/api/"):
         added["cache-control"] = "no-store"
-    elif not path.startswith("/docs"):  # whose scripts come from elsewhere
+    elif not path.startswith("/docs"):  # its scripts come from another host
         added |= _PAGE_HEADERS
     message["headers"] = [*message["headers"], *((key.encode(), value.encode()) for key, value in added.items())]
 
 
-def _refuse_foreign_pages(call: _Call, headers: Headers) -> None:
-    """Without tokens, a page of any web site that the user has open could call a manager on this machine.
+def _refuse_foreign_pages(call: _ApiCall, headers: Headers) -> None:
+    """Refuse requests of web pages from elsewhere: without tokens, any page that the user has open could send them.
 
-    Its calls carry its `Origin`; if it has its own name resolve to this machine, they carry that name as `Host`.
+    They carry the page's `Origin`; if the page's host name resolves to this machine, they carry that name as `Host`.
     """
     host = headers.get("host", "")
     if not _is_this_machine(host):
         raise ForbiddenError(
-            f"Host {host!r} is no name of this machine: call an open manager as localhost or 127.0.0.1, or start it "
+            f"Host {host!r} is not a name of this machine: use localhost or 127.0.0.1 for an open manager, or start it "
             "with --secure"
         )
     origin = headers.get("origin")
     if call.changes and origin not in (None, f"http://{host}"):
-        raise ForbiddenError(f"a page of {origin!r} may change nothing here")
+        raise ForbiddenError(f"a page of {origin!r} may not change anything here")
 
 
 def _is_this_machine(host: str) -> bool:
-    """Whether a Host header names a loopback address."""
+    """Whether the value of a Host header is a loopback address."""
     name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     return is_loopback(name)
 

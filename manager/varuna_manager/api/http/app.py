@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 
+from varuna_manager.agents.agent_wheel import AgentWheel
 from varuna_manager.api.http import description, problems
 from varuna_manager.api.http.access import AccessMiddleware, AccessServices
 from varuna_manager.api.http.access_routes import access_routes
@@ -16,18 +17,17 @@ from varuna_manager.api.http.event_routes import event_routes
 from varuna_manager.api.http.fleet_routes import fleet_routes
 from varuna_manager.api.http.history_routes import history_routes
 from varuna_manager.api.http.job_routes import job_routes, log_routes
-from varuna_manager.api.http.metrics_routes import measure, metrics_route
+from varuna_manager.api.http.metrics_routes import metrics_route, time_requests
 from varuna_manager.api.http.page_files import PageFiles, library_routes
-from varuna_manager.services.agent_wheel import AgentWheel
-from varuna_manager.services.archives import ArchiveService
-from varuna_manager.services.drains import DrainService
-from varuna_manager.services.fleet import FleetService
-from varuna_manager.services.jobs import JobService
-from varuna_manager.services.live import LiveFeed
-from varuna_manager.services.logs import LogService
-from varuna_manager.services.metrics.exposition import MetricsService
-from varuna_manager.services.stacks import StackService
-from varuna_manager.services.views import Views
+from varuna_manager.fleet.drains import DrainService
+from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.history.live import LiveFeed
+from varuna_manager.history.views import Views
+from varuna_manager.jobs.archives import ArchiveService
+from varuna_manager.jobs.jobs import JobService
+from varuna_manager.jobs.logs import LogService
+from varuna_manager.jobs.stacks import StackService
+from varuna_manager.metrics.exposition import MetricsService
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Services:
 
 
 def make_app(services: Services) -> FastAPI:
-    """The application over these services."""
+    """The application that answers from these services."""
     app = FastAPI(
         title="Varuna manager",
         version="1",
@@ -71,7 +71,7 @@ def make_app(services: Services) -> FastAPI:
     app.include_router(metrics_route(services.metrics))
     app.include_router(library_routes())
     app.add_middleware(AccessMiddleware, services=services.access)
-    measure(app, services.metrics)
+    time_requests(app, services.metrics)
     app.mount("/", PageFiles(), name="dashboard")
     description.complete(app)
     return app
@@ -82,13 +82,13 @@ def _health(services: Services) -> APIRouter:
 
     @router.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """The process answers."""
+        """Answers if the process runs."""
         return {"status": "ok"}
 
     @router.get("/readyz")
     async def readyz(request: Request) -> dict[str, Any]:
-        """The store answers too."""
-        fleet = await services.fleet.fleet()
+        """Answers if the store answers too."""
+        fleet = await services.fleet.describe_fleet()
         return {"status": "ready", "vms": fleet["vms"]}
 
     return router

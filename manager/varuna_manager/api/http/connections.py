@@ -1,7 +1,6 @@
-"""How many connections a caller may hold, and for how long one may stand still.
+"""How many connections a caller may hold, and for how long a connection may be idle.
 
-These limits are for callers of whom nothing is known yet: without them, connections on which nobody says anything would
-keep everybody else out.
+These limits hold before the caller is authenticated: without them, idle connections could keep all other callers out.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from varuna_manager.services.archives import MOST_BYTES
+from varuna_manager.jobs.archives import MOST_BYTES
 from varuna_proto.hosts import Network, caller_of, is_in
 
 
-class Listener(socket.socket):
-    """A listening socket with limits: `most` connections at once, and `most_per_address` of one caller.
+class LimitedListener(socket.socket):
+    """A listening socket that holds at most `most` connections, and at most `most_per_address` of one caller.
 
-    It counts where it accepts, so a connection whose TLS handshake never ends counts too. Each of the `proxies` stands
-    for many callers: only `most` holds for it.
+    It counts connections when it accepts them, so that one whose TLS handshake never ends counts too. Only `most` holds
+    for the `proxies`, because each of them stands for many callers.
     """
 
     def __init__(
         self, listening: socket.socket, *, most: int, most_per_address: int, proxies: Sequence[Network] = ()
     ) -> None:
-        """Takes the socket over: `listening` is closed for its caller."""
+        """Takes the socket over: the caller can no longer use `listening`."""
         super().__init__(listening.family, listening.type, listening.proto, fileno=listening.detach())
         self._most = most
         self._most_per_address = most_per_address
         self._proxies = proxies
         self.held: Counter[str] = Counter()
-        """Connections, by caller."""
+        """Open connections by caller."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises ConnectionAbortedError for one connection too many, and closes it."""
+        """Closes a connection beyond the limits and raises ConnectionAbortedError."""
         accepted, peer = super().accept()
         caller = caller_of(peer[0])
         is_over = self.held[caller] >= self._most_per_address and not is_in(peer[0], self._proxies)
@@ -47,7 +46,7 @@ class Listener(socket.socket):
             accepted.close()
             raise ConnectionAbortedError(f"{caller} holds {self.held[caller]} of {self.held.total()} connections")
         self.held[caller] += 1
-        return _Connection(accepted, lambda: self._forget(caller)), peer
+        return _CountedConnection(accepted, lambda: self._forget(caller)), peer
 
     def _forget(self, caller: str) -> None:
         self.held[caller] -= 1
@@ -55,8 +54,8 @@ class Listener(socket.socket):
             del self.held[caller]
 
 
-class _Connection(socket.socket):
-    """An accepted socket that calls `on_end` once: when it is closed, or dropped without that."""
+class _CountedConnection(socket.socket):
+    """An accepted socket that calls `on_end` once: when it is closed or garbage-collected."""
 
     def __init__(self, accepted: socket.socket, on_end: Callable[[], None]) -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
@@ -69,20 +68,20 @@ class _Connection(socket.socket):
 
 
 class PatientHttp(H11Protocol):
-    """uvicorn's HTTP/1.1, for callers who do not get on: it gives each its time, and then hangs up."""
+    """uvicorn's HTTP/1.1 with a time limit for each part of a request; it closes the connection of a slow caller."""
 
     head_s = 15.0
-    """For a request's line and headers."""
+    """Limit for a request's line and headers."""
     body_s = 30.0
-    """For a request's body, and as long again for each `body_s * body_bytes_per_s` that it announces."""
+    """Limit for a request's body, plus the time for its announced size at `body_bytes_per_s`."""
     body_bytes_per_s = 64 * 1024
     rest_s = 30.0
-    """For the rest of a body whose request was answered before: the caller is to come to read why."""
+    """Limit for the rest of a body after the request was answered, so that the caller can read the answer."""
     unread_s = 60.0
-    """For reading some of an answer."""
+    """Limit for reading some of an answer."""
 
     _awaited: tuple[str, object] | None = None
-    """What the other side has to send next, and within which request."""
+    """What the caller must send next ("head", "body" or "rest"), and the request that it belongs to."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -111,7 +110,7 @@ class PatientHttp(H11Protocol):
         self._reading.stop()
 
     def _watch(self) -> None:
-        """Start the clock whenever the other side has something else to send than before."""
+        """Restart the timer when the caller has to send something else than before."""
         awaited = self._next_awaited()
         if awaited == self._awaited:
             return
@@ -137,7 +136,7 @@ class PatientHttp(H11Protocol):
 
 
 class _Timer:
-    """Calls something once, unless it is stopped before."""
+    """Calls a function once after a time, unless it is stopped before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

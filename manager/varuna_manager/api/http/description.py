@@ -1,4 +1,4 @@
-"""What the API says of itself: tags, examples, the schema of problems."""
+"""The API's description (OpenAPI): tags, examples, the schema of problems."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from varuna_manager.api.http import problems
 from varuna_manager.api.http.examples import DOCUMENTS
 
 TAGS = [
-    {"name": "jobs", "description": "Submitting, looking at and changing jobs."},
-    {"name": "history", "description": "Generations, plans, steps, where the time went, cost, checkpoints."},
-    {"name": "logs", "description": "What workers wrote, and where they stood."},
-    {"name": "fleet", "description": "VMs."},
-    {"name": "events", "description": "What happened and was decided, with the reasons; as it happens, too."},
-    {"name": "access", "description": "Tokens, the audit record, and the joining of agents."},
-    {"name": "agents", "description": "What new VMs fetch."},
+    {"name": "jobs", "description": "Submit, read and change jobs."},
+    {"name": "history", "description": "A job's generations, plans, steps, time, cost and checkpoints."},
+    {"name": "logs", "description": "What workers wrote, and the stacks of workers that hung."},
+    {"name": "fleet", "description": "The VMs and how many of them to keep."},
+    {
+        "name": "events",
+        "description": "What happened and what was decided, with reasons: as lists and as a stream.",
+    },
+    {"name": "access", "description": "Tokens, the audit log, and certificates for agents."},
+    {"name": "agents", "description": "Files that new VMs install."},
     {"name": "archives", "description": "Packed workdirs."},
-    {"name": "health", "description": "Whether it lives."},
+    {"name": "health", "description": "Probes for monitoring."},
 ]
 _INTRODUCTION = """\
-Lists are JSON arrays; one that goes on has a `Link` header to its next page (`rel="next"`). Times are ISO 8601, UTC.
-Errors are problem documents (RFC 9457, `application/problem+json`) with a `type` that stays the same and a `detail` in
-one line. A manager with tokens takes them as `Authorization: Bearer vt1...`."""
+Lists are JSON arrays; if there is more, a `Link` header has the address of the next page (`rel="next"`). Times are ISO
+8601, UTC. Errors are problem documents (RFC 9457, `application/problem+json`) with a fixed `type` and a `detail` in one
+line. A manager that requires tokens takes them as `Authorization: Bearer vt1...`."""
 
 
 def complete(app: FastAPI) -> None:
-    """Add to the app's description what FastAPI does not know."""
+    """Add to the app's description what FastAPI cannot derive."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -40,7 +43,7 @@ def complete(app: FastAPI) -> None:
                 tags=app.openapi_tags,
             )
             schemas = made["components"]["schemas"]
-            schemas["Problem"] = problems.SCHEMA
+            schemas["ProblemDocument"] = problems.SCHEMA
             for name, example in DOCUMENTS.items():
                 schemas[name]["examples"] = [example]
             for unused in ("HTTPValidationError", "ValidationError"):

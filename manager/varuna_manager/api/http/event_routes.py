@@ -1,4 +1,4 @@
-"""The event log, and the stream of what happens."""
+"""The event log and the live stream of events."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from fastapi.responses import StreamingResponse
 from varuna_manager.api.http import parameters as by
 from varuna_manager.api.http.parameters import Direction
 from varuna_manager.api.http.server_sent import ServerSentEvents
-from varuna_manager.services.documents import Document
-from varuna_manager.services.event_list import EventFilter, EventList
-from varuna_manager.services.jobs import JobService
-from varuna_manager.services.live import LiveFeed
+from varuna_manager.history.event_list import EventFilter, EventList
+from varuna_manager.history.live import LiveFeed
+from varuna_manager.jobs.jobs import JobService
 from varuna_proto import rest
 
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "events with their numbers as `id` and their kinds as `event`; `progress`; comments",
+        "description": "events (`id`: number, `event`: kind), `progress`, and comments",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
@@ -33,7 +32,7 @@ def _wanted(
     after: by.Number = 0,
     before: Annotated[int | None, Query(ge=0, le=by.MOST_INT)] = None,
 ) -> EventFilter:
-    """What both lists of events are asked for, of all jobs."""
+    """The parameters of both lists of events."""
     return EventFilter(
         vm_id=vm, kinds=kind, since=by.seconds(since), until=by.seconds(until), after=after, before=before
     )
@@ -48,21 +47,21 @@ def event_routes(events: EventList, live: LiveFeed, jobs: JobService) -> APIRout
     @router.get("/events/kinds")
     async def list_event_kinds() -> list[str]:
         """The kinds of events that have occurred."""
-        return await events.kinds()
+        return await events.list_kinds()
 
     @router.get("/events/stream", response_class=StreamingResponse, responses=_STREAM)
     async def stream_events(
         job: by.Text = None,
         after: by.Number = 0,
-        last_event_id: Annotated[int | None, Header(ge=0, le=by.MOST_INT, description="beats `after`")] = None,
+        last_event_id: Annotated[int | None, Header(ge=0, le=by.MOST_INT, description="overrides `after`")] = None,
     ) -> ServerSentEvents:
-        """Server-sent events: every event after number `after`, past and to come, of all or of one job; and
+        """Stream every event after number `after`, past and future, of all jobs or of one, as server-sent events; and
         `progress`, at most once a second for each job, which is not stored and has no id.
 
-        Ask again with Last-Event-ID when it ends: the manager may be going away, or the reader was too slow.
+        When the stream ends, request it again with Last-Event-ID: the manager stopped, or the reader was too slow.
         """
-        job_id = None if job is None else (await jobs.one(job))["id"]
-        return ServerSentEvents(live.follow(after if last_event_id is None else last_event_id, job_id))
+        job_id = None if job is None else (await jobs.find_job(job))["id"]
+        return ServerSentEvents(live.stream_messages(after if last_event_id is None else last_event_id, job_id))
 
     @router.get("/events")
     async def list_events(
@@ -72,9 +71,9 @@ def event_routes(events: EventList, live: LiveFeed, jobs: JobService) -> APIRout
         job: by.Text = None,
         order: by.Order = Direction.ASC,
         limit: by.Limit = by.DEFAULT_LIMIT,
-    ) -> list[rest.Event]:
-        """What happened and what was decided, by number: those between `after` and `before`, neither included."""
-        return by.as_told(await _page(events, replace(wanted, job=job), order, limit, request, response))
+    ) -> list[rest.EventDocument]:
+        """The events with numbers between `after` and `before`, both excluded."""
+        return await _page(events, replace(wanted, job=job), order, limit, request, response)
 
     @router.get("/jobs/{job}/events")
     async def list_job_events(
@@ -84,18 +83,18 @@ def event_routes(events: EventList, live: LiveFeed, jobs: JobService) -> APIRout
         wanted: Wanted,
         order: by.Order = Direction.ASC,
         limit: by.Limit = by.DEFAULT_LIMIT,
-    ) -> list[rest.Event]:
-        """Those of one job."""
-        return by.as_told(await _page(events, replace(wanted, job=job), order, limit, request, response))
+    ) -> list[rest.EventDocument]:
+        """The events of one job."""
+        return await _page(events, replace(wanted, job=job), order, limit, request, response)
 
     return router
 
 
 async def _page(
     events: EventList, wanted: EventFilter, order: Direction, limit: int, request: Request, response: Response
-) -> list[Document]:
+) -> list[rest.EventDocument]:
     descending = order is Direction.DESC
-    found, more = await events.page(wanted, descending=descending, limit=limit)
+    found, more = await events.list_events(wanted, descending=descending, limit=limit)
     if more:
         by.link_to(request, response, **{"before" if descending else "after": found[-1]["id"]})
     return found

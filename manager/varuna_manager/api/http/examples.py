@@ -97,6 +97,8 @@ _GENERATION = {
     "placement": [{"rank": 0, "vm_id": "vm-12", "local_rank": 0}],
     "workers": [_WORKER],
     "reason": "VM vm-11 is gone: 4 GPUs are left",
+    "kind_of_morph": "restart",
+    "state_from": {"kept": 0, "peers": 0, "store": 1_500_000_000},
     "created_at": _AT,
     "started_at": _LATER,
     "stop_requested_at": None,
@@ -110,6 +112,7 @@ _GENERATION = {
     "last_loss": 2.314,
     "seconds_without_progress": 4.2,
     "steps_redone": 3,
+    "micro_batches_redone": None,
     "downtime": [{"name": "launch", "seconds": 1.1, "rank": None}],
     "phases": [{"name": "launching", "start": _AT, "end": None, "seconds": 1.4}],
     "history": [{"at": _AT, "state": "launching", "reason": "VM vm-11 is gone: 4 GPUs are left"}],
@@ -141,9 +144,9 @@ _VM = {
 _SPREAD = {"min": [2.2], "mean": [2.3], "max": [2.5]}
 
 DOCUMENTS: dict[str, dict[str, Any]] = {
-    "Job": _JOB,
-    "Generation": _GENERATION,
-    "PlanRecord": {
+    "JobDocument": _JOB,
+    "GenerationDocument": _GENERATION,
+    "PlanRecordDocument": {
         "generation": 3,
         "at": _AT,
         "reason": "VM vm-11 is gone: 4 GPUs are left",
@@ -155,8 +158,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "steps": 200,
         "error": 0.049,
     },
-    "Metric": {"step": 1200, "loss": 2.314, "step_s": 0.43, "examples": 64, "generation": 3, "at": _LATER},
-    "MetricBuckets": {
+    "StepMetricsDocument": {"step": 1200, "loss": 2.314, "step_s": 0.43, "examples": 64, "generation": 3, "at": _LATER},
+    "MetricBucketsDocument": {
         "from_step": 1,
         "to_step": 1200,
         "steps": 1200,
@@ -170,7 +173,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "step_s": {"min": [0.4], "mean": [0.43], "max": [0.9]},
         "examples_per_s": {"min": [71.1], "mean": [148.8], "max": [160.0]},
     },
-    "JobTime": {
+    "JobTimeDocument": {
         "start": _AT,
         "end": _LATER,
         "total_s": 42.0,
@@ -182,7 +185,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         ],
         "generations": [],
     },
-    "JobCost": {
+    "JobCostDocument": {
         "vm_hours": 12.5,
         "gpu_hours": 12.5,
         "cost": 11.25,
@@ -190,7 +193,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "vms_without_price": 0,
         "by_vm": [{"vm_id": "vm-12", "hours": 12.5, "gpu_hours": 12.5, "price_per_hour": 0.9, "cost": 11.25}],
     },
-    "Pipeline": {
+    "PipelineDocument": {
         "generation": 3,
         "step": 1100,
         "p": 2,
@@ -207,7 +210,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
             }
         ],
     },
-    "Event": {
+    "EventDocument": {
         "id": 17,
         "at": _AT,
         "job_id": "job-1f2e3d4c",
@@ -217,8 +220,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "message": "generation 3 completed its first step (1001) after 4.2 s without progress, 3 steps were lost",
         "data": {"step": 1001},
     },
-    "Vm": _VM,
-    "VmSummary": {
+    "VmDocument": _VM,
+    "VmSummaryDocument": {
         "total": 5,
         "gone": 2,
         "by_state": {"requested": 1, "ready": 4, "suspect": 0, "draining": 0, "lost": 0},
@@ -230,5 +233,5 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "noticed": 0,
         "cost_per_hour": 4.5,
     },
-    "Whoami": {"name": "ann", "role": "user", "open": False},
+    "CallerDocument": {"name": "ann", "role": "user", "open": False},
 }

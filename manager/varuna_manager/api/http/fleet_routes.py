@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from varuna_manager.api.http import parameters as by
 from varuna_manager.domain.states import VmState
-from varuna_manager.services.drains import DrainService
-from varuna_manager.services.fleet import FleetService
-from varuna_manager.services.views import Views
-from varuna_manager.services.vm_list import VmFilter
+from varuna_manager.fleet.drains import DrainService
+from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.fleet.vm_list import VmFilter
+from varuna_manager.history.views import Views
 from varuna_proto import rest_fleet as rest
 
 
@@ -21,17 +21,20 @@ class _Body(BaseModel):
 
 
 class PreemptBody(_Body):
-    notice_s: float = Field(default=0.0, ge=0, description="0: taken at once, without notice")
+    notice_s: float = Field(default=0.0, ge=0, description="time until the VM is taken; 0: at once")
 
 
 class DrainBody(_Body):
     deadline_s: float | None = Field(
-        default=None, ge=0, le=7 * 86400, description="the VM is to be empty by then, saved or not; null: when it is"
+        default=None,
+        ge=0,
+        le=7 * 86400,
+        description="the VM is empty by then, even if its workers have not saved; null: no deadline",
     )
 
 
 class FleetBody(_Body):
-    target: int = Field(ge=0, le=100_000, description="VMs that are wanted")
+    target: int = Field(ge=0, le=100_000, description="number of VMs to keep")
 
 
 class LocalBody(_Body):
@@ -43,33 +46,33 @@ def fleet_routes(fleet: FleetService, drains: DrainService, views: Views) -> API
     _vm_routes(router, fleet, drains, views)
 
     @router.get("/fleet")
-    async def get_fleet() -> rest.Fleet:
-        """How many VMs are wanted, and how many there are."""
-        return by.as_told(await fleet.fleet())
+    async def get_fleet() -> rest.FleetDocument:
+        """How many VMs the fleet should have, and how many it has."""
+        return await fleet.describe_fleet()
 
     @router.put("/fleet")
-    async def set_fleet(body: FleetBody) -> rest.Fleet:
-        """Want so many VMs, whatever the jobs want."""
-        return by.as_told(await fleet.set_target(body.target))
+    async def set_fleet(body: FleetBody) -> rest.FleetDocument:
+        """Keep a fixed number of VMs, whatever the jobs want."""
+        return await fleet.set_target(body.target)
 
     @router.get("/fleet/history")
     async def get_fleet_history(
         since: by.At = None,
         until: by.At = None,
-        points: Annotated[int, Query(ge=1, le=2000, description="buckets")] = 200,
-    ) -> rest.FleetHistory:
-        """VMs over time, and what happened to them. `since` null: a day before the end; `until` null: now."""
-        return by.as_told(await views.fleet.history(by.seconds(since), by.seconds(until), points))
+        points: Annotated[int, Query(ge=1, le=2000, description="number of buckets")] = 200,
+    ) -> rest.FleetHistoryDocument:
+        """The number of VMs over time, and what happened to them. `since` null: a day; `until` null: now."""
+        return await views.fleet.read_history(by.seconds(since), by.seconds(until), points)
 
     @router.get("/fleet/cost")
-    async def get_fleet_cost(since: by.At = None) -> rest.FleetCost:
-        """VM-hours of the fleet, and what they cost where the provider tells prices. `since` null: all of them."""
-        return by.as_told(await views.fleet.cost(by.seconds(since)))
+    async def get_fleet_cost(since: by.At = None) -> rest.FleetCostDocument:
+        """VM-hours of the fleet, and their cost where the provider has prices. `since` null: from the first VM on."""
+        return await views.fleet.read_cost(by.seconds(since))
 
     @router.put("/providers/local")
-    async def set_local_capacity(body: LocalBody) -> rest.Fleet:
-        """How many VMs the emulated market of local VMs grants."""
-        return by.as_told(await fleet.set_capacity(body.capacity))
+    async def set_local_capacity(body: LocalBody) -> rest.FleetDocument:
+        """Set how many VMs the emulated market grants."""
+        return await fleet.set_capacity(body.capacity)
 
     return router
 
@@ -79,47 +82,47 @@ def _vm_routes(router: APIRouter, fleet: FleetService, drains: DrainService, vie
     async def list_vms(
         request: Request,
         response: Response,
-        gone: Annotated[bool, Query(description="also those that are no more")] = True,
-        state: Annotated[list[VmState], Query(description="in one of these")] = [],  # noqa: B006
+        gone: Annotated[bool, Query(description="include VMs that are gone")] = True,
+        state: Annotated[list[VmState], Query(description="only in one of these states")] = [],  # noqa: B006
         provider: by.Text = None,
         job: by.Text = None,
         quarantined: bool | None = None,
         q: by.Text = None,
         limit: by.Limit = 10_000,
         cursor: by.Cursor = None,
-    ) -> list[rest.Vm]:
-        """The VMs, the oldest first: with workers of `job` on them, with `q` in their id or their host."""
+    ) -> list[rest.VmDocument]:
+        """The VMs, oldest first. `job`: only those with workers of this job; `q`: only with this text in id or host."""
         wanted = VmFilter(gone=gone, states=state, provider=provider, job=job, quarantined=quarantined, text=q)
-        found = await views.vms.page(wanted, limit=limit, cursor=cursor)
+        found = await views.vms.list_page(wanted, limit=limit, cursor=cursor)
         by.link_next(request, response, found.next_cursor)
-        return by.as_told(found.items)
+        return found.items
 
     @router.get("/vms/summary")
-    async def get_vm_summary() -> rest.VmSummary:
+    async def get_vm_summary() -> rest.VmSummaryDocument:
         """The fleet in numbers."""
-        return by.as_told(await views.vms.summary())
+        return await views.vms.summarize_vms()
 
     @router.get("/vms/{vm}")
-    async def get_vm(vm: by.VmId) -> rest.VmDetail:
-        """One VM, with its past."""
-        return by.as_told(await views.vms.one(vm))
+    async def get_vm(vm: by.VmId) -> rest.VmDetailDocument:
+        """One VM, with its history."""
+        return await views.vms.find_vm(vm)
 
     @router.post("/vms/{vm}/preempt")
-    async def preempt_vm(vm: by.VmId, body: PreemptBody) -> rest.Preempted:
-        """Take a VM as a spot market would; only providers that emulate one can."""
-        return by.as_told(await fleet.preempt(vm, body.notice_s))
+    async def preempt_vm(vm: by.VmId, body: PreemptBody) -> rest.PreemptionDocument:
+        """Take a VM as a spot market does, with a provider that emulates one."""
+        return await fleet.preempt_vm(vm, body.notice_s)
 
     @router.post("/vms/{vm}/drain")
-    async def drain_vm(vm: by.VmId, body: DrainBody | None = None) -> rest.Vm:
-        """Take the VM out of use: it is cordoned, its workers save and leave, then it is given back."""
-        return by.as_told(await drains.drain(vm, None if body is None else body.deadline_s))
+    async def drain_vm(vm: by.VmId, body: DrainBody | None = None) -> rest.VmDocument:
+        """Cordon the VM, let its workers save and leave, then give it back."""
+        return await drains.drain_vm(vm, None if body is None else body.deadline_s)
 
     @router.post("/vms/{vm}/cordon")
-    async def cordon_vm(vm: by.VmId) -> rest.Vm:
-        """Start nothing new on the VM until it is uncordoned, also when it restarts; what runs there goes on."""
-        return by.as_told(await drains.cordon(vm))
+    async def cordon_vm(vm: by.VmId) -> rest.VmDocument:
+        """Start nothing new on the VM until it is uncordoned, even if it restarts. Its workers go on."""
+        return await drains.cordon_vm(vm)
 
     @router.post("/vms/{vm}/uncordon")
-    async def uncordon_vm(vm: by.VmId) -> rest.Vm:
+    async def uncordon_vm(vm: by.VmId) -> rest.VmDocument:
         """Use the VM again."""
-        return by.as_told(await drains.uncordon(vm))
+        return await drains.uncordon_vm(vm)

@@ -1,4 +1,4 @@
-"""What a job has behind it: generations, plans, steps, time, cost, the pipeline, checkpoints."""
+"""A job's history: generations, plans, steps, time, cost, the pipeline, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from varuna_manager.api.http import parameters as by
 from varuna_manager.api.http.parameters import Direction
-from varuna_manager.services.spending import MOST_VMS
-from varuna_manager.services.views import Views
+from varuna_manager.history.spending import MOST_VMS
+from varuna_manager.history.views import Views
 from varuna_proto import rest
 
 _Generation = Annotated[int, Path(ge=1, le=by.MOST_INT)]
@@ -28,22 +28,22 @@ def _generation_routes(router: APIRouter, views: Views) -> None:
         request: Request,
         response: Response,
         job: by.JobName,
-        brief: Annotated[bool, Query(description="without candidates, placement and workers, which are long")] = False,
+        brief: Annotated[bool, Query(description="leave out candidates, placement and workers")] = False,
         order: by.Order = Direction.ASC,
         limit: by.Limit = by.DEFAULT_LIMIT,
         cursor: by.Cursor = None,
-    ) -> list[rest.Generation]:
+    ) -> list[rest.GenerationDocument]:
         """The job's generations, each with its phases."""
-        found = await views.history.generations(
+        found = await views.history.list_generations(
             job, brief=brief, descending=order is Direction.DESC, limit=limit, cursor=cursor
         )
         by.link_next(request, response, found.next_cursor)
-        return by.as_told(found.items)
+        return found.items
 
     @router.get("/generations/{generation}")
-    async def get_generation(job: by.JobName, generation: _Generation) -> rest.Generation:
-        """One of them."""
-        return by.as_told(await views.history.generation(job, generation))
+    async def get_generation(job: by.JobName, generation: _Generation) -> rest.GenerationDocument:
+        """One generation."""
+        return await views.history.find_generation(job, generation)
 
     @router.get("/plans")
     async def list_plans(
@@ -52,21 +52,21 @@ def _generation_routes(router: APIRouter, views: Views) -> None:
         job: by.JobName,
         limit: by.JobLimit = 100,
         cursor: by.Cursor = None,
-    ) -> list[rest.PlanRecord]:
-        """The plans by which the job trained, newest first: what was predicted, and what it was."""
-        found = await views.history.plans(job, limit=limit, cursor=cursor)
+    ) -> list[rest.PlanRecordDocument]:
+        """The plans of the job's training generations, newest first, with predicted and actual step times."""
+        found = await views.history.list_plans(job, limit=limit, cursor=cursor)
         by.link_next(request, response, found.next_cursor)
-        return by.as_told(found.items)
+        return found.items
 
     @router.get("/plans/newest")
-    async def get_newest_plan(job: by.JobName) -> rest.PlanRecord:
-        """The newest plan, with all that was considered and why it lost."""
-        return by.as_told(await views.history.plan(job, None))
+    async def get_newest_plan(job: by.JobName) -> rest.PlanRecordDocument:
+        """The newest plan, with the other candidates and why they lost."""
+        return await views.history.find_plan(job, None)
 
     @router.get("/plans/{generation}")
-    async def get_plan(job: by.JobName, generation: _Generation) -> rest.PlanRecord:
-        """The plan of a generation, with all that was considered and why it lost."""
-        return by.as_told(await views.history.plan(job, generation))
+    async def get_plan(job: by.JobName, generation: _Generation) -> rest.PlanRecordDocument:
+        """The plan of a generation, with the other candidates and why they lost."""
+        return await views.history.find_plan(job, generation)
 
     @router.get("/checkpoints")
     async def list_checkpoints(
@@ -76,12 +76,12 @@ def _generation_routes(router: APIRouter, views: Views) -> None:
         order: by.Order = Direction.ASC,
         limit: by.Limit = by.DEFAULT_LIMIT,
         cursor: by.Cursor = None,
-    ) -> list[rest.Checkpoint]:
-        """The checkpoints that were committed."""
+    ) -> list[rest.CheckpointDocument]:
+        """The committed checkpoints."""
         descending = order is Direction.DESC
-        found = await views.history.checkpoints(job, descending=descending, limit=limit, cursor=cursor)
+        found = await views.history.list_checkpoints(job, descending=descending, limit=limit, cursor=cursor)
         by.link_next(request, response, found.next_cursor)
-        return by.as_told(found.items)
+        return found.items
 
 
 def _account_routes(router: APIRouter, views: Views) -> None:
@@ -90,39 +90,39 @@ def _account_routes(router: APIRouter, views: Views) -> None:
         job: by.JobName,
         after_step: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: by.Limit = 10_000,
-    ) -> list[rest.Metric]:
-        """Every step after `after_step`. For charts: /metrics/buckets."""
-        return by.as_told(await views.steps.steps(job, after_step, limit))
+    ) -> list[rest.StepMetricsDocument]:
+        """Every step after `after_step`. For charts, use /metrics/buckets."""
+        return await views.steps.list_steps(job, after_step, limit)
 
     @router.get("/metrics/buckets")
     async def get_metric_buckets(
         job: by.JobName,
-        points: Annotated[int, Query(ge=1, le=10_000, description="the most buckets")] = 2000,
+        points: Annotated[int, Query(ge=1, le=10_000, description="most buckets")] = 2000,
         from_step: by.Step = 1,
-        to_step: Annotated[int | None, Query(ge=1, le=2**53, description="null: the newest")] = None,
-    ) -> rest.MetricBuckets:
-        """Loss, step time and examples per second of any number of steps, as columns for a chart.
+        to_step: Annotated[int | None, Query(ge=1, le=2**53, description="null: the newest step")] = None,
+    ) -> rest.MetricBucketsDocument:
+        """Loss, step time and examples per second over any number of steps, as columns for a chart.
 
-        Of wide buckets the first begins at a multiple of a hundred steps, at or before `from_step`.
+        Wide buckets start at a multiple of 100 steps, so that the first one may start before `from_step`.
         """
-        return by.as_told(await views.steps.buckets(job, points, from_step, to_step))
+        return await views.steps.read_buckets(job, points, from_step, to_step)
 
     @router.get("/time")
-    async def get_time(job: by.JobName) -> rest.JobTime:
+    async def get_time(job: by.JobName) -> rest.JobTimeDocument:
         """Where the job's time went: training, bubbles, morphs, redone steps, waiting for VMs, calibration."""
-        return by.as_told(await views.spending.time(job))
+        return await views.spending.read_time(job)
 
     @router.get("/cost")
     async def get_cost(
         job: by.JobName,
-        vms: Annotated[int, Query(ge=0, le=MOST_VMS, description="the most VMs in by_vm")] = MOST_VMS,
-    ) -> rest.JobCost:
-        """The job's VM-hours, and what they cost where the provider tells prices."""
-        return by.as_told(await views.spending.cost(job, vms))
+        vms: Annotated[int, Query(ge=0, le=MOST_VMS, description="most entries of by_vm")] = MOST_VMS,
+    ) -> rest.JobCostDocument:
+        """The job's VM-hours, and their cost where the provider has prices."""
+        return await views.spending.read_cost(job, vms)
 
     @router.get("/pipeline")
     async def get_pipeline(
         job: by.JobName, generation: Annotated[int | None, Query(ge=1, le=by.MOST_INT)] = None
-    ) -> rest.Pipeline:
-        """What each stage did in the newest mini-batch that was traced; 404 before there is one."""
-        return by.as_told(await views.traces.newest(job, generation))
+    ) -> rest.PipelineDocument:
+        """What each stage did in the newest traced mini-batch; 404 before there is one."""
+        return await views.traces.find_newest_trace(job, generation)

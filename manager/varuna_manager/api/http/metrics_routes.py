@@ -1,4 +1,4 @@
-"""/metrics, and the timing of every call."""
+"""/metrics, and the timing of every request."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from varuna_manager.services.metrics.exposition import MetricsService
-from varuna_manager.services.metrics.instruments import Instruments
+from varuna_manager.metrics.exposition import MetricsService
+from varuna_manager.metrics.instruments import Instruments
 
 _METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 
@@ -20,18 +20,18 @@ def metrics_route(service: MetricsService) -> APIRouter:
 
     @router.get("/metrics", include_in_schema=False)
     async def metrics(request: Request) -> Response:
-        text, media_type = await service.text(request.headers.get("accept", ""))
+        text, media_type = await service.render_metrics(request.headers.get("accept", ""))
         return Response(text, media_type=media_type)
 
     return router
 
 
-def measure(app: FastAPI, service: MetricsService) -> None:
-    """Time every call that reaches the app, refused ones too. Call it last: it has to stand before all else."""
-    app.add_middleware(_Measured, instruments=service.instruments)
+def time_requests(app: FastAPI, service: MetricsService) -> None:
+    """Time every request that reaches the app, refused ones too. Call it last, to have the outermost middleware."""
+    app.add_middleware(_TimingMiddleware, instruments=service.instruments)
 
 
-class _Measured:
+class _TimingMiddleware:
     def __init__(self, app: ASGIApp, instruments: Instruments) -> None:
         self._app = app
         self._instruments = instruments
@@ -43,25 +43,25 @@ class _Measured:
         began = time.perf_counter()
         answered = False
 
-        def note(code: int) -> None:
+        def record(code: int) -> None:
             nonlocal answered
             if not answered:
                 answered = True
-                self._instruments.note_answer(_method(scope), _route(scope, code), code, time.perf_counter() - began)
+                self._instruments.record_answer(_method(scope), _route(scope, code), code, time.perf_counter() - began)
 
-        async def noting(message: Message) -> None:
-            # A stream of events goes on for hours: what counts is when it begins.
+        async def send_and_record(message: Message) -> None:
+            # A stream of events lasts for hours: its beginning counts.
             if message["type"] == "http.response.start":
-                note(message["status"])
+                record(message["status"])
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_and_record)
         except asyncio.CancelledError:
-            note(503)  # as `roles.CutOff` answers
+            record(503)  # as `roles.CutOffApp` answers
             raise
         except Exception:
-            note(500)
+            record(500)
             raise
 
 
@@ -71,7 +71,7 @@ def _method(scope: Scope) -> str:
 
 
 def _route(scope: Scope, code: int) -> str:
-    """The route's pattern: a caller cannot make up new ones."""
+    """The route's pattern, so that callers cannot create new label values."""
     route = scope.get("route")
     if isinstance(route, Route):
         return route.path.removeprefix("/api/v1")

@@ -1,4 +1,4 @@
-"""The dashboard's own files, and the chart library that it draws with, which comes from its installed package."""
+"""The dashboard's files, and its chart library from the installed plotly package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from varuna_manager.services.errors import NotFoundError
+from varuna_manager.answers.errors import MissingError
 
 _ASK_FIRST = {"Cache-Control": "no-cache"}
-"""A browser asks each time whether its copy is current, and is told by ETag: none mixes files of two versions."""
+"""A browser checks its copy by ETag each time, so that it never mixes files of two versions."""
 
 
 class PageFiles(StaticFiles):
@@ -37,7 +37,7 @@ def library_routes() -> APIRouter:
     @router.get("/static/plotly.min.js")
     async def plotly(request: Request) -> Response:
         """plotly.js, compressed."""
-        library = await asyncio.to_thread(_plotly)
+        library = await asyncio.to_thread(_load_plotly)
         headers = {**_ASK_FIRST, "ETag": library.etag, "Vary": "Accept-Encoding"}
         if request.headers.get("if-none-match") == library.etag:
             return Response(status_code=304, headers=headers)
@@ -58,13 +58,13 @@ class _Library:
 
 
 @cache
-def _plotly() -> _Library:
-    """Found without importing plotly, which would take a second. Raises NotFoundError."""
+def _load_plotly() -> _Library:
+    """Find the library without importing plotly, which takes a second. Raises MissingError."""
     package = find_spec("plotly")
     folders = [] if package is None else list(package.submodule_search_locations or ())
     files = [Path(folder) / "package_data" / "plotly.min.js" for folder in folders]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        raise NotFoundError("plotly is not installed beside the manager: pip install 'varuna-spot[manager]'")
+        raise MissingError("plotly is not installed beside the manager: pip install 'varuna-spot[manager]'")
     source = file.read_bytes()
     return _Library(gzip.compress(source, 6, mtime=0), f'"{hashlib.sha256(source).hexdigest()[:32]}"')

@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem documents whose `detail` is one line for a person."""
+"""Errors as RFC 9457 problem documents with a `detail` in one line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from varuna_manager.services.errors import (
+from varuna_manager.answers.errors import (
     ChangedError,
     ConflictError,
     ForbiddenError,
     InvalidError,
-    NotFoundError,
+    MissingError,
     ServiceError,
     UnauthenticatedError,
     UnavailableError,
@@ -39,11 +39,11 @@ _KINDS = {
     500: ("internal", "Internal error"),
     503: ("unavailable", "Not available now"),
 }
-"""By status: what ends `type`, and `title`."""
+"""By HTTP status: the last word of `type`, and `title`."""
 _STATUS: dict[type[ServiceError], int] = {
     UnauthenticatedError: 401,
     ForbiddenError: 403,
-    NotFoundError: 404,
+    MissingError: 404,
     ConflictError: 409,
     ChangedError: 412,
     InvalidError: 422,
@@ -51,7 +51,7 @@ _STATUS: dict[type[ServiceError], int] = {
 }
 
 _SHOWN_CHARS = 200
-"""Of a value that is wrong."""
+"""At most so much of a wrong value is repeated."""
 _MEDIA_TYPE = "application/problem+json"
 _FIELDS = {
     "type": "array",
@@ -60,33 +60,33 @@ _FIELDS = {
         "properties": {"field": {"type": "string"}, "text": {"type": "string"}},
         "required": ["field", "text"],
     },
-    "description": "422: which fields, and what is wrong with each",
+    "description": "422: the fields that are wrong, and why",
 }
 SCHEMA = {
     "type": "object",
-    "title": "Problem",
+    "title": "ProblemDocument",
     "properties": {
         "type": {"type": "string", "enum": [_TYPE + slug for slug, _ in _KINDS.values()]},
         "title": {"type": "string"},
         "status": {"type": "integer"},
-        "detail": {"type": "string", "description": "what is wrong and what helps, in one line for a person"},
+        "detail": {"type": "string", "description": "what is wrong and what to do about it, in one line"},
         "errors": _FIELDS,
-        "leader": {"type": ["string", "null"], "description": "503: the manager that leads, if it is another one"},
+        "leader": {"type": ["string", "null"], "description": "503: the manager that leads, if it is not this one"},
     },
     "required": ["type", "title", "status", "detail"],
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {
         "description": title,
-        "content": {_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        "content": {_MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}},
     }
     for status, (_, title) in _KINDS.items()
 }
-"""For the API's description: any call may be answered so."""
+"""For the API's description: every request may get these answers."""
 
 
 def kinds() -> list[tuple[int, str, str]]:
-    """(status, what `type` is, title) of every kind of problem."""
+    """(status, `type`, title) of every kind of problem."""
     return [(status, _TYPE + slug, title) for status, (slug, title) in _KINDS.items()]
 
 
@@ -114,9 +114,9 @@ def install(app: FastAPI) -> None:
         path = request.url.path
         detail = f"{request.method} {path}: {error.detail}"
         if error.status_code == 404:
-            detail = f"there is nothing at {path}: /docs lists what there is"
+            detail = f"there is nothing at {path}: /docs lists all paths"
         elif error.status_code == 405:
-            detail = f"{path} takes no {request.method}: /docs lists what it takes"
+            detail = f"{path} does not take {request.method}: /docs lists what it takes"
         return problem(error.status_code, detail, error.headers)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
@@ -135,18 +135,18 @@ def install(app: FastAPI) -> None:
 
 
 def _field_error(entry: dict[str, Any]) -> dict[str, str]:
-    """The field, its value, and what is wanted of it."""
+    """The field, its value, and what it should be."""
     path = ".".join(str(part) for part in entry["loc"] if part != "body")
     message = str(entry["msg"]).removeprefix("Value error, ")
     kind = entry["type"]
     if kind == "missing":
-        text = f"{path or 'the body'} is missing: give it"
+        text = f"{path or 'the body'} is missing"
     elif kind == "extra_forbidden":
-        text = f"{path} is not a field of this: take it out, or check its spelling"
+        text = f"{path} is not a field here: remove it, or check its spelling"
     elif not path:
         text = message
     elif path.partition(".")[0] == "secrets":
-        text = f"{path}: {message}"  # what was sent may be the secret itself
+        text = f"{path}: {message}"  # the value may be the secret itself
     else:
         text = f"{path} is {_shown(entry.get('input'))}: {message[:1].lower()}{message[1:]}"
     return {"field": _writable(path), "text": _writable(" ".join(text.split()))}
@@ -158,5 +158,5 @@ def _shown(given: object) -> str:
 
 
 def _writable(text: str) -> str:
-    """What was sent may have half characters in it, which no answer can have."""
+    """The text without half characters (lone surrogates), which a request may have and an answer cannot."""
     return text.encode(errors="backslashreplace").decode()

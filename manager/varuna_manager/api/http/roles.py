@@ -1,6 +1,6 @@
-"""What a manager that does not lead, cannot reach its store, or changes its role answers over HTTP.
+"""HTTP answers of a manager that does not lead, cannot reach its store, or changes its role.
 
-It reads like the leader does, from the same store. What would change something is refused with the leader's address.
+A standby answers reads from the store that it shares with the leader. It refuses changes and names the leader.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from varuna_manager.api.http.problems import problem
 from varuna_manager.db.engine import NotLeaderError, StoreAwayError
-from varuna_manager.services.leadership import Standing
+from varuna_manager.world.leadership import Standing
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _LEADERS_OWN = frozenset({"/readyz", "/api/v1/readyz", "/api/v1/events/stream"})
-"""What only the leader knows at once."""
+"""Paths that only the leader can answer."""
 _RETRY_AFTER_S = 1
 
 
 def install(app: FastAPI) -> None:
-    """Answer 503 where a request meets a store that is away, or a lease that is over."""
+    """Answer 503 if the store cannot be reached or the leader's lease is over."""
 
     async def not_now(request: Request, error: Exception) -> JSONResponse:
         return _not_now(str(error), None)
@@ -33,8 +33,8 @@ def install(app: FastAPI) -> None:
 
 
 @dataclass(frozen=True)
-class Standby:
-    """The application of a manager that waits to lead."""
+class StandbyApp:
+    """The application of a standby."""
 
     app: ASGIApp
     standing: Standing
@@ -42,17 +42,17 @@ class Standby:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["method"] not in _READING or scope["path"] in _LEADERS_OWN):
             leader = self.standing.leader
-            answer = _not_now(self.standing.text(), leader.http_url if leader is not None else None)
+            answer = _not_now(self.standing.describe_leader(), leader.http_url if leader is not None else None)
             await answer(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
 
 @dataclass(frozen=True)
-class CutOff:
-    """The application of a manager whose role ends: a request that has no answer by then is told to come again.
+class CutOffApp:
+    """The application of a manager whose role may end: requests that are still open then are answered with 503.
 
-    The server cancels such a request, and would call it an internal error.
+    The server cancels such requests; uvicorn alone would answer 500.
     """
 
     app: ASGIApp
@@ -70,9 +70,9 @@ class CutOff:
         except asyncio.CancelledError:
             if has_begun or scope["type"] != "http":
                 raise
-            text = f"{scope['method']} {scope['path']} was cut off: this manager ends or changes its role; "
-            may_count = scope["method"] not in _READING
-            text += "it may have taken effect all the same: look, and try again" if may_count else "try again"
+            text = f"{scope['method']} {scope['path']} was cut off: this manager stops or changes its role; "
+            may_have_effect = scope["method"] not in _READING
+            text += "it may have taken effect: check, and try again" if may_have_effect else "try again"
             await _not_now(text, None)(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML, section 9.2) as a response that drops readers who do not read."""
+"""Server-sent events (WHATWG HTML, section 9.2), as a response that drops slow readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import structlog
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from varuna_manager.services.live import Told
+from varuna_manager.history.live import FeedMessage
 
 _RETRY_MS = 2000
 SLOW_S = 30.0
@@ -21,18 +21,18 @@ class _TooSlowError(Exception):
 
 
 class ServerSentEvents(StreamingResponse):
-    """Sends what is told; None becomes a comment, which keeps the connection open."""
+    """Sends each message; None becomes a comment, which keeps the connection open."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, told: AsyncGenerator[Told | None, None], *, slow_s: float = SLOW_S) -> None:
-        """`slow_s`: who takes nothing for so long is cut off."""
-        self._lines = _text(told)
+    def __init__(self, messages: AsyncGenerator[FeedMessage | None, None], *, slow_s: float = SLOW_S) -> None:
+        """A reader that reads nothing for `slow_s` is cut off."""
+        self._lines = _render_lines(messages)
         super().__init__(self._lines, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._slow_s = slow_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def patiently(message: Message) -> None:
+        async def send_in_time(message: Message) -> None:
             try:
                 async with asyncio.timeout(self._slow_s):
                     await send(message)
@@ -41,18 +41,18 @@ class ServerSentEvents(StreamingResponse):
 
         try:
             async with aclosing(self._lines):
-                await super().__call__(scope, receive, patiently)
+                await super().__call__(scope, receive, send_in_time)
         except* _TooSlowError:
-            # The rest would only wait in memory; it may come back with Last-Event-ID.
+            # The rest would wait in memory; the reader can come back with Last-Event-ID.
             structlog.get_logger("varuna.http").info(
-                "a reader of events takes nothing: cut off", client=scope.get("client")
+                "a reader of events reads nothing: cut off", client=scope.get("client")
             )
 
 
-async def _text(told: AsyncGenerator[Told | None, None]) -> AsyncGenerator[str, None]:
+async def _render_lines(messages: AsyncGenerator[FeedMessage | None, None]) -> AsyncGenerator[str, None]:
     yield f"retry: {_RETRY_MS}\n\n"
-    async with aclosing(told):
-        async for each in told:
+    async with aclosing(messages):
+        async for each in messages:
             if each is None:
                 yield ": keep-alive\n\n"
             else:

@@ -43,7 +43,7 @@ export function jobActions({ state }, now, may, changed) {
 function cancel(job) {
   const save = h("input", { type: "checkbox", name: "save", id: "save", checked: true });
   return ask(`Cancel ${job.name}?`, [
-    h("p", {}, `Its workers end, and its GPUs go to other jobs. It stands at step ${job.step}; it can be retried from its newest checkpoint.`),
+    h("p", {}, `Its workers end, and its GPUs go to other jobs. It is at step ${job.step} and can be retried from its newest checkpoint.`),
     h("div", { class: "controls" }, save, h("label", { for: "save" }, "Finish the step and save a last checkpoint first")),
   ], "Cancel the job", () => send("POST", `jobs/${job.id}/cancel`, { save: save.checked }), { danger: true });
 }
@@ -66,7 +66,7 @@ export function cordonButton(vm, may, changed) {
 }
 
 function cordon(vm) {
-  return ask(`Cordon ${vm.id}?`, h("p", {}, "Nothing new starts there, also when it restarts, until you uncordon it. What runs there goes on."),
+  return ask(`Cordon ${vm.id}?`, h("p", {}, "No new workers start there until you uncordon it, even after it restarts. Running workers go on."),
     "Cordon the VM", () => send("POST", `vms/${encodeURIComponent(vm.id)}/cordon`));
 }
 
@@ -94,14 +94,14 @@ export async function submit() {
   const key = crypto.randomUUID?.() ?? String(Math.random()); // pressed twice, it is one job
   return ask("Submit a job", [
     h("label", { for: "document" }, "Job document (JSON)"), text,
-    h("p", { class: "note", id: "document-note" }, "The workdir is a path that every VM has. To send a folder along, use ",
+    h("p", { class: "note", id: "document-note" }, "The workdir is a path that exists on every VM. To upload a folder, use ",
       h("code", {}, "varuna submit job.yaml"), "."),
   ], "Submit", async () => {
     let document_;
     try {
       document_ = JSON.parse(text.value);
     } catch (error) {
-      throw new Error(`This is no JSON: ${error.message}`);
+      throw new Error(`This is not JSON: ${error.message}`);
     }
     return send("POST", "jobs", document_, { "Idempotency-Key": key });
   });
@@ -112,7 +112,7 @@ export async function resize(changed) {
   const fleet = await get("fleet");
   const input = h("input", { type: "number", id: "target", min: "0", step: "1", required: true, value: fleet.target });
   await ask("How many VMs?", [
-    h("label", { for: "target" }, `VMs wanted of ${fleet.provider}`), input,
+    h("label", { for: "target" }, `VMs wanted from ${fleet.provider}`), input,
     fleet.max_vms !== null ? h("p", { class: "note" }, `The jobs' wants move it between ${fleet.min_vms} and ${fleet.max_vms}.`) : null,
   ], "Set", () => send("PUT", "fleet", { target: Number(input.value) }));
   changed();

@@ -25,7 +25,7 @@ export function fleetPage({ root, signal, may, title }) {
     try {
       const [summary, fleet, slow] = await Promise.all([get("vms/summary", signal), get("fleet", signal), get("vms?quarantined=true&gone=false&limit=100", signal)]);
       put(numbers, figures(
-        ["VMs", count(summary.total), `${count(fleet.target)} wanted of ${fleet.provider}`], ["Ready", count(summary.by_state.ready ?? 0), `${count(summary.gpus)} GPUs`],
+        ["VMs", count(summary.total), `${count(fleet.target)} wanted from ${fleet.provider}`], ["Ready", count(summary.by_state.ready ?? 0), `${count(summary.gpus)} GPUs`],
         ["GPUs at work", count(summary.gpus_busy), `${count(summary.workers)} workers`], ["Notices", count(summary.noticed), "will be taken"],
         ["Quarantined", count(summary.quarantined), `${count(summary.slow)} slow`],
         ["Cost per hour", money(summary.cost_per_hour), summary.cost_per_hour === null ? "no price known" : "now"]));

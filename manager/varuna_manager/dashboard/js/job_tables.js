@@ -51,7 +51,7 @@ export function timeLost() {
 
 export function cost() {
   const head = h("p", { class: "note" });
-  const vms = table("Cost by VM, the dearest first", [{ title: "VM", kind: "nowrap" }, { title: "Hours", kind: "num" }, { title: "GPU-hours", kind: "num" }, { title: "Price per hour", kind: "num" }, { title: "Cost", kind: "num" }], { tall: true, empty: "No VM has run for it." });
+  const vms = table("Cost by VM, most expensive first", [{ title: "VM", kind: "nowrap" }, { title: "Hours", kind: "num" }, { title: "GPU-hours", kind: "num" }, { title: "Price per hour", kind: "num" }, { title: "Cost", kind: "num" }], { tall: true, empty: "No VM has run this job yet." });
   return {
     element: card("Cost", [], head, vms.element),
     draw(found) {
@@ -98,9 +98,22 @@ export function generationsTable() {
       put(note, `${Math.max(0, training - 1)} morphs`);
       list.fill(generations.slice(-200).reverse().map((one) => [one.number, one.kind, state(one.state), shape(one.p, one.d), clock(one.created_at),
         one.resumed_step === null || one.last_step === null ? "–" : `${count(one.resumed_step + 1)}–${count(one.last_step)}`, loss(one.last_loss),
-        downtime(one), one.steps_redone, one.reason, one.end_reason ?? (one.stop_cause ? `stopping: ${one.stop_cause.replaceAll("_", " ")}` : "–")]));
+        downtime(one), one.steps_redone, one.reason + morph(one), one.end_reason ?? (one.stop_cause ? `stopping: ${one.stop_cause.replaceAll("_", " ")}` : "–")]));
     },
   };
+}
+
+/** Whether its workers go on in place or are new, what is run again, and where their state comes from. */
+function morph(one) {
+  const { kept, peers, store } = one.state_from ?? {};
+  const parts = [one.kind_of_morph === "reshape" ? "in place" : one.kind_of_morph, redone(one), kept && `${bytes(kept)} kept in memory`,
+    peers && `${bytes(peers)} from memory`, store && `${bytes(store)} from a checkpoint`].filter(Boolean);
+  return parts.length ? ` (${parts.join(", ")})` : "";
+}
+
+function redone(one) {
+  const { global_batch, micro_batch } = one.plan;
+  return one.micro_batches_redone !== null && `${one.micro_batches_redone} of ${Math.ceil(global_batch / micro_batch)} micro-batches run again`;
 }
 
 /** Seconds without progress before its first step, and what they went to. */

@@ -12,7 +12,7 @@ export function jobsPage({ root, signal, may, title }) {
   title("Jobs");
   let jobs = [];
   let next = null;
-  const list = table("Jobs, newest first", COLUMNS, { empty: "No such jobs. Submit one: varuna submit JOB.yaml" });
+  const list = table("Jobs, newest first", COLUMNS, { empty: "No jobs match. Submit one: varuna submit JOB.yaml" });
   const which = h("select", { "aria-label": "State", on: { change: () => load() } },
     ["all", "running", "queued", "succeeded", "failed", "cancelled"].map((one) => h("option", { value: one }, one === "all" ? "all states" : one)));
   const name = h("input", { type: "search", "aria-label": "Name contains", placeholder: "Name contains…", on: { input: () => soon() } });

@@ -64,7 +64,7 @@ news.addEventListener("reached", () => {
 news.addEventListener("unreachable", () => {
   if (me === null) return;
   status("✘", "no connection");
-  banner("The manager cannot be reached: what is shown is the last that was known. Training goes on without it. Trying again…");
+  banner("The manager cannot be reached. This page shows the last known state; training goes on. Trying again…");
 });
 news.addEventListener("standby", ({ detail }) => {
   status("◐", "stands by");

@@ -1,0 +1,1 @@
+"""The folders of jobs that were submitted with their code."""

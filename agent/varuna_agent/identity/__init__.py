@@ -1,0 +1,1 @@
+"""The identity of this VM: its certificate, its address, its GPUs."""

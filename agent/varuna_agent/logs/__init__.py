@@ -1,0 +1,1 @@
+"""The log files of this VM, and how much of its disk they may take."""

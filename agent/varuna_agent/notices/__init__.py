@@ -1,0 +1,1 @@
+"""Where notices of preemption come from."""

@@ -1,0 +1,1 @@
+"""What an agent shows of itself: metrics and spans."""

@@ -1,0 +1,76 @@
+"""Numbered reports, kept until the manager has stored them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from varuna_proto.v1 import agent_pb2
+
+
+class ReportOutbox:
+    """Keeps reports in order, from number 1. Steps wait apart and go into as few reports as possible.
+
+    A report that may have been sent never changes, because the manager ignores a number that it has stored. So steps
+    are numbered late: when they can be sent, or when a later report must follow them. That bounds the outbox while
+    the manager is away, whatever the rate of steps.
+
+    Args:
+        window: steps go into no new report while this many reports are unacknowledged.
+        max_waiting_steps: beyond this, the outbox drops every second step of the older half (their losses are a curve).
+    """
+
+    def __init__(self, *, window: int = 64, max_waiting_steps: int = 20_000) -> None:
+        self._window = window
+        self._max_waiting_steps = max_waiting_steps
+        self._unacknowledged: deque[agent_pb2.Report] = deque()
+        self._next_number = 1
+        self._steps: dict[tuple[str, int], list[agent_pb2.StepResult]] = {}
+
+    @property
+    def unacknowledged(self) -> tuple[agent_pb2.Report, ...]:
+        return tuple(self._unacknowledged)
+
+    @property
+    def first_report(self) -> int:
+        """The number of the oldest unacknowledged report, or of the next report when all are acknowledged."""
+        return self._unacknowledged[0].number if self._unacknowledged else self._next_number
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._unacknowledged and not self._steps
+
+    @property
+    def waiting_steps(self) -> int:
+        return sum(map(len, self._steps.values()))
+
+    def add_report(self, report: agent_pb2.Report) -> agent_pb2.Report:
+        """Number the report and keep it until it is acknowledged."""
+        report.number = self._next_number
+        self._next_number += 1
+        self._unacknowledged.append(report)
+        return report
+
+    def add_step(self, job_id: str, generation: int, step: agent_pb2.StepResult) -> None:
+        steps = self._steps.setdefault((job_id, generation), [])
+        steps.append(step)
+        if len(steps) > self._max_waiting_steps:
+            half = len(steps) // 2
+            steps[:half] = steps[:half:2]
+
+    def take_steps(self, *, even_if_full: bool = False) -> tuple[agent_pb2.Report, ...]:
+        """Turn the waiting steps into new reports, one per generation; into none while the window is full."""
+        if len(self._unacknowledged) >= self._window and not even_if_full:
+            return ()
+        waiting, self._steps = self._steps, {}
+        return tuple(
+            self.add_report(
+                agent_pb2.Report(
+                    steps_completed=agent_pb2.StepsCompleted(job_id=job_id, generation=generation, steps=steps)
+                )
+            )
+            for (job_id, generation), steps in waiting.items()
+        )
+
+    def discard_through(self, number: int) -> None:
+        while self._unacknowledged and self._unacknowledged[0].number <= number:
+            self._unacknowledged.popleft()

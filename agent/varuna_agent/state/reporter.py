@@ -1,0 +1,42 @@
+"""Reports to the manager: kept until it has stored them, and sent while it listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from varuna_agent.state import messages
+from varuna_agent.state.conversation import Conversation
+from varuna_agent.state.instructions import Instruction, SendMessage
+from varuna_agent.state.report_outbox import ReportOutbox
+from varuna_agent.state.worker_key import WorkerKey
+from varuna_proto.v1 import agent_pb2
+
+
+class Reporter:
+    """Part of `AgentState`: fills the outbox, and sends from it while the conversation stands."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self.outbox = ReportOutbox()
+
+    @property
+    def can_send(self) -> bool:
+        return self._conversation.is_welcome
+
+    def add_report(self, report: agent_pb2.Report) -> Iterator[Instruction]:
+        self.outbox.add_report(report)
+        if self.can_send:
+            yield SendMessage(messages.make_report_message(report))
+
+    def add_step(self, key: WorkerKey, result: agent_pb2.StepResult) -> None:
+        """Keep the step for the next `send_steps`."""
+        self.outbox.add_step(key.job_id, key.generation, result)
+
+    def send_steps(self, *, even_if_full: bool = False) -> Iterator[Instruction]:
+        for report in self.outbox.take_steps(even_if_full=even_if_full):
+            if self.can_send:
+                yield SendMessage(messages.make_report_message(report))
+
+    def resend_all(self) -> Iterator[Instruction]:
+        for report in self.outbox.unacknowledged:
+            yield SendMessage(messages.make_report_message(report))

@@ -1,0 +1,1 @@
+"""Worker processes: started under a guard, watched, and ended."""

@@ -1,0 +1,132 @@
+"""What the commands share: options, the client, output as text or JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from varuna_client.config import find_config
+from varuna_client.errors import VarunaError
+from varuna_client.rest.client import DEFAULT_URL, AsyncClient, Client
+
+PLAIN_WIDTH = 160
+"""Columns of the demo's screens when the output is not a terminal."""
+_NO_LIMIT = 10_000
+"""Columns of plain output, in which each row is one line."""
+_COMPLETION_S = 2.0
+
+__all__ = [
+    "DEFAULT_URL",
+    "AsJson",
+    "JobName",
+    "ManagerUrl",
+    "VmName",
+    "complete_job",
+    "complete_vm",
+    "connect",
+    "connect_async",
+    "make_console",
+    "print_document",
+    "print_line",
+    "print_note",
+]
+
+
+def complete_job(incomplete: str) -> list[tuple[str, str]]:
+    """Names of jobs with their states, for the shell's completion; empty if no manager answers."""
+    try:
+        with connect(None, timeout_s=_COMPLETION_S, retries=0) as client:
+            jobs = client.jobs(limit=100)
+    except VarunaError:
+        return []
+    newest = {job["name"]: job["state"] for job in reversed(jobs)}
+    return [(name, state) for name, state in newest.items() if name.startswith(incomplete)]
+
+
+def complete_vm(incomplete: str) -> list[tuple[str, str]]:
+    """Ids of VMs for the shell's completion."""
+    try:
+        with connect(None, timeout_s=_COMPLETION_S, retries=0) as client:
+            found = client.vms(text=incomplete or None)
+    except VarunaError:
+        return []
+    return [(vm["id"], vm["state"]) for vm in found if vm["id"].startswith(incomplete)]
+
+
+ManagerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--manager-url", help=f"Address of the manager's REST API (or set VARUNA_MANAGER_URL); {DEFAULT_URL} if none."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; a stream has one document per line.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name or id.", autocompletion=complete_job)]
+VmName = Annotated[
+    str, typer.Argument(metavar="VM", help="The VM's id (varuna vms lists them).", autocompletion=complete_vm)
+]
+
+
+def connect(url: str | None, *, timeout_s: float = 15.0, retries: int = 2) -> Client:
+    """A client for the manager at `url`; other settings come from the environment or the configuration file."""
+    config = find_config({"manager_url": url})
+    assert config.manager_url.value is not None, "it has a default"
+    return Client(
+        config.manager_url.value, token=config.token.value, ca=config.ca.value, timeout_s=timeout_s, retries=retries
+    )
+
+
+def connect_async(url: str | None) -> AsyncClient:
+    """As `connect`, with asynchronous calls."""
+    config = find_config({"manager_url": url})
+    assert config.manager_url.value is not None, "it has a default"
+    return AsyncClient(config.manager_url.value, token=config.token.value, ca=config.ca.value)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console for the present standard output (or error)."""
+    out = Console(highlight=False, stderr=stderr)
+    return out if out.is_terminal else Console(highlight=False, stderr=stderr, width=PLAIN_WIDTH)
+
+
+def render_plain(text: RenderableType) -> str:
+    """Render as plain text, without colours, folding or cutting."""
+    out = io.StringIO()
+    Console(file=out, highlight=False, width=_NO_LIMIT, color_system=None, force_terminal=False).print(text)
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+
+
+def print_text(text: RenderableType) -> None:
+    """Print for people: fitted to the terminal, or as plain text to a file or another command."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(text)
+    else:
+        sys.stdout.write(render_plain(text))
+        sys.stdout.flush()
+
+
+def print_note(text: str) -> None:
+    """Print a remark on standard error."""
+    Console(highlight=False, stderr=True).print(Text(text, style="dim"), soft_wrap=True)
+
+
+def print_document(document: Any, text: RenderableType, as_json: bool) -> None:
+    """Print the document as indented JSON, or its text."""
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        print_text(text)
+
+
+def print_line(document: Any, text: RenderableType, as_json: bool) -> None:
+    """Print one document of a stream: as JSON on one line, or its text."""
+    if as_json:
+        typer.echo(json.dumps(document))
+    else:
+        print_text(text)

@@ -1,0 +1,1 @@
+"""Following a job and its logs to their end."""

@@ -1,0 +1,1 @@
+"""Job files and the workdirs that go with them."""

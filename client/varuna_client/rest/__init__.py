@@ -1,0 +1,1 @@
+"""The manager's REST API as typed calls."""

@@ -1,0 +1,1 @@
+"""The manager's documents as text for people."""

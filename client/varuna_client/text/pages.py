@@ -1,0 +1,235 @@
+"""What `varuna show` prints about one job: its state, its progress, and the reasons for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from varuna_client.text.render import (
+    ago,
+    duration,
+    event_row,
+    number,
+    rate,
+    shape,
+    size,
+    sparkline,
+    state,
+    table,
+    total_steps,
+)
+from varuna_proto.rest import (
+    CandidateDocument,
+    CheckpointDocument,
+    EventDocument,
+    GenerationDocument,
+    JobCostDocument,
+    JobDocument,
+    JobTimeDocument,
+    MetricBucketsDocument,
+    PlanRecordDocument,
+    StepMetricsDocument,
+)
+
+CANDIDATES_SHOWN = 8
+EVENTS_SHOWN = 10
+_BAR_COLUMNS = 24
+"""The width in columns of a bar for 100 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobParts:
+    """All that is known about a job; what the manager does not report is None or empty."""
+
+    job: JobDocument
+    generations: Sequence[GenerationDocument] = ()
+    plan: PlanRecordDocument | None = None
+    time: JobTimeDocument | None = None
+    cost: JobCostDocument | None = None
+    metrics: Sequence[StepMetricsDocument] = ()
+    """Of the newest steps."""
+    course: MetricBucketsDocument | None = None
+    """Of all steps."""
+    checkpoints: Sequence[CheckpointDocument] = ()
+    events: Sequence[EventDocument] = field(default=())
+
+    def to_document(self) -> dict[str, Any]:
+        """The output of --json."""
+        return {
+            **self.job,
+            "generations": list(self.generations),
+            "plan_record": self.plan,
+            "time": self.time,
+            "cost": self.cost,
+            "metrics": list(self.metrics),
+            "checkpoints": list(self.checkpoints),
+            "events": list(self.events),
+        }
+
+
+def job_page(parts: JobParts, now: datetime) -> RenderableType:
+    job = parts.job
+    sections: list[RenderableType] = [_make_head(parts, now)]
+    if job["error"]:
+        sections += [_make_title("error", "bold red"), Padding(Text(job["error"].rstrip()), (0, 0, 0, 2))]
+    if parts.generations:
+        sections += [_make_title("generations"), generations_table(parts.generations)]
+    if parts.plan is not None and parts.plan["candidates"]:
+        sections += [_make_title(f"plan of generation {parts.plan['generation']}"), plan_section(parts.plan)]
+    if parts.time is not None and parts.time["total_s"] > 0:
+        sections += [_make_title("where the time went"), time_section(parts.time)]
+    if parts.events:
+        sections += [_make_title("newest events"), *(event_row(event) for event in parts.events[-EVENTS_SHOWN:])]
+        sections.append(Text(f"all of them: varuna events {job['name']}", style="dim"))
+    return Group(*sections)
+
+
+def _make_title(text: str, style: str = "bold") -> RenderableType:
+    return Group("", Text(text.upper(), style=style))
+
+
+def _make_head(parts: JobParts, now: datetime) -> Table:
+    job, spec = parts.job, parts.job["spec"]
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="dim", no_wrap=True)
+    head.add_column(overflow="fold")
+    head.add_row("job", Text(f"{job['name']}  ({job['id']})", style="bold"))
+    since = f", submitted {ago(job['created_at'], now)}"
+    head.add_row("state", Text.assemble(state(job["state"]), since))
+    if job.get("reason"):
+        head.add_row("why", Text(str(job["reason"])))
+    head.add_row("run", Text(f"{spec.get('run')}  in {spec.get('workdir')}"))
+    limits = spec.get("resources") or {}
+    most = limits.get("max_gpus")
+    wanted = f"{limits.get('min_gpus', 1)} to {most}" if most else f"{limits.get('min_gpus', 1)} or more"
+    head.add_row("GPUs", f"{job.get('gpus') or 0} now, {wanted} wanted")
+    plan = job.get("plan")
+    if plan:
+        head.add_row("shape", f"{_render_shape(plan['p'], plan['d'])}, micro-batch {plan['micro_batch']}")
+    total = total_steps(spec)
+    steps = f"{job['step']} of {total[0]} ({total[1]})" if total else str(job["step"])
+    head.add_row("step", f"{steps}, global batch {spec.get('global_batch')}")
+    series = parts.course["loss"]["mean"] if parts.course else ()
+    head.add_row("loss", f"{number(job['loss'])}  {sparkline(series)}")
+    if job.get("step_s"):
+        head.add_row("rate", f"{rate(job.get('examples_per_s'))} examples/s, {_render_step_time(job, parts.plan)}")
+    if parts.checkpoints:
+        newest = parts.checkpoints[-1]
+        head.add_row("checkpoint", f"step {newest['step']}, {size(newest['total_bytes'])}, {ago(newest['at'], now)}")
+    if parts.cost is not None:
+        head.add_row("cost", _render_cost(parts.cost))
+    return head
+
+
+def _render_shape(p: int, d: int) -> str:
+    stages = "1 stage" if p == 1 else f"{p} stages"
+    return f"{shape(p, d)} ({stages} × {d} replica{'' if d == 1 else 's'})"
+
+
+def _render_step_time(job: JobDocument, plan: PlanRecordDocument | None) -> str:
+    """The measured time of a step, next to the predicted one."""
+    if plan is None or plan.get("actual_step_s") is None:
+        return f"{number(job.get('step_s'), 3)} s per step"
+    off = f", {plan['error']:+.0%}" if plan.get("error") is not None else ""
+    return f"{number(plan['actual_step_s'], 3)} s per step (predicted {number(plan['predicted_step_s'], 3)} s{off})"
+
+
+def _render_cost(cost: JobCostDocument) -> str:
+    hours = f"{cost['gpu_hours']:.2f} GPU-hours"
+    if cost["cost"] is None:
+        return f"{hours}; no prices known"
+    now = "" if cost["cost_per_hour"] is None else f", {cost['cost_per_hour']:.2f} per hour now"
+    missing = f"; {cost['vms_without_price']} VMs have no price" if cost["vms_without_price"] else ""
+    return f"{cost['cost']:.2f} for {hours}{now}{missing}"
+
+
+def generations_table(generations: Iterable[GenerationDocument]) -> Table:
+    right = ("M", "STEPS", "IDLE", "REDONE")
+    made = table("GEN", "STATE", "P×D", *right, "WHY", right=right, fold=("WHY",))
+    for generation in generations:
+        resumed, last = generation.get("resumed_step"), generation.get("last_step")
+        redone = generation.get("steps_redone")
+        is_training = generation["kind"] == "training"
+        made.add_row(
+            str(generation["number"]),
+            state(generation["state"]),
+            shape(generation["p"], generation["d"]) if is_training else "profile",
+            str(generation["micro_batch"]) if is_training else "-",
+            "-" if resumed is None or last is None else f"{resumed + 1}-{last}",
+            duration(generation.get("seconds_without_progress")),
+            "-" if redone is None else str(redone),
+            _render_generation_reasons(generation),
+        )
+    return made
+
+
+def _render_generation_reasons(generation: GenerationDocument) -> Text:
+    """Why the generation began, its phases, and why it ended."""
+    text = Text(generation["reason"])
+    origin = render_morph(generation, generation["plan"]["global_batch"])
+    if origin:
+        text.append(f"\n{origin}", style="dim")
+    phases = [f"{phase['name'].replace('_', ' ')} {duration(phase['seconds'])}" for phase in generation["phases"]]
+    if phases:
+        text.append(f"\n{', '.join(phases)}", style="dim")
+    if generation.get("end_reason"):
+        text.append(f"\nended: {generation['end_reason']}", style="dim")
+    return text
+
+
+def render_morph(generation: Mapping[str, Any], global_batch: int) -> str:
+    """Whether the workers go on in place or are new, what is run again, and where their state comes from.
+
+    `generation`: with fields of a GenerationDocument.
+    """
+    from varuna_planner.schedule.batching import count_micro_batches  # other commands start without the planner
+
+    kind = generation.get("kind_of_morph")
+    parts = [] if kind is None else ["in place" if kind == "reshape" else kind]
+    if (redone := generation.get("micro_batches_redone")) is not None:
+        count = count_micro_batches(global_batch, generation["micro_batch"])
+        parts.append(f"{redone} of {count} micro-batches run again")
+    if (given := generation.get("state_from")) is not None:
+        sources = (
+            (given["kept"], "of state kept in memory"),
+            (given.get("peers", 0), "of state from memory"),
+            (given.get("store", 0), "of state from a checkpoint"),
+        )
+        parts += [f"{size(count)} {text}" for count, text in sources if count]
+    return ", ".join(parts)
+
+
+def plan_section(plan: PlanRecordDocument) -> RenderableType:
+    """The candidates, and why those that were not chosen lost."""
+    made = table("P×D", "M", "PREDICTED", "WHY", right=("M", "PREDICTED"), fold=("WHY",))
+    for one in plan["candidates"][:CANDIDATES_SHOWN]:
+        made.add_row(shape(one["p"], one["d"]), str(one["micro_batch"]), _render_prediction(one), one["reason"])
+    more = len(plan["candidates"]) - CANDIDATES_SHOWN
+    rest = [Text(f"and {more} more: --json", style="dim")] if more > 0 else []
+    return Group(made, *rest)
+
+
+def _render_prediction(one: CandidateDocument) -> str:
+    if not one["fits"]:
+        return "too large"
+    return "-" if one["predicted_minibatch_s"] is None else f"{one['predicted_minibatch_s']:.3g} s"
+
+
+def time_section(time: JobTimeDocument) -> RenderableType:
+    made = table("CAUSE", "TIME", "SHARE", "", "WHAT", right=("TIME", "SHARE"), fold=("WHAT",))
+    for one in time["causes"]:
+        if one["seconds"] < 0.05:
+            continue
+        bar = Text(
+            "█" * round(one["share"] * _BAR_COLUMNS) or "▏", style="green" if one["cause"] == "training" else "yellow"
+        )
+        made.add_row(one["cause"].replace("_", " "), duration(one["seconds"]), f"{one['share']:.0%}", bar, one["text"])
+    total = f"{duration(time['useful_s'])} of {duration(time['total_s'])} were useful: goodput {time['goodput']:.0%}"
+    return Group(made, Text(total, style="bold"))

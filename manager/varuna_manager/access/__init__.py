@@ -1,0 +1,1 @@
+"""Who may call the manager: tokens, certificates, and the record of calls."""

@@ -1,0 +1,1 @@
+"""What agents report, what they receive, and what new VMs install."""

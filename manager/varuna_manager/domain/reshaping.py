@@ -1,0 +1,139 @@
+"""Whether a job goes on in place, where survivors of its last generation keep processes, stages and state.
+
+A survivor is a worker that has left its generation and whose process waits with the state of a committed step. If every
+stage has one, the next generation has the same stages with as many replicas as survivors make complete, and nothing is
+loaded. All others restart (other cuts, newcomers, scripts that cannot be carried), with the state that survivors give
+them (`domain.holders`) or from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from varuna_manager.domain.observed import GenerationView, WorkerView
+from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind
+from varuna_planner.schedule.batching import count_micro_batches
+from varuna_proto.plan import Device, Plan
+
+LOSES_RANKS = frozenset(
+    {
+        EndCause.VM_LOST,
+        EndCause.MANAGER_AWAY,
+        EndCause.AGENT_ENDED,
+        EndCause.LAUNCH_REFUSED,
+        EndCause.NOTICE,
+        EndCause.SHRUNK,
+    }
+)
+"""Ends that take ranks away and do not put those that are left in doubt."""
+_GOES_ON_AFTER = LOSES_RANKS | {EndCause.WORKER_FAILED, EndCause.UNREACHABLE, EndCause.SLOW_VM}
+"""Ends after which the job goes on with fewer devices, perhaps in place. After a hang the processes are not trusted.
+After the others the job is over, waits, or starts new processes."""
+_RESTARTS_FROM_MEMORY = frozenset({EndCause.GROWTH, EndCause.SCRIPT_FAILED})
+"""Ends after which new processes run the script from its beginning. The old ones are sound, but for the rank that
+raised an error, and give their state."""
+SURVIVABLE_EXITS = frozenset({ExitCause.GENERATION_ENDED, ExitCause.PEER_LOST})
+"""Exits of workers whose processes may stay, with their state."""
+_KEEPS_ALL_MICRO_BATCHES = "gpipe"
+"""This policy holds the activations of all micro-batches, and with fewer replicas each has more of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshape:
+    plan: Plan
+    placement: tuple[Device, ...]
+    """The device of each rank; the index is the rank."""
+    step: int
+    """The committed step that all of them hold."""
+
+
+def keeps_state(cause: EndCause | None) -> bool:
+    """Whether workers of a generation that stops for this cause are to keep their state for the next one."""
+    return cause in _GOES_ON_AFTER or cause in _RESTARTS_FROM_MEMORY
+
+
+def may_reshape(generation: GenerationView) -> bool:
+    """Whether survivors of the ended generation may go on, if there are enough.
+
+    A generation in place that completed no step is followed by another only if it has lost ranks. Otherwise it would
+    fail again in the same way, for ever.
+    """
+    if generation.kind is not GenerationKind.TRAINING or generation.end_cause not in _GOES_ON_AFTER:
+        return False
+    is_vain = generation.in_place and generation.last_step is None
+    return not is_vain or generation.end_cause in LOSES_RANKS
+
+
+def list_held_steps(workers: Iterable[WorkerView]) -> list[int]:
+    """The steps whose state their processes hold, the newest first."""
+    return sorted({worker.held_step for worker in workers if worker.held_step is not None}, reverse=True)
+
+
+def assume_held(workers: Sequence[WorkerView], missing: Collection[WorkerView], now: float) -> tuple[WorkerView, ...]:
+    """The workers as they will be if the missing ones report now that they hold the newest state of all."""
+    step = next(iter(list_held_steps(workers)), 0)
+    return tuple(replace(one, held_step=step, stopped_at=now) if one in missing else one for one in workers)
+
+
+def plan_reshape(
+    plan: Plan, workers: Sequence[WorkerView], usable: Collection[Device], most: int | None
+) -> Reshape | None:
+    """The largest generation in place, or None if a stage has no survivor.
+
+    Survivors that hold the newest step for which all stages have one go on, so that no committed step is lost. Complete
+    replicas stay together, and the others are made up from what is left.
+
+    Args:
+        plan: of the generation that has ended.
+        workers: its workers. Those with a `held_step` on a `usable` device are the survivors, unless they only give it.
+        most: devices that the job may have; None: any number.
+    """
+    survivors = [
+        worker
+        for worker in workers
+        if worker.held_step is not None and not worker.gives_only and worker.device in usable
+    ]
+    for step in list_held_steps(survivors):
+        stages = _by_stage(plan.p, [worker for worker in survivors if worker.held_step == step])
+        d = min(plan.d, *map(len, stages), plan.d if most is None else most // plan.p)
+        if d < 1 or (d < plan.d and plan.policy == _KEEPS_ALL_MICRO_BATCHES):
+            continue
+        placement = tuple(device for replica in _make_replicas(stages, d) for device in replica)
+        return Reshape(plan=_with_replicas(plan, d), placement=placement, step=step)
+    return None
+
+
+def _by_stage(p: int, survivors: Sequence[WorkerView]) -> list[dict[int, Device]]:
+    """Of each stage, the devices by their old replica."""
+    stages: list[dict[int, Device]] = [{} for _ in range(p)]
+    for worker in sorted(survivors, key=lambda worker: worker.rank):
+        stages[worker.rank % p][worker.rank // p] = worker.device
+    return stages
+
+
+def _make_replicas(stages: Sequence[Mapping[int, Device]], d: int) -> list[list[Device]]:
+    """The devices of `d` replicas by stage: the old replicas that are most complete, with their gaps filled."""
+    count = {replica: sum(replica in stage for stage in stages) for stage in stages for replica in stage}
+    order = sorted(count, key=lambda replica: (-count[replica], replica))
+    made, fillers = order[:d], order[d:][::-1]  # the pieces of the least complete fill gaps first
+    filled = []
+    for stage in stages:
+        spare = iter([stage[replica] for replica in fillers if replica in stage])
+        filled.append([stage[replica] if replica in stage else next(spare) for replica in made])
+    return [list(replica) for replica in zip(*filled, strict=True)]
+
+
+def _with_replicas(plan: Plan, d: int) -> Plan:
+    """The plan with other replicas. Its times are scaled by the micro-batches that pass a stage, with the pipeline's
+    filling; no profile is asked."""
+    before, after = (
+        count_micro_batches(plan.global_batch, plan.micro_batch * each) + plan.p - 1 for each in (plan.d, d)
+    )
+    scale = after / before
+    return replace(
+        plan,
+        d=d,
+        predicted_minibatch_s=plan.predicted_minibatch_s * scale,
+        examples_per_s=plan.examples_per_s / scale,
+    )

@@ -1,0 +1,319 @@
+"""The fleet as its users see it, and the admission of agents."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Row, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.agents.reports import ReportService, note_notice
+from varuna_manager.agents.request_batcher import RequestBatcher
+from varuna_manager.answers.errors import ConflictError, MissingError, UnavailableError
+from varuna_manager.db.engine import Database, after_commit
+from varuna_manager.db.models import FleetRow, GenerationRow, JobProgressRow, JobRow, VmRow, WorkerRow
+from varuna_manager.domain.fitting import may_fit_job
+from varuna_manager.domain.fleet_decision import JobDemand, VmRange
+from varuna_manager.domain.spec import read_spec
+from varuna_manager.domain.states import (
+    TERMINAL_JOB_STATES,
+    ExitCause,
+    GenerationKind,
+    GenerationState,
+    JobState,
+    VmState,
+)
+from varuna_manager.jobs.jobs import ALIVE
+from varuna_manager.providers.base import (
+    EmulatedProvider,
+    Provider,
+    ProviderRefusedError,
+    ProviderVm,
+    UnknownVmError,
+    UnsupportedByProviderError,
+    VmOffer,
+)
+from varuna_manager.world.bell import Bell
+from varuna_manager.world.events import EventLog
+from varuna_manager.world.reading import NOT_GONE
+from varuna_manager.world.vm_registry import VmRegistry
+from varuna_proto.rest_fleet import FleetDocument, PreemptionDocument
+from varuna_proto.v1 import agent_pb2 as pb
+
+_LONGEST_GPU_TYPE = 255
+
+
+class FleetService:
+    """`emulated`: the provider, if its market can be changed here."""
+
+    def __init__(
+        self,
+        database: Database,
+        events: EventLog,
+        registry: VmRegistry,
+        provider: Provider,
+        reports: ReportService,
+        bell: Bell,
+        now: Callable[[], float] = time.time,
+        emulated: EmulatedProvider | None = None,
+    ) -> None:
+        self._database = database
+        self._events = events
+        self._registry = registry
+        self.provider = provider
+        self._emulated = emulated
+        self._reports = reports
+        self._bell = bell
+        self._now = now
+        self._admissions = RequestBatcher(self._admit)
+        self.market_changed = False
+        """Called when the emulated market was changed, because it may now grant what it refused before."""
+
+    @property
+    def keeps_drained_vms(self) -> bool:
+        """Whether a drained VM stays, because a host of the user's own is not given back."""
+        return not self.provider.is_elastic
+
+    # ------------------------------------------------------------ for users
+
+    async def describe_fleet(self) -> FleetDocument:
+        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus)).where(NOT_GONE).group_by(VmRow.state)
+        async with self._database.read() as session:
+            wants = await session.get(FleetRow, self.provider.name)
+            counts = {state: (vms, int(gpus)) for state, vms, gpus in await session.execute(query)}
+        return {
+            "provider": self.provider.name,
+            "target": wants.target if wants is not None else 0,
+            "min_vms": wants.min_vms if wants is not None else None,
+            "max_vms": wants.max_vms if wants is not None else None,
+            "capacity": None if self._emulated is None else self._emulated.capacity,
+            "vms": {state.value: counts.get(state.value, (0, 0))[0] for state in VmState if state is not VmState.GONE},
+            "gpus": counts.get(VmState.READY.value, (0, 0))[1],
+        }
+
+    async def set_target(self, target: int) -> FleetDocument:
+        """Set a fixed target."""
+        async with self._database.write() as session:
+            row = await self._fleet_row(session)
+            if row.target != target or row.max_vms is not None:
+                self._events.emit_event(session, "fleet_target", f"{target} VMs are wanted instead of {_wanted(row)}")
+            row.target, row.min_vms, row.max_vms = target, None, None
+            after_commit(session, self._bell.notify_listeners)
+        self.market_changed = True
+        return await self.describe_fleet()
+
+    async def follow_jobs(self, vms: VmRange) -> FleetDocument:
+        """Let the target follow the jobs' wants, within the range."""
+        async with self._database.write() as session:
+            row = await self._fleet_row(session)
+            if (row.min_vms, row.max_vms) != (vms.min_vms, vms.max_vms):
+                text = f"as many VMs as the jobs want, {vms.min_vms} to {vms.max_vms}, instead of {_wanted(row)}"
+                self._events.emit_event(session, "fleet_target", text)
+            row.min_vms, row.max_vms = vms.min_vms, vms.max_vms
+            after_commit(session, self._bell.notify_listeners)
+        self.market_changed = True
+        return await self.describe_fleet()
+
+    async def _fleet_row(self, session: AsyncSession) -> FleetRow:
+        row = await session.get(FleetRow, self.provider.name)
+        if row is None:
+            row = FleetRow(provider=self.provider.name, target=0)
+            session.add(row)
+        return row
+
+    async def set_capacity(self, capacity: int | None) -> FleetDocument:
+        """Set how many VMs the emulated market grants. Raises ConflictError if there is no emulated market."""
+        if self._emulated is None:
+            raise ConflictError(
+                f"the {self.provider.name} provider's market is not the manager's to change: only local and replay "
+                "emulate one"
+            )
+        await self._emulated.set_capacity(capacity)
+        async with self._database.write() as session:
+            many = "any number of" if capacity is None else str(capacity)
+            self._events.emit_event(session, "capacity", f"the local market grants {many} VMs")
+        self.market_changed = True
+        self._bell.notify_listeners()
+        return await self.describe_fleet()
+
+    async def preempt_vm(self, vm_id: str, notice_s: float) -> PreemptionDocument:
+        """Take a VM away as a spot market would. Raises MissingError, ConflictError, UnavailableError."""
+        async with self._database.read() as session:
+            row = await session.get(VmRow, vm_id)
+        if row is None:
+            raise MissingError(f"VM {vm_id!r} does not exist: varuna vms (GET /api/v1/vms) lists those that do")
+        try:
+            await self.provider.preempt_vm(vm_id, notice_s)
+        except UnknownVmError as error:
+            raise ConflictError(f"VM {vm_id!r} no longer runs: {error}") from error
+        except UnsupportedByProviderError as error:
+            raise ConflictError(f"VM {vm_id!r} cannot be preempted: {error}") from error
+        except ProviderRefusedError as error:
+            raise UnavailableError(f"VM {vm_id!r} was not preempted: {error}") from error
+        self._bell.notify_listeners()
+        return {"id": vm_id, "notice_s": notice_s}
+
+    # ------------------------------------------------------------ for agents
+
+    async def admit_agent(self, hello: pb.Hello) -> str | None:
+        """Take the VM that sent the Hello into the store. Returns the reason when it is not taken."""
+        return await self._admissions.add_request(hello)
+
+    async def _admit(self, hellos: Sequence[pb.Hello]) -> list[str | None]:
+        """Writes nothing for most VMs after a restart of the manager, because the store has them already."""
+        rows = {row.id: row for row in await self._admitted(hellos)}
+        news = [hello for hello in hellos if hello.vm_id not in rows or _is_news(rows[hello.vm_id], hello)]
+        refusals: dict[str, str | None] = {}
+        if news:
+            unknown = any(hello.vm_id not in rows for hello in news)
+            listed = {vm.id: vm for vm in await self.provider.list()} if unknown else {}
+            async with self._database.write() as session:
+                for hello in news:
+                    refusals[hello.vm_id] = await self._admit_one(session, hello, listed)
+        return [refusals.get(hello.vm_id) for hello in hellos]
+
+    async def _admitted(self, hellos: Sequence[pb.Hello]) -> Sequence[Row[*tuple[Any, ...]]]:
+        query = select(
+            VmRow.id,
+            VmRow.state,
+            VmRow.incarnation,
+            VmRow.gpus,
+            VmRow.host,
+            VmRow.device_memory_bytes,
+            VmRow.gpu_type,
+        ).where(VmRow.id.in_([hello.vm_id for hello in hellos]))
+        async with self._database.read() as session:
+            return (await session.execute(query)).all()
+
+    async def _admit_one(self, session: AsyncSession, hello: pb.Hello, listed: Mapping[str, ProviderVm]) -> str | None:
+        row = await session.get(VmRow, hello.vm_id)
+        if row is None:
+            if hello.vm_id not in listed:
+                return f"VM {hello.vm_id!r} is none of this manager's: no provider of it has such a VM"
+            row = self.add_vm(session, listed[hello.vm_id])
+        elif row.state == VmState.GONE:
+            return f"VM {hello.vm_id!r} is gone: its provider gave it up"
+        if row.incarnation not in (None, hello.incarnation):
+            await self._drop_forgotten_workers(session, hello)
+            if row.state == VmState.DRAINING and row.notice_id is None and self.keeps_drained_vms:
+                await self.move_vm(session, row, VmState.READY, "it was drained, and its agent has started again")
+        row.incarnation, row.gpus, row.host = hello.incarnation, hello.gpus, hello.host
+        row.device_memory_bytes, row.gpu_type = hello.device_memory_bytes or None, _gpu_type(hello)
+        return None
+
+    async def _drop_forgotten_workers(self, session: AsyncSession, hello: pb.Hello) -> None:
+        """The agent has restarted: workers that it does not name ended with its previous process."""
+        running = {(worker.job_id, worker.generation, worker.rank) for worker in hello.workers}
+        for worker in await live_workers(session, hello.vm_id):
+            if (worker.job_id, worker.generation, worker.rank) not in running:
+                text = f"the agent of VM {hello.vm_id} restarted and does not have this worker"
+                self._reports.stop_worker(session, worker, ExitCause.AGENT_ENDED, exit_code=None, error_text=text)
+
+    # ------------------------------------------------------------ for the fleet controller
+
+    def add_vm(self, session: AsyncSession, vm: ProviderVm) -> VmRow:
+        """Add a row for a VM that the provider has and the store does not."""
+        now = self._now()
+        row = VmRow(
+            id=vm.id,
+            provider=self.provider.name,
+            state=VmState.REQUESTED.value,
+            history=[{"at": now, "state": VmState.REQUESTED.value, "reason": "the provider has it"}],
+            gpus=vm.gpus,
+            device_memory_bytes=vm.device_memory_bytes,
+            host=vm.host,
+            ref=vm.ref,
+            request=vm.request,
+            price_per_hour=vm.price_per_hour,
+            created_at=vm.created_at,
+            reason=vm.reason_before_hello,
+        )
+        session.add(row)
+        status = "starting" if self.provider.is_elastic else vm.reason_before_hello
+        self._events.emit_event(session, "vm_requested", f"VM {vm.id} is {status}", vm_id=vm.id, data={"ref": vm.ref})
+        return row
+
+    async def move_vm(self, session: AsyncSession, row: VmRow, state: VmState, reason: str) -> None:
+        """Change the VM's state. When it is gone, its workers are, too."""
+        was_there = row.vm_state in (VmState.READY, VmState.SUSPECT)
+        row.move_to_state(state, now=self._now(), reason=reason)
+        row.reason = reason
+        if state is VmState.READY:
+            row.drain_deadline = None  # that drain is over
+        data = {"silent_s": self._registry.silence_s(row.id)} if was_there else {}
+        self._events.emit_event(
+            session, f"vm_{state.value}", f"VM {row.id} is {state.value}: {reason}", vm_id=row.id, data=data
+        )
+        if state is VmState.GONE:
+            for worker in await live_workers(session, row.id):
+                text = f"VM {row.id} is gone: {reason}"
+                self._reports.stop_worker(session, worker, ExitCause.VM_GONE, exit_code=None, error_text=text)
+
+    async def note_notice(self, session: AsyncSession, vm_id: str, notice_id: str, deadline: float) -> None:
+        await note_notice(session, self._events, vm_id, notice_id, deadline, source=self.provider.name)
+
+
+def _wanted(row: FleetRow) -> str:
+    return str(row.target) if row.max_vms is None else f"{row.min_vms} to {row.max_vms}, by the jobs"
+
+
+def _is_news(row: Row[*tuple[Any, ...]], hello: pb.Hello) -> bool:
+    """Whether the row differs from the Hello, or is of a VM that is not taken."""
+    memory = hello.device_memory_bytes or None
+    known = (row.incarnation, row.gpus, row.host, row.device_memory_bytes, row.gpu_type)
+    return row.state == VmState.GONE or known != (
+        hello.incarnation,
+        hello.gpus,
+        hello.host,
+        memory,
+        _gpu_type(hello),
+    )
+
+
+def _gpu_type(hello: pb.Hello) -> str | None:
+    """The GPU's name as the store can hold it."""
+    return "".join(sign for sign in hello.gpu_type if sign.isprintable())[:_LONGEST_GPU_TYPE] or None
+
+
+async def live_workers(session: AsyncSession, vm_id: str) -> Sequence[WorkerRow]:
+    """The workers on the VM that have not stopped."""
+    query = select(WorkerRow).where(WorkerRow.state.in_(ALIVE), WorkerRow.vm_id == vm_id)
+    return (await session.scalars(query.order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank))).all()
+
+
+async def workers_by_vm(session: AsyncSession) -> Mapping[str, int]:
+    """How many workers have not stopped, by VM; 0 for any other VM."""
+    query = select(WorkerRow.vm_id, func.count()).where(WorkerRow.state.in_(ALIVE)).group_by(WorkerRow.vm_id)
+    return Counter(dict((await session.execute(query)).all()))
+
+
+async def job_wants(session: AsyncSession, offer: VmOffer) -> tuple[list[JobDemand], int]:
+    """What the jobs that are not over would have, of VMs as they are on offer; how many of them want other ones."""
+    query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
+    jobs = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
+    # Only a job's newest generation runs. There are many others, and no index finds those that run.
+    newest = (GenerationRow.job_id == JobProgressRow.job_id) & (GenerationRow.number == JobProgressRow.newest)
+    training = await session.scalars(
+        select(GenerationRow.job_id)
+        .join(JobProgressRow, newest)
+        .where(
+            JobProgressRow.job_id.in_([job.id for job in jobs]),
+            GenerationRow.state == GenerationState.RUNNING.value,
+            GenerationRow.kind == GenerationKind.TRAINING.value,
+        )
+    )
+    trains = set(training.all())
+    wants, unfit = [], 0
+    for job in jobs:
+        spec, flaw = read_spec(job.spec)
+        if job.state == JobState.CANCELLING or flaw:  # one with a flaw is about to fail
+            continue
+        resources = spec.resources
+        if may_fit_job(resources, gpu_type=offer.gpu_type, device_memory_bytes=offer.device_memory_bytes):
+            wants.append(JobDemand(id=job.id, max_gpus=resources.max_gpus, trains=job.id in trains))
+        else:
+            unfit += 1
+    return wants, unfit

@@ -1,0 +1,193 @@
+"""The fleet's VMs for users: ten thousand at once, filtered, and as totals."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import Row, Select, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.answers.documents import make_state_changes
+from varuna_manager.answers.errors import MissingError
+from varuna_manager.answers.paging import Order, Page
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import VmRow, WorkerRow
+from varuna_manager.domain.states import VmState
+from varuna_manager.fleet.documents import make_vm_document
+from varuna_manager.fleet.fleet import live_workers
+from varuna_manager.jobs.jobs import ALIVE, find_job_row
+from varuna_manager.world.reading import NOT_GONE
+from varuna_manager.world.vm_registry import VmRegistry
+from varuna_proto.rest_fleet import VmDetailDocument, VmDocument, VmSummaryDocument
+
+_Vm = Row[*tuple[Any, ...]]
+_VmQuery = Select[*tuple[Any, ...]]
+_OLDEST_FIRST = Order[_Vm]((VmRow.created_at, VmRow.id), lambda row: (row.created_at, row.id), (float, str))
+
+
+class _VmFacts(NamedTuple):
+    """The columns of a VM's document. Ten thousand whole objects, or SQLAlchemy's rows, take far longer."""
+
+    id: str
+    provider: str
+    state: str
+    gpus: int
+    device_memory_bytes: int | None
+    host: str | None
+    ref: dict[str, Any]
+    created_at: float
+    reason: str | None
+    slow_ratio: float | None
+    slow_reason: str | None
+    quarantined_until: float | None
+    quarantines: int
+    notice_deadline: float | None
+    drain_deadline: float | None
+    cordoned_at: float | None
+    hangs: int
+    price_per_hour: float | None
+    gpu_type: str | None
+
+
+class _WorkerFacts(NamedTuple):
+    """The columns of a worker's row that its document needs."""
+
+    job_id: str
+    generation: int
+    rank: int
+    vm_id: str
+    local_rank: int
+    state: str
+    pid: int | None
+    cause: str | None
+    exit_code: int | None
+    error_text: str | None
+
+
+_VMS = select(*(VmRow.__table__.c[name] for name in _VmFacts._fields))
+_WORKERS = (
+    select(*(WorkerRow.__table__.c[name] for name in _WorkerFacts._fields))
+    .where(WorkerRow.state.in_(ALIVE))
+    .order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank)
+)
+_BY_ID = 500
+"""The workers of up to so many VMs are queried by VM; for more, all workers are."""
+_AT_ONCE = 500
+"""Documents that are made before other tasks, such as heartbeats, may run: some milliseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VmFilter:
+    """None, and no states: any."""
+
+    gone: bool = True
+    """Whether VMs that are gone are included."""
+    states: Sequence[str] = ()
+    provider: str | None = None
+    job: str | None = None
+    """Only VMs with workers of this job (name or id) that have not stopped."""
+    quarantined: bool | None = None
+    text: str | None = None
+    """A part of its id or host."""
+
+
+class VmList:
+    def __init__(self, database: Database, registry: VmRegistry, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._registry = registry
+        self._now = now
+
+    async def list_page(self, wanted: VmFilter, *, limit: int, cursor: str | None = None) -> Page[VmDocument]:
+        """The matching VMs, oldest first. Raises MissingError for an unknown job."""
+        async with self._database.read() as session:
+            query = await self._filtered(session, _VMS, wanted)
+            rows, following = _OLDEST_FIRST.cut_page(
+                (await session.execute(_OLDEST_FIRST.make_page_query(query, cursor, limit))).all(), limit
+            )
+            workers = await _workers_on(session, [row.id for row in rows])
+        items: list[VmDocument] = []
+        for first in range(0, len(rows), _AT_ONCE):
+            facts = map(_VmFacts._make, rows[first : first + _AT_ONCE])
+            items += [self._document(vm, workers.get(vm.id, ())) for vm in facts]
+            await asyncio.sleep(0)
+        return Page(items, following)
+
+    async def find_vm(self, vm_id: str) -> VmDetailDocument:
+        """Raises MissingError."""
+        async with self._database.read() as session:
+            row = await session.get(VmRow, vm_id)
+            if row is None:
+                raise MissingError(f"VM {vm_id!r} does not exist: varuna vms (GET /api/v1/vms) lists those that do")
+            workers = await live_workers(session, vm_id)
+        return {**self._document(row, workers), "history": make_state_changes(row.history)}
+
+    async def summarize_vms(self) -> VmSummaryDocument:
+        """Totals of the fleet."""
+        now = self._now()
+        quarantined = VmRow.quarantined_until > now
+        async with self._database.read() as session:
+            states = await session.execute(
+                select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour))
+                .where(NOT_GONE)
+                .group_by(VmRow.state)
+            )
+            by_state = {state: (count, int(gpus), price) for state, count, gpus, price in states}
+            marks = [
+                await session.scalar(select(func.count()).select_from(VmRow).where(NOT_GONE, mark)) or 0
+                for mark in (quarantined, VmRow.slow_ratio.is_not(None), VmRow.notice_deadline.is_not(None))
+            ]
+            gone = await session.scalar(select(func.count()).where(VmRow.state == VmState.GONE.value)) or 0
+            workers = await session.scalar(
+                select(func.count()).select_from(WorkerRow).where(WorkerRow.state.in_(ALIVE))
+            )
+        prices = [price for _, _, price in by_state.values() if price is not None]
+        return {
+            "total": sum(count for count, _, _ in by_state.values()),
+            "gone": gone,
+            "by_state": {
+                state.value: by_state.get(state.value, (0,))[0] for state in VmState if state is not VmState.GONE
+            },
+            "gpus": by_state.get(VmState.READY.value, (0, 0, None))[1],
+            "gpus_busy": workers or 0,
+            "workers": workers or 0,
+            "quarantined": marks[0],
+            "slow": marks[1],
+            "noticed": marks[2],
+            "cost_per_hour": sum(prices) if prices else None,
+        }
+
+    async def _filtered(self, session: AsyncSession, query: _VmQuery, wanted: VmFilter) -> _VmQuery:
+        if not wanted.gone:
+            query = query.where(NOT_GONE)
+        if wanted.states:
+            query = query.where(VmRow.state.in_(wanted.states))
+        if wanted.provider is not None:
+            query = query.where(VmRow.provider == wanted.provider)
+        if wanted.job is not None:
+            job = await find_job_row(session, wanted.job)
+            on = select(WorkerRow.vm_id).where(WorkerRow.job_id == job.id, WorkerRow.state.in_(ALIVE))
+            query = query.where(VmRow.id.in_(on))
+        if wanted.quarantined is not None:
+            until = func.coalesce(VmRow.quarantined_until, 0.0)
+            query = query.where(until > self._now() if wanted.quarantined else until <= self._now())
+        if wanted.text is not None:
+            texts = (column.contains(wanted.text, autoescape=True) for column in (VmRow.id, VmRow.host))
+            query = query.where(or_(*texts))
+        return query
+
+    def _document(self, row: Any, workers: Sequence[Any]) -> VmDocument:
+        healths = self._registry.list_workers(row.id) if workers else ()
+        return make_vm_document(row, workers, self._registry.silence_s(row.id), healths)
+
+
+async def _workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str, list[_WorkerFacts]]:
+    """The workers that have not stopped, by VM."""
+    query = _WORKERS if len(vm_ids) > _BY_ID else _WORKERS.where(WorkerRow.vm_id.in_(vm_ids))
+    by_vm: dict[str, list[_WorkerFacts]] = {}
+    for worker in map(_WorkerFacts._make, await session.execute(query)):
+        by_vm.setdefault(worker.vm_id, []).append(worker)
+    return by_vm

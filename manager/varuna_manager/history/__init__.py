@@ -1,0 +1,1 @@
+"""What happened: events and their followers, jobs' pasts, costs, step metrics, and how long all of it is kept."""

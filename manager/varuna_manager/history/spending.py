@@ -1,0 +1,147 @@
+"""Where the time of a job went, and what it cost: computed on request from its generations."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Row, select
+
+from varuna_manager.answers.documents import format_time
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import GenerationRow
+from varuna_manager.domain import accounting
+from varuna_manager.domain.accounting import GenerationTimes, TimeOfJob
+from varuna_manager.domain.states import GenerationKind
+from varuna_manager.history.job_cost import read_job_bill
+from varuna_manager.jobs.jobs import find_job_row
+from varuna_proto.rest import JobCostDocument, JobTimeDocument, TimeCause
+
+MOST_VMS = 1000
+"""The most VMs that a job's bill lists."""
+_COLUMNS = [
+    GenerationRow.number,
+    GenerationRow.kind,
+    GenerationRow.plan,
+    GenerationRow.created_at,
+    GenerationRow.started_at,
+    GenerationRow.last_step_at,
+    GenerationRow.ended_at,
+    GenerationRow.resumed_step,
+    GenerationRow.last_step,
+]
+_Generation = Row[*tuple[Any, ...]]
+
+
+class Spending:
+    def __init__(self, database: Database, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._now = now
+
+    async def read_time(self, id_or_name: str) -> JobTimeDocument:
+        """Where the job's time went, from its submission to its end or now."""
+        async with self._database.read() as session:
+            job = await find_job_row(session, id_or_name)
+            query = select(*_COLUMNS).where(GenerationRow.job_id == job.id).order_by(GenerationRow.number)
+            rows = (await session.execute(query)).all()
+        now = self._now()
+        bubbles = await asyncio.to_thread(_bubble_shares, job.profile_json, rows, now)
+        before = itertools.accumulate((row.last_step or 0 for row in rows), max, initial=0)
+        past = [_past(row, bubbles.get(row.number, 0.0), best) for row, best in zip(rows, before, strict=False)]
+        end = now if job.finished_at is None else job.finished_at
+        return _make_time_document(accounting.account_time(job.created_at, end, past))
+
+    async def read_cost(self, id_or_name: str, most_vms: int = MOST_VMS) -> JobCostDocument:
+        """VM-hours of the job and their cost, where prices are known, also for each of the most expensive VMs."""
+        async with self._database.read() as session:
+            job = await find_job_row(session, id_or_name)
+            return await read_job_bill(session, job.id, self._now(), most_vms=most_vms)
+
+
+def _past(row: _Generation, bubble_share: float, best_before: int) -> GenerationTimes:
+    """`best_before`: the newest step that an earlier generation completed."""
+    return GenerationTimes(
+        number=row.number,
+        kind=GenerationKind(row.kind),
+        created_at=row.created_at,
+        first_step_at=row.started_at,
+        last_step_at=row.last_step_at,
+        ended_at=row.ended_at,
+        steps=_steps(row),
+        redone=max(min(row.last_step or 0, best_before) - (row.resumed_step or 0), 0),
+        bubble_share=bubble_share,
+    )
+
+
+def _steps(row: _Generation) -> int:
+    return 0 if row.last_step is None else int(row.last_step - (row.resumed_step or 0))
+
+
+def _bubble_shares(profile_json: str | None, rows: Sequence[_Generation], now: float) -> Mapping[int, float]:
+    """By generation: the fraction of a step in which the stages, on average, compute nothing. Runs in a thread.
+
+    Compute times come from the profile, which heartbeats correct; step times come from the steps.
+    """
+    if profile_json is None:
+        return {}
+    from varuna_planner.profile.document import Profile
+
+    profile = Profile.from_json(profile_json)
+    shares = {}
+    for row in rows:
+        if row.kind != GenerationKind.TRAINING or row.started_at is None or _steps(row) < 2:
+            continue
+        step_us = (row.last_step_at - row.started_at) / (_steps(row) - 1) * 1e6
+        plan = row.plan
+        predicted = profile.measurements_at(plan["micro_batch"])
+        bounds = [*plan["stage_starts"], len(predicted)]
+        busy_us = 2 * profile.stage_overhead_us * plan["p"]
+        for (first, stop), recomputes in zip(itertools.pairwise(bounds), plan["recompute"], strict=True):
+            for section in predicted[first:stop]:
+                busy_us += section.forward_us + section.backward_us + (section.recompute_us if recomputes else 0.0)
+        micro_batches = plan["global_batch"] / (plan["d"] * plan["micro_batch"])
+        if step_us > 0:
+            shares[row.number] = min(max(1 - busy_us / plan["p"] * micro_batches / step_us, 0.0), 1.0)
+    return shares
+
+
+def _make_time_document(found: TimeOfJob) -> JobTimeDocument:
+    total_s = found.end - found.start
+    seconds: dict[TimeCause, tuple[float, str]] = {
+        "training": (found.sum_seconds("training_s"), "the stages computed steps that counted"),
+        "bubbles": (
+            found.sum_seconds("bubbles_s"),
+            "stages waited for each other, for messages and for sums of gradients",
+        ),
+        "redone_steps": (found.sum_seconds("redone_s"), "steps were redone that no checkpoint had"),
+        "morphs": (found.sum_seconds("morph_s"), "workers stopped, started and loaded state, up to each first step"),
+        "waiting_for_vms": (found.waiting_s, "there were no VMs to run on"),
+        "calibration": (found.sum_seconds("calibration_s"), "the model's profile was measured"),
+    }
+    useful_s = seconds["training"][0]
+    return {
+        "start": format_time(found.start),
+        "end": format_time(found.end),
+        "total_s": total_s,
+        "useful_s": useful_s,
+        "goodput": useful_s / total_s if total_s > 0 else 0.0,
+        "causes": [
+            {"cause": cause, "seconds": spent, "share": spent / total_s if total_s > 0 else 0.0, "text": text}
+            for cause, (spent, text) in seconds.items()
+        ],
+        "generations": [
+            {
+                "generation": spent.number,
+                "kind": spent.kind.value,
+                "waiting_s": spent.waiting_s,
+                "morph_s": spent.morph_s,
+                "training_s": spent.training_s,
+                "bubbles_s": spent.bubbles_s,
+                "redone_s": spent.redone_s,
+            }
+            for spent in found.generations
+        ],
+    }

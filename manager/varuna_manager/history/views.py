@@ -1,0 +1,40 @@
+"""All readers of one store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from varuna_manager.db.engine import Database
+from varuna_manager.domain.retention import KeepDays
+from varuna_manager.fleet.vm_list import VmList
+from varuna_manager.history.event_list import EventList
+from varuna_manager.history.fleet_history import FleetHistoryService
+from varuna_manager.history.job_history import JobHistory
+from varuna_manager.history.spending import Spending
+from varuna_manager.history.step_metrics import StepMetrics
+from varuna_manager.history.traces import Traces
+from varuna_manager.world.vm_registry import VmRegistry
+
+
+@dataclass(frozen=True)
+class Views:
+    events: EventList
+    fleet: FleetHistoryService
+    history: JobHistory
+    spending: Spending
+    steps: StepMetrics
+    traces: Traces
+    vms: VmList
+
+    @classmethod
+    def make_views(cls, database: Database, registry: VmRegistry, keep: KeepDays | None = None) -> Views:
+        """`keep`: how long the store keeps ended things; None: the default."""
+        return cls(
+            events=EventList(database),
+            fleet=FleetHistoryService(database, keep or KeepDays()),
+            history=JobHistory(database, registry),
+            spending=Spending(database),
+            steps=StepMetrics(database),
+            traces=Traces(database),
+            vms=VmList(database, registry),
+        )

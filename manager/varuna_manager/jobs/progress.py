@@ -1,0 +1,248 @@
+"""A generation's progress: its start, how the time before its first step was spent, its steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+from sqlalchemy import case, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import defer
+
+from varuna_manager.db.changes import name_changes
+from varuna_manager.db.engine import after_commit
+from varuna_manager.db.job_progress import note_progress
+from varuna_manager.db.models import Base, GenerationRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.domain import accounting, downtime
+from varuna_manager.domain.downtime import DowntimePart, MorphMoments
+from varuna_manager.domain.states import GenerationKind, GenerationState, StopMode, WorkerState
+from varuna_manager.history.live import ProgressBoard
+from varuna_manager.history.morph_spans import MorphSpans
+from varuna_manager.history.step_metrics import roll_up
+from varuna_manager.world.events import EventLog
+from varuna_proto.v1 import agent_pb2 as pb
+
+_METRICS = Base.metadata.tables[MetricRow.__tablename__]
+
+
+class Progress:
+    def __init__(self, events: EventLog, board: ProgressBoard | None = None, spans: MorphSpans | None = None) -> None:
+        """`board`: gets every newest step; `spans`: every first one."""
+        self._events = events
+        self._spans = spans or MorphSpans()
+        self._board = board
+        self._log = structlog.get_logger("varuna.reports")
+
+    async def record_start(self, session: AsyncSession, fact: pb.WorkerStarted, now: float) -> None:
+        """A rank has built its part of the model and loaded its state."""
+        generation = await generation_row(session, fact.job_id, fact.generation)
+        if generation is None:
+            return
+        progress: dict[str, Any] = {}
+        if generation.kind == GenerationKind.TRAINING:
+            progress["resumed_step"] = fact.resumed_step
+            if generation.in_place:
+                progress["micro_batches_redone"] = fact.micro_batches_redone  # all ranks report the same
+            if fact.rank == 0:
+                self._compare_with_committed(session, generation, fact.resumed_step)
+        if generation.started_at is None:
+            reported = [DowntimePart(name=phase.name, seconds=phase.seconds, rank=fact.rank) for phase in fact.phases]
+            progress["downtime"] = [
+                part.to_document() for part in downtime.choose_slower_start(_start(generation), reported)
+            ]
+        await _set_progress(session, generation, **progress)
+        states = await session.scalars(
+            select(WorkerRow.state).where(WorkerRow.job_id == fact.job_id, WorkerRow.generation == fact.generation)
+        )
+        if generation.state == GenerationState.LAUNCHING and set(states) == {WorkerState.RUNNING.value}:
+            generation.move_to_state(GenerationState.RUNNING, now=now, reason="every rank has started")
+
+    async def record_save_time(self, session: AsyncSession, fact: pb.WorkerExited) -> None:
+        """A rank has saved and left. Its agent measures the time, because the manager may have been away.
+
+        After a hold-first stop it has saved only if it holds no state.
+        """
+        row = GenerationRow
+        modes = [StopMode.SAVE_FIRST.value] + ([] if fact.HasField("held") else [StopMode.HOLD_FIRST.value])
+        slowest_s = case((row.save_s > fact.save_s, row.save_s), else_=fact.save_s)
+        statement = update(row).where(
+            row.job_id == fact.job_id, row.number == fact.generation, row.stop_mode.in_(modes)
+        )
+        options = name_changes(generations=[(fact.job_id, fact.generation)])
+        await session.execute(statement.values(save_s=slowest_s), execution_options=options)
+
+    def _compare_with_committed(self, session: AsyncSession, generation: GenerationRow, resumed_step: int) -> None:
+        committed_step = generation.committed_step or 0
+        if resumed_step >= committed_step:
+            return
+        self._events.emit_event(
+            session,
+            "checkpoint_passed_over",
+            f"generation {generation.number} goes on from step {resumed_step}, although step {committed_step} was "
+            "saved: the log of its rank 0 shows what is wrong with that checkpoint, unless the script chose it",
+            job_id=generation.job_id,
+            generation=generation.number,
+            data={"resumed_step": resumed_step, "committed_step": committed_step},
+        )
+
+    async def record_steps(
+        self, session: AsyncSession, job_id: str, number: int, steps: Mapping[int, pb.StepResult], now: float
+    ) -> bool:
+        """Store `steps`, by their number. Returns whether the controllers should look: only a generation's first step
+        decides anything."""
+        generation = await generation_row(session, job_id, number)
+        if generation is None or not steps:
+            self._log.warning("steps of an unknown generation", job=job_id, generation=number)
+            return False
+        await _write_metrics(session, generation, steps.values(), now)
+        self._note_skipped(session, generation, steps)
+        last = steps[max(steps)]
+        if generation.last_step is not None and last.step <= generation.last_step:
+            return False
+        is_first = generation.last_step is None
+        if is_first:
+            await self._first_step(session, generation, min(steps), now)
+        await _set_progress(
+            session, generation, last_step=last.step, last_loss=_number_or_none(last.loss), last_step_at=now
+        )
+        first = min(steps) if generation.last_step is None else generation.last_step + 1
+        await roll_up(session, job_id, first, last.step)
+        if self._board is not None:
+            after_commit(session, partial(self._board.record_step, job_id, number, last, _number_or_none(last.loss)))
+        return is_first
+
+    def _note_skipped(
+        self, session: AsyncSession, generation: GenerationRow, steps: Mapping[int, pb.StepResult]
+    ) -> None:
+        """Emit an event for the steps of a report that updated nothing, but not again for a step reported twice."""
+        known = generation.last_step or 0
+        skipped = sorted(number for number, step in steps.items() if step.skipped and number > known)
+        if not skipped:
+            return
+        which = f"step {skipped[0]}" if len(skipped) == 1 else f"{len(skipped)} steps from {skipped[0]} on"
+        self._events.emit_event(
+            session,
+            "steps_skipped",
+            f"{which} of generation {generation.number} updated nothing: the loss or the gradient was not finite; the "
+            "log of rank 0 has the numbers",
+            job_id=generation.job_id,
+            generation=generation.number,
+            data={"first_step": skipped[0], "steps": len(skipped)},
+        )
+
+    async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
+        row = GenerationRow
+        query = select(row.last_step_at, row.resumed_step, row.last_step, row.stop_requested_at, row.ended_at)
+        query = query.where(row.job_id == generation.job_id, row.number < generation.number)
+        earlier = (await session.execute(query.order_by(row.number))).all()
+        before = earlier[-1] if earlier else None
+        progressed_at = max((at for at, *_ in earlier if at is not None), default=None)
+        job = await session.get_one(JobRow, generation.job_id)
+        resumed_step = generation.resumed_step if generation.resumed_step is not None else step - 1
+        last_progress_at = job.started_at or job.created_at if progressed_at is None else progressed_at
+        waited_s = accounting.count_seconds_without_progress(last_progress_at=last_progress_at, first_step_at=now)
+        redone = accounting.count_steps_redone(
+            ((resumed or 0, last) for _, resumed, last, *_ in earlier if last is not None), resumed_step
+        )
+        moments = MorphMoments(
+            last_progress_at=last_progress_at,
+            stop_sent_at=None if before is None else before.stop_requested_at,
+            ended_at=None if before is None else before.ended_at,
+            created_at=generation.created_at,
+            ready_at=_ready_at(generation),
+            first_step_at=now,
+        )
+        parts = downtime.split_downtime(moments, _start(generation))
+        documents = [part.to_document() for part in parts]
+        await _set_progress(
+            session,
+            generation,
+            started_at=now,
+            resumed_step=resumed_step,
+            seconds_without_progress=waited_s,
+            steps_redone=redone,
+            downtime=documents,
+        )
+        if generation.state == GenerationState.LAUNCHING:
+            generation.move_to_state(GenerationState.RUNNING, now=now, reason="its first step is done")
+        export = partial(self._spans.export_morph, generation.job_id, generation.number, parts)
+        after_commit(session, partial(export, first_step_at=now, step=step, steps_redone=redone))
+        went = downtime.render_longest_parts(parts)
+        again = generation.micro_batches_redone
+        rest = f", {again} micro-batches of the step under way were run again" if again else ""
+        self._events.emit_event(
+            session,
+            "first_step",
+            f"generation {generation.number} completed its first step ({step}) after {waited_s:.1f} s "
+            f"without progress{f' ({went})' if went else ''}, {redone} steps were lost{rest}",
+            job_id=generation.job_id,
+            generation=generation.number,
+            data={
+                "step": step,
+                "seconds_without_progress": waited_s,
+                "steps_redone": redone,
+                "micro_batches_redone": again,
+                "downtime": documents,
+            },
+        )
+
+
+def _start(generation: GenerationRow) -> list[DowntimePart]:
+    """The slowest rank's start so far."""
+    return [DowntimePart.from_document(part) for part in generation.downtime or ()]
+
+
+def _ready_at(generation: GenerationRow) -> float | None:
+    moved = [entry["at"] for entry in generation.history if entry["state"] == GenerationState.RUNNING.value]
+    return moved[0] if moved else None
+
+
+async def generation_row(session: AsyncSession, job_id: str, number: int) -> GenerationRow | None:
+    query = select(GenerationRow).where(GenerationRow.job_id == job_id, GenerationRow.number == number)
+    query = query.options(defer(GenerationRow.plan), defer(GenerationRow.candidates))  # large, and not needed here
+    row: GenerationRow | None = await session.scalar(query.execution_options(populate_existing=True))
+    return row
+
+
+async def _set_progress(session: AsyncSession, generation: GenerationRow, **values: Any) -> None:
+    """Write progress without changing the row's version, so that steps do not make a decision stale."""
+    if values:
+        await session.execute(
+            update(GenerationRow).where(GenerationRow.id == generation.id).values(**values),
+            execution_options=name_changes(generations=[(generation.job_id, generation.number)]),
+        )
+        await note_progress(session, generation, values)
+
+
+async def _write_metrics(
+    session: AsyncSession, generation: GenerationRow, steps: Iterable[pb.StepResult], now: float
+) -> None:
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    rows = [
+        {
+            "job_id": generation.job_id,
+            "step": step.step,
+            "loss": _number_or_none(step.loss),
+            "step_s": step.step_us / 1e6,
+            "examples": step.examples,
+            "generation": generation.number,
+            "at": now,
+        }
+        for step in steps
+    ]
+    statement = insert(_METRICS)  # compiled once for any number of rows, because they are passed apart from it
+    new = statement.excluded
+    statement = statement.on_conflict_do_update(
+        index_elements=["job_id", "step"],
+        set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at")},
+        where=new.generation >= MetricRow.generation,
+    )
+    await session.execute(statement, rows)
+
+
+def _number_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,233 @@
+"""Metrics that a leader reads from the store at each scrape, so that restarts and new leaders do not reset them.
+
+Jobs that are over are only counted by state. At most JOBS_SHOWN other jobs have metrics of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from varuna_manager.db.engine import Database
+from varuna_manager.db.models import CheckpointRow, FleetRow, GenerationRow, JobProgressRow, JobRow, MetricRow, VmRow
+from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationKind, GenerationState, JobState, VmState
+from varuna_manager.jobs.jobs import IS_KEPT
+from varuna_manager.metrics.family import COUNTER, MetricFamily
+from varuna_manager.world.reading import NOT_GONE
+
+JOBS_SHOWN = 100
+
+
+_JOB = ("job_name",)
+"""Not `job`, which Prometheus uses for the name of the scrape configuration."""
+STORE_FAMILIES = (
+    MetricFamily("varuna_store_up", "Whether the store answered this scrape (1); if not (0), its metrics are missing."),
+    MetricFamily("varuna_agents_connected", "Agents connected to this manager; all agents connect to the leader."),
+    MetricFamily(
+        "varuna_agent_certificate_days_left",
+        "Days until the first certificate of a connected agent expires; agents renew theirs before the last third of "
+        "its lifetime (--agent-certificate-ttl-s). Missing without --secure.",
+    ),
+    MetricFamily("varuna_vms", "VMs by state, without those that are gone.", ("state",)),
+    MetricFamily(
+        "varuna_vms_wanted",
+        "VMs that the fleet should have, if that is a fixed number (--vms). Missing with --max-vms, where it follows "
+        "the jobs.",
+    ),
+    MetricFamily("varuna_vms_quarantined", "VMs in quarantine."),
+    MetricFamily("varuna_gpus", "GPUs of ready VMs."),
+    MetricFamily(
+        "varuna_price_per_hour", "Price of all VMs that are not gone, in the provider's currency, if it has prices."
+    ),
+    MetricFamily("varuna_jobs", "Jobs by state, as long as they are kept.", ("state",)),
+    MetricFamily(
+        "varuna_jobs_not_shown",
+        f"Jobs that are not over and have no metrics of their own: all but the {JOBS_SHOWN} oldest.",
+    ),
+    MetricFamily("varuna_job_step", "Newest completed step of a job.", _JOB),
+    MetricFamily("varuna_job_loss", "Loss of that step.", _JOB),
+    MetricFamily(
+        "varuna_job_step_age_seconds", "Time since a job's newest step, or since its start before the first one.", _JOB
+    ),
+    MetricFamily("varuna_job_useful_steps", "Completed steps of a job, each counted once.", _JOB, COUNTER),
+    MetricFamily("varuna_job_examples", "Training examples of a job's useful steps.", _JOB, COUNTER),
+    MetricFamily("varuna_job_useful_seconds", "Time of a job's useful steps.", _JOB, COUNTER),
+    MetricFamily(
+        "varuna_job_stalled_seconds", "Time of a job without progress, at its start and its morphs.", _JOB, COUNTER
+    ),
+    MetricFamily("varuna_job_redone_steps", "Steps of a job that were computed again after morphs.", _JOB, COUNTER),
+    MetricFamily("varuna_job_generations", "Generations of a job; each new one is a morph.", _JOB, COUNTER),
+    MetricFamily("varuna_job_elapsed_seconds", "Time since a job's first start.", _JOB),
+    MetricFamily("varuna_job_goodput_ratio", "Fraction of the time since a job's first start in useful steps.", _JOB),
+    MetricFamily("varuna_job_gpus", "GPUs that a job trains on; 0 while it has no generation.", _JOB),
+    MetricFamily("varuna_job_stages", "Pipeline stages (P) of a job's newest generation.", _JOB),
+    MetricFamily("varuna_job_replicas", "Replicas (D) of a job's newest generation.", _JOB),
+    MetricFamily(
+        "varuna_job_predicted_examples_per_second", "Rate that the planner predicted for the newest generation.", _JOB
+    ),
+    MetricFamily("varuna_job_checkpoint_age_seconds", "Time since a job's newest checkpoint was committed.", _JOB),
+    MetricFamily("varuna_job_checkpoint_step", "Step of a job's newest checkpoint.", _JOB),
+    MetricFamily("varuna_job_checkpoint_bytes", "Size of a job's newest checkpoint.", _JOB),
+)
+_NAMES = {family.name: family for family in STORE_FAMILIES}
+
+
+class StoreSamples:
+    """Samples of STORE_FAMILIES, in the form that prometheus_client writes."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add_sample(self, name: str, value: float | None, *labels: str) -> None:
+        """Add a sample, unless the value is None."""
+        if value is not None:
+            if name not in self._metrics:
+                family = _NAMES[name]
+                kind = CounterMetricFamily if family.kind == COUNTER else GaugeMetricFamily
+                self._metrics[name] = kind(name, family.help, labels=family.labels)
+            metric: Any = self._metrics[name]
+            metric.add_metric(labels, float(value))  # sums of integers are decimals in PostgreSQL
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.values()
+
+
+@dataclass(kw_only=True)
+class _CompletedSteps:
+    """Sums over a job's steps up to `step`, each counted once."""
+
+    step: int = 0
+    count: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+
+
+class StoreMetrics:
+    """Collects the samples of STORE_FAMILIES. It keeps its sums, so that it reads each step of a job once."""
+
+    def __init__(self, database: Database, provider: str, now: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._provider = provider
+        self._now = now
+        self._done: dict[str, _CompletedSteps] = {}
+
+    async def check_store(self) -> None:
+        """Raises StoreAwayError if the store does not answer."""
+        async with self._database.read() as session:
+            await session.execute(select(1))
+
+    async def collect_samples(self, samples: StoreSamples) -> None:
+        """Raises StoreAwayError."""
+        async with self._database.read() as session:
+            await self._fleet(session, samples)
+            counted = select(JobRow.state, func.count()).where(IS_KEPT).group_by(JobRow.state)
+            by_state = dict((await session.execute(counted)).all())
+            for state in JobState:
+                samples.add_sample("varuna_jobs", by_state.get(state.value, 0), state.value)
+            live = sum(count for state, count in by_state.items() if state not in TERMINAL_JOB_STATES)
+            samples.add_sample("varuna_jobs_not_shown", max(live - JOBS_SHOWN, 0))
+            await self._jobs(session, samples)
+
+    async def _fleet(self, session: AsyncSession, samples: StoreSamples) -> None:
+        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour))
+        rows = (await session.execute(query.where(NOT_GONE).group_by(VmRow.state))).all()
+        by_state = {state: (count, gpus, price) for state, count, gpus, price in rows}
+        for state in VmState:
+            if state is not VmState.GONE:
+                samples.add_sample("varuna_vms", by_state.get(state.value, (0, 0, 0))[0], state.value)
+        samples.add_sample("varuna_gpus", by_state.get(VmState.READY.value, (0, 0, 0))[1])
+        prices = [price for _, _, price in by_state.values() if price is not None]
+        samples.add_sample("varuna_price_per_hour", sum(prices) if prices else None)
+        in_quarantine = (NOT_GONE, VmRow.quarantined_until > self._now())
+        samples.add_sample("varuna_vms_quarantined", await session.scalar(select(func.count()).where(*in_quarantine)))
+        fleet = await session.get(FleetRow, self._provider)
+        if fleet is not None and fleet.max_vms is None:
+            samples.add_sample("varuna_vms_wanted", fleet.target)
+
+    # ------------------------------------------------------------ jobs that are not over
+
+    async def _jobs(self, session: AsyncSession, samples: StoreSamples) -> None:
+        over = [state.value for state in TERMINAL_JOB_STATES]
+        query = select(JobRow.id, JobRow.name, JobRow.created_at, JobRow.started_at).where(JobRow.state.not_in(over))
+        jobs = (await session.execute(query.order_by(JobRow.created_at, JobRow.id).limit(JOBS_SHOWN))).all()
+        names = {job.id: job.name for job in jobs}
+        self._done = {job_id: done for job_id, done in self._done.items() if job_id in names}
+        for job in jobs:
+            await self._progress(session, samples, job.id, job.name, job.started_at)
+        last_steps = await _generations(session, samples, names)
+        for job in jobs:
+            since = last_steps.get(job.id) or job.started_at or job.created_at
+            samples.add_sample("varuna_job_step_age_seconds", max(self._now() - since, 0.0), job.name)
+        await self._checkpoints(session, samples, names)
+
+    async def _progress(
+        self, session: AsyncSession, samples: StoreSamples, job_id: str, name: str, started_at: float | None
+    ) -> None:
+        done = self._done.setdefault(job_id, _CompletedSteps())
+        row = MetricRow
+        query = select(func.count(), func.sum(row.examples), func.sum(row.step_s), func.max(row.step))
+        new = (await session.execute(query.where(row.job_id == job_id, row.step > done.step))).one()
+        if new[0]:
+            done.count, done.examples = done.count + new[0], done.examples + int(new[1])
+            done.seconds, done.step = done.seconds + float(new[2]), new[3]
+        samples.add_sample("varuna_job_useful_steps", done.count, name)
+        samples.add_sample("varuna_job_examples", done.examples, name)
+        samples.add_sample("varuna_job_useful_seconds", done.seconds, name)
+        if started_at is not None:
+            elapsed_s = max(self._now() - started_at, 0.0)
+            samples.add_sample("varuna_job_elapsed_seconds", elapsed_s, name)
+            samples.add_sample(
+                "varuna_job_goodput_ratio", min(done.seconds / elapsed_s, 1.0) if elapsed_s else 0.0, name
+            )
+
+    async def _checkpoints(self, session: AsyncSession, samples: StoreSamples, names: dict[str, str]) -> None:
+        row = CheckpointRow
+        newest = select(row.job_id, func.max(row.at).label("at")).where(row.job_id.in_(names)).group_by(row.job_id)
+        last = newest.subquery()
+        query = select(row.job_id, row.at, func.max(row.step), func.max(row.total_bytes))
+        query = query.join(last, (row.job_id == last.c.job_id) & (row.at == last.c.at)).group_by(row.job_id, row.at)
+        for job_id, at, step, total_bytes in await session.execute(query):
+            samples.add_sample("varuna_job_checkpoint_age_seconds", max(self._now() - at, 0.0), names[job_id])
+            samples.add_sample("varuna_job_checkpoint_step", step, names[job_id])
+            samples.add_sample("varuna_job_checkpoint_bytes", total_bytes, names[job_id])
+
+
+async def _generations(session: AsyncSession, samples: StoreSamples, names: dict[str, str]) -> dict[str, float | None]:
+    """When each job last completed a step."""
+    last_steps: dict[str, float | None] = {}
+    for row in await session.scalars(select(JobProgressRow).where(JobProgressRow.job_id.in_(names))):
+        name = names[row.job_id]
+        samples.add_sample("varuna_job_generations", row.newest, name)
+        samples.add_sample("varuna_job_stalled_seconds", row.stalled_s, name)
+        samples.add_sample("varuna_job_redone_steps", row.steps_redone, name)
+        samples.add_sample("varuna_job_step", row.step or None, name)
+        last_steps[row.job_id] = row.step_at or None
+    for generation in await _newest(session, list(names)):
+        _shape(samples, generation, names[generation.job_id])
+    return last_steps
+
+
+async def _newest(session: AsyncSession, job_ids: Sequence[str]) -> Sequence[Any]:
+    row, whole = GenerationRow, JobProgressRow
+    query = select(row.job_id, row.kind, row.state, row.plan, row.last_loss)
+    query = query.join(whole, (row.job_id == whole.job_id) & (row.number == whole.newest))
+    query = query.where(whole.job_id.in_(job_ids))
+    return (await session.execute(query)).all()
+
+
+def _shape(samples: StoreSamples, generation: Any, job: str) -> None:
+    plan = generation.plan
+    gpus = 0 if generation.state == GenerationState.ENDED else plan["p"] * plan["d"]
+    samples.add_sample("varuna_job_gpus", gpus, job)
+    samples.add_sample("varuna_job_stages", plan["p"], job)
+    samples.add_sample("varuna_job_replicas", plan["d"], job)
+    if generation.kind == GenerationKind.TRAINING:
+        samples.add_sample("varuna_job_predicted_examples_per_second", plan.get("examples_per_s"), job)
+        samples.add_sample("varuna_job_loss", generation.last_loss, job)

@@ -1,0 +1,1 @@
+"""How the manager asks the planner."""

@@ -1,0 +1,101 @@
+"""The one door to the planner, for every question about a job's shape.
+
+The planner imports numba, so it is imported only in the threads that ask it. The event loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from varuna_manager.domain.spec import JobSpec
+
+if TYPE_CHECKING:
+    from varuna_planner.profile.document import Profile
+    from varuna_planner.search.auto_config import Pins, PlanChoice
+
+_PROFILES = 128
+"""Profiles in the cache. A job's profile is used twice a second, and for each number of GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeQuestion:
+    """What a job's shape depends on, besides the number of its GPUs."""
+
+    profile_json: str
+    spec: JobSpec
+    device_memory_bytes: int | None
+    """Memory of the smallest device; None: not known."""
+    gpus_per_vm: int
+    trained_micro_batch: int | None = None
+    """The micro-batch with which the job has trained; None: it has not trained yet."""
+
+    def shape_key(self) -> Hashable:
+        """Equal for questions with the same answers."""
+        wanted = self.spec.plan
+        pins = (wanted.p, wanted.d, wanted.micro_batch)
+        profile = profile_digest(self.profile_json)
+        sizes = (self.spec.global_batch, self.trained_micro_batch)
+        return profile, sizes, pins, self.device_memory_bytes, self.gpus_per_vm
+
+    def choose_shape(self, gpus: int, pins: Pins | None = None) -> PlanChoice:
+        """The best plan for this many GPUs, with the job's own pins if no others are given. Runs in a thread.
+
+        A job whose random numbers depend on the size of the micro-batches keeps the size with which it has trained.
+        Raises ValueError when no fleet would suffice.
+        """
+        from varuna_planner.search.auto_config import Pins, choose_plan
+
+        wanted, profile = self.spec.plan, parsed_profile(self.profile_json)
+        micro_batch, kept_for = wanted.micro_batch, ""
+        if pins is None and micro_batch is None and self.trained_micro_batch is not None:
+            kept_for = profile.micro_batch_kept_for
+            micro_batch = self.trained_micro_batch if kept_for else None
+        choice = choose_plan(
+            profile,
+            gpus=gpus,
+            global_batch=self.spec.global_batch,
+            device_memory_bytes=self.device_memory_bytes,
+            gpus_per_vm=self.gpus_per_vm,
+            pins=pins or Pins(p=wanted.p, d=wanted.d, micro_batch=micro_batch),
+        )
+        if kept_for:
+            why = f"; the micro-batch stays {micro_batch}, because random numbers depend on it: {kept_for}"
+            choice = replace(choice, reason=choice.reason + why)
+        return choice
+
+
+@lru_cache(maxsize=_PROFILES)
+def profile_digest(profile_json: str) -> str:
+    return hashlib.sha256(profile_json.encode()).hexdigest()
+
+
+@lru_cache(maxsize=_PROFILES)
+def parsed_profile(profile_json: str) -> Profile:
+    """Runs in a thread. Raises ValueError when it is no profile."""
+    from varuna_planner.profile.document import Profile
+
+    return Profile.from_json(profile_json)
+
+
+def load_planner(cache_dir: Path | None) -> None:
+    """Import the planner. Runs in a thread.
+
+    Args:
+        cache_dir: for compiled code, when neither the package's folder nor the user's cache is writable.
+    """
+    try:
+        importlib.import_module("varuna_planner.search.auto_config")
+    except RuntimeError as error:
+        # When it is imported, numba looks for a writable cache folder (the package's own, the user's), and found none.
+        if cache_dir is None or "locator" not in str(error):
+            raise
+        import numba
+
+        numba.config.CACHE_DIR = str(cache_dir)  # type: ignore[attr-defined]
+        importlib.import_module("varuna_planner.search.auto_config")

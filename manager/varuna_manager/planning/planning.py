@@ -1,0 +1,192 @@
+"""Asks the planner in a thread, and caches its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+from varuna_manager.domain.observed import Proposal
+from varuna_manager.planning.planner import ShapeQuestion, load_planner, parsed_profile
+from varuna_proto.plan import Device, Plan
+
+_REMEMBERED = 256
+_CANDIDATES_KEPT = 64
+"""The number of candidates, best first, that are stored with a generation."""
+_PLENTY_OF_GPUS = 1024
+"""When no plan fits the present GPUs, a plan for this many shows whether one could ever fit."""
+
+NoteTime = Callable[[str, float], None]
+"""Takes the kind of a question to the planner, and the seconds that the answer took."""
+
+
+@contextmanager
+def measure_answer(question: str, note: NoteTime | None) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        if note is not None:
+            note(question, time.perf_counter() - began)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion(ShapeQuestion):
+    """Everything on which an answer depends."""
+
+    devices: tuple[Device, ...]
+    previous: tuple[Device, ...] = ()
+    """Placement of the previous generation; the index is the rank."""
+    previous_p: int | None = None
+    """Stages of the previous generation."""
+    present: Plan | None = None
+    """The plan of the running generation. The answer has its rate by the same profile."""
+
+    def answer_key(self) -> Hashable:
+        placed = (self.devices, self.previous, self.previous_p, self.present)
+        return self.shape_key(), self.spec.resources.max_gpus, placed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileCheck:
+    """A profile compared with the measured times of the workers."""
+
+    expected_us: tuple[float, ...]
+    """Time of a micro-batch, forward and backward, per stage."""
+    corrected_json: str | None = None
+    """The corrected profile; None: it needs no correction."""
+    drift: str | None = None
+    """How it was corrected, as text; None: it was not."""
+
+
+class PlanningService:
+    """`cache_dir`: for compiled code, when neither the package's folder nor the user's cache is writable."""
+
+    def __init__(self, cache_dir: Path | None = None, note: NoteTime | None = None) -> None:
+        """`note`: is called with the time of each answer."""
+        self._cache_dir = cache_dir
+        self._note = note
+        self._answers: OrderedDict[Hashable, Proposal] = OrderedDict()
+        self._log = structlog.get_logger("varuna.planning")
+
+    async def warm_up(self) -> None:
+        """Load and compile the planner, so that the first question does not wait. Never fails."""
+        try:
+            await asyncio.to_thread(_warm_up, self._cache_dir)
+        except Exception:
+            self._log.exception("the planner could not be warmed up: the first question tries again")
+
+    async def propose_plan(self, question: PlanQuestion) -> Proposal:
+        """The best plan for the question's devices, and its placement; a reason when there is none."""
+        key = question.answer_key()
+        if key not in self._answers:
+            with measure_answer("plan", self._note):
+                self._answers[key] = await asyncio.to_thread(_answer, question)
+            if len(self._answers) > _REMEMBERED:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return self._answers[key]
+
+    async def check_profile(self, profile_json: str) -> str | None:
+        """What is wrong with a profile document; None when nothing is."""
+        return await asyncio.to_thread(_profile_error, profile_json)
+
+    async def compare_profile(self, profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> ProfileCheck:
+        """Compare a profile with `micro_batch_us`: the time of a micro-batch, forward and backward, of every rank."""
+        return await asyncio.to_thread(_examine, profile_json, plan, micro_batch_us)
+
+
+def _warm_up(cache_dir: Path | None) -> None:
+    load_planner(cache_dir)
+    from varuna_planner.search.auto_config import warm_up
+
+    warm_up()
+
+
+def _profile_error(profile_json: str) -> str | None:
+    from varuna_planner.profile.document import Profile
+
+    try:
+        Profile.from_json(profile_json)
+    except Exception as error:  # a document that breaks the parser in any way is not a profile
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return None
+
+
+def _examine(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float]) -> ProfileCheck:
+    from varuna_planner.profile.drift import StageMeasurement, expected, find_drift
+
+    profile = parsed_profile(profile_json)
+    bounds = [*plan.stage_starts, len(profile.sections)]
+    stages = [
+        StageMeasurement(
+            first=first,
+            stop=stop,
+            replicas_us=tuple(micro_batch_us[replica * plan.p + stage] for replica in range(plan.d)),
+        )
+        for stage, (first, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+    drift = find_drift(profile, plan.micro_batch, stages)
+    return ProfileCheck(
+        expected_us=tuple(expected(profile, plan.micro_batch, stages)),
+        corrected_json=None if drift is None else drift.profile.to_json(),
+        drift=None if drift is None else drift.reason,
+    )
+
+
+def _answer(question: PlanQuestion) -> Proposal:
+    """Runs in a thread. The planner's ValueError means that no fleet would suffice.
+
+    Any other error is a defect. A job that has trained then waits for another fleet; a new one fails with the error.
+    """
+    try:
+        return _choose(question)
+    except ValueError as error:
+        return Proposal(plan=None, possible=False, reason=str(error))
+    except Exception as error:
+        log = structlog.get_logger("varuna.planning")
+        log.exception("the planner failed", gpus=len(question.devices), global_batch=question.spec.global_batch)
+        reason = f"the planner failed on {len(question.devices)} GPUs: {type(error).__name__}: {error}"
+        return Proposal(plan=None, possible=question.previous_p is not None, reason=reason)
+
+
+def _choose(question: PlanQuestion) -> Proposal:
+    choice = question.choose_shape(len(question.devices))
+    candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
+    if choice.best is None:
+        # A job that keeps its micro-batch waits for VMs on which it can.
+        free = replace(question, trained_micro_batch=None)
+        plenty = free.choose_shape(question.spec.resources.max_gpus or _PLENTY_OF_GPUS)
+        possible = plenty.best is not None
+        reason = choice.reason if possible else plenty.reason
+        return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
+    plan = choice.best
+    placement = _place(plan, question)
+    present_rate = None
+    if question.present is not None:
+        from varuna_planner.search.auto_config import Pins
+
+        now = question.present
+        same = question.choose_shape(now.p * now.d, Pins(p=now.p, d=now.d, micro_batch=now.micro_batch)).best
+        present_rate = same.examples_per_s if same is not None else None
+    return Proposal(
+        plan=plan,
+        placement=placement,
+        candidates=candidates,
+        reason=choice.reason,
+        present_examples_per_s=present_rate,
+    )
+
+
+def _place(plan: Plan, question: PlanQuestion) -> tuple[Device, ...]:
+    from varuna_planner.placement import place
+
+    previous = {device: rank for rank, device in enumerate(question.previous)}
+    return place(plan.p, plan.d, question.devices, previous, previous_p=question.previous_p)

@@ -1,0 +1,1 @@
+"""What the manager knows, and how it changes."""

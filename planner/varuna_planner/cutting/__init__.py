@@ -1,0 +1,1 @@
+"""Cutting sections into stages: what the stages of a cut cost."""

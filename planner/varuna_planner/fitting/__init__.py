@@ -1,0 +1,1 @@
+"""Fitting the hardware table's scales to measured mini-batch times."""

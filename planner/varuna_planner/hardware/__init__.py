@@ -1,0 +1,1 @@
+"""GPUs and networks in numbers, and how those numbers are fitted to measurements."""

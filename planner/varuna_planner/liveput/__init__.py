@@ -1,0 +1,1 @@
+"""The expected rate of a plan on VMs that are taken away and come back."""

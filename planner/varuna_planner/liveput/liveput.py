@@ -1,0 +1,364 @@
+"""Liveput: the expected rate of a plan on VMs that are taken away and come back, instead of its peak rate.
+
+The loss of any VM that a generation uses stops it. Training then stands still until the loss is noticed and the next
+generation runs, and work that no checkpoint holds is repeated. A plan on more VMs is faster but is stopped more often;
+spare VMs shorten the stop. The expectation weighs these.
+
+Two parts. `best_checkpoints`: how often to save, and what a stop costs, in closed form. `FleetModel`: a Markov decision
+process over (number of VMs, running plan), whose value is the expected number of examples over a horizon.
+
+Letters: h removals per VM and hour, r examples/s, s seconds per mini-batch, k mini-batches between saves, q the share
+of removals with notice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Matrix = npt.NDArray[np.float64]
+"""[level, option]"""
+Choices = npt.NDArray[np.int64]
+"""[level, option] -> option"""
+
+__all__ = ["CheckpointInterval", "FleetModel", "Hazard", "PlanOption", "StopCosts", "best_checkpoints", "fleet_sizes"]
+
+LONGEST_INTERVAL_S: Final = 3600.0
+"""The most between saves: hazards are estimates, and there are other faults, too."""
+
+MOST_LEVELS: Final = 40
+"""The most fleet sizes that are distinguished; in larger fleets a level is several VMs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hazard:
+    """How VMs leave and join the fleet: Poisson processes of bursts."""
+
+    removals_per_vm_hour: float
+    additions_per_hour: float | None = None
+    """VMs per hour that join a fleet that is not full; None: as many as a full fleet loses."""
+    removal_sizes: tuple[float, ...] = (1.0,)
+    """The share of the removals that take 1, 2, ... VMs at once."""
+    addition_sizes: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        _check_rate("removals_per_vm_hour", self.removals_per_vm_hour)
+        _check_rate("additions_per_hour", self.additions_per_hour or 0.0)
+        for name in ("removal_sizes", "addition_sizes"):
+            shares = getattr(self, name)
+            if not shares or min(shares) < 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+                raise ValueError(f"{name} {shares}: they are shares, which add up to 1")
+
+    def additions_to(self, most_vms: int) -> float:
+        """VMs per hour that join a fleet of at most `most_vms`."""
+        given = self.additions_per_hour
+        return self.removals_per_vm_hour * most_vms if given is None else given
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopCosts:
+    """What stops and saves cost, measured or estimated."""
+
+    morph_s: float = 30.0
+    """From the stop of a generation to the first mini-batch of the next: plan, launch, load."""
+    replace_s: float | None = None
+    """The same when a warm spare replaces the lost VM and the plan stays; None: morph_s."""
+    detect_s: float = 3.0
+    """The time until a loss without notice is detected."""
+    save_stall_s: float = 0.5
+    """How long training stands still for each save (the copy)."""
+    save_write_s: float = 5.0
+    """From the copy until the checkpoint is complete, in the background; one save at a time."""
+    notice_probability: float = 0.0
+    """q: removals announced early enough to end the mini-batch and save."""
+
+    def __post_init__(self) -> None:
+        for name in ("morph_s", "detect_s", "save_stall_s", "save_write_s"):
+            _check_rate(name, getattr(self, name))
+        _check_rate("replace_s", self.replace_s or 0.0)
+        if not 0 <= self.notice_probability <= 1:
+            raise ValueError(f"notice_probability is {self.notice_probability}: it must be 0 to 1")
+
+    @property
+    def save_s(self) -> float:
+        """The time of a save that training waits for."""
+        return self.save_stall_s + self.save_write_s
+
+    @property
+    def before_morph_s(self) -> float:
+        """Mean time from a loss until the morph can begin."""
+        q = self.notice_probability
+        return (1 - q) * self.detect_s + q * self.save_s
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value}: it must be finite and not negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInterval:
+    """How often to save, and the resulting shares of the time."""
+
+    every: int
+    """k: mini-batches between saves."""
+    interval_s: float
+    """k times s: seconds of training between saves."""
+    running: float
+    """The share of the time since the launch that is spent training instead of saving."""
+    redone_s: float
+    """Training that a stop loses and that is repeated: the mean over stops with and without notice."""
+    kept: float
+    """The share of the time since the launch whose work is never lost: the interval maximises it."""
+
+
+def best_checkpoints(stops_per_s: float, minibatch_s: float, costs: StopCosts) -> CheckpointInterval:
+    """The number of mini-batches between saves that keeps the most work, when stops are a Poisson process.
+
+    If stalls and intervals are short compared with the time between stops, this is Young's sqrt(2 · stall / rate).
+    In addition, mini-batches are indivisible, a save counts only once it is written, and a notice saves all work.
+
+    Raises ValueError when a rate or time is negative, or the mini-batch takes no time.
+    """
+    _check_rate("stops_per_s", stops_per_s)
+    if not (math.isfinite(minibatch_s) and minibatch_s > 0):
+        raise ValueError(f"minibatch_s is {minibatch_s}: it must be finite and above 0")
+    low = max(1, math.ceil((costs.save_write_s - costs.save_stall_s) / minibatch_s))
+    high = max(low, math.floor(LONGEST_INTERVAL_S / minibatch_s))
+    while high - low > 2:  # the kept share rises up to the best k and then falls
+        left = low + (high - low) // 3
+        right = high - (high - low) // 3
+        if (
+            _checkpoints(left, stops_per_s, minibatch_s, costs).kept
+            < _checkpoints(right, stops_per_s, minibatch_s, costs).kept
+        ):
+            low = left + 1
+        else:
+            high = right
+    tried = [_checkpoints(every, stops_per_s, minibatch_s, costs) for every in range(low, high + 1)]
+    return max(tried, key=lambda checkpoints: checkpoints.kept)
+
+
+def _checkpoints(k: int, rate: float, s: float, costs: StopCosts) -> CheckpointInterval:
+    """In closed form. With X ~ Exp(rate) from the first mini-batch to the stop, and the period T = k·s + stall:
+
+    - trained until X: E = Σ_{i≥0} ∫_0^{k·s} e^(-rate·(i·T + t)) dt
+    - saved by X: save i holds i·k·s from i·T + write on; E = k·s Σ_{i≥1} e^(-rate·(i·T + write)).
+
+    Without notice the difference is lost, with the current mini-batch; with notice nothing is.
+    """
+    interval = k * s
+    period = interval + costs.save_stall_s
+    if rate * period < 1e-9:  # the limit
+        running = interval / period
+        redone = (1 - costs.notice_probability) * running * (interval / 2 + costs.save_stall_s + costs.save_write_s)
+    else:
+        periods = -1 / math.expm1(-rate * period)
+        trained = -math.expm1(-rate * interval) / rate * periods
+        saved = interval * math.exp(-rate * (period + costs.save_write_s)) * periods
+        running = rate * trained
+        redone = (1 - costs.notice_probability) * (trained - saved)
+    return CheckpointInterval(
+        every=k, interval_s=interval, running=running, redone_s=redone, kept=running - rate * redone
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOption:
+    """A plan, as far as the fleet is concerned."""
+
+    vms: int
+    """VMs that the plan uses: the loss of one stops it."""
+    examples_per_s: float
+    minibatch_s: float
+
+
+_NONE: Final = PlanOption(vms=0, examples_per_s=0.0, minibatch_s=1.0)
+"""No plan: waiting for VMs."""
+
+
+def fleet_sizes(most_vms: int) -> list[int]:
+    """The fleet sizes that are distinguished, ascending from 0: all, or evenly spaced ones for a large fleet."""
+    unit = -(-most_vms // MOST_LEVELS)
+    sizes = list(range(most_vms % unit, most_vms + 1, unit))
+    return sizes if sizes[0] == 0 else [0, *sizes]
+
+
+class FleetModel:
+    """The value of running each option on each number of VMs, when every later decision is the best one.
+
+    States are (number of VMs, running option). VMs leave and join in bursts. A burst that takes a VM of the option
+    stops it, and the next option is chosen (at the cost of a morph, or of a replacement if the option stays the same).
+    When VMs join, the option may change, too. The value is the expected number of examples until an exponentially
+    distributed horizon, so that decisions do not depend on the time. Solved by policy iteration (Howard 1960).
+
+    The options are the given ones that fit, and waiting. `most_vms`: the fleet never has more. A generation that is
+    replaced by a larger one before it runs is charged its whole launch: if VMs join every few minutes, the expectation
+    is about 1 % low.
+    """
+
+    def __init__(
+        self, options: Sequence[PlanOption], hazard: Hazard, costs: StopCosts, *, most_vms: int, horizon_s: float
+    ) -> None:
+        if most_vms < 1 or not horizon_s > 0:
+            raise ValueError(f"most_vms {most_vms} and horizon_s {horizon_s} must be above 0")
+        self.options = (_NONE, *options)
+        self.hazard, self.costs, self.most_vms, self.horizon_s = hazard, costs, most_vms, horizon_s
+        self.sizes = fleet_sizes(most_vms)
+        self._unit = self.sizes[-1] - self.sizes[-2]
+        self._end_rate = 1 / horizon_s
+        self.values: Matrix = np.empty(0)
+        self._fits = np.array([[option.vms <= size for option in self.options] for size in self.sizes])
+        self._iterate_policy()
+
+    # ------------------------------------------------------------ answers
+
+    def find_level(self, vms: int) -> int:
+        """The index of the size that represents `vms`: the nearest at or below."""
+        return max(i for i, size in enumerate(self.sizes) if size <= vms)
+
+    def expected_rate(self, vms: int, option: int) -> float:
+        """Expected examples/s over the horizon when `options[option]` runs on a fleet of `vms` now; 0 waits."""
+        return float(self.values[self.find_level(vms), option] * self._end_rate)
+
+    def after_loss(self, vms: int, lost: int) -> int:
+        """The best option after `options[lost]` was stopped and `vms` are left."""
+        return int(self._next[self.find_level(vms), lost])
+
+    def after_growth(self, vms: int, running: int) -> int:
+        """The best option for a fleet that has grown to `vms`: the same one, or one that is worth the morph."""
+        return int(self._grown[self.find_level(vms), running])
+
+    def stops_per_s(self, vms: int, option: int) -> float:
+        """How often an option on a fleet of `vms` is stopped."""
+        used = self.options[option].vms
+        return sum(rate * _hit_probability(vms, used, taken) for rate, taken in self._list_losses(vms))
+
+    def plan_checkpoints(self, vms: int, option: int) -> CheckpointInterval:
+        """The best checkpoint interval of an option on a fleet of `vms`."""
+        return best_checkpoints(self.stops_per_s(vms, option), self.options[option].minibatch_s, self.costs)
+
+    # ------------------------------------------------------------ the process
+
+    def _list_losses(self, vms: int) -> Iterator[tuple[float, int]]:
+        """Pairs (bursts per second, VMs that each takes)."""
+        shares = self.hazard.removal_sizes
+        mean = sum(share * size for size, share in enumerate(shares, 1))
+        for size, share in enumerate(shares, 1):
+            if share and vms:
+                yield share * vms * self.hazard.removals_per_vm_hour / mean / 3600, min(size, vms)
+
+    def _list_gains(self) -> Iterator[tuple[float, int]]:
+        shares = self.hazard.addition_sizes
+        mean = sum(share * size for size, share in enumerate(shares, 1))
+        for size, share in enumerate(shares, 1):
+            if share:
+                yield share * self.hazard.additions_to(self.most_vms) / mean / 3600, size
+
+    def _list_moves(self, level: int, vms: int) -> Iterator[tuple[float, int]]:
+        """Pairs (share, level) that `vms` more (or less) lead to: whole levels whose mean is exact."""
+        steps = vms / self._unit
+        below = math.floor(steps)
+        for part, to in ((1 - (steps - below), level + below), (steps - below, level + below + 1)):
+            if part:
+                yield part, min(max(to, 0), len(self.sizes) - 1)
+
+    # ------------------------------------------------------------ policy iteration
+
+    def _iterate_policy(self) -> None:
+        count = (len(self.sizes), len(self.options))
+        running, self._redone, stops = (np.zeros(count) for _ in range(3))
+        for level, option in np.argwhere(self._fits):
+            if option:
+                checkpoints = self.plan_checkpoints(self.sizes[level], option)
+                stops[level, option] = self.stops_per_s(self.sizes[level], option)
+                rate = self.options[option].examples_per_s
+                running[level, option] = rate * checkpoints.running
+                # A stop while the option is being launched loses no work.
+                launched = math.exp(-stops[level, option] * self.costs.morph_s)
+                self._redone[level, option] = rate * checkpoints.redone_s * launched
+        self._running = running
+        # Examples lost while an option is launched, until it runs, is stopped or the horizon ends.
+        morph_s, before_s = self.costs.morph_s, self.costs.before_morph_s
+        replace_s = morph_s if self.costs.replace_s is None else self.costs.replace_s
+        ends = stops + self._end_rate
+        self._to_morph, self._to_replace, self._to_grow = (
+            running * -np.expm1(-ends * down_s) / ends
+            for down_s in (before_s + morph_s, before_s + replace_s, self.costs.save_s + morph_s)
+        )
+        stay = np.tile(np.arange(count[1]), (count[0], 1))
+        self._next, self._grown = stay, stay
+        values = np.where(self._fits, running / self._end_rate, -np.inf)
+        while True:
+            following = self._improve_choices(values, self._to_morph, self._to_replace, self._next)
+            grown = self._improve_choices(values, self._to_grow, np.zeros(count), self._grown)
+            settled = np.array_equal(following, self._next) and np.array_equal(grown, self._grown)
+            if settled and values is self.values:
+                return
+            self._next, self._grown = following, grown
+            values = self.values = self._evaluate_choices()
+
+    @staticmethod
+    def _improve_choices(values: Matrix, to_change: Matrix, to_keep: Matrix, before: Choices) -> Choices:
+        """The best next option per level and running option, given `values`.
+
+        A tie keeps the earlier choice, so that the iteration ends.
+        """
+        levels = np.arange(len(values))
+        improved = np.empty_like(before)
+        for running in range(values.shape[1]):
+            worth = values - to_change
+            worth[:, running] = values[:, running] - to_keep[:, running]
+            best, old = worth.argmax(axis=1), before[:, running]
+            keeps = worth[levels, old] >= worth[levels, best] * (1 - 1e-9)
+            improved[:, running] = np.where(keeps, old, best)
+        return improved
+
+    def _evaluate_choices(self) -> Matrix:
+        """The values of the current decisions, from one linear system."""
+        states = [(int(level), int(option)) for level, option in np.argwhere(self._fits)]
+        index = {state: row for row, state in enumerate(states)}
+        matrix = np.zeros((len(states), len(states)))
+        reward = np.zeros(len(states))
+        for row, (level, option) in enumerate(states):
+            vms = self.sizes[level]
+            matrix[row, row] += self._end_rate
+            reward[row] += self._running[level, option]
+            for burst_rate, taken in self._list_losses(vms):
+                hit = _hit_probability(vms, self.options[option].vms, taken)
+                reward[row] -= burst_rate * hit * self._redone[level, option]
+                for share, to in self._list_moves(level, -taken):
+                    rate = burst_rate * share
+                    matrix[row, row] += rate
+                    spared = 1 - hit if self._fits[to, option] else 0.0
+                    if spared:
+                        matrix[row, index[to, option]] -= rate * spared
+                    chosen = int(self._next[to, option])
+                    lumps = self._to_replace if chosen == option else self._to_morph
+                    reward[row] -= rate * (1 - spared) * lumps[to, chosen]
+                    matrix[row, index[to, chosen]] -= rate * (1 - spared)
+            for burst_rate, added in self._list_gains():
+                for share, to in self._list_moves(level, added):
+                    if to == level:
+                        continue  # the fleet is full
+                    rate = burst_rate * share
+                    chosen = int(self._grown[to, option])
+                    matrix[row, row] += rate
+                    matrix[row, index[to, chosen]] -= rate
+                    if chosen != option:
+                        reward[row] -= rate * self._to_grow[to, chosen]
+        values = np.full(self._fits.shape, -np.inf)
+        values[self._fits] = np.linalg.solve(matrix, reward)
+        return values
+
+
+def _hit_probability(vms: int, used: int, taken: int) -> float:
+    """The probability that `taken` random VMs out of `vms` are not all spare."""
+    if taken > vms - used:
+        return 1.0 if used else 0.0
+    return 1 - math.comb(vms - used, taken) / math.comb(vms, taken)

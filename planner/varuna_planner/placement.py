@@ -1,0 +1,116 @@
+"""Which device each rank gets.
+
+Ranks go replica by replica (rank = replica * P + stage). A VM that takes a run of neighbouring ranks thus has
+neighbouring stages of a replica, and no stage twice unless it has more devices than P: when one VM is lost, the other
+replicas of its stages remain. Runs are assigned to VMs so that as much of the model as possible stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from varuna_proto.plan import Device
+
+__all__ = ["place"]
+
+
+def place(
+    plan_p: int,
+    plan_d: int,
+    devices: Sequence[Device],
+    previous: Mapping[Device, int] | None = None,
+    *,
+    previous_p: int | None = None,
+) -> tuple[Device, ...]:
+    """The device of each rank (index = rank).
+
+    Args:
+        plan_p, plan_d: the new plan's P and D.
+        devices: the free devices, in any order; P · D of them are used.
+        previous: the rank that each device had before; devices without one held nothing.
+        previous_p: the P of those ranks; by default the new P.
+
+    Raises:
+        ValueError: there are fewer devices than ranks, or one is named twice.
+    """
+    ranks = plan_p * plan_d
+    if len(set(devices)) != len(devices):
+        raise ValueError("a device is named twice")
+    if len(devices) < ranks:
+        raise ValueError(f"{plan_p}×{plan_d} needs {ranks} devices and there are {len(devices)}")
+    old_p = previous_p or plan_p
+    old_stage = {device: rank % old_p for device, rank in (previous or {}).items()}
+    placed: dict[int, Device] = {}
+    for vms, runs in _list_runs(devices, ranks):
+        for vm, run in _match_runs(vms, runs, plan_p, old_p, old_stage):
+            placed.update(_take_devices(vm, run, plan_p, old_p, old_stage))
+    return tuple(placed[rank] for rank in range(ranks))
+
+
+def _list_runs(devices: Sequence[Device], ranks: int) -> list[tuple[list[list[Device]], list[range]]]:
+    """For each size of VM, largest first (fewest hops between VMs): its VMs, and the runs of ranks for those that are
+    needed. The last run may be shorter than its VM."""
+    by_vm: defaultdict[str, list[Device]] = defaultdict(list)
+    for device in sorted(devices):
+        by_vm[device.vm_id].append(device)
+    by_size: defaultdict[int, list[list[Device]]] = defaultdict(list)
+    for vm in by_vm.values():
+        by_size[len(vm)].append(vm)
+    groups = []
+    first = 0
+    for size, vms in sorted(by_size.items(), reverse=True):
+        end = min(ranks, first + size * len(vms))
+        groups.append((vms, [range(start, min(start + size, end)) for start in range(first, end, size)]))
+        first = end
+    return groups
+
+
+def _match_runs(
+    vms: list[list[Device]], runs: list[range], p: int, old_p: int, old_stage: Mapping[Device, int]
+) -> list[tuple[list[Device], range]]:
+    """Pairs runs with VMs, best overlap first. VMs that held the same stages are interchangeable, as are equal runs."""
+    vms_like: defaultdict[tuple[int, ...], list[list[Device]]] = defaultdict(list)
+    for vm in reversed(vms):
+        vms_like[tuple(old_stage.get(device, -1) for device in vm)].append(vm)
+    runs_like: defaultdict[tuple[int, int], list[range]] = defaultdict(list)
+    for run in reversed(runs):
+        runs_like[run[0] % p, len(run)].append(run)
+    kept = [(-_kept_share(held, like, p, old_p), like, held) for held in vms_like for like in runs_like]
+    pairs = []
+    for _, like, held in sorted(kept):
+        while vms_like[held] and runs_like[like]:
+            pairs.append((vms_like[held].pop(), runs_like[like].pop()))
+    return pairs
+
+
+def _kept_share(held: tuple[int, ...], like: tuple[int, int], p: int, old_p: int) -> float:
+    """The part of the model that stays in place when a VM takes the run (first stage, length)."""
+    stage, length = like
+    free = list(held)
+    total = 0.0
+    for offset in range(length):
+        best = max(free, key=lambda old: _compute_overlap(old, old_p, (stage + offset) % p, p))
+        total += _compute_overlap(best, old_p, (stage + offset) % p, p)
+        free.remove(best)
+    return total
+
+
+def _take_devices(
+    vm: list[Device], run: range, p: int, old_p: int, old_stage: Mapping[Device, int]
+) -> dict[int, Device]:
+    """The VM's devices for a run of ranks."""
+    free = list(vm)
+    placed = {}
+    for rank in run:
+        device = max(free, key=lambda d: (_compute_overlap(old_stage.get(d, -1), old_p, rank % p, p), -d.local_rank))
+        free.remove(device)
+        placed[rank] = device
+    return placed
+
+
+def _compute_overlap(old: int, old_p: int, new: int, p: int) -> float:
+    """The part of the model that an old stage of old_p (-1: none) and a new one of p share, if stages are equal."""
+    if old < 0:
+        return 0.0
+    return max(0.0, min((old + 1) / old_p, (new + 1) / p) - max(old / old_p, new / p))

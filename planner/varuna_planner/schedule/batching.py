@@ -1,0 +1,44 @@
+"""How a global batch is cut into micro-batches, and which replica runs which.
+
+Letters: B examples in the global batch, m examples in a micro-batch, M micro-batches, D replicas.
+"""
+
+from __future__ import annotations
+
+
+def count_micro_batches(global_batch: int, micro_batch: int) -> int:
+    """M = ceil(B / m). Raises ValueError when either is less than 1."""
+    if global_batch < 1:
+        raise ValueError(f"global batch is {global_batch}: it needs at least 1 example")
+    if micro_batch < 1:
+        raise ValueError(f"micro-batch is {micro_batch}: it needs at least 1 example")
+    return -(-global_batch // micro_batch)
+
+
+def micro_batch_sizes(global_batch: int, micro_batch: int) -> tuple[int, ...]:
+    """Examples in each of the M micro-batches of a global batch; the last may be smaller."""
+    count = count_micro_batches(global_batch, micro_batch)
+    return (micro_batch,) * (count - 1) + (global_batch - micro_batch * (count - 1),)
+
+
+def micro_batches(global_batch: int, micro_batch: int, d: int) -> tuple[range, ...]:
+    """The micro-batches of each of the d replicas, as ranges of indices into the global batch's M micro-batches.
+
+    The first M mod d replicas run ceil(M/d), the others floor(M/d). Raises ValueError when a replica would get none.
+    """
+    count = count_micro_batches(global_batch, micro_batch)
+    if d < 1:
+        raise ValueError(f"d={d}: a job needs at least 1 replica")
+    if d > count:
+        raise ValueError(
+            f"d={d}, but a global batch of {global_batch} has at most {count} micro-batches of {micro_batch}: "
+            f"use at most {count} replicas, a smaller micro-batch or a larger global batch"
+        )
+    return split_evenly(count, d)
+
+
+def split_evenly(count: int, d: int) -> tuple[range, ...]:
+    """`count` things in d runs whose lengths differ by at most 1, the longer ones first. Runs may be empty."""
+    share, more = divmod(count, d)
+    starts = [run * share + min(run, more) for run in range(d + 1)]
+    return tuple(range(starts[run], starts[run + 1]) for run in range(d))

@@ -1,0 +1,1 @@
+"""How long a mini-batch takes: the simulator and its compiled loops."""

@@ -1,0 +1,44 @@
+"""Agent processes, which end with their test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from agent_world import FakeManager
+from isolated_agent import IsolatedAgent
+
+
+@pytest.fixture
+def agents() -> Iterator[list[asyncio.subprocess.Process]]:
+    started: list[asyncio.subprocess.Process] = []
+    yield started
+    for agent in started:
+        with suppress(ProcessLookupError):
+            os.kill(agent.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """pytest's own are closed to other users on the way."""
+    folder = Path(tempfile.mkdtemp(prefix="varuna-test-", dir="/tmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)  # a killed agent's worker may still write its last
+
+
+@pytest_asyncio.fixture
+async def agent(folder: Path, agents: list[asyncio.subprocess.Process]) -> AsyncIterator[IsolatedAgent]:
+    manager = FakeManager()
+    await manager.start()
+    yield IsolatedAgent(manager, agents, folder)
+    await manager.stop()

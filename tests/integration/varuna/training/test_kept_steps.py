@@ -1,0 +1,226 @@
+"""A lost rank costs the share of its replica: the other replicas finish theirs, and their sums count."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_gpt import Task
+from survivor_world import SurvivorWorld
+from training_world import Ranks, Zygote
+from varuna_planner.schedule.batching import count_micro_batches, micro_batches
+from varuna_proto.v1 import agent_pb2
+from waiting import wait_until
+
+SCRIPT = Path(__file__).parents[3] / "support" / "training" / "kept_script.py"
+STEP, STEPS, M = 3, 5, 2
+"""The step in which ranks are lost; all steps; examples in a micro-batch."""
+TASK = {"steps": STEPS, "global_batch": 23, "optimizer": "momentum", "clip": 0.5, "tied": True}
+OP_S = 0.02
+
+
+class Case:
+    """What is trained, in what shape, and what the ranks are asked to do."""
+
+    def __init__(self, p: int, d: int, *, task: dict[str, Any] | None = None, **wanted: Any) -> None:
+        self.p, self.d, self.task = p, d, Task(**{**TASK, **(task or {})})
+        self.wanted = {"op_s": OP_S, **wanted}
+        self.recompute = (True,) * (p - 1) + (False,)
+
+    @property
+    def count(self) -> int:
+        return count_micro_batches(self.task.global_batch, M)
+
+    def share(self, replica: int) -> set[int]:
+        return set(micro_batches(self.task.global_batch, M, self.d)[replica])
+
+
+def start(stack: ExitStack, zygote: Zygote, folder: Path, case: Case) -> SurvivorWorld:
+    more = {"script": SCRIPT, "recompute": case.recompute, "run_ahead": 1}
+    return SurvivorWorld(stack, zygote, folder, case.task, case.p, case.d, wanted=case.wanted, **more)
+
+
+_undisturbed: dict[str, tuple[list[float], list[float], dict[str, torch.Tensor]]] = {}
+
+
+def train_undisturbed(zygote: Zygote, folder: Path, case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Losses, norms and parameters of the same training without a loss."""
+    wanted = {key: case.wanted[key] for key in ("variant",) if key in case.wanted}
+    key = repr((case.p, case.d, case.task, wanted))
+    if key not in _undisturbed:
+        more: dict[str, Any] = {"script": SCRIPT, "recompute": case.recompute, "run_ahead": 1, "wanted": wanted}
+        with Ranks(zygote, folder / "undisturbed", case.task, case.p, case.d, **more) as world:
+            outcome = world.finish()
+        _undisturbed[key] = (outcome.losses, outcome.norms, outcome.parameters)
+    return _undisturbed[key]
+
+
+def assert_exact(zygote: Zygote, folder: Path, world: SurvivorWorld, case: Case) -> None:
+    losses, parameters = world.finish()
+    norms = [
+        [step["norm"] for step in json.loads((world.world.out / f"rank{first}.json").read_text())["steps"]]
+        for first in world.ranks
+    ]
+    expected = train_undisturbed(zygote, folder, case)
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    assert all(each == pytest.approx(expected[1], rel=1e-5) for each in norms)
+    for name, tensor in parameters.items():
+        torch.testing.assert_close(tensor, expected[2][name], rtol=1e-5, atol=1e-6)
+
+
+def read_forwards(world: SurvivorWorld, generation: int, step: int = STEP) -> dict[int, list[int]]:
+    """By rank of the first generation: the micro-batches whose forward it ran in a step, in order."""
+    forwards = {}
+    for rank in range(world.world.p * world.world.d):
+        path = world.world.out / f"trace.rank{rank}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        forwards[rank] = [number for at, of, number, _ in lines if (at, of) == (generation, step)]
+        for _, _, number, (first, _) in lines:
+            assert first == M * number
+    return forwards
+
+
+def assert_redone(world: SurvivorWorld, generation: int, expected: set[int]) -> None:
+    """That each of these micro-batches was run by one replica, and nothing else was."""
+    p, forwards = world.world.p, read_forwards(world, generation)
+    for stage in range(p):
+        ran = [forwards[first] for rank, first in enumerate(world.ranks) if rank % p == stage]
+        assert sorted(number for numbers in ran for number in numbers) == sorted(expected)
+        assert max(map(len, ran)) - min(map(len, ran)) <= 1
+
+
+def op_kill(rank: int, op: str, micro_batch: int) -> dict[str, Any]:
+    return {"rank": rank, "at": "op", "op": op, "micro_batch": micro_batch, "step": STEP}
+
+
+def last_of(case: Case, rank: int) -> int:
+    return len(case.share(rank // case.p)) - 1
+
+
+LOST_RANKS = [(1, 2, 1), (2, 2, 0), (2, 2, 3), (1, 3, 0), (2, 3, 1), (2, 3, 4)]
+MOMENTS = ["early", "middle", "late"]
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "rank", "when"),
+    [
+        pytest.param(*lost, when, marks=[] if MOMENTS[number % 3] == when else pytest.mark.slow)
+        for number, lost in enumerate(LOST_RANKS)
+        for when in MOMENTS
+    ],
+)
+def test_only_the_share_of_the_lost_replica_is_run_again(
+    p: int, d: int, rank: int, when: str, zygote: Zygote, tmp_path: Path
+) -> None:
+    case = Case(p, d)
+    last = last_of(case, rank)
+    later = "B" if rank % p == p - 1 else "F"  # after its last F, the stages after it may have their sums already
+    op, number = {"early": ("F", 1), "middle": (later, last // 2 + 1), "late": (later, last)}[when]
+    case.wanted["kills"] = [op_kill(rank, op, number)]
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.go_on({rank})
+        assert_exact(zygote, tmp_path, world, case)
+    assert_redone(world, 2, case.share(rank // p))
+    redone = [world.ends[first].wait_for_number("ready", 2).ready.micro_batches_redone for first in world.ranks]
+    assert redone == [len(case.share(rank // p))] * len(world.ranks)
+    for first in world.ranks:
+        if first // p != rank // p:
+            assert set(read_forwards(world, 1)[first]) == case.share(first // p)
+
+
+VARIANTS = [
+    ({"dropout": 0.3}, {}),
+    ({"padded": True}, {}),
+    ({"optimizer": "adamw", "clip": None, "tied": False, "tied_blocks": (0, 3)}, {}),
+    ({"dropout": 0.3, "tied": False}, {"variant": "checkpointed"}),
+    ({"tied": False}, {"variant": "frozen"}),
+    ({"offload": True}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=pytest.mark.slow if number else ()) for number in range(len(VARIANTS))]
+)
+def test_what_is_kept_is_exact_for_all_kinds_of_training(number: int, zygote: Zygote, tmp_path: Path) -> None:
+    task, wanted = VARIANTS[number]
+    case = Case(2, 2, task=task, kills=[op_kill(1, "B", 2)], **wanted)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.go_on({1})
+        assert_exact(zygote, tmp_path, world, case)
+    assert_redone(world, 2, case.share(0))
+
+
+def test_a_model_that_writes_buffers_runs_the_whole_step_again(zygote: Zygote, tmp_path: Path) -> None:
+    case = Case(1, 2, task={"counts": True}, kills=[op_kill(1, "B", 2)])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.go_on({1})
+        assert_exact(zygote, tmp_path, world, case)
+    assert_redone(world, 2, set(range(case.count)))
+
+
+def test_a_second_replica_is_hit_while_the_others_finish(zygote: Zygote, tmp_path: Path) -> None:
+    case = Case(2, 3, kills=[op_kill(0, "F", 1), op_kill(3, "B", 2)])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.go_on({0, 3})
+        assert_exact(zygote, tmp_path, world, case)
+    assert_redone(world, 2, case.share(0) | case.share(1))
+
+
+@pytest.mark.parametrize("rank", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_second_rank_is_lost_in_what_is_left_of_the_step(rank: int, zygote: Zygote, tmp_path: Path) -> None:
+    """What its replica had kept from the first generation is lost with it, and the other one keeps both parts."""
+    in_rest = {**op_kill(rank, "F", 1), "count": 2}
+    case = Case(2, 3, kills=[op_kill(1, "B", 0), in_rest])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.go_on({1})
+        rest = {first: set(numbers) for first, numbers in read_forwards(world, 2).items()}
+        world.go_on({1, rank})
+        rest = {first: set(numbers) for first, numbers in read_forwards(world, 2).items()}
+        assert_exact(zygote, tmp_path, world, case)
+    kept = set.intersection(*(case.share(first // 2) | rest[first] for first in world.ranks))
+    assert_redone(world, 3, set(range(case.count)) - kept)
+    assert kept
+
+
+@pytest.mark.parametrize("at", ["all-reduce", "before the sums", "agreement", "agreed"])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_is_lost_at_the_end_of_a_step(at: str, rank: int, zygote: Zygote, tmp_path: Path) -> None:
+    case = Case(2, 2, kills=[{"rank": rank, "at": at, "step": STEP}])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.go_on({rank})
+        assert_exact(zygote, tmp_path, world, case)
+
+
+def test_a_replica_that_waits_for_the_sums_keeps_its_share(zygote: Zygote, tmp_path: Path) -> None:
+    case = Case(1, 3, op_s=0.0, slow={"rank": 1, "op_s": 0.1}, kills=[op_kill(1, "B", 3)])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.go_on({1})
+        assert_exact(zygote, tmp_path, world, case)
+    assert_redone(world, 2, case.share(1))
+
+
+@pytest.mark.parametrize(("p", "d"), [(2, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
+def test_ranks_that_are_asked_to_leave_finish_their_shares(p: int, d: int, zygote: Zygote, tmp_path: Path) -> None:
+    case = Case(p, d, op_s=0.1)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        for end in world.ends.values():
+            end.wait_for(lambda message: message.step_done.step == STEP - 1)
+        wait_until(lambda: all(len(ran) > 1 for ran in read_forwards(world, 1).values()), "a pass under way")
+        for end in world.ends.values():
+            end.send_leave(agent_pb2.STOP_MODE_LEAVE_NOW, keep_state=True)
+        world.go_on(set())
+        assert_exact(zygote, tmp_path, world, case)
+    assert_redone(world, 2, set())

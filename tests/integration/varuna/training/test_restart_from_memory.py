@@ -1,0 +1,173 @@
+"""New processes take the state from the memories of those of the generation before, in any shape, and go on exactly."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent_end import AgentEnd
+from small_gpt import Task, train_plainly
+from training_world import Outcome, Ranks, Zygote
+from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
+from varuna_proto.v1 import agent_pb2
+
+STEPS = 8
+
+
+class LeavingGeneration:
+    """A generation whose ranks have an agent each."""
+
+    def __init__(
+        self, stack: ExitStack, zygote: Zygote, folder: Path, task: Task, p: int, d: int, **more: object
+    ) -> None:
+        self.ends = [stack.enter_context(AgentEnd(keeps_survivor=True)) for _ in range(p * d)]
+        self.world = stack.enter_context(
+            Ranks(zygote, folder, task, p, d, agent_socket=lambda rank: self.ends[rank].path, **more)  # type: ignore[arg-type]
+        )
+
+    def hold_first(self, after: int) -> int:
+        """Makes the ranks leave with their state when `after` steps are done. Returns the step that they hold."""
+        self.ends[0].wait_for(lambda message: message.step_done.step >= after)
+        for end in self.ends:
+            end.send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
+        return self.wait_until_left(set(range(len(self.ends))), EXIT_GENERATION_ENDED)
+
+    def wait_until_left(self, ranks: set[int], exit_code: int) -> int:
+        left = [self.ends[rank].wait_for_number("generation_left", 1).generation_left for rank in sorted(ranks)]
+        assert {one.exit_code for one in left} == {exit_code}
+        assert len({one.step for one in left}) == 1
+        return left[0].step
+
+    def give_to(self, other: LeavingGeneration, ranks: set[int]) -> None:
+        for rank in sorted(ranks):
+            self.ends[rank].give_state(other.world.holder_environment())
+
+    def losses(self) -> dict[int, float]:
+        return {done.step: done.loss for done in self.ends[0].steps()}
+
+
+def assert_as_if_undisturbed(task: Task, generations: list[LeavingGeneration], outcome: Outcome) -> None:
+    expected = train_plainly(task)
+    losses = {step: loss for generation in generations for step, loss in generation.losses().items()}
+    assert [losses[step] for step in sorted(losses)] == pytest.approx(expected.losses, rel=1e-5)
+    for name, tensor in outcome.parameters.items():
+        torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-5)
+
+
+def assert_taken_from_memory(generation: LeavingGeneration, step: int) -> None:
+    ready = [end.wait_for_number("ready", 1).ready for end in generation.ends]
+    assert [one.resumed_step for one in ready] == [step] * len(ready)
+    assert all(one.peer_bytes > 0 for one in ready)
+    assert all(one.store_bytes == one.kept_bytes == 0 for one in ready)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "task"),
+    [
+        ((2, 2), (1, 3), Task(steps=STEPS, global_batch=12)),
+        ((1, 2), (2, 1), Task(steps=STEPS, optimizer="momentum")),
+        ((2, 1), (4, 1), Task(steps=STEPS, tied=True, clip=0.5)),
+        ((3, 1), (2, 2), Task(steps=STEPS, tied_blocks=(0, 2), optimizer="lamb")),
+        ((2, 2), (2, 2), Task(steps=STEPS, offload=True, dropout=0.1)),
+    ],
+    ids=str,
+)
+def test_another_shape_goes_on_from_the_memories_of_the_one_before(
+    before: tuple[int, int], after: tuple[int, int], task: Task, zygote: Zygote, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        first = LeavingGeneration(stack, zygote, tmp_path, task, *before, wanted={"pause_s": 0.2})
+        step = first.hold_first(3)
+        holders = set(range(before[0] * before[1]))
+        second = LeavingGeneration(stack, zygote, tmp_path, task, *after, generation=2, holders=tuple(sorted(holders)))
+        first.give_to(second, holders)
+        outcome = second.world.finish()
+        assert_taken_from_memory(second, step)
+        assert first.world.exit_codes() == [EXIT_GENERATION_ENDED] * len(holders), "holders end when all is taken"
+        if task.dropout:  # plain training draws other masks
+            assert sorted(second.losses()) == list(range(step + 1, STEPS + 1))
+        else:
+            assert_as_if_undisturbed(task, [first, second], outcome)
+
+
+@pytest.mark.parametrize("fault", ["die", "raise"])
+def test_a_loss_costs_a_script_that_cannot_be_carried_no_committed_step(
+    fault: str, zygote: Zygote, tmp_path: Path
+) -> None:
+    """The script copies its batches, so its processes cannot go on. The survivors of each stage give what they hold."""
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        wanted = {"copies_batches": True, fault: {"rank": 1, "step": 5}}
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
+        step = first.wait_until_left({0, 2, 3}, EXIT_PEER_LOST)
+        assert step == 4
+        assert all(first.ends[rank].wait_for_number("generation_left", 1).generation_left.gives_only for rank in (0, 3))
+        second = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 2, 3))
+        first.give_to(second, {0, 2, 3})
+        outcome = second.world.finish()
+        assert_taken_from_memory(second, step)
+        assert_as_if_undisturbed(task, [first, second], outcome)
+
+
+def test_holders_give_to_the_generation_after_one_that_has_failed(zygote: Zygote, tmp_path: Path) -> None:
+    """A rank of the second generation dies before it has loaded, so the holders still have everything."""
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 1, 2, wanted={"pause_s": 0.2})
+        step = first.hold_first(3)
+        second = LeavingGeneration(
+            stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 1), wanted={"dies_before_resume": 1}
+        )
+        first.give_to(second, {0, 1})
+        for end in first.ends:
+            end.wait_for_number("giving_state", 1)
+        second.world.exit_codes()
+        third = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=3, holders=(0, 1))
+        first.give_to(third, {0, 1})
+        outcome = third.world.finish()
+        assert_taken_from_memory(third, step)
+        assert_as_if_undisturbed(task, [first, third], outcome)
+
+
+def test_a_section_that_nobody_holds_comes_from_the_store(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        more = {"checkpoint_url": str(tmp_path / "store"), "environ": {"VARUNA_CHECKPOINT_INTERVAL_S": "0.01"}}
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, wanted={"pause_s": 0.2}, **more)
+        first.ends[0].wait_for(lambda message: message.HasField("checkpoint_done"))
+        first.hold_first(4)
+        saved = max(
+            message.checkpoint_done.step for message in first.ends[0].messages if message.HasField("checkpoint_done")
+        )
+        second = LeavingGeneration(stack, zygote, tmp_path, task, 1, 1, generation=2, holders=(0,), **more)
+        first.give_to(second, {0})
+        outcome = second.world.finish()
+        ready = second.ends[0].wait_for_number("ready", 1).ready
+        assert ready.resumed_step >= saved
+        assert ready.peer_bytes == 0 < ready.store_bytes
+        assert_as_if_undisturbed(task, [replace_steps(first, ready.resumed_step), second], outcome)
+
+
+def replace_steps(generation: LeavingGeneration, through: int) -> LeavingGeneration:
+    """The generation without the steps that were run again."""
+    kept = {step: loss for step, loss in generation.losses().items() if step <= through}
+    generation.losses = lambda: kept  # type: ignore[method-assign]
+    return generation
+
+
+def test_a_rank_that_cannot_hold_makes_all_save(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=500, learning_rate=1e-3)
+    with ExitStack() as stack:
+        more = {"checkpoint_url": str(tmp_path / "store"), "environ": {"VARUNA_IN_PLACE": "0"}}
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, wanted={"forever": True}, **more)
+        first.ends[0].wait_for(lambda message: message.step_done.step >= 3)
+        for end in first.ends:
+            end.send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
+        assert first.world.exit_codes() == [EXIT_GENERATION_ENDED] * 2, first.world.logs()
+        saved = [
+            message.checkpoint_done.step for message in first.ends[0].messages if message.HasField("checkpoint_done")
+        ]
+        assert saved[-1] == first.ends[0].steps()[-1].step

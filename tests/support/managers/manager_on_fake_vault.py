@@ -1,0 +1,15 @@
+"""`varuna manager` whose Azure Key Vault is a fake one: the first argument is the file of its authority."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fake_vault import vault_of
+from varuna_manager.jobs import vault
+from varuna_manager.main import main
+
+ca_file = Path(sys.argv.pop(1))
+vault.PAUSE_S = 0.2
+vault.open_vault = lambda url: vault_of(url, ca_file)
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""`training_script` with long passes, a trace of all forwards, and ranks that kill themselves in one of them.
+
+More in its JSON file: "kills": several faults as `killing_script` has one in "kill"; "op_s": seconds by which each op
+is longer; "slow": {"rank", "op_s"}, the same for one rank; "variant": "frozen" (the first blocks train nothing) or
+"checkpointed" (the model runs each block again in its backward).
+
+Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import training_script
+from killing_script import arm, meet_before
+from small_gpt import SmallGPT, Task
+from varuna.pipeline.engine import Engine
+from varuna.pipeline.pass_timer import PassTimer
+
+
+def trace_forwards(path: Path) -> None:
+    run_forward = Engine._run_forward
+
+    @wraps(run_forward)
+    def trace(engine: Engine, run: Any, seed: int, step: int) -> None:
+        micro_batch = run.micro_batches[run.forwards]
+        places = [micro_batch.first_example, micro_batch.first_example + micro_batch.examples]
+        with path.open("a") as lines:
+            lines.write(json.dumps([int(os.environ["VARUNA_GENERATION"]), step, micro_batch.index, places]) + "\n")
+        run_forward(engine, run, seed, step)
+
+    Engine._run_forward = trace  # type: ignore[method-assign, assignment]
+
+
+def slow_ops(op_s: float) -> None:
+    measure = PassTimer.measure_op
+
+    @contextmanager
+    def measure_slowly(timer: PassTimer, name: str, number: int) -> Iterator[None]:
+        with measure(timer, name, number):
+            time.sleep(op_s)
+            yield
+
+    PassTimer.measure_op = measure_slowly  # type: ignore[method-assign, assignment]
+
+
+class Checkpointed(nn.Module):
+    """Runs a block again in its backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def vary_model(variant: str) -> None:
+    make = training_script.make_model
+
+    def make_varied(task: Task) -> SmallGPT:
+        model = make(task)
+        if variant == "frozen":
+            for part in (model.embedding, *model.blocks[:2]):
+                part.requires_grad_(False)
+        elif variant == "checkpointed":
+            model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
+        return model
+
+    training_script.make_model = make_varied
+
+
+if __name__ == "__main__":
+    wanted = json.loads(Path(sys.argv[1]).read_text())
+    own = int(os.environ["RANK"])
+    slow = wanted.get("slow", {})
+    slow_ops(slow["op_s"] if slow.get("rank") == own else wanted.get("op_s", 0.0))
+    trace_forwards(Path(wanted["out"]) / f"trace.rank{own}.jsonl")
+    vary_model(wanted.get("variant", ""))
+    kills = wanted.get("kills", [])
+    meet_before(*(kill["rank"] for kill in kills))
+    for kill in kills:
+        if kill.pop("rank") == own:
+            arm(**kill)
+    training_script.main()

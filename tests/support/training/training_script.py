@@ -1,0 +1,166 @@
+"""The script that the workers of the training tests run: an ordinary Varuna training script, with faults on demand.
+
+Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
+"die", "overflow", "raise": {"rank", "step"}, "save": {"step", "url", "fails"}, "forever": bool,
+"accumulate": the script steps the optimizer after so many steps, and no scheduler,
+"dies": several such faults as "die", "dies_before_resume": a rank,
+"misses_agreement": {"rank", "step"}, which loses its peers when it has sent its part and has not received the totals,
+"misses_update": {"rank", "step"}, which loses them when it has the totals and has made no update,
+"copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
+"pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
+"cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import varuna.roles.training
+from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
+from varuna import Varuna, get_varuna_config
+from varuna.checkpoint import CheckpointError
+from varuna.data import Batches
+from varuna.distributed.agreement import StepTotals
+from varuna.distributed.departure import Departure, PeerLost
+from varuna.distributed.groups import RankGroup
+from varuna.roles.reshaping import TrainingStep
+from varuna.roles.training import TrainingRole
+
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+"""As launchers call it."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    wanted = json.loads(Path(sys.argv[1]).read_text())
+    train(Task(**wanted["task"]), wanted, Path(wanted["out"]))
+
+
+def miss_agreement(step: int) -> None:
+    """Loses the totals of `step` on this rank after all other ranks have had time to get them and to go on."""
+    agree, calls = varuna.roles.training.agree_on_totals, 0
+
+    def agree_or_miss(group: RankGroup, own: StepTotals) -> StepTotals:
+        nonlocal calls
+        totals = agree(group, own)
+        calls += 1
+        if calls == step:
+            lose_peers(group._departure)
+        return totals
+
+    varuna.roles.training.agree_on_totals = agree_or_miss
+
+
+def miss_update(step: int) -> None:
+    """Leaves when this rank has the totals of `step`, as `miss_agreement` does."""
+    update = TrainingRole._update
+
+    def update_or_miss(role: TrainingRole, under_way: TrainingStep, *rest: Any) -> None:
+        if role._progress.step + 1 == step and not under_way.was_interrupted:
+            lose_peers(role._worker.departure)
+        update(role, under_way, *rest)
+
+    TrainingRole._update = update_or_miss  # type: ignore[assignment,method-assign]
+
+
+def lose_peers(departure: Departure) -> None:
+    time.sleep(0.5)
+    departure.leave_generation(PeerLost("the test leaves the others"))
+    departure.raise_if_leaving()
+
+
+def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
+    """Trains as the environment says and writes what this rank then has into `out`."""
+    rank = int(next((os.environ[name] for name in RANKS if name in os.environ), "0"))
+    plain = make_model(replace(task, tied=task.tied and not task.declared))
+    if "cut_points" in wanted:
+        plain.cut_points = [nn.Identity() for _ in plain.cut_points]
+    pairs = [("embedding.weight", "head.weight")] if task.declared else None
+    before = torch.get_rng_state()
+    model = Varuna(
+        plain,
+        get_batch_fn=example_batch,
+        batch_size=task.global_batch,
+        shared_weights=pairs,
+        dtype=task.dtype,
+        offload_optimizer=task.offload,
+        cut_points=wanted.get("cut_points"),
+        accumulate="accumulate" in wanted,
+        **wanted.get("varuna", {}),
+    )
+    assert torch.equal(before, torch.get_rng_state())
+    optimizer = make_optimizer(model.parameters(), task)
+    scheduler = make_scheduler(optimizer)
+    model.set_optimizer(optimizer, loss_scale=task.loss_scale or "dynamic", init_loss_scale=2**10)
+    model.register_state("scheduler", scheduler)
+    if wanted.get("dies_before_resume") == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = model.resume() + 1
+    if wanted.get("misses_agreement", {}).get("rank") == rank:
+        miss_agreement(wanted["misses_agreement"]["step"])
+    if wanted.get("misses_update", {}).get("rank") == rank:
+        miss_update(wanted["misses_update"]["step"])
+
+    steps: list[dict[str, float]] = []
+    counts: list[dict[str, int]] = []
+    last = None if wanted.get("forever") else task.steps
+    for step, batch in Batches(Examples(task.padded), global_batch=task.global_batch, first_step=first, last_step=last):
+        fault = {"rank": rank, "step": step}
+        if wanted.get("die") == fault or fault in wanted.get("dies", ()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if wanted.get("raise") == fault:
+            raise ArithmeticError(f"rank {rank} was told to raise at step {step}")
+        spoilt = [
+            p.register_hook(lambda g: g + torch.inf) for p in model.parameters() if wanted.get("overflow") == fault
+        ]
+        before = torch.get_rng_state()
+        if wanted.get("copies_batches"):
+            batch = {**batch}
+        if wanted.get("asks_for_shape"):
+            get_varuna_config()
+        loss, overflow, norm = model.step(batch, clip_grad_max_norm=task.clip)
+        assert torch.equal(before, torch.get_rng_state())
+        assert overflow == (wanted.get("overflow", {}).get("step") == step)
+        for hook in spoilt:
+            hook.remove()
+        if "accumulate" in wanted:
+            if step % wanted["accumulate"] == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            scheduler.step()
+        if step > 2:
+            time.sleep(wanted.get("pause_s", 0.0))
+        if wanted.get("counts"):
+            folders = {"threads": Path("/proc/self/task"), "descriptors": Path("/proc/self/fd")}
+            counts.append({name: len(list(folder.iterdir())) for name, folder in folders.items()})
+        steps.append({"step": step, "loss": loss, "norm": norm, "overflow": overflow, "next_scale": model.loss_scale})
+        if wanted.get("save", {}).get("step") == step:
+            failing = pytest.raises(CheckpointError) if wanted["save"].get("fails", False) else nullcontext()
+            with failing:
+                assert model.checkpoint(wanted["save"]["url"])
+    evaluated = model.evaluate(batch, batch_size=task.global_batch)
+    assert model.training
+
+    torch.save({name: p.detach().cpu() for name, p in model.named_parameters()}, out / f"rank{rank}.pt")
+    torch.save(states_of(optimizer, model.named_parameters()), out / f"rank{rank}.optimizer.pt")
+    (out / f"rank{rank}.json").write_text(
+        json.dumps({"first": first, "steps": steps, "evaluated": evaluated, "counts": counts})
+    )
+    return model
+
+
+if __name__ == "__main__":
+    main()

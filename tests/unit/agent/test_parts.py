@@ -1,0 +1,118 @@
+"""The agent's smaller pure parts: outbox, backoff, notices, settings."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from varuna_agent.link.manager_link import Backoff
+from varuna_agent.notices.notices import Notice, parse_notice
+from varuna_agent.settings import AgentSettings
+from varuna_agent.state.report_outbox import ReportOutbox
+from varuna_proto.v1 import agent_pb2 as pb
+
+
+def steps_of(reports: tuple[pb.Report, ...]) -> list[int]:
+    return [step.step for report in reports for step in report.steps_completed.steps]
+
+
+def add_steps(outbox: ReportOutbox, steps: range) -> None:
+    for step in steps:
+        outbox.add_step("job", 1, pb.StepResult(step=step))
+
+
+def test_waiting_steps_become_one_report() -> None:
+    outbox = ReportOutbox()
+    add_steps(outbox, range(1, 6))
+    assert not outbox.is_empty
+    reports = outbox.take_steps()
+    assert [r.number for r in reports] == [1]
+    assert steps_of(reports) == [1, 2, 3, 4, 5]
+    assert outbox.take_steps() == ()
+    outbox.discard_through(1)
+    assert outbox.is_empty
+    assert outbox.first_report == 2
+
+
+def test_a_full_window_holds_steps_back_unless_something_must_follow_them() -> None:
+    outbox = ReportOutbox(window=2)
+    outbox.add_report(pb.Report())
+    outbox.add_report(pb.Report())
+    add_steps(outbox, range(1, 4))
+    assert outbox.take_steps() == ()
+    assert steps_of(outbox.take_steps(even_if_full=True)) == [1, 2, 3]
+
+
+@given(count=some.integers(0, 500), bound=some.integers(4, 50))
+def test_the_outbox_is_bounded_and_keeps_the_ends_of_the_curve(count: int, bound: int) -> None:
+    outbox = ReportOutbox(max_waiting_steps=bound)
+    add_steps(outbox, range(1, count + 1))
+    assert outbox.waiting_steps <= bound
+    steps = steps_of(outbox.take_steps())
+    assert steps == sorted(set(steps))
+    assert steps[:1] + steps[-1:] == ([1, count] if count else [])
+    if count <= bound:
+        assert len(steps) == count
+
+
+@given(acknowledged=some.lists(some.integers(0, 30)))
+def test_acknowledgements_in_any_order_drop_only_what_they_cover(acknowledged: list[int]) -> None:
+    outbox = ReportOutbox()
+    for _ in range(20):
+        outbox.add_report(pb.Report())
+    for through in acknowledged:
+        outbox.discard_through(through)
+    newest = max(acknowledged, default=0)
+    assert [r.number for r in outbox.unacknowledged] == list(range(newest + 1, 21))
+    assert outbox.first_report == min(newest + 1, 21)
+
+
+@given(seed=some.integers(), failures=some.integers(1, 2000))
+def test_backoff_doubles_to_its_bound_and_starts_anew(seed: int, failures: int) -> None:
+    backoff = Backoff(0.1, 5.0, random.Random(seed))
+    for failure in range(failures):
+        expected = min(5.0, 0.1 * 2.0 ** min(failure, 32))
+        assert expected / 2 <= backoff.next_s() <= expected
+    backoff.reset_wait()
+    assert backoff.next_s() <= 0.1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"id": "x"}', '{"id": "x", "deadline_unix_s": "soon"}'])
+def test_half_a_notice_is_none(text: str) -> None:
+    assert parse_notice(text, source="test") is None
+
+
+def test_a_notice_counts_down_to_nothing() -> None:
+    notice = parse_notice('{"id": 7, "deadline_unix_s": 1000}', source="test")
+    assert notice == Notice("7", 1000.0, "test")
+    assert notice.seconds_left(970.0) == 30.0
+    assert notice.seconds_left(1001.0) == 0.0
+
+
+@pytest.mark.parametrize("manager", ["127.0.0.1:80", "127.9.9.9:1", "localhost:7443", "[::1]:7443"])
+def test_managers_on_this_machine_are_taken(manager: str) -> None:
+    AgentSettings(manager=manager, vm_id="v", vm_dir=Path())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"manager": "10.0.0.1:80"}, "loopback"),
+        ({"manager": "example.com:80"}, "loopback"),
+        ({"manager": "127.0.0.1"}, "expected host:port"),
+        ({"manager": "127.0.0.1:0"}, "expected host:port"),
+        ({"manager": "127.0.0.1:http"}, "expected host:port"),
+        ({"vm_id": ""}, "--vm-id"),
+        ({"gpus": 0}, "--gpus 0"),
+        ({"device": "tpu"}, "--device 'tpu'"),
+        ({"reconnect_first_s": 9.0}, "first <= most"),
+    ],
+)
+def test_wrong_settings_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AgentSettings(**{"manager": "127.0.0.1:80", "vm_id": "v", "vm_dir": Path(), **changes})

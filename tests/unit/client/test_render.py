@@ -1,0 +1,217 @@
+"""Documents as text: no state is shown by colour alone, and no value breaks a table."""
+
+from __future__ import annotations
+
+import io
+from datetime import UTC, datetime
+from enum import StrEnum
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from job_documents import JOB
+from varuna_client.commands.options import render_plain
+from varuna_client.text import render
+from varuna_client.text.pages import JobParts, job_page
+from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationState, JobState, VmState
+from varuna_proto.rest import (
+    END_STATES,
+    EventDocument,
+    GenerationDocument,
+    JobDocument,
+    JobTimeDocument,
+    PlanRecordDocument,
+)
+from varuna_proto.rest_fleet import VmDocument
+
+GENERATION = GenerationDocument(  # type: ignore[typeddict-item] # what is shown of it
+    number=2,
+    kind="training",
+    state="ended",
+    p=2,
+    d=2,
+    micro_batch=1,
+    plan={"predicted_minibatch_s": 0.25, "global_batch": 24, "micro_batch": 1},
+    candidates=[],
+    placement=[],
+    workers=[],
+    reason="best of 7 candidates",
+    created_at="2026-01-01T00:00:01+00:00",
+    started_at="2026-01-01T00:00:02+00:00",
+    ended_at=None,
+    end_reason=None,
+    resumed_step=0,
+    last_step=7,
+    seconds_without_progress=None,
+    steps_redone=None,
+    phases=[{"name": "first_step", "start": "", "end": None, "seconds": 3.2}],
+)
+PLAN = PlanRecordDocument(
+    generation=2,
+    at="2026-01-01T00:00:01+00:00",
+    reason="best of 7 candidates",
+    plan=GENERATION["plan"],
+    candidates=[
+        {"p": 2, "d": 2, "micro_batch": 1, "predicted_minibatch_s": 0.25, "fits": True, "reason": "the fastest"},
+        {"p": 1, "d": 4, "micro_batch": 1, "predicted_minibatch_s": None, "fits": False, "reason": "needs 9 GiB"},
+    ],
+    predicted_step_s=0.25,
+    actual_step_s=0.3,
+    actual_examples_per_s=33.0,
+    steps=7,
+    error=0.2,
+)
+TIME = JobTimeDocument(
+    start="2026-01-01T00:00:00+00:00",
+    end="2026-01-01T00:00:10+00:00",
+    total_s=10.0,
+    useful_s=7.5,
+    goodput=0.75,
+    causes=[
+        {"cause": "training", "seconds": 7.5, "share": 0.75, "text": "steps that counted"},
+        {"cause": "redone_steps", "seconds": 0.0, "share": 0.0, "text": "nothing"},
+        {"cause": "morphs", "seconds": 2.5, "share": 0.25, "text": "workers started"},
+    ],
+    generations=[],
+)
+NOW = datetime(2026, 1, 1, 0, 5, tzinfo=UTC)
+
+
+def text_of(renderable: RenderableType, width: int = 200) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("states", [JobState, GenerationState, VmState])
+def test_every_state_has_a_sign_beside_its_word(states: type[StrEnum]) -> None:
+    for state in states:
+        assert render.STATE_SIGNS[state.value]
+        assert state.value in render.state(state.value).plain
+
+
+def test_the_client_and_the_manager_agree_on_when_a_job_is_over() -> None:
+    assert {state.value for state in TERMINAL_JOB_STATES} == END_STATES
+
+
+def test_a_failed_jobs_page_shows_the_traceback_word_for_word() -> None:
+    event = EventDocument(
+        id=1,
+        at="2026-01-01T00:00:03+00:00",
+        job_id="j-1",
+        generation=2,
+        vm_id=None,
+        kind="job_failed",
+        message="the script raised",
+        data={},
+    )
+    parts = JobParts(job=JOB, generations=[GENERATION], plan=PLAN, time=TIME, events=[event])
+    text = text_of(job_page(parts, NOW))
+    assert "RuntimeError: no such [file]" in text
+    assert "2×2" in text
+    assert "best of 7 candidates" in text
+    assert "first step 3.2 s" in text
+    assert "the script raised" in text
+    assert "needs 9 GiB" in text
+    assert "redone" not in text.partition("WHERE THE TIME WENT")[2], "no line for what cost nothing"
+    assert "goodput 75%" in text
+    assert all(len(line) <= 80 for line in text_of(job_page(parts, NOW), 80).splitlines())
+
+
+def test_a_page_shows_where_the_state_of_a_generation_comes_from() -> None:
+    def page(kind: str, redone: int | None = None, **sources: int) -> str:
+        state_from = {"kept": 0, "peers": 0, "store": 0} | sources
+        came = {"kind_of_morph": kind, "state_from": state_from, "micro_batches_redone": redone}
+        one = GenerationDocument(**{**GENERATION, **came})  # type: ignore[typeddict-item]
+        return text_of(job_page(JobParts(job=JOB, generations=[one]), NOW))
+
+    assert "in place, 22.0 MiB of state kept in memory" in page("reshape", kept=22 * 2**20)
+    assert "in place, 6 of 24 micro-batches run again, 1.0 MiB of" in page("reshape", redone=6, kept=2**20)
+    assert "in place, 0 of 24 micro-batches run again" in page("reshape", redone=0)
+    given = page("restart", peers=22 * 2**20, store=2**20)
+    assert "restart, 22.0 MiB of state from memory, 1.0 MiB of state from a checkpoint" in given
+    assert "of state" not in page("restart")
+
+
+def test_a_page_of_a_job_of_which_nothing_is_known_yet() -> None:
+    fresh = JobDocument(**{**JOB, "plan": None, "loss": None, "generation": None, "error": None, "step": 0})  # type: ignore[typeddict-item]
+    text = text_of(job_page(JobParts(job=fresh), NOW))
+    assert "submitted 4 m ago" in text
+    assert "GENERATIONS" not in text
+
+
+def test_plain_output_is_neither_folded_nor_padded() -> None:
+    long = JobDocument(**{**JOB, "name": "n" * 63})  # type: ignore[typeddict-item]
+    lines = render_plain(render.jobs_table([long, JOB], NOW)).splitlines()
+    assert len(lines) == 3
+    assert "n" * 63 in lines[1]
+    assert all(line == line.rstrip() for line in lines)
+    words = "why " * 500
+    event = EventDocument(
+        id=1, at=JOB["created_at"], job_id=None, generation=None, vm_id=None, kind="x", message=words, data={}
+    )
+    assert len(render_plain(render.event_row(event)).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        ({"run": "python train.py"}, None),
+        ({"run": "python train.py --steps 120"}, (120, "--steps in run")),
+        ({"run": "python train.py --max_steps=7 --steps-per-epoch 5"}, (7, "--max_steps in run")),
+        ({"run": "python train.py --steps $STEPS"}, None),
+        ({"run": "python train.py --steps 120", "steps": 9}, (9, "steps in the job file")),
+    ],
+)
+def test_how_many_steps_there_are_and_how_that_is_known(spec: dict[str, object], steps: object) -> None:
+    assert render.total_steps(spec) == steps
+
+
+def test_tables_take_what_is_not_known_yet() -> None:
+    fresh = JobDocument(**{**JOB, "plan": None, "loss": None, "generation": None, "error": None})  # type: ignore[typeddict-item]
+    vm = VmDocument(  # type: ignore[typeddict-item] # what is shown of it
+        id="vm-1",
+        provider="local",
+        state="requested",
+        gpus=1,
+        device_memory_bytes=0,
+        host="",
+        ref={},
+        last_heard_s=None,
+        created_at="2026-01-01T00:00:01+00:00",
+        reason=None,
+        slow_ratio=None,
+        slow_reason=None,
+        quarantined_until=None,
+    )
+    assert "gpt" in text_of(render.jobs_table([fresh], NOW))
+    assert "requested" in text_of(render.vms_table([vm]))
+    slow = VmDocument(**{**vm, "slow_ratio": 1.5, "slow_reason": "rank 1 lags"})  # type: ignore[typeddict-item]
+    assert "slow: rank 1 lags" in text_of(render.vms_table([slow]))
+    until = VmDocument(**{**vm, "quarantined_until": "2026-01-01T00:00:01+00:00"})  # type: ignore[typeddict-item]
+    assert "quarantined until" in text_of(render.vms_table([until]))
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1), st.integers(1, 60))
+def test_a_sparkline_fits_its_width_and_ends_with_the_newest_value(values: list[float], width: int) -> None:
+    line = render.sparkline(values, width)
+    assert len(line) == min(width, len(values))
+    assert set(line) <= set(render.SPARKS)
+
+
+def test_sizes_and_times_for_people() -> None:
+    assert [render.size(count) for count in (0, 17, 2048, 28 * 1024**2, 80 * 1024**3)] == [
+        "-",
+        "17 B",
+        "2.0 KiB",
+        "28.0 MiB",
+        "80.0 GiB",
+    ]
+    seconds = (0.04, 9.96, 59.4, 61, 3599, 7260, 200_000)
+    texts = ["0.0 s", "10 s", "59 s", "1 m 01 s", "59 m 59 s", "2 h 01 m", "2 d 7 h"]
+    assert [render.duration(each) for each in seconds] == texts
+    assert [render.rate(each) for each in (None, 0.1234, 19.27, 4123.4)] == ["-", "0.123", "19.3", "4,123"]
+    assert render.clock(None) == "-"
+    assert render.clock("2023-11-14T22:13:20+00:00") == render.clock("2023-11-14T23:13:20+01:00")

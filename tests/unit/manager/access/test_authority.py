@@ -1,0 +1,147 @@
+"""The authority and the manager's own certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import trustme
+from cryptography import x509
+
+from varuna_manager.access.authority import AgentSubject, Authority, AuthorityError, open_authority, read_agent_subject
+from varuna_manager.access.server_tls import OperatorFiles, ServerTls
+from varuna_manager.server.security import server_names
+from varuna_manager.settings import ManagerSettings
+from waiting import DEADLINE_S, until
+
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return open_authority(tmp_path / "pki")
+
+
+def shown_by(tls: ServerTls, ca_pem: bytes | str, name: str = "localhost") -> x509.Certificate:
+    """The certificate that a client gets who trusts this authority. Raises ssl.SSLError."""
+    here, there = socket.socketpair()
+    here.settimeout(DEADLINE_S)
+    there.settimeout(DEADLINE_S)
+
+    def serve() -> None:
+        with contextlib.suppress(ssl.SSLError, OSError), tls.https.wrap_socket(there, server_side=True) as wrapped:
+            wrapped.recv(1)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    data = ca_pem if isinstance(ca_pem, str) else ca_pem.decode()
+    try:
+        with ssl.create_default_context(cadata=data).wrap_socket(here, server_hostname=name) as wrapped:
+            der = wrapped.getpeercert(binary_form=True)
+            assert der is not None
+            return x509.load_der_x509_certificate(der)
+    finally:
+        here.close()
+        thread.join()
+        there.close()
+
+
+def test_an_authority_is_made_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: open_authority(tmp_path / "pki"), range(16)))
+    assert len({authority.pin for authority in found}) == 1
+
+
+def test_a_start_that_was_killed_leaves_nothing_that_matters(tmp_path: Path) -> None:
+    first = open_authority(tmp_path / "pki")
+    (tmp_path / "pki" / "ca.pem").unlink()  # killed between key and certificate
+    (tmp_path / "pki" / "ca.key.part").write_text("half a")
+    second = open_authority(tmp_path / "pki")
+    assert second.pin != first.pin
+    assert open_authority(tmp_path / "pki").pin == second.pin
+
+
+def test_what_is_wrong_with_an_authority_is_said(tmp_path: Path) -> None:
+    open_authority(tmp_path / "one")
+    open_authority(tmp_path / "two")
+    (tmp_path / "one" / "ca.key").write_bytes((tmp_path / "two" / "ca.key").read_bytes())
+    with pytest.raises(AuthorityError, match="is not the key of"):
+        open_authority(tmp_path / "one")
+    (tmp_path / "two" / "ca.key").write_text("no key")
+    with pytest.raises(AuthorityError, match="from a backup, or remove both"):
+        open_authority(tmp_path / "two")
+
+
+def test_only_an_agents_certificate_names_an_agent(authority: Authority) -> None:
+    pair = authority.make_server_pair(["localhost"], HOUR)
+    assert read_agent_subject(pair.certificate_pem) is None
+    key = x509.load_pem_x509_certificate(pair.certificate_pem).public_key()
+    subject = AgentSubject("vm-1", "abc")
+    assert read_agent_subject(authority.sign_agent_certificate(key, subject, HOUR)) == subject  # type: ignore[arg-type]
+
+
+def test_the_certificate_is_for_the_managers_names() -> None:
+    names = server_names(
+        ManagerSettings(host="10.1.2.3", server_names="a.example, b.example", advertise_host="c.example")
+    )
+    assert {"localhost", "127.0.0.1", "::1", "10.1.2.3", "a.example", "b.example", "c.example"} <= set(names)
+    everywhere = server_names(ManagerSettings(host="0.0.0.0"))
+    assert "0.0.0.0" not in everywhere
+    assert "127.0.0.1" in everywhere
+
+
+async def test_the_managers_certificate_is_renewed_in_time(authority: Authority, tmp_path: Path) -> None:
+    tls = ServerTls(authority, ["localhost"], tmp_path, life=timedelta(seconds=2))
+    first = tls.find_pair()
+    keeping = asyncio.create_task(tls.run())
+    await until(lambda: tls.find_pair() != first)
+    second = await asyncio.to_thread(shown_by, tls, authority.ca_pem)
+    assert second.serial_number != x509.load_pem_x509_certificate(first.certificate_pem).serial_number
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert list(tmp_path.glob("server.pem*")) == []  # no key stays on the disk
+
+
+async def test_the_operators_certificate_is_shown_and_read_again(authority: Authority, tmp_path: Path) -> None:
+    operator = trustme.CA()
+    files = OperatorFiles(certificate=tmp_path / "cert.pem", key=tmp_path / "key.pem")
+
+    def issue() -> int:
+        issued = operator.issue_cert("manager.example")
+        issued.private_key_pem.write_to_path(str(files.key))
+        for number, blob in enumerate(issued.cert_chain_pems):
+            blob.write_to_path(str(files.certificate), append=number > 0)
+        return x509.load_pem_x509_certificate(files.certificate.read_bytes()).serial_number
+
+    serial = issue()
+    tls = ServerTls(authority, ["localhost"], tmp_path, files, life=timedelta(seconds=2))
+    trusted = operator.cert_pem.bytes()
+    assert (await asyncio.to_thread(shown_by, tls, trusted, "manager.example")).serial_number == serial
+    with pytest.raises(ssl.SSLError):
+        await asyncio.to_thread(shown_by, tls, authority.ca_pem, "manager.example")
+    newer = issue()
+    keeping = asyncio.create_task(tls.run())
+    # In this thread, like the manager's own handshakes: never in the middle of an exchange.
+    await until(lambda: shown_by(tls, trusted, "manager.example").serial_number == newer)
+    files.key.write_text("no key")  # what there was stays in use
+    tried = tls.find_pair()
+    await until(lambda: tls.find_pair() != tried)
+    assert shown_by(tls, trusted, "manager.example").serial_number == newer
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+def test_an_operators_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+    (tmp_path / "key.pem").write_text("no key")
+    for certificate in ("cert.pem", "none.pem"):
+        files = OperatorFiles(certificate=tmp_path / certificate, key=tmp_path / "key.pem")
+        with pytest.raises(AuthorityError, match=f"--tls-cert .*{certificate}"):
+            ServerTls(authority, ["localhost"], tmp_path, files)

@@ -1,0 +1,94 @@
+"""Who gets which devices: the pool of free ones, and shares by the real planner's rates."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from decision_views import RULES, vm
+from snapshots import PROFILE, loaded, snapshot
+from varuna_manager.controllers.job_view import DevicePool, Snapshot
+from varuna_manager.controllers.shares import ShareOut, Shares
+from varuna_manager.domain.sharing import EACH_SIZE
+from varuna_manager.domain.spec import JobSpec, Resources
+from varuna_manager.planning.rates import RateQuestion, RateService
+from varuna_manager.world.bell import Bell
+from varuna_proto.plan import Device
+from waiting import DEADLINE_S
+
+
+def test_a_job_gets_its_own_devices_first_and_what_is_taken_is_not_given_again() -> None:
+    vms = [vm("a"), vm("b", gpus=2), vm("c", quarantined=True), vm("d", connected=False)]
+    pool = DevicePool(snapshot(vms, loaded("x", has=("b",))))
+    own, free = Device("b", 0), (Device("a", 0), Device("b", 1))
+    assert pool.for_job("x", None) == ((free[0], own, free[1]), (Device("c", 0),))
+    assert pool.for_job("x", 1)[0] == (own,)
+    assert pool.for_job("x", 2)[0] == (free[0], own)
+    assert pool.for_job("y", None)[0] == free
+    pool.take_devices([own, free[0], Device("c", 0)])
+    assert pool.for_job("y", None) == ((free[1],), ())
+
+
+def test_whoever_takes_any_gpu_leaves_those_that_others_ask_for() -> None:
+    vms = [vm("a", gpu_type="NVIDIA A100"), vm("b", gpu_type="Tesla V100"), vm("c", gpu_type="NVIDIA A100")]
+    asked = loaded("x")
+    choosy = replace(asked, spec=asked.spec.model_copy(update={"resources": Resources(gpu_type="A100")}))
+    shown = snapshot(vms, loaded("y"), choosy)
+    pool = DevicePool(shown)
+    assert pool.for_job("y", 1)[0] == (Device("b", 0),)
+    assert pool.for_job("x", None, resources=choosy.spec.resources)[0] == (Device("a", 0), Device("c", 0))
+    assert pool.count_unfit(choosy.spec.resources) == 1
+    assert (shown.gpus, shown.find_gpus(choosy.spec.resources).gpus) == (3, 2)
+
+
+def test_gpus_that_can_be_shared_out_are_the_usable_ones_and_those_in_use() -> None:
+    vms = [vm("a"), vm("b", gpus=2), vm("c", quarantined=True), vm("d", connected=False), vm("e", connected=False)]
+    assert snapshot(vms).gpus == 3
+    assert snapshot(vms, loaded("x", has=("a", "d"))).gpus == 4
+
+
+async def test_a_job_alone_has_no_share_and_two_get_theirs_by_the_planners_rates() -> None:
+    vms = [vm(name, device_memory_bytes=10**9) for name in "abcd"]
+    rates = RateService(Bell())
+    shares = ShareOut(rates, RULES)
+    alone = loaded("x", has=("a", "b", "c", "d"))
+    assert (await shares.compute_shares(snapshot(vms, alone))).with_share(alone.view) == alone.view
+    other = loaded("y")
+    both = snapshot(vms, alone, other)
+    given = await until(shares, both, {"x": 2, "y": 2})
+    assert given.with_share(other.view).share_due
+    assert not given.with_share(alone.view).share_due
+    assert await shares.compute_shares(both) is given, "nothing has changed"
+    urgent = loaded("z", priority=1, min_gpus=4)
+    await until(shares, snapshot(vms, alone, urgent), {"x": 0, "z": 4})
+    await rates.close()
+
+
+async def until(shares: ShareOut, snapshot: Snapshot, wanted: dict[str, int]) -> Shares:
+    """The planner is loaded first and answers later: until then no GPUs are moved between jobs."""
+    async with asyncio.timeout(DEADLINE_S):  # it may have to be compiled
+        while True:
+            given = await shares.compute_shares(snapshot)
+            if {name: share.gpus for name, share in given.by_job.items()} == wanted:
+                return given
+            await asyncio.sleep(0.05)
+
+
+async def test_rates_are_asked_once_for_each_number_of_gpus() -> None:
+    rates = RateService(Bell())
+    spec = JobSpec(name="n", workdir="/", run="true", global_batch=8)
+    question = RateQuestion(profile_json=PROFILE, spec=spec, most=4, device_memory_bytes=10**9, gpus_per_vm=1)
+
+    async def curve(question: RateQuestion) -> tuple[int, ...]:
+        while True:
+            (found,) = await rates.list_rate_curves([question])
+            if found is not None:
+                assert all(point.examples_per_s > 0 for point in found)
+                return tuple(point.gpus for point in found)
+
+    assert await curve(question) == (1, 2, 3, 4)
+    assert await curve(replace(question, most=EACH_SIZE // 4)) == tuple(range(1, EACH_SIZE // 4 + 1))
+    assert await rates.list_rate_curves([question]) == await rates.list_rate_curves([question])
+    assert await curve(replace(question, device_memory_bytes=1)) == (), "no plan fits"
+    assert await curve(replace(question, profile_json="{}")) == (), "it is no profile"
+    await rates.close()

@@ -1,0 +1,291 @@
+"""Whether a job goes on with the survivors of its last generation, in which shape, and when it waits for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decision_views import NOW, RULES, decide, generation, job, kinds, proposal, vm, worker
+from varuna_manager.domain.actions import FinishJob, RequeueJob, StartGeneration, StopGeneration
+from varuna_manager.domain.job_decision import wants_plan
+from varuna_manager.domain.observed import GenerationView, JobView, Proposal, VmView, WorkerView
+from varuna_manager.domain.reshaping import keeps_state, plan_reshape
+from varuna_manager.domain.states import EndCause, ExitCause, GenerationState, JobState, StopMode, VmState
+from varuna_proto.plan import Device, Plan
+
+NAMES = "abcdefgh"
+
+
+def plan(p: int, d: int, **changes: object) -> Plan:
+    made = Plan(p=p, d=d, micro_batch=1, global_batch=16, predicted_minibatch_s=1.0, examples_per_s=16.0)
+    return replace(made, **changes)
+
+
+def survivor(rank: int, vm_id: str, step: int = 7) -> WorkerView:
+    return worker(rank, vm_id, ExitCause.PEER_LOST, held_step=step)
+
+
+def ended(p: int, d: int, *workers: WorkerView, **changes: object) -> GenerationView:
+    view = generation(
+        *workers,
+        state=GenerationState.ENDED,
+        plan=plan(p, d),
+        ended_at=NOW,
+        end_cause=EndCause.VM_LOST,
+        end_reason="VM b is lost",
+        last_step=7,
+    )
+    return replace(view, **changes)
+
+
+def view(last: GenerationView, vms: list[VmView], **changes: object) -> JobView:
+    free = tuple(Device(one.id, 0) for one in vms if one.usable and not one.quarantined)
+    held = frozenset(one.device for one in last.workers if one.held_step is not None and one.device in free)
+    return replace(job(last, devices=free, survivors=held), **changes)
+
+
+def lost(rank: int, vm_id: str) -> WorkerView:
+    return worker(rank, vm_id, ExitCause.VM_GONE)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@st.composite
+def ends_of_generations(draw: st.DrawFn) -> tuple[Plan, list[WorkerView], frozenset[Device], int | None]:
+    p, d = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    steps = draw(st.lists(st.sampled_from([None, 7, 7, 7, 8]), min_size=p * d, max_size=p * d))
+    workers = [
+        worker(rank, f"vm{rank}", ExitCause.PEER_LOST if step else None, held_step=step)
+        for rank, step in enumerate(steps)
+    ]
+    usable = frozenset(one.device for one in workers if draw(st.booleans()) or draw(st.booleans()))
+    return plan(p, d), workers, usable, draw(st.none() | st.integers(0, p * d))
+
+
+@given(ends_of_generations(), st.randoms(use_true_random=False))
+def test_every_survivor_keeps_its_stage_and_as_many_replicas_go_on_as_all_stages_have(
+    given_: tuple[Plan, list[WorkerView], frozenset[Device], int | None], chance: random.Random
+) -> None:
+    before, workers, usable, most = given_
+    made = plan_reshape(before, workers, usable, most)
+    p = before.p
+    by_device = {one.device: one for one in workers}
+    held = {
+        step: [sum(one.held_step == step and one.device in usable for one in workers[s::p]) for s in range(p)]
+        for step in (7, 8)
+    }
+    limit = before.d if most is None else most // p
+    expected = {step: min(*counts, limit, before.d) for step, counts in held.items()}
+    step = 8 if expected[8] > 0 else 7
+    if expected[step] <= 0:
+        assert made is None
+        return
+    assert made is not None
+    assert (made.step, made.plan.p, made.plan.d) == (step, p, expected[step])
+    assert len(set(made.placement)) == len(made.placement) == p * made.plan.d
+    for rank, device in enumerate(made.placement):
+        assert by_device[device].rank % p == rank % p, "its stage is another"
+        assert by_device[device].held_step == made.step
+        assert device in usable
+    whole = [
+        replica
+        for replica in range(before.d)
+        if all(one.held_step == step and one.device in usable for one in workers[replica * p : (replica + 1) * p])
+    ]
+    replicas = [tuple(made.placement[at : at + p]) for at in range(0, len(made.placement), p)]
+    together = [r for r in replicas if len({by_device[device].rank // p for device in r}) == 1]
+    assert len(together) >= min(len(whole), made.plan.d), "complete replicas stay together"
+    shuffled = list(workers)
+    chance.shuffle(shuffled)
+    assert plan_reshape(before, shuffled, usable, most) == made
+
+
+def test_a_replica_less_leaves_the_rest_as_it_was() -> None:
+    before = plan(2, 2, stage_starts=(0, 3), recompute=(True, False), micro_batch=2)
+    workers = [survivor(0, "a"), lost(1, "b"), survivor(2, "c"), survivor(3, "d")]
+    made = plan_reshape(before, workers, {one.device for one in workers}, None)
+    assert made is not None
+    assert [device.vm_id for device in made.placement] == ["c", "d"]
+    time_s = 1.0 * (8 + 1) / (4 + 1)  # 8 micro-batches a replica instead of 4, through 2 stages
+    same = replace(before, d=1, predicted_minibatch_s=time_s, examples_per_s=pytest.approx(16.0 / time_s))
+    assert made.plan == replace(same, predicted_minibatch_s=pytest.approx(time_s))
+
+
+def test_a_stage_is_taken_from_another_replica_where_its_own_is_lost() -> None:
+    workers = [survivor(0, "a"), lost(1, "b"), lost(2, "c"), survivor(3, "d")]
+    made = plan_reshape(plan(2, 2), workers, {one.device for one in workers}, None)
+    assert made is not None
+    assert [device.vm_id for device in made.placement] == ["a", "d"]
+
+
+def test_a_schedule_that_keeps_all_activations_does_not_get_more_of_them() -> None:
+    workers = [survivor(0, "a"), lost(1, "b")]
+    assert plan_reshape(plan(1, 2, policy="gpipe"), workers, {Device("a", 0)}, None) is None
+
+
+# ---------------------------------------------------------------- the start
+
+
+SHARE_S = RULES.share_minibatches * plan(1, 1).predicted_minibatch_s
+
+
+def start_of(current: JobView, *vms: VmView, now: float = NOW) -> StartGeneration:
+    (start,) = decide(current, *vms, now=now).actions
+    assert isinstance(start, StartGeneration)
+    return start
+
+
+def test_survivors_go_on_in_place_without_asking_the_planner() -> None:
+    vms = [vm("a"), vm("c"), vm("x")]
+    last = ended(1, 3, survivor(0, "a"), lost(1, "b"), survivor(2, "c"))
+    current = view(last, vms)
+    start = start_of(current, *vms)
+    assert (start.in_place, start.number, start.plan.p, start.plan.d) == (True, 3, 1, 2)
+    assert [device.vm_id for device in start.placement] == ["a", "c"]
+    assert "VM b is lost; 2 of its workers go on from step 7" in start.reason
+
+
+def test_a_job_restarts_where_a_stage_has_no_survivor() -> None:
+    vms = [vm("a"), vm("c")]
+    last = ended(2, 2, survivor(0, "a"), lost(1, "b"), survivor(2, "c"), lost(3, "d"))
+    given_ = proposal((Device("a", 0), Device("c", 0)))
+    start = start_of(view(last, vms, proposal=given_), *vms)
+    assert (start.in_place, start.plan) == (False, given_.plan)
+
+
+@pytest.mark.parametrize("changes", [{"survivors": frozenset()}, {"min_gpus": 3}, {"share": 1, "min_gpus": 2}], ids=str)
+def test_a_job_restarts_or_waits_where_it_cannot_have_enough_of_its_survivors(changes: dict[str, object]) -> None:
+    vms = [vm("a"), vm("c")]
+    current = view(ended(1, 3, survivor(0, "a"), lost(1, "b"), survivor(2, "c")), vms, **changes)
+    assert not any(isinstance(each, StartGeneration) for each in decide(current, *vms).actions)
+
+
+def test_a_smaller_share_takes_replicas_away() -> None:
+    vms = [vm(name) for name in "abcd"]
+    last = ended(2, 2, *(survivor(rank, name) for rank, name in enumerate("abcd")), end_cause=EndCause.SHRUNK)
+    start = start_of(view(last, vms, share=3), *vms)
+    assert (start.in_place, [device.vm_id for device in start.placement]) == (True, ["a", "b"])
+
+
+@pytest.mark.parametrize("cause", list(EndCause))
+def test_only_after_ends_that_leave_the_processes_sound(cause: EndCause) -> None:
+    vms = [vm("a"), vm("c")]
+    last = ended(1, 3, survivor(0, "a"), lost(1, "b"), survivor(2, "c"), end_cause=cause)
+    given_ = proposal((Device("a", 0), Device("c", 0)))
+    start = start_of(view(last, vms, proposal=given_), *vms)
+    assert (start.in_place or start.holders is not None) is keeps_state(cause)
+    runs_script_again = cause in (EndCause.GROWTH, EndCause.SCRIPT_FAILED)
+    assert start.in_place is (keeps_state(cause) and not runs_script_again)
+
+
+def test_survivors_are_not_counted_on_for_ever() -> None:
+    vms = [vm("a"), vm("c")]
+    last = ended(1, 3, survivor(0, "a"), lost(1, "b"), survivor(2, "c"))
+    current = view(last, vms, proposal=proposal((Device("a", 0), Device("c", 0))))
+    assert not start_of(current, *vms, now=NOW + RULES.survivors_kept_s + SHARE_S).in_place
+
+
+def test_what_ends_a_job_or_makes_it_wait_comes_first() -> None:
+    vms = [vm("a"), vm("c")]
+    current = view(ended(1, 3, survivor(0, "a"), lost(1, "b"), survivor(2, "c")), vms)
+    cancelled = decide(replace(current, state=JobState.CANCELLING), *vms)
+    assert kinds(cancelled) == [FinishJob]
+    preempted = decide(replace(current, share=0, share_reason="others come first"), *vms)
+    assert kinds(preempted) == [RequeueJob]
+    assert not decide(replace(current, missing_secret="TOKEN"), *vms).actions
+
+
+# ---------------------------------------------------------------- the wait
+
+
+def test_it_waits_for_workers_that_may_survive_but_not_for_long() -> None:
+    vms = [vm("a"), vm("c"), vm("d")]
+    last = ended(1, 4, survivor(0, "a"), lost(1, "b"), worker(2, "c"), worker(3, "d"))
+    current = view(last, vms)
+    waiting = decide(current, *vms, now=NOW + 1.0)
+    assert not waiting.actions
+    assert "waiting for workers that may go on" in waiting.reason
+    assert waiting.claims == last.devices
+    assert not decide(current, *vms, now=NOW + RULES.survivors_wait_s).actions, "their share takes longer"
+    late = start_of(current, *vms, now=NOW + RULES.survivors_wait_s + SHARE_S)
+    assert (late.in_place, [device.vm_id for device in late.placement]) == (True, ["a"])
+    whole = ended(1, 4, survivor(0, "a"), lost(1, "b"), survivor(2, "c"), survivor(3, "d"))
+    assert start_of(view(whole, vms), *vms).plan.d == 3
+
+
+def test_it_does_not_wait_for_workers_that_change_nothing() -> None:
+    vms = [vm("a"), vm("c"), vm("d")]
+    last = ended(2, 2, worker(0, "a"), lost(1, "b"), survivor(2, "c"), survivor(3, "d"))
+    start = start_of(view(last, vms), *vms)
+    assert [device.vm_id for device in start.placement] == ["c", "d"], "rank 0 would be spare"
+
+
+def test_it_waits_for_the_rest_of_a_complete_replica() -> None:
+    """Rank 2 has not finished its share of the step, which counts only if the whole replica goes on."""
+    vms = [vm("a"), vm("c"), vm("d")]
+    last = ended(2, 2, survivor(0, "a"), lost(1, "b"), worker(2, "c"), survivor(3, "d"))
+    assert "waiting for workers that may go on" in decide(view(last, vms), *vms).reason
+    late = start_of(view(last, vms), *vms, now=NOW + RULES.survivors_wait_s + SHARE_S)
+    assert [device.vm_id for device in late.placement] == ["a", "d"]
+
+
+def test_it_does_not_wait_where_workers_cannot_stay() -> None:
+    """Agents of an earlier version, scripts that cannot be carried."""
+    vms = [vm("a"), vm("c"), vm("d")]
+    given_ = proposal(tuple(Device(name, 0) for name in "acd"))
+    left = worker(0, "a", ExitCause.PEER_LOST)
+    last = ended(1, 4, left, lost(1, "b"), worker(2, "c"), worker(3, "d"))
+    assert not start_of(view(last, vms, proposal=given_), *vms).in_place
+
+
+@pytest.mark.parametrize("change", [{"state": VmState.SUSPECT}, {"cordoned": True}, {"quarantined": True}], ids=str)
+def test_it_does_not_wait_for_workers_of_vms_that_cannot_be_used(change: dict[str, object]) -> None:
+    vms = [vm("a"), vm("c", **change)]
+    last = ended(1, 3, survivor(0, "a"), lost(1, "b"), worker(2, "c"))
+    assert [device.vm_id for device in start_of(view(last, vms), *vms).placement] == ["a"]
+
+
+# ---------------------------------------------------------------- one after another
+
+
+@pytest.mark.parametrize(
+    ("cause", "step", "in_place"),
+    [
+        (EndCause.VM_LOST, None, True),
+        (EndCause.LAUNCH_REFUSED, None, True),
+        (EndCause.WORKER_FAILED, None, False),
+        (EndCause.UNREACHABLE, None, False),
+        (EndCause.WORKER_FAILED, 8, True),
+    ],
+)
+def test_a_generation_in_place_that_came_to_nothing_is_followed_by_another_only_if_it_lost_ranks(
+    cause: EndCause, step: int | None, in_place: bool
+) -> None:
+    vms = [vm("a"), vm("c")]
+    last = ended(1, 3, survivor(0, "a"), lost(1, "b"), survivor(2, "c"), in_place=True, end_cause=cause, last_step=step)
+    current = view(last, vms, proposal=proposal((Device("a", 0), Device("c", 0))))
+    assert start_of(current, *vms).in_place is in_place
+
+
+def test_a_job_in_place_moves_to_a_better_shape_and_holds_its_state() -> None:
+    """With spare devices, and with none where another shape of the same size is faster."""
+    running = generation(worker(0, "a"), worker(1, "c"), plan=plan(2, 1), in_place=True)
+    for names, shape in (("acd", plan(1, 3, examples_per_s=40.0)), ("ac", plan(1, 2, examples_per_s=30.0))):
+        found = tuple(Device(name, 0) for name in names)
+        vms = {name: vm(name) for name in names}
+        current = job(running, devices=found)
+        assert wants_plan(current, found, vms)
+        offered = Proposal(plan=shape, placement=found, present_examples_per_s=16.0)
+        (stop,) = decide(replace(current, proposal=offered), *vms.values()).actions
+        assert isinstance(stop, StopGeneration)
+        assert (stop.mode, stop.cause) == (StopMode.HOLD_FIRST, EndCause.GROWTH)
+        assert not decide(
+            replace(current, proposal=replace(offered, present_examples_per_s=39.0)), *vms.values()
+        ).actions
+    other = replace(running, in_place=False)
+    assert not wants_plan(job(other, devices=found), found, vms), "the planner has chosen its shape"

@@ -1,0 +1,301 @@
+"""Whether another shape is worth a morph: growth, slow VMs, storms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decision_views import NOW, RULES, decide, devices, generation, job, kinds, plan_for, proposal, vm, worker
+from varuna_manager.domain.actions import (
+    Decision,
+    LiftQuarantine,
+    QuarantineVms,
+    RequeueJob,
+    StartGeneration,
+    StopGeneration,
+)
+from varuna_manager.domain.devices import choose_devices
+from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_morphs
+from varuna_manager.domain.observed import Proposal, VmView
+from varuna_manager.domain.states import (
+    EndCause,
+    ExitCause,
+    GenerationState,
+    JobState,
+    StopMode,
+    VmState,
+)
+from varuna_proto.plan import Plan
+
+
+def test_growth_needs_settled_devices_and_a_gain() -> None:
+    here = devices("a", "b")
+    young = vm("b", ready_for_s=0.5)
+    view = job(generation(worker(0, "a")), devices=here)
+    vms = {"a": vm("a"), "b": young}
+    assert choose_devices(NOW, view, vms, RULES) == devices("a")
+    vms["b"] = vm("b")
+    assert choose_devices(NOW, view, vms, RULES) == here
+    assert wants_plan(view, here, vms)
+    (stop,) = decide(replace(view, proposal=proposal(here)), *vms.values()).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.HOLD_FIRST, EndCause.GROWTH)
+    small = decide(replace(view, proposal=proposal(here, rate=8.0 * 1.04)), *vms.values())
+    assert not small.actions
+    assert "less than 1.05 times as much" in small.reason
+
+
+def test_a_generation_makes_a_step_before_it_grows() -> None:
+    here = devices("a", "b")
+    view = job(generation(worker(0, "a"), last_step=None), devices=here, proposal=proposal(here))
+    assert not decide(view, vm("a"), vm("b")).actions
+
+
+def test_growth_must_earn_what_a_morph_costs() -> None:
+    here = devices("a", "b")
+    grown = proposal(here, 8.0 * 1.2)
+    cheap = job(
+        generation(worker(0, "a")), devices=here, proposal=grown, morphs=MorphEstimate(cost_s=10.0, lifetime_s=600.0)
+    )
+    assert kinds(decide(cheap, vm("a"), vm("b"))) == [StopGeneration]
+    dear = replace(cheap, morphs=MorphEstimate(cost_s=60.0, lifetime_s=100.0))
+    decision = decide(dear, vm("a"), vm("b"))
+    assert not decision.actions
+    assert "less than 1.30 times as much (a morph costs 60.0 s)" in decision.reason
+
+
+def test_what_a_morph_costs_is_learnt_from_the_recent_ones() -> None:
+    assert estimate_morphs([]) == MorphEstimate()
+    one = PastShape(lifetime_s=1000.0, morph_s=4.0)
+    assert estimate_morphs([one]) == MorphEstimate(cost_s=4.0, lifetime_s=MorphEstimate().lifetime_s, measured=True), (
+        "one lifetime shows nothing"
+    )
+    shapes = [*[one] * 3, PastShape(lifetime_s=5.0, morph_s=None), one]
+    assert estimate_morphs(shapes) == MorphEstimate(cost_s=4.0, lifetime_s=1000.0, measured=True)
+    assert estimate_morphs([PastShape(lifetime_s=1.0, morph_s=1.0)] * 5).lifetime_s == 60.0
+
+
+def test_what_generations_in_place_cost_says_nothing_of_restarts() -> None:
+    cheap = PastShape(lifetime_s=100.0, morph_s=0.3, in_place=True)
+    dear = PastShape(lifetime_s=500.0, morph_s=8.0)
+    found = estimate_morphs([*[cheap] * 6, dear])
+    assert (found.cost_s, found.measured, found.lifetime_s) == (8.0, True, 100.0)
+    assert not estimate_morphs([cheap] * 6).measured
+
+
+# ---------------------------------------------------------------- slow VMs
+
+
+def slow_vm(name: str, ratio: float = 2.0, **changes: object) -> VmView:
+    return vm(name, slow_ratio=ratio, slow_reason=f"rank 1 takes {ratio:.2f} times as long as its peers", **changes)
+
+
+def with_slow(rate_without: float, slow: VmView, **changes: object) -> Decision:
+    """Three VMs at 24 examples/s, with a slow one. `rate_without`: without it. `changes`: of the generation."""
+    here = devices("a", slow.id, "c")
+    view = job(replace(generation(worker(0, "a"), worker(1, slow.id), worker(2, "c")), **changes), devices=here)
+    vms = {"a": vm("a"), slow.id: slow, "c": vm("c")}
+    without = choose_devices(NOW, view, vms, RULES)
+    assert without == devices("a", "c")
+    assert wants_plan(view, without, vms)
+    return decide_job(NOW, replace(view, proposal=proposal(without, rate_without)), vms, RULES)
+
+
+def test_a_slow_vm_is_left_when_the_others_are_faster_without() -> None:
+    quarantine, stop = with_slow(16.0, slow_vm("b")).actions  # 24 at half the pace is 12
+    assert quarantine == QuarantineVms(
+        vm_ids=("b",), until=NOW + 600, reason="VM b: rank 1 takes 2.00 times as long as its peers"
+    )
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.HOLD_FIRST, EndCause.SLOW_VM), "the others hold the state"
+    assert "1×3 to 1×2, 12.0 to 16.0 examples/s" in stop.reason
+
+
+def test_a_slow_vm_that_alone_has_a_stage_saves_it() -> None:
+    plan = Plan(p=3, d=1, micro_batch=1, global_batch=24, predicted_minibatch_s=1.0, examples_per_s=24.0)
+    _, stop = with_slow(16.0, slow_vm("b"), plan=plan).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is StopMode.SAVE_FIRST
+
+
+def test_a_slow_vm_is_kept_when_it_is_still_worth_having() -> None:
+    decision = with_slow(16.0, slow_vm("b", 1.3))
+    assert not decision.actions
+    assert "VM b: rank 1 takes 1.30 times" in decision.reason
+    assert "1×2 without the slow VMs would give 16.0 examples/s instead of 18.5" in decision.reason
+
+
+def test_every_quarantine_of_a_vm_is_twice_as_long() -> None:
+    quarantine, _ = with_slow(16.0, slow_vm("b", quarantines=2)).actions
+    assert isinstance(quarantine, QuarantineVms)
+    assert quarantine.until == NOW + 2400
+
+
+def test_a_slow_vm_that_is_all_there_is_is_kept() -> None:
+    view = job(generation(worker(0, "b")), devices=devices("b"))
+    vms = {"b": slow_vm("b")}
+    assert not wants_plan(view, choose_devices(NOW, view, vms, RULES), vms)
+    decision = decide_job(NOW, view, vms, RULES)
+    assert not decision.actions
+    assert "no plan fits the other VMs" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"min_gpus": 2, "devices": devices("a")},
+        {"devices": devices("a"), "proposal": Proposal(plan=None, reason="no memory")},
+    ],
+)
+def test_a_quarantine_is_lifted_when_the_vm_is_needed(changes: dict[str, object]) -> None:
+    over = generation(worker(0, "a", ExitCause.PEER_LOST), state=GenerationState.ENDED)
+    view = job(over, quarantined=devices("b"), **changes)
+    (lift,) = decide(view, vm("a"), vm("b", quarantined=True)).actions
+    assert isinstance(lift, LiftQuarantine)
+    assert lift.vm_ids == ("b",)
+
+
+# ---------------------------------------------------------------- storms, and VMs on their way
+
+
+def storm(*losses_ago_s: float) -> FleetPast:
+    at = sorted(NOW - ago for ago in losses_ago_s)
+    return FleetPast(losses_at=tuple(at), stable_since=at[-1] if at else 0.0)
+
+
+def test_a_job_that_runs_does_not_grow_in_a_storm_and_says_why() -> None:
+    here = devices("a", "b")
+    view = job(generation(worker(0, "a")), devices=here, proposal=proposal(here))
+    assert kinds(decide(replace(view, fleet=storm(1, 2, 3)), vm("a"), vm("b"))) == [StopGeneration]
+    stormy = replace(view, fleet=storm(1, 2, 3, 4))
+    decision = decide(stormy, vm("a"), vm("b"))
+    assert not decision.actions
+    assert decision.reason.endswith(
+        "4 VMs were lost within 60 s: shapes stay as they are until 15 s pass without a loss"
+    )
+    assert kinds(decide(stormy, vm("a"), vm("b"), now=NOW + 14)) == [StopGeneration], "quiet"
+
+
+def test_a_storm_without_end_is_not_waited_for_without_end() -> None:
+    here = devices("a", "b")
+    view = job(generation(worker(0, "a")), devices=here, proposal=proposal(here))
+    endless = replace(view, fleet=storm(*range(0, 300, 10)))
+    assert kinds(decide(endless, vm("a"), vm("b"))) == [StopGeneration]
+
+
+def test_a_job_that_does_not_run_starts_in_any_storm() -> None:
+    here = devices("a")
+    over = generation(worker(0, "b", ExitCause.VM_GONE), state=GenerationState.ENDED, end_reason="VM b is gone")
+    view = job(over, devices=here, proposal=proposal(here), fleet=storm(1, 2, 3, 4, 5))
+    assert kinds(decide(view, vm("a"))) == [StartGeneration]
+
+
+def coming(due_in_s: float, join_s: float = 20.0) -> FleetPast:
+    return FleetPast(join_s=join_s, coming_ages_s=(join_s - due_in_s,))
+
+
+def test_a_vm_that_is_almost_there_is_waited_for_when_that_is_cheaper_than_another_morph() -> None:
+    here = devices("a", "b", "c")
+    over = generation(worker(0, "d", ExitCause.VM_GONE), state=GenerationState.ENDED, end_reason="VM d is gone")
+    known = MorphEstimate(cost_s=8.0, measured=True)
+    view = job(over, devices=here, proposal=proposal(here), morphs=known, fleet=coming(due_in_s=5.0))
+    vms = [vm(name) for name in "abc"]
+    decision = decide(view, *vms)
+    assert not decision.actions
+    assert "new ones take 20.0 s" in decision.reason
+    assert "another morph (8.0 s)" in decision.reason
+    for other in (
+        replace(view, fleet=coming(due_in_s=9.0)),
+        replace(view, fleet=coming(due_in_s=-1.0)),
+        replace(view, fleet=FleetPast(coming_ages_s=(1.0,))),
+        replace(view, morphs=replace(known, measured=False)),
+        replace(view, max_gpus=3),
+    ):
+        assert kinds(decide(other, *vms)) == [StartGeneration]
+
+
+def test_a_fleet_that_has_been_stable_for_long_is_worth_a_dear_morph() -> None:
+    dear = MorphEstimate(cost_s=300.0, lifetime_s=600.0)
+    assert dear.worthwhile_ratio(1.05) == 1.25
+    assert dear.worthwhile_ratio(1.05, stable_s=500.0) == 1.25
+    assert dear.worthwhile_ratio(1.05, stable_s=2000.0) == 1.0 + 150.0 / 1920.0
+    assert dear.worthwhile_ratio(1.05, stable_s=1e6) == 1.05
+    here = devices("a", "b")
+    fleet = FleetPast(stable_since=NOW - 2000)
+    grown = proposal(here, 8.0 * 1.06)
+    view = job(generation(worker(0, "a")), devices=here, proposal=grown, morphs=dear, fleet=fleet)
+    decision = decide(view, vm("a"), vm("b"))
+    assert (
+        "less than 1.08 times as much (a morph costs 300.0 s, the fleet has been stable for 1920 s)" in decision.reason
+    )
+    later = decide(view, vm("a"), vm("b"), now=NOW + 1)
+    assert later.reason == decision.reason, "it is no new event with every look"
+
+
+# ---------------------------------------------------------------- shares
+
+
+def test_a_job_with_more_than_its_share_saves_and_shrinks_or_goes_back_to_the_queue() -> None:
+    view = job(generation(worker(0, "a"), worker(1, "b")), share=1, share_reason="others need them")
+    (stop,) = decide(view, vm("a"), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.SHRUNK)
+    assert stop.reason == "1 GPUs instead of 2: others need them"
+    (stop,) = decide(replace(view, share=0), vm("a"), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause, stop.reason) == (
+        StopMode.SAVE_FIRST,
+        EndCause.PREEMPTED,
+        "preempted: others need them",
+    )
+    over = generation(worker(0, "a", ExitCause.GENERATION_ENDED), state=GenerationState.ENDED)
+    (requeue,) = decide(job(over, share=0, share_reason="others need them", devices=devices("a")), vm("a")).actions
+    assert requeue == RequeueJob(reason="others need them")
+    queued = job(over, share=0, share_reason="others need them", state=JobState.QUEUED, quarantined=devices("b"))
+    decision = decide(queued, vm("a"), vm("b", quarantined=True))
+    assert (decision.actions, decision.reason) == ((), "others need them")
+
+
+def test_a_job_takes_no_more_than_its_share_and_waits_for_what_others_give_up() -> None:
+    here = devices("a", "b", "c")
+    view = job(devices=here, share=2)
+    assert choose_devices(NOW, view, {}, RULES) == devices("a", "b")
+    short = job(devices=devices("a"), share=2, share_due=True, proposal=proposal(devices("a")))
+    decision = decide(short, vm("a"))
+    assert not decision.actions
+    assert decision.reason == "1 of its 2 GPUs are free: waiting for other jobs to release the rest"
+    assert kinds(decide(replace(short, share_due=False), vm("a"))) == [StartGeneration]
+
+
+# ---------------------------------------------------------------- VMs that leave
+
+
+def test_the_first_deadline_is_that_of_all_and_a_notice_too_short_to_save_in_is_left_at_once() -> None:
+    plan = replace(plan_for(2), predicted_minibatch_s=6.0)
+    running = generation(worker(0, "a"), worker(1, "b"), plan=plan, progress_at=NOW - 2)
+    view = job(running, morphs=MorphEstimate(save_s=3.0))
+
+    def stop_of(a_left_s: float | None, b_left_s: float) -> StopGeneration:
+        deadline = None if a_left_s is None else NOW + a_left_s
+        a = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=deadline)
+        b = vm("b", state=VmState.DRAINING, reason="drained", drain_deadline=NOW + b_left_s)
+        (stop,) = decide(view, a, b).actions
+        assert isinstance(stop, StopGeneration)
+        assert stop.cause is EndCause.NOTICE
+        return stop
+
+    assert stop_of(30.0, 20.0).mode is StopMode.SAVE_FIRST
+    assert stop_of(None, 6.0).mode is StopMode.SAVE_FIRST, "4 s of the step, the save and the margin"
+    late = stop_of(30.0, 4.0)
+    assert late.mode is StopMode.LEAVE_NOW
+    assert late.reason == (
+        "VM b is leaving: drained; VM a is leaving: notice; too soon to save: 3.0 s are left, but the rest of the step "
+        "(4.0 s) and a save take 4.2 s, so the steps since the last checkpoint are done again"
+    )
+    slow_save = replace(view, morphs=MorphEstimate(save_s=25.0))
+    (stop,) = decide(slow_save, vm("a", state=VmState.DRAINING, notice_deadline=NOW + 20), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is StopMode.LEAVE_NOW

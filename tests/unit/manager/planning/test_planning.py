@@ -1,0 +1,162 @@
+"""How the manager calls the planner: it never blocks, and a failure there becomes a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from varuna_manager.domain.spec import JobSpec
+from varuna_manager.planning.planning import PlanningService, PlanQuestion
+from varuna_planner.profile.document import Measurement, Profile, SectionProfile
+from varuna_proto.plan import Device, Plan
+from waiting import DEADLINE_S
+
+SPEC = JobSpec(name="n", workdir="/", run="true", global_batch=4)
+MEASURED = Measurement(
+    micro_batch=1,
+    forward_us=1000,
+    backward_us=2000,
+    recompute_us=1000,
+    output_bytes=1,
+    input_bytes=1,
+    activation_bytes=1,
+)
+
+
+def profile(sections: int = 2) -> Profile:
+    one = {"parameter_bytes": 8, "optimizer_bytes": 8, "gradient_bytes": 8, "measurements": (MEASURED,)}
+    return Profile(sections=tuple(SectionProfile(index=index, name=str(index), **one) for index in range(sections)))
+
+
+def question(profile_json: str, previous_p: int | None = None) -> PlanQuestion:
+    return PlanQuestion(
+        profile_json=profile_json,
+        spec=SPEC,
+        devices=(Device("a", 0), Device("b", 0)),
+        device_memory_bytes=10**9,
+        gpus_per_vm=1,
+        previous_p=previous_p,
+    )
+
+
+async def test_the_loop_goes_on_while_the_planner_is_loaded_and_asked() -> None:
+    service = PlanningService()
+    longest, before = 0.0, time.monotonic()
+    work = asyncio.create_task(_warm_up_and_ask(service))
+    while not work.done():
+        await asyncio.sleep(0.01)
+        longest, before = max(longest, time.monotonic() - before), time.monotonic()
+    assert work.result() == 2, "two devices are used"
+    assert longest < 5.0, "heartbeats must get through (a machine that is busy with other tests has its share in this)"
+
+
+async def _warm_up_and_ask(service: PlanningService) -> int:
+    await service.warm_up()
+    answer = await service.propose_plan(question(profile().to_json()))
+    assert answer.plan is not None
+    return answer.plan.p * answer.plan.d
+
+
+@pytest.mark.parametrize("document", ["", "no profile", "{}", "[" * 100_000, '{"schema": "varuna.profile/1"}'])
+async def test_what_is_no_profile_is_told(document: str) -> None:
+    assert await PlanningService().check_profile(document)
+
+
+async def test_a_defect_of_the_planner_fails_a_new_job_and_lets_a_trained_one_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("varuna_planner.search.auto_config.choose_plan", broken)
+    new = await PlanningService().propose_plan(question(profile().to_json()))
+    assert new.plan is None
+    assert not new.possible
+    assert new.reason == "the planner failed on 2 GPUs: ZeroDivisionError: division by zero"
+    trained = await PlanningService().propose_plan(question(profile().to_json(), previous_p=1))
+    assert trained.possible
+
+
+@pytest.mark.processes
+def test_a_machine_where_numba_may_write_nowhere_uses_the_data_directory(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from numba.core import caching
+caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]  # as where no folder of its own is writable
+from varuna_manager.planning.planner import load_planner
+load_planner(Path(sys.argv[1]))
+import varuna_planner.search.auto_config
+"""
+    cache = tmp_path / "numba"
+    subprocess.run([sys.executable, "-c", script, str(cache)], check=True, timeout=DEADLINE_S)
+    assert cache.is_dir()
+
+
+async def test_a_profile_that_the_workers_disagree_with_is_corrected() -> None:
+    service = PlanningService()
+    plan = Plan(p=2, d=1, micro_batch=1, global_batch=4, stage_starts=(0, 1))
+    true = await service.compare_profile(profile().to_json(), plan, {0: 3000.0, 1: 3000.0})
+    assert (true.expected_us, true.corrected_json, true.drift) == ((3000.0, 3000.0), None, None)
+    found = await service.compare_profile(profile().to_json(), plan, {0: 4500.0, 1: 4500.0})
+    assert found.corrected_json is not None
+    sections = Profile.from_json(found.corrected_json).sections
+    assert [section.measurements[0].backward_us for section in sections] == [3000, 3000]
+    assert "1.50" in (found.drift or "")
+
+
+async def test_growth_is_weighed_by_one_profile() -> None:
+    service = PlanningService()
+    present = Plan(p=1, d=1, micro_batch=1, global_batch=4, stage_starts=(0,), examples_per_s=1e9)
+    answer = await service.propose_plan(replace(question(profile().to_json()), present=present))
+    assert answer.present_examples_per_s == pytest.approx(1e6 / 6000, rel=0.2), "not what the old profile promised"
+
+
+def several_sizes(kept_for: str) -> str:
+    """Of a model that is fastest with 4 examples in a micro-batch."""
+    at = [MEASURED.model_copy(update={"micro_batch": m, "activation_bytes": 100 * m}) for m in (1, 2, 4)]
+    made = profile()
+    sections = tuple(section.model_copy(update={"measurements": tuple(at)}) for section in made.sections)
+    return made.model_copy(update={"sections": sections, "micro_batch_kept_for": kept_for}).to_json()
+
+
+async def test_a_job_keeps_the_micro_batch_that_its_random_numbers_depend_on() -> None:
+    service, one = PlanningService(), (Device("a", 0),)
+    first = replace(question(several_sizes("model.py:3")), devices=one)
+    chosen = await service.propose_plan(first)
+    assert chosen.plan is not None
+    assert chosen.plan.micro_batch == 4
+    later = replace(first, trained_micro_batch=2)
+    kept = await service.propose_plan(later)
+    assert kept.plan is not None
+    assert kept.plan.micro_batch == 2
+    assert "the micro-batch stays 2, because random numbers depend on it: model.py:3" in kept.reason
+    free = await service.propose_plan(replace(later, profile_json=several_sizes("")))
+    assert free.plan is not None
+    assert free.plan.micro_batch == 4
+    pinned = SPEC.model_copy(update={"plan": SPEC.plan.model_copy(update={"micro_batch": 1})})
+    users = await service.propose_plan(replace(later, spec=pinned))
+    assert users.plan is not None
+    assert users.plan.micro_batch == 1, "the user knows best"
+
+
+async def test_a_job_that_cannot_keep_its_micro_batch_waits() -> None:
+    document = several_sizes("model.py:3")
+    large = replace(question(document), devices=(Device("a", 0),), trained_micro_batch=4, device_memory_bytes=None)
+    assert (await PlanningService().propose_plan(large)).plan is not None
+    small = Profile.from_json(document)
+    for memory in range(100, 10**4, 100):  # the least memory in which micro-batches of one example fit
+        asked = replace(large, device_memory_bytes=memory, trained_micro_batch=None)
+        if (await PlanningService().propose_plan(asked)).plan is not None:
+            break
+    kept = await PlanningService().propose_plan(replace(asked, trained_micro_batch=4))
+    assert small.micro_batches == (1, 2, 4)
+    assert kept.plan is None
+    assert kept.possible, "on other VMs"
+    assert "the micro-batch stays 4" in kept.reason

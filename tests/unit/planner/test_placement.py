@@ -1,0 +1,83 @@
+"""Where ranks go: neighbours together, replicas apart, as little moved as possible."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varuna_planner.placement import place
+from varuna_proto.plan import Device
+
+
+def fleet(vms: int, gpus: int = 1, first: int = 0) -> list[Device]:
+    return [Device(f"vm{vm:02}", gpu) for vm in range(first, first + vms) for gpu in range(gpus)]
+
+
+def ranks(placed: tuple[Device, ...]) -> dict[Device, int]:
+    return {device: rank for rank, device in enumerate(placed)}
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.lists(st.integers(1, 5), min_size=1, max_size=12), st.data())
+def test_every_rank_gets_a_device_of_its_own(p: int, d: int, sizes: list[int], data: st.DataObject) -> None:
+    devices = [Device(f"vm{vm}", gpu) for vm, size in enumerate(sizes) for gpu in range(size)]
+    previous = {device: rank for rank, device in enumerate(devices) if data.draw(st.booleans())}
+    if len(devices) < p * d:
+        with pytest.raises(ValueError, match=f"{p}×{d} needs {p * d} devices and there are {len(devices)}"):
+            place(p, d, devices, previous)
+        return
+    placed = place(p, d, devices, previous, previous_p=data.draw(st.integers(1, 6)))
+    assert len(placed) == len(set(placed)) == p * d
+    assert set(placed) <= set(devices)
+
+
+def test_the_stages_of_a_replica_share_a_vm() -> None:
+    placed = place(4, 2, fleet(2, gpus=4))
+    assert [{device.vm_id for device in placed[r * 4 : r * 4 + 4]} for r in range(2)] == [{"vm00"}, {"vm01"}]
+
+
+def test_the_replicas_of_a_stage_are_on_different_vms() -> None:
+    for p, d, gpus in ((3, 4, 2), (4, 2, 4), (6, 2, 4), (2, 4, 2)):
+        placed = place(p, d, fleet(8, gpus=gpus))
+        for stage in range(p):
+            assert len({placed[replica * p + stage].vm_id for replica in range(d)}) == d
+
+
+def test_large_vms_first_when_some_are_left_over() -> None:
+    devices = [Device("small", 0), Device("large", 0), Device("large", 1)]
+    assert place(2, 1, devices) == (Device("large", 0), Device("large", 1))
+
+
+def test_nothing_moves_when_nothing_changed() -> None:
+    for gpus in (1, 2, 4):
+        devices = fleet(8 // gpus, gpus)
+        placed = place(4, 2, devices)
+        shuffled = devices[::-1]
+        assert place(4, 2, shuffled, ranks(placed)) == placed
+
+
+def test_a_lost_vm_is_replaced_and_nobody_else_moves_stage() -> None:
+    before = place(3, 2, fleet(6))
+    lost = before[4]
+    devices = [device for device in fleet(6) if device != lost] + [Device("new", 0)]
+    after = place(3, 2, devices, ranks(before))
+    assert [after[r].vm_id if r != 4 else "new" for r in range(6)] == [a.vm_id for a in after]
+    stages = ranks(before)
+    assert sum(stages[device] % 3 != rank % 3 for rank, device in enumerate(after) if device in stages) == 0
+
+
+def test_a_replica_less_keeps_the_others_in_their_stages() -> None:
+    before = place(3, 2, fleet(6))
+    left = [device for device in fleet(6) if device != before[1]]
+    after = place(3, 1, left, ranks(before))
+    assert [ranks(before)[device] % 3 for device in after] == [0, 1, 2]
+
+
+def test_half_the_stages_go_where_most_of_their_sections_were() -> None:
+    """From 4 stages to 2: each new stage lies on a device that held half of it."""
+    before = place(4, 1, fleet(4))
+    after = place(2, 1, fleet(4), ranks(before), previous_p=4)
+    assert [ranks(before)[device] // 2 for device in after] == [0, 1]
+
+
+def test_a_device_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        place(1, 1, [Device("vm", 0), Device("vm", 0)])

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varuna.data import Batches, replica_indices
+from varuna.data.batches import fetch_examples, follow_shape, is_recent_batch, renew_batch
+from varuna.data.sample_cursor import ResumePoint, set_resume_point
+from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.plan import Plan
+
+sizes = st.integers(min_value=1, max_value=400)
+batches = st.integers(min_value=1, max_value=60)
+ORDER_OF_10 = [8, 5, 3, 1, 6, 7, 0, 4, 2, 9]
+FIVE_OF_A_MILLION = [684984, 768845, 574732, 753260, 304135]
+
+seeds = st.integers(min_value=-(2**70), max_value=2**70)
+
+
+def whole(step: int, size: int, batch: int, seed: int = 0, shuffle: bool = True) -> list[int]:
+    return replica_indices(
+        step,
+        dataset_size=size,
+        global_batch=batch,
+        micro_batch=batch,
+        replica=0,
+        replicas=1,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(global batch, micro-batch, replicas) with a micro-batch for every replica at least."""
+    batch = draw(batches)
+    micro_batch = draw(st.integers(min_value=1, max_value=batch))
+    replicas = draw(st.integers(min_value=1, max_value=-(-batch // micro_batch)))
+    return batch, micro_batch, replicas
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(shapes(), sizes, seeds, st.integers(min_value=1, max_value=50))
+def test_the_replicas_joined_are_the_global_batch(shape: tuple[int, int, int], size: int, seed: int, step: int) -> None:
+    batch, micro_batch, replicas = shape
+    shares = [
+        replica_indices(
+            step,
+            dataset_size=size,
+            global_batch=batch,
+            micro_batch=micro_batch,
+            replica=replica,
+            replicas=replicas,
+            seed=seed,
+        )
+        for replica in range(replicas)
+    ]
+    assert [index for share in shares for index in share] == whole(step, size, batch, seed)
+    # Only whole micro-batches move between replicas; the step's last one may be smaller.
+    assert all(len(share) % micro_batch == 0 for share in shares[:-1])
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(sizes, batches, seeds)
+def test_each_epoch_has_each_example_once(size: int, batch: int, seed: int) -> None:
+    steps = -(-3 * size // batch)
+    stream = [index for step in range(1, steps + 1) for index in whole(step, size, batch, seed)]
+    for epoch in range(3):
+        assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@settings(deadline=None)  # a loaded machine is no failure
+@given(st.data(), sizes, batches)
+def test_a_run_that_morphs_sees_what_one_that_does_not_sees(data: st.DataObject, size: int, batch: int) -> None:
+    seen: list[int] = []
+    for step in range(1, 13):  # a morph before every step
+        micro_batch = data.draw(st.integers(min_value=1, max_value=batch))
+        replicas = data.draw(st.integers(min_value=1, max_value=-(-batch // micro_batch)))
+        for replica in range(replicas):
+            seen += replica_indices(
+                step,
+                dataset_size=size,
+                global_batch=batch,
+                micro_batch=micro_batch,
+                replica=replica,
+                replicas=replicas,
+                seed=1,
+            )
+    assert seen == [index for step in range(1, 13) for index in whole(step, size, batch, seed=1)]
+
+
+def test_the_order_is_the_same_on_every_machine_and_for_ever() -> None:
+    # A running job must see the same order after Varuna is upgraded: never change these.
+    assert whole(1, 10, 10) == ORDER_OF_10
+    assert whole(7, 1_000_003, 5, seed=3) == FIVE_OF_A_MILLION
+
+
+def test_seeds_and_epochs_differ() -> None:
+    assert whole(1, 100, 100, seed=1) != whole(1, 100, 100, seed=2)
+    assert whole(1, 100, 100, seed=1) != whole(2, 100, 100, seed=1)
+    assert whole(2, 100, 100, seed=0) != whole(1, 100, 100, seed=1)
+
+
+def test_an_order_looks_random() -> None:
+    size = 4096
+    order = torch.tensor(whole(1, size, size), dtype=torch.float64)
+    where = torch.arange(size, dtype=torch.float64)
+    # Correlations of independent orders have a standard deviation of 1/64.
+    for left, right in ((order, where), (order[1:], order[:-1]), (order, torch.tensor(whole(2, size, size)).double())):
+        assert abs(torch.corrcoef(torch.stack((left, right)))[0, 1].item()) < 5 / 64
+
+
+def test_a_step_costs_no_time_per_example_of_the_dataset() -> None:
+    assert len(set(whole(10**9, 10**15, 64))) == 64
+
+
+def test_unshuffled_is_in_order() -> None:
+    assert whole(2, 5, 4, shuffle=False) == [4, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset_size": 0}, "dataset is empty"),
+        ({"global_batch": 0}, "global_batch 0"),
+        ({"step": 0}, "step 0"),
+        ({"replica": 2}, "replica 2 of 2"),
+        ({"global_batch": 3, "micro_batch": 3}, "d=2"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, int], message: str) -> None:
+    arguments = {"step": 1, "dataset_size": 9, "global_batch": 4, "micro_batch": 1, "replica": 0, "replicas": 2}
+    with pytest.raises(ValueError, match=message):
+        replica_indices(**(arguments | change))
+
+
+class Squares:
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "square": torch.tensor(float(index**2))}
+
+
+def worker(rank: int, p: int, d: int, mode: Mode = Mode.TRAIN) -> dict[str, str]:
+    return WorkerEnvironment(
+        job_id="j",
+        generation=1,
+        mode=mode,
+        rank=rank,
+        local_rank=0,
+        world_size=p * d,
+        rendezvous_host="127.0.0.1",
+        rendezvous_port=1,
+        plan=Plan(p=p, d=d, micro_batch=2, global_batch=7),
+    ).to_environ()
+
+
+def test_a_plain_process_gets_the_whole_batch() -> None:
+    batches = list(Batches(Squares(), global_batch=4, first_step=2, last_step=4, environ={}))
+    assert [step for step, _batch in batches] == [2, 3, 4]
+    assert [batch["index"].tolist() for _step, batch in batches] == [whole(step, 10, 4) for step in (2, 3, 4)]
+    assert torch.equal(batches[0][1]["square"], batches[0][1]["index"].float() ** 2)
+
+
+def test_all_stages_of_a_replica_get_the_same_and_the_replicas_share_the_batch() -> None:
+    def indices(rank: int) -> list[int]:
+        [(_step, batch)] = Batches(Squares(), first_step=5, last_step=5, environ=worker(rank, p=2, d=3))
+        found: list[int] = batch["index"].tolist()
+        return found
+
+    by_rank = [indices(rank) for rank in range(6)]
+    assert by_rank[0] == by_rank[1]
+    assert [len(share) for share in by_rank[::2]] == [4, 2, 1]
+    assert [index for share in by_rank[::2] for index in share] == whole(5, 10, 7)
+
+
+def test_a_calibration_with_more_ranks_than_micro_batches_starts() -> None:
+    assert Batches(Squares(), environ=worker(8, p=1, d=9, mode=Mode.CALIBRATE)).global_batch == 7
+
+
+def test_without_a_last_step_it_never_ends() -> None:
+    endless = Batches(Squares(3), global_batch=2, environ={})
+    assert [step for step, _batch in islice(endless, 50)] == list(range(1, 51))
+
+
+def test_collate_makes_the_batch() -> None:
+    def collate(items: Sequence[Any]) -> dict[str, int]:
+        return {"examples": len(items)}
+
+    [(_step, batch)] = Batches(Squares(), global_batch=3, last_step=1, collate=collate, environ={})
+    assert batch == {"examples": 3}
+
+
+def test_clear_words_for_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="dataset is empty"):
+        Batches(Squares(0), global_batch=1, environ={})
+    with pytest.raises(ValueError, match="pass global_batch="):
+        Batches(Squares(), environ={})
+    with pytest.raises(ValueError, match="submitted with a global batch of 7"):
+        Batches(Squares(), global_batch=8, environ=worker(0, 1, 1))
+    with pytest.raises(ValueError, match="first_step 0"):
+        Batches(Squares(), global_batch=1, first_step=0, environ={})
+    with pytest.raises(TypeError, match="pass collate="):
+        next(iter(Batches([1, 2, 3], global_batch=2, environ={})))
+
+
+def test_a_resumed_run_begins_with_the_first_unseen_sample() -> None:
+    stream = [index for step in range(1, 40) for index in whole(step, 10, 1)]
+    try:
+        set_resume_point(ResumePoint(step=3, samples=12))
+        resumed = Batches(Squares(), first_step=4, last_step=6, environ=worker(0, p=1, d=1))
+        seen = [index for _step, batch in resumed for index in batch["index"].tolist()]
+        assert seen == stream[12 : 12 + 3 * 7]
+        # Another stream (another phase, a validation set) always begins at its own beginning.
+        assert Batches(Squares(), environ=worker(0, p=1, d=1)).indices(4) == whole(4, 10, 7)
+    finally:
+        set_resume_point(None)
+    assert Batches(Squares(), first_step=4, environ=worker(0, p=1, d=1)).indices(4) == whole(4, 10, 7)
+
+
+class Numbers:
+    """Example i is {"number": i}."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"number": index}
+
+
+def worker_of(replicas: int, replica: int) -> WorkerEnvironment:
+    plan = Plan(p=2, d=replicas, micro_batch=2, global_batch=12)
+    return WorkerEnvironment(
+        job_id="j",
+        generation=1,
+        mode=Mode.TRAIN,
+        rank=2 * replica,
+        local_rank=0,
+        world_size=2 * replicas,
+        rendezvous_host="h",
+        rendezvous_port=1,
+        plan=plan,
+        checkpoint_url="",
+        agent_socket="",
+    )
+
+
+def test_a_batch_follows_its_process_through_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the next batch, which the script has fetched already, however often the one before is made again."""
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(3, 0))
+    source = Batches(Numbers(), first_step=4)
+    batch: Mapping[str, Any] = source.batch(4)
+    following = source.batch(5)
+    for replicas, replica in ((2, 1), (3, 2), (1, 0)):
+        follow_shape(worker_of(replicas, replica))
+        batch = renew_batch(batch)
+        assert batch["number"].tolist() == source.indices(4)
+        assert is_recent_batch(batch)
+    assert len(batch["number"]) == 12
+    assert renew_batch(following)["number"].tolist() == source.indices(5)
+
+
+def test_examples_of_the_global_batch_are_fetched_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(3, 1))
+    set_resume_point(ResumePoint(3, 40))
+    try:
+        source = Batches(Numbers(), first_step=4, seed=5)
+    finally:
+        set_resume_point(None)
+    whole_batch = [index for replica in range(3) for index in _indices_in(source, 3, replica)]
+    batch = source.batch(4)
+    assert whole_batch[4:8] == batch["number"].tolist()
+    fetched = fetch_examples(batch, [range(10, 12), range(2), range(5, 6)])
+    assert fetched["number"].tolist() == [*whole_batch[10:12], *whole_batch[:2], whole_batch[5]]
+    assert is_recent_batch(batch)
+
+
+def _indices_in(source: Batches, replicas: int, replica: int) -> list[int]:
+    place = source._place
+    source._place = place._replace(replicas=replicas, replica=replica)
+    indices = source.indices(4)
+    source._place = place
+    return indices

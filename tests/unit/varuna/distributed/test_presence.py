@@ -1,0 +1,159 @@
+"""Each rank notices when another one's process has ended without a goodbye."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from varuna.distributed.departure import Departure, GenerationEnded, PeerLost
+from varuna.distributed.presence import RankPresence
+from waiting import DEADLINE_S, wait_until
+
+
+class Rank:
+    """A rank, whose end is that its connections close, as the kernel closes those of a process."""
+
+    def __init__(self, rank: int, store: HashStore) -> None:
+        self.ended = threading.Event()
+        self.departure = Departure(lambda _: self.ended.set(), grace_s=0.0)
+        self.presence = RankPresence.join_generation(rank, 3, store, address="127.0.0.1", departure=self.departure)
+
+    def die(self) -> None:
+        for connection in self.presence._sockets:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def reason(self) -> str:
+        assert self.ended.wait(DEADLINE_S)
+        with pytest.raises(PeerLost) as lost:
+            self.departure.raise_if_leaving()
+        return lost.value.reason
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    store = HashStore()
+    ranks = [Rank(number, store) for number in range(3)]
+    wait_for_all(ranks)
+    yield ranks
+    for rank in ranks:
+        rank.presence.announce_leaving()
+
+
+def wait_for_all(ranks: list[Rank]) -> None:
+    """Waits until rank 0 has admitted all: a rank that comes later does not get its earlier messages."""
+    ends = threading.Event()
+    while len(ranks[0].presence._sockets) < 3 and not ends.wait(0.001):
+        pass
+
+
+def test_all_others_hear_of_a_rank_that_has_ended(ranks: list[Rank]) -> None:
+    ranks[2].die()
+    assert ranks[0].reason() == ranks[1].reason() == "rank 2 is gone: its process has ended"
+
+
+def test_all_hear_when_the_rank_that_tells_the_others_has_ended(ranks: list[Rank]) -> None:
+    ranks[0].presence._over = True  # here its thread lives on, and sends nothing more
+    for connection in ranks[0].presence._sockets[1:]:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert ranks[1].reason() == ranks[2].reason() == "rank 0 is gone: its process has ended"
+
+
+def test_who_says_goodbye_is_not_lost(ranks: list[Rank]) -> None:
+    ranks[1].presence.announce_leaving()
+    ranks[1].die()
+    ranks[2].die()  # comes after the goodbye, because rank 0 reads both in one thread
+    assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+def test_leaving_a_generation_that_is_over_is_a_goodbye_and_leaving_for_a_lost_peer_is_none(ranks: list[Rank]) -> None:
+    ranks[1].departure.leave_generation(GenerationEnded("asked to leave"))
+    ranks[1].presence.announce_leaving()
+    ranks[1].die()
+    ranks[2].departure.leave_generation(PeerLost("rank 7 is gone"))
+    ranks[2].presence.announce_leaving()
+    ranks[2].die()
+    assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+@pytest.mark.parametrize("leaving", [0, 2])
+def test_a_rank_that_stays_for_the_next_generation_is_not_suspected(ranks: list[Rank], leaving: int) -> None:
+    """The others of its replica keep working, because it has left nothing undone."""
+    departure = ranks[leaving].departure
+    departure.offer_to_stay(lambda exit_: True)
+
+    def work() -> None:
+        with ranks[1].departure.finish_first({leaving}, 60):
+            departure.leave_generation(PeerLost("rank 7 is gone"))
+            wait_until(lambda: ranks[1].departure.is_deferred, "the news")
+            ranks[1].departure.raise_if_leaving()
+
+    with pytest.raises(PeerLost):
+        work()
+    assert ranks[1].reason() == f"rank {leaving} has left"
+
+
+def test_a_rank_is_lost_while_others_finish_their_work(ranks: list[Rank]) -> None:
+    """They notice a second loss, too."""
+
+    def work() -> None:
+        with ranks[1].departure.finish_first({0}, 60), ranks[0].departure.finish_first({1}, 60):
+            ranks[2].die()
+            wait_until(lambda: ranks[1].departure.is_deferred and ranks[0].departure.is_deferred, "the first loss")
+            for connection in ranks[0].presence._sockets[1:]:
+                with suppress(OSError):  # one is closed
+                    connection.shutdown(socket.SHUT_RDWR)
+            wait_until(lambda: ranks[1].departure.exit_code is not None, "the second loss")
+            ranks[1].departure.raise_if_leaving()
+
+    with pytest.raises(PeerLost):
+        work()
+
+
+def test_strangers_are_turned_away(ranks: list[Rank]) -> None:
+    listener = ranks[0].presence._sockets[0]
+    with socket.create_connection(listener.getsockname(), DEADLINE_S) as stranger:
+        stranger.sendall(b"x" * 37)
+        assert stranger.recv(1) == b""
+    ranks[2].die()
+    assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+@pytest.mark.long
+def test_strangers_who_say_little_keep_no_news_back(ranks: list[Rank]) -> None:
+    listener = ranks[0].presence._sockets[0]
+    strangers = [socket.create_connection(listener.getsockname(), DEADLINE_S) for _ in range(40)]
+    for stranger in strangers:
+        stranger.sendall(b"x")  # and no more: a wait of a second for each would keep rank 0 from reading anything else
+    ranks[2].die()
+    assert ranks[0].reason() == ranks[1].reason() == "rank 2 is gone: its process has ended"
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12, about threads
+def test_a_forked_child_keeps_no_connection(ranks: list[Rank]) -> None:
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write_end, bytes([connection.fileno() == -1 for connection in ranks[1].presence._sockets]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 8) == b"\x01"
+    assert all(connection.fileno() != -1 for connection in ranks[1].presence._sockets)
+
+
+def test_a_rank_0_that_is_not_there_is_a_lost_peer() -> None:
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    store.set("presence", f"{'0' * 32} {port} 127.0.0.1")
+    departure = Departure(lambda _: None)
+    with pytest.raises(PeerLost):
+        RankPresence.join_generation(1, 2, store, address="127.0.0.1", departure=departure)

@@ -1,0 +1,99 @@
+"""A rank that cannot reach another reports its number before it leaves."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from varuna.distributed import reach, rendezvous
+from varuna.distributed.departure import Departure, PeerLost
+from varuna.distributed.presence import RankPresence
+from varuna.distributed.reach import ReachablePort, UnreachedError
+from varuna.distributed.rendezvous import Rendezvous
+from varuna.distributed.worker_environment import read_worker_environment
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def silent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A port from which nothing comes back, as over a broken link: its queue is full, and packets are dropped."""
+    for module, name in ((reach, "_ATTEMPT_S"), (rendezvous, "STORE_REACH_S")):
+        monkeypatch.setattr(module, name, 0.3)
+    monkeypatch.setattr("varuna.distributed.presence._CONNECT_S", 0.3)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((HOST, 0), backlog=0))
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+class Leaving:
+    """A rank's departure, and the ranks that it has reported as unreached."""
+
+    def __init__(self) -> None:
+        self.unreached: list[int] = []
+        self.departure = Departure(lambda code: None, grace_s=0.0)
+        self.departure.set_unreached_callback(lambda rank, reason: self.unreached.append(rank))
+
+
+def test_ranks_that_are_up_reach_each_other() -> None:
+    store = HashStore()
+    ports = [ReachablePort(store, rank, 3, HOST) for rank in range(3)]
+    for rank, port in enumerate(ports):
+        port.check_reachable(peer for peer in range(3) if peer != rank)
+
+
+def test_a_rank_that_is_up_and_out_of_reach_is_named(silent_port: int) -> None:
+    store = HashStore()
+    own = ReachablePort(store, 0, 3, HOST)
+    store.set("reach/2", f"{HOST} {silent_port}")
+    with pytest.raises(UnreachedError, match=r"rank 2 cannot be reached from here: 127.0.0.1: timed out"):
+        own.check_reachable([2])
+
+
+def test_a_rank_that_has_ended_is_not_out_of_reach(closed_port: int) -> None:
+    store = HashStore()
+    own = ReachablePort(store, 0, 2, HOST)
+    store.set("reach/1", f"{HOST} {closed_port}")
+    own.check_reachable([1])
+
+
+def test_a_worker_that_does_not_reach_rank_0_reports_that_and_leaves(silent_port: int) -> None:
+    leaving = Leaving()
+    alone = read_worker_environment({})
+    environment = replace(
+        alone,
+        rank=1,
+        world_size=2,
+        plan=replace(alone.plan, d=2),
+        rendezvous_host=HOST,
+        rendezvous_port=silent_port,
+    )
+    with pytest.raises(PeerLost, match="76") as left:
+        Rendezvous(environment, leaving.departure)
+    assert left.value.reason == "rank 0 cannot be reached from here: 127.0.0.1: timed out"
+    assert leaving.unreached == [0]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_rank_0_that_has_ended_is_gone_and_not_out_of_reach(answers: bool, silent_port: int, closed_port: int) -> None:
+    leaving, store = Leaving(), HashStore()
+    store.set("presence", f"token {closed_port if answers else silent_port} {HOST}")
+    with pytest.raises(PeerLost):
+        RankPresence.join_generation(1, 2, store, address=HOST, departure=leaving.departure)
+    assert leaving.unreached == ([] if answers else [0])

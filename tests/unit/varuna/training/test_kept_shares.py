@@ -1,0 +1,89 @@
+"""Which sums of the survivors count, and how the rest is shared: each micro-batch is in one sum of each stage."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varuna.pipeline.pass_state import PassResult
+from varuna.roles.kept_shares import KeptShare, deal_evenly, find_complete, join_spans, split_spans
+from varuna_planner.schedule.batching import micro_batches
+
+
+@st.composite
+def held_shares(draw: st.DrawFn) -> tuple[int, int, int, list[frozenset[int]]]:
+    """(P, D, M, by rank: what its sums have). At each stage the shares are disjoint."""
+    p, d, m = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 10))
+    shares = [set[int]() for _ in range(p * d)]
+    for stage in range(p):
+        for number in range(m):
+            replica = draw(st.integers(0, d))
+            if replica < d:
+                shares[replica * p + stage].add(number)
+    return p, d, m, [frozenset(share) for share in shares]
+
+
+def union(shares: list[frozenset[int]]) -> frozenset[int]:
+    return frozenset(chain.from_iterable(shares))
+
+
+@given(held_shares())
+def test_each_micro_batch_is_in_one_sum_of_each_stage(case: tuple[int, int, int, list[frozenset[int]]]) -> None:
+    p, d, m, shares = case
+    complete = find_complete(shares, p)
+    runs = deal_evenly(sorted(set(range(m)) - complete), d)
+    for stage in range(p):
+        kept = [number for share in shares[stage::p] if share <= complete for number in share]
+        assert sorted([*kept, *chain.from_iterable(runs)]) == list(range(m))
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+@given(held_shares())
+def test_no_larger_choice_of_sums_is_equal_at_all_stages(case: tuple[int, int, int, list[frozenset[int]]]) -> None:
+    p, _, _, shares = case
+    by_stage = [shares[stage::p] for stage in range(p)]
+    choices = [{union(list(some)) for n in range(len(held) + 1) for some in combinations(held, n)} for held in by_stage]
+    assert find_complete(shares, p) == max(set.intersection(*choices), key=len)
+
+
+@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 2), (1, 3), (2, 3), (3, 4)])
+def test_the_shares_of_complete_replicas_count(p: int, d: int) -> None:
+    shares = micro_batches(3 * d + 1, 1, d)
+    for lost in range(p * d):
+        hit = lost // p
+        ranks = [rank for rank in range(p * d) if rank // p != hit]
+        complete = find_complete([shares[rank // p] for rank in ranks], p)
+        assert complete == set(range(3 * d + 1)) - set(shares[hit])
+
+
+def test_a_share_that_one_stage_has_lost_does_not_count() -> None:
+    shares = [frozenset({0, 1}), frozenset({0, 1}), frozenset({2, 3}), frozenset[int]()]
+    assert find_complete(shares, 2) == {0, 1}
+
+
+def test_survivors_of_several_replicas_may_form_new_ones() -> None:
+    """Stage 0 of the one and stage 1 of the other; then both have run one more micro-batch together."""
+    shares = [{0, 1, 4}, {2, 3, 4}, {2, 3, 5}, {0, 1, 5}]
+    assert find_complete(shares, 2) == set(range(6))
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_spans_say_the_same_as_numbers(numbers: set[int]) -> None:
+    assert split_spans(join_spans(numbers)) == sorted(numbers)
+
+
+def test_later_passes_add_to_a_share() -> None:
+    first = PassResult(
+        loss_sum=2.0, weight=4.0, examples=2, expected_weight=8.0, forward_us=5, backward_us=6, wait_us=7
+    )
+    nothing = PassResult(
+        loss_sum=0.0, weight=0.0, examples=0, expected_weight=8.0, forward_us=0, backward_us=0, wait_us=0
+    )
+    share = KeptShare((0, 1), first)
+    assert share.join(KeptShare((), nothing)) == share
+    more = share.join(share)
+    assert (more.numbers, more.passed.loss_sum, more.passed.weight) == ((0, 1, 0, 1), 4.0, 8.0)
+    assert (more.passed.examples, more.passed.expected_weight, more.passed.forward_us) == (4, 8.0, 5)

@@ -1,0 +1,180 @@
+"""What an optimizer costs: the memory that it keeps per parameter, and the time of its step.
+
+Both are measured on a copy of it with a parameter made for this purpose. The optimizer itself does not change.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from varuna.calibration.clock import ComputeClock
+from varuna.optim.optimizers import Optimizers, list_optimizers
+
+__all__ = [
+    "ADAM_MEMORY",
+    "OptimizerCosts",
+    "OptimizerMemory",
+    "OptimizerSetup",
+    "OptimizerTime",
+    "measure_optimizer",
+    "number_holders",
+    "time_optimizer",
+]
+
+_log = structlog.get_logger(__name__)
+
+_LARGE = 1024 * 1024
+"""Elements: so many that no cache holds what a step goes through."""
+_STEPS = 5
+
+
+class OptimizerMemory:
+    """What an optimizer keeps per parameter: bytes per element, and bytes for any size."""
+
+    def __init__(self, per_element: float, fixed: int) -> None:
+        self.per_element = per_element
+        self.fixed = fixed
+
+    def bytes_for(self, elements: int) -> int:
+        return round(self.per_element * elements) + self.fixed
+
+
+ADAM_MEMORY = OptimizerMemory(8.0, 0)
+"""Two fp32 numbers per parameter."""
+
+
+def measure_optimizer(optimizer: Optimizer, *, averaged: bool = False) -> OptimizerMemory:
+    """What `optimizer` will keep. One that cannot be copied is taken to keep two elements each, as Adam does.
+
+    `averaged`: a moving average of the parameters is kept, too, of their size.
+    """
+    twin, probe = _copy_optimizer(optimizer, 256)
+    average = float(probe.element_size()) if averaged else 0.0
+    try:
+        twin.step()
+    except _COPY_ERRORS as error:
+        _log.warning("optimizer state size is not known", optimizer=type(optimizer).__name__, error=str(error))
+        return OptimizerMemory(2.0 * probe.element_size() + average, 0)
+    state = twin.state.get(probe, {})
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    sized = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim() > 0)
+    fixed = sum(tensor.element_size() for tensor in tensors if tensor.dim() == 0)
+    return OptimizerMemory(sized / probe.numel() + average, fixed)
+
+
+@dataclass(frozen=True)
+class OptimizerTime:
+    """The time of a step."""
+
+    tensor_us: float
+    """For each parameter of any size."""
+    element_us: float
+
+    def scale_times(self, factor: float) -> OptimizerTime:
+        return OptimizerTime(self.tensor_us * factor, self.element_us * factor)
+
+    def us_for(self, tensors: int, elements: int) -> float:
+        return self.tensor_us * tensors + self.element_us * elements
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """The costs of all optimizers of a script. A parameter that none of them holds counts as the first one's."""
+
+    optimizers: Sequence[Optimizer]
+    memory: Sequence[OptimizerMemory]
+    """Of each optimizer; at least one."""
+    step: Sequence[OptimizerTime]
+    """Of each optimizer."""
+
+    def bytes_for(self, parameters: Iterable[Tensor]) -> int:
+        holder = number_holders(self.optimizers)
+        return sum(self.memory[holder.get(id(p), 0)].bytes_for(p.numel()) for p in parameters)
+
+    def us_for(self, parameters: Iterable[Tensor]) -> float:
+        holder = number_holders(self.optimizers)
+        return sum((self.step[holder.get(id(p), 0)].us_for(1, p.numel()) for p in parameters), 0.0)
+
+
+@dataclass(frozen=True)
+class OptimizerSetup:
+    """The optimizer, or several, that training will use, and where it keeps its state."""
+
+    optimizers: Optimizers
+    on_device: bool = True
+    """Whether the state is on the device; else it is on the host."""
+    averaged: bool = False
+    """Whether a moving average of the parameters is kept beside the state."""
+
+    def measure_memory(self) -> list[OptimizerMemory]:
+        """Of each optimizer, in the device's memory."""
+        if not self.on_device:
+            return [OptimizerMemory(0.0, 0) for _ in list_optimizers(self.optimizers)]
+        return [measure_optimizer(each, averaged=self.averaged) for each in list_optimizers(self.optimizers)]
+
+    def measure_costs(self, device: torch.device, clock: ComputeClock, sharing: float) -> OptimizerCosts:
+        """`sharing`: how many times as long work takes because ranks share cores."""
+        memory = self.measure_memory()
+        stepped_on = device if self.on_device else torch.device("cpu")
+        optimizers = list_optimizers(self.optimizers)
+        times = [time_optimizer(each, stepped_on, clock).scale_times(sharing) for each in optimizers]
+        return OptimizerCosts(optimizers, memory, times)
+
+
+def number_holders(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """The number of the optimizer that holds a parameter, by the parameter's id."""
+    return {
+        id(parameter): number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def time_optimizer(optimizer: Optimizer, device: torch.device, clock: ComputeClock) -> OptimizerTime:
+    """Times a step of `optimizer` on `device`. An optimizer that cannot be copied counts as free."""
+    try:
+        small_us, large_us = (_time_step(optimizer, elements, device, clock) for elements in (1, _LARGE))
+    except _COPY_ERRORS as error:
+        _log.warning("optimizer time is not known", optimizer=type(optimizer).__name__, error=str(error))
+        return OptimizerTime(0.0, 0.0)
+    return OptimizerTime(small_us, max(0.0, large_us - small_us) / _LARGE)
+
+
+def _time_step(optimizer: Optimizer, elements: int, device: torch.device, clock: ComputeClock) -> float:
+    """The median in microseconds of some steps after the first, which makes the state."""
+    twin, _ = _copy_optimizer(optimizer, elements, device)
+    times_us = []
+    with clock.watch_sharing():
+        for _ in range(_STEPS + 1):
+            started_us = clock.now_us()
+            twin.step()
+            times_us.append(clock.now_us() - started_us)
+    return statistics.median(times_us[1:])
+
+
+_COPY_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError)
+
+
+def _copy_optimizer(
+    optimizer: Optimizer, elements: int, device: torch.device | None = None
+) -> tuple[Optimizer, nn.Parameter]:
+    """A copy without state, with one parameter of its own that has a gradient."""
+    group = optimizer.param_groups[0]
+    like = group["params"][0] if group["params"] else torch.empty(0)
+    probe = nn.Parameter(torch.zeros(elements, 1, dtype=like.dtype, device=device or like.device))
+    probe.grad = torch.ones_like(probe)
+    twin = copy.copy(optimizer)
+    # Not through add_param_group, which optimizers may override: `step` reads these two attributes only.
+    twin.param_groups = [{**group, "params": [probe]}]
+    twin.state = defaultdict(dict)
+    return twin, probe

@@ -1,0 +1,137 @@
+"""Earlier profiles, by what they hold for: the structure of the model, and the hardware.
+
+A calibration first looks into this cache, and puts its profile there. When the cache cannot be used, a log line says so
+and the model is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from varuna.calibration.links import ring_sizes
+from varuna.calibration.optimizer_costs import OptimizerSetup, number_holders
+from varuna.calibration.sections import list_doubled_sizes
+from varuna.calibration.subject import CalibrationSubject
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.storage.store import CheckpointStore
+from varuna.optim.optimizers import list_optimizers
+from varuna.partition.cutting.shapes import Boundary
+from varuna_planner.profile.document import Profile
+
+__all__ = ["ProfileCache", "find_misfit", "make_fingerprint"]
+
+_log = structlog.get_logger(__name__)
+
+
+def make_fingerprint(subject: CalibrationSubject, optimizer: OptimizerSetup, hardware: Sequence[str]) -> str:
+    """64 hexadecimal digits, the same for models that cost the same on hardware of the same kind.
+
+    Everything that may make a difference is in it, because one measurement too many costs seconds, and a model with
+    the profile of another one trains slowly. Values of parameters make no difference.
+
+    Args:
+        hardware: of every rank.
+    """
+    model, model_map, inputs = subject.model, subject.model_map, subject.get_batch(1)
+    optimizers, memory = list_optimizers(optimizer.optimizers), optimizer.measure_memory()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    described = {
+        "modules": [[name, _type_name(module), _list_settings(module)] for name, module in model.named_modules()],
+        "sections": [[section.name, section.parameters] for section in model_map.sections],
+        "parameters": [
+            [name, parameters[name].shape, str(parameters[name].dtype), parameters[name].requires_grad]
+            for name in model_map.parameter_bytes
+        ],
+        "shared": sorted(model_map.shared.items()),
+        "boundaries": [
+            [_boundary(boundary) for boundary in model_map.find_boundary(cut)]
+            for cut in range(1, len(model_map.sections))
+        ],
+        "inputs": [[leaf.shape, str(leaf.dtype)] for leaf in tree_flatten(dict(inputs))[0] if isinstance(leaf, Tensor)],
+        "random": model_map.random_by_micro_batch,
+        "precision": str(subject.precision.dtype),
+        "optimizer": [
+            fact
+            for optimizer, kept in zip(optimizers, memory, strict=True)
+            for fact in (_type_name(optimizer), kept.per_element, kept.fixed)
+        ],
+        "torch": torch.__version__.split(".")[:2],
+        "hardware": sorted(set(hardware)),
+    }
+    if len(optimizers) > 1:
+        holder = number_holders(optimizers)
+        described["holders"] = [holder.get(id(parameters[name])) for name in model_map.parameter_bytes]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _type_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _list_settings(module: nn.Module) -> dict[str, Any]:
+    """The settings of the module that its attributes show: widths, heads, dropout, names of activations."""
+    own = vars(module).items()
+    return {name: repr(value) for name, value in own if isinstance(value, bool | int | float | str)}
+
+
+def _boundary(boundary: Boundary) -> list[Any]:
+    return [boundary.shape, str(boundary.dtype), boundary.requires_grad, boundary.rows_per_example]
+
+
+def find_misfit(profile: Profile, names: Sequence[str], hosts: Sequence[str], global_batch: int) -> str | None:
+    """Why a profile from the cache is not enough for a model with these sections on a fleet; None if it is.
+
+    `hosts`: of each rank. A profile is enough for a smaller fleet than it was measured on. It is not enough for links
+    or rings that it could not measure, nor if a small global batch has kept it from sizes that may pay.
+    """
+    if misfit := profile.describe_misfit(names):
+        return misfit
+    try:
+        ranks, limit = int(profile.environment["ranks"]), int(profile.environment["global_batch"])
+        before = profile.environment["hosts"].split(",")
+    except (KeyError, ValueError):
+        return "it does not name the fleet that it was measured on"
+    if ranks < max(ring_sizes(len(hosts)), default=1):
+        return f"it was measured on {ranks} ranks, and there are {len(hosts)}"
+    if len(before) == 1 and len(set(hosts)) > 1:
+        return "it was measured on one machine, and there are several"
+    if len(before) == ranks and len(set(hosts)) < len(hosts):
+        return "it was measured with one rank on each machine, and there are several on one"
+    if profile.micro_batches[-1] == list_doubled_sizes(limit)[-1] < list_doubled_sizes(global_batch)[-1]:
+        return f"it was measured for a global batch of {limit}, and this one is {global_batch}"
+    return None
+
+
+class ProfileCache:
+    """`url`: a folder or object store, as for checkpoints."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def find_profile(self, key: str) -> Profile | None:
+        """The profile of a fingerprint; None if there is none that can be read."""
+        try:
+            text = CheckpointStore(self._url).get(_file_name(key))
+            return None if text is None else Profile.from_json(text.decode())
+        except (CheckpointError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+            _log.warning("the profile cache cannot be used: measuring", url=self._url, error=str(error))
+            return None
+
+    def put_profile(self, key: str, profile: Profile) -> None:
+        """Replaces the profile of a fingerprint."""
+        try:
+            CheckpointStore(self._url).put(_file_name(key), profile.to_json().encode())
+        except (CheckpointError, ValueError) as error:
+            _log.warning("the profile is not kept for other jobs", url=self._url, error=str(error))
+
+
+def _file_name(key: str) -> str:
+    return f"{key}.json"

@@ -1,0 +1,1 @@
+"""The format of a checkpoint: its manifest, its tensors, its nested states."""

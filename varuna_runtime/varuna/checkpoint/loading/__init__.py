@@ -1,0 +1,1 @@
+"""Loads a rank's state from a checkpoint or from pretrained weights."""

@@ -1,0 +1,148 @@
+"""Automatic checkpoints: how often, at which step boundary, and the last one before leaving.
+
+All ranks must save at the same boundary. So every rank adds its requests to the reduction at the end of a step. The
+result, the same on all ranks, is applied at the start of the next step: by then the script has stepped its scheduler.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+
+from varuna.checkpoint import Cadence, CheckpointWriter, SaveOutcome, TrainingState, decide_save
+from varuna.distributed.agreement import BoundaryRequests
+from varuna.distributed.departure import Departure, GenerationEnded
+
+__all__ = ["AutomaticCheckpoints", "wait_for_save"]
+
+_log = structlog.get_logger("varuna")
+
+_STEPS_KEPT = 9
+"""The newest step times, whose median is the time of a mini-batch."""
+
+_LOGGED_CHANGE = 2.0
+"""An interval that changes by at least this factor is logged."""
+
+_LOOK_UP_S = 0.1
+"""How often a wait for a save checks whether the worker must leave."""
+
+
+class AutomaticCheckpoints:
+    """Decides when one rank saves automatically. Without a writer it only leaves when the agent asks for it."""
+
+    def __init__(
+        self, writer: CheckpointWriter | None, departure: Departure, *, decides: bool, cadence: Cadence
+    ) -> None:
+        """`decides`: whether this rank decides when a save is due."""
+        self._writer = writer
+        self._departure = departure
+        self._decides = decides
+        self._cadence = cadence
+        self._last_save_s = time.monotonic()
+        self._last_request_s: float | None = None
+        self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._logged_interval_s: float | None = None
+        self._agreed = BoundaryRequests()
+
+    def choose_requests(self) -> BoundaryRequests:
+        """This rank's requests, for the reduction at the end of a step."""
+        leaving = BoundaryRequests(
+            leave=self._departure.save_first,
+            hold=self._departure.hold_first,
+            cannot_hold=not self._departure.can_stay,
+        )
+        if self._writer is None:
+            return leaving
+        return replace(leaving, save=self._decides and self._is_due(), busy=self._writer.in_flight)
+
+    def _is_due(self) -> bool:
+        assert self._writer is not None
+        now_s = time.monotonic()
+        if self._last_request_s is not None:
+            self._steps_s.append(now_s - self._last_request_s)
+        self._last_request_s = now_s
+        stall_s, write_s = self._writer.last_stall_s, self._writer.last_write_s
+        minibatch_s = statistics.median(self._steps_s) if self._steps_s else None
+        due, _ = decide_save(
+            now_s,
+            last_save_s=self._last_save_s,
+            last_stall_s=stall_s,
+            last_write_s=write_s,
+            in_flight=self._writer.in_flight,
+            cadence=self._cadence,
+            minibatch_s=minibatch_s,
+        )
+        if due and stall_s is not None:
+            self._log_interval(self._cadence.interval_s(stall_s, write_s, minibatch_s), stall_s, write_s)
+        return due
+
+    def _log_interval(self, interval_s: float, stall_s: float, write_s: float | None) -> None:
+        """Logs the interval of saves when it has changed much."""
+        logged_s = self._logged_interval_s
+        if logged_s is not None and logged_s / _LOGGED_CHANGE <= interval_s <= logged_s * _LOGGED_CHANGE:
+            return
+        self._logged_interval_s = interval_s
+        _log.info(
+            f"automatic checkpoints every {interval_s:.3g} s",
+            stall_s=round(stall_s, 4),
+            write_s=None if write_s is None else round(write_s, 4),
+            stops_per_hour=self._cadence.stops_per_hour,
+            pinned=self._cadence.pinned_interval_s is not None,
+        )
+
+    def record_agreement(self, agreed: BoundaryRequests) -> None:
+        """Records the requests of all ranks together."""
+        self._agreed = agreed
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the state at the coming boundary is what the training goes on from elsewhere."""
+        return self._agreed.leave or self._agreed.hold or (self._agreed.save and not self._agreed.busy)
+
+    def apply_agreement(
+        self, step: int, state: Callable[[], TrainingState], find_fault: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Applies the agreed requests to the state after `step` steps. Raises GenerationEnded when one was to leave.
+
+        `find_fault`: called by all ranks before a save, returns why this state must not be saved, or None.
+        """
+        agreed, self._agreed = self._agreed, BoundaryRequests()
+        if agreed.leave or (agreed.hold and agreed.cannot_hold):
+            self._save_and_leave(step, state, find_fault)
+        elif agreed.hold:
+            self._departure.leave_generation(GenerationEnded(f"the agent asked to leave with the state of step {step}"))
+            self._departure.raise_if_leaving()
+        elif agreed.save and not agreed.busy and self._writer is not None:
+            self._last_save_s = time.monotonic()
+            if (reason := find_fault()) is None:
+                self._writer.start_save(step, state())
+            else:
+                _log.error("this state is not saved", step=step, reason=reason)
+
+    def _save_and_leave(
+        self, step: int, state: Callable[[], TrainingState], find_fault: Callable[[], str | None]
+    ) -> None:
+        outcome = "not saved: the job has no checkpoint store"
+        if self._writer is not None and (reason := find_fault()) is not None:
+            outcome = f"not saved: {reason}"
+        elif self._writer is not None:
+            wait_for_save(self._writer, self._departure)
+            self._writer.start_save(step, state())
+            saved = wait_for_save(self._writer, self._departure)
+            outcome = "not saved" if saved is None else f"{saved.result} {saved.error}".strip()
+        self._departure.leave_after_save(GenerationEnded(f"the agent asked to save and leave; step {step}: {outcome}"))
+        self._departure.raise_if_leaving()
+
+
+def wait_for_save(writer: CheckpointWriter, departure: Departure) -> SaveOutcome | None:
+    """Waits for the save in flight and returns the newest outcome. Raises what makes the worker leave."""
+    outcome = writer.wait(_LOOK_UP_S)
+    while writer.in_flight:
+        departure.raise_if_leaving()
+        outcome = writer.wait(_LOOK_UP_S)
+    return outcome

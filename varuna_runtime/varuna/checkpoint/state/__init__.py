@@ -1,0 +1,1 @@
+"""One rank's state in a checkpoint: parameters, optimizer state, the script's own states."""

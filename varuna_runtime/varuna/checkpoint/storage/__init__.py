@@ -1,0 +1,1 @@
+"""Where checkpoints lie: folders, object stores, and copies on this VM."""

@@ -1,0 +1,308 @@
+"""The examples of each training step, as a pure function of (seed, step, global batch).
+
+The examples form one endless stream: epoch 0's permutation of the dataset, then epoch 1's, and so on. Step k (counted
+from 1) takes the stream's positions [(k-1)·B, k·B), so it may straddle two epochs and a resumed run needs no replay.
+A run that continues with another B begins at the first position that no earlier step has used (`sample_cursor.py`).
+The B examples of a step are cut into micro-batches. Each replica takes a contiguous run of them
+(`varuna_planner.schedule.batching`), so the global batch is the same for every D and m.
+
+The permutation of an epoch is never stored. It is a Feistel network over the smallest even number of bits that holds
+the dataset, walked along its cycle until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains",
+2002). This is a bijection in pure integer arithmetic, so it is equal on every platform and version. Its cost per step
+grows with the batch and not with the dataset.
+
+Letters: B examples in the global batch, n examples in the dataset, D replicas, m examples in a micro-batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import default_collate
+
+from varuna.data.sample_cursor import count_samples_before
+from varuna.distributed.worker_environment import read_process_environment
+from varuna_planner.schedule.batching import micro_batches
+from varuna_proto.environment import Mode, WorkerEnvironment
+
+__all__ = [
+    "Batches",
+    "SizedDataset",
+    "fetch_examples",
+    "follow_shape",
+    "is_recent_batch",
+    "renew_batch",
+    "replica_indices",
+]
+
+_ROUNDS = 8
+_MIN_HALF_BITS = 1
+
+
+class SizedDataset(Protocol):
+    """A dataset for `Batches`: it has a length and random access."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def replica_indices(
+    step: int,
+    *,
+    dataset_size: int,
+    global_batch: int,
+    micro_batch: int,
+    replica: int,
+    replicas: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    shift: int = 0,
+) -> list[int]:
+    """The dataset indices that `replica` of `replicas` trains on in `step` (from 1), in order.
+
+    Joined in replica order they are the step's global batch. It depends only on (seed, step, global_batch) and on
+    `shift`: the number of samples that the steps before have used beyond (step - 1) · global_batch.
+    Raises ValueError for an empty dataset, a step or batch below 1, a shift to before the stream's beginning, or fewer
+    micro-batches than replicas.
+    """
+    _check(dataset_size, global_batch)
+    first = _first_position(step, global_batch, shift)
+    if not 0 <= replica < replicas:
+        raise ValueError(f"replica {replica} of {replicas}: replicas count from 0")
+    run = micro_batches(global_batch, micro_batch, replicas)[replica]
+    begin, end = run.start * micro_batch, min(run.stop * micro_batch, global_batch)
+    return _stream(range(first + begin, first + end), dataset_size, seed, shuffle)
+
+
+def _first_position(step: int, global_batch: int, shift: int) -> int:
+    """The stream's position at which a step begins."""
+    if step < 1:
+        raise ValueError(f"step {step}: steps count from 1")
+    first = (step - 1) * global_batch + shift
+    if first < 0:
+        raise ValueError(f"step {step} with a shift of {shift} samples begins before the first one")
+    return first
+
+
+class _Place(NamedTuple):
+    """Which part of a global batch this process trains on."""
+
+    micro_batch: int
+    replica: int
+    replicas: int
+
+    @classmethod
+    def in_shape(cls, environment: WorkerEnvironment) -> _Place:
+        plan = environment.plan
+        return cls(plan.micro_batch, environment.rank // plan.p, plan.d)
+
+
+class Batches:
+    """Yields `(step, batch)` for this process' replica, from `first_step` to `last_step` (included; None: without end).
+
+    Under the launcher the replica, the micro-batch and the global batch come from the environment; under torchrun and
+    similar launchers they come from this process' `Varuna`, which must exist before. A plain process gets the whole
+    global batch. `collate` turns a list of dataset items into the batch, a dict of model inputs (default: PyTorch's
+    `default_collate`, which needs dicts as items).
+
+    If it is made after `Varuna.resume` with `first_step=resume() + 1`, it begins with the first sample that the
+    training has not used, even if the steps before had another global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        *,
+        global_batch: int | None = None,
+        seed: int = 0,
+        first_step: int = 1,
+        last_step: int | None = None,
+        shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        worker = read_process_environment() if environ is None else WorkerEnvironment.from_environ(environ)
+        self.global_batch = _global_batch(global_batch, worker)
+        _check(len(dataset), self.global_batch)
+        if first_step < 1:
+            raise ValueError(f"first_step {first_step}: steps count from 1")
+        used = count_samples_before(first_step)
+        self._shift = 0 if used is None else used - (first_step - 1) * self.global_batch
+        self._dataset = dataset
+        self._seed = seed
+        self._first_step = first_step
+        self._last_step = last_step
+        self._shuffle = shuffle
+        self._collate = default_collate if collate is None else collate
+        # A calibration has one replica per rank however small the batch is, and takes no training step.
+        trains = worker is not None and worker.mode is Mode.TRAIN
+        self._place = _Place.in_shape(worker) if trains and worker is not None else _Place(self.global_batch, 0, 1)
+        if trains and environ is None:
+            _followers.add(self)
+
+    def indices(self, step: int) -> list[int]:
+        """The dataset indices of this replica in `step`."""
+        return replica_indices(
+            step,
+            dataset_size=len(self._dataset),
+            global_batch=self.global_batch,
+            micro_batch=self._place.micro_batch,
+            replica=self._place.replica,
+            replicas=self._place.replicas,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            shift=self._shift_at(step),
+        )
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """This replica's examples of `step`, collated. Raises TypeError when collating gives no dict."""
+        batch = self._collate_items(self.indices(step))
+        if self in _followers:
+            _recent.append(_MadeBatch(self, step, batch, self._place))
+        return batch
+
+    def _shift_at(self, step: int) -> int:
+        return self._shift if step >= self._first_step else 0
+
+    def _collate_items(self, indices: Sequence[int]) -> dict[str, Any]:
+        collated = self._collate([self._dataset[index] for index in indices])
+        if not isinstance(collated, Mapping):
+            raise TypeError(
+                f"a batch must be a dict of model inputs by name, but collate returned a {type(collated).__name__}: "
+                "let the dataset's items be dicts, or pass collate="
+            )
+        return dict(collated)
+
+    def _collate_examples(self, step: int, spans: Iterable[range]) -> dict[str, Any]:
+        """The examples at these places in the global batch of `step`, whatever replica has them."""
+        first = _first_position(step, self.global_batch, self._shift_at(step))
+        positions = (range(first + span.start, first + span.stop) for span in spans)
+        indices = [_stream(run, len(self._dataset), self._seed, self._shuffle) for run in positions]
+        return self._collate_items([index for run in indices for index in run])
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        step = self._first_step
+        while self._last_step is None or step <= self._last_step:
+            yield step, self.batch(step)
+            step += 1
+
+
+class _MadeBatch(NamedTuple):
+    """A batch as the script got it, and what it was made from."""
+
+    source: Batches
+    step: int
+    batch: dict[str, Any]
+    place: _Place
+
+
+_followers: weakref.WeakSet[Batches] = weakref.WeakSet()
+"""All that take their place from this process's worker."""
+_recent: deque[_MadeBatch] = deque(maxlen=2)
+"""The batches that were made last: that of the step under way, and the next one, which a script may have already."""
+
+
+def is_recent_batch(inputs: Mapping[str, Any]) -> bool:
+    """Whether `inputs` is a batch that `Batches` made last, the object itself, so that it can be made for another
+    place."""
+    return any(made.batch is inputs for made in _recent)
+
+
+def follow_shape(environment: WorkerEnvironment) -> None:
+    """Makes all `Batches` of this process follow it into another shape."""
+    for source in _followers:
+        source._place = _Place.in_shape(environment)
+
+
+def renew_batch(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`inputs`; or, if `Batches` made it for an earlier place of this process, the present place's part of its step."""
+    for number, made in enumerate(_recent):
+        if made.batch is inputs and made.place != made.source._place:
+            renewed = made.source._collate_items(made.source.indices(made.step))
+            _recent[number] = made._replace(batch=renewed, place=made.source._place)
+            return renewed
+    return inputs
+
+
+def fetch_examples(inputs: Mapping[str, Any], spans: Iterable[range]) -> Mapping[str, Any]:
+    """The examples at these places of a global batch, in order. The recent batch `inputs` is a part of it."""
+    made = next((made for made in _recent if made.batch is inputs), None)
+    if made is None:
+        raise ValueError("these inputs are not one of the batches that varuna.data.Batches made last")
+    return made.source._collate_examples(made.step, spans)
+
+
+def _global_batch(given: int | None, worker: WorkerEnvironment | None) -> int:
+    if worker is None:
+        if given is None:
+            raise ValueError("global_batch is not known outside the varuna launcher: pass global_batch=")
+        return given
+    if given is not None and given != worker.plan.global_batch:
+        raise ValueError(
+            f"global_batch={given}, but the job was submitted with a global batch of {worker.plan.global_batch}: "
+            "leave the argument out, or submit the job with this one"
+        )
+    return worker.plan.global_batch
+
+
+def _check(dataset_size: int, global_batch: int) -> None:
+    if dataset_size < 1:
+        raise ValueError("the dataset is empty: give one with at least one example")
+    if global_batch < 1:
+        raise ValueError(f"global_batch {global_batch}: it must be at least 1 example")
+
+
+def _stream(positions: range, size: int, seed: int, shuffle: bool) -> list[int]:
+    """The dataset index at each position of the endless stream of epochs."""
+    indices: list[int] = []
+    for epoch in range(positions.start // size, (positions.stop - 1) // size + 1):
+        begin = max(positions.start, epoch * size) - epoch * size
+        end = min(positions.stop, (epoch + 1) * size) - epoch * size
+        if shuffle:
+            indices.extend(_permuted(range(begin, end), size, seed, epoch).tolist())
+        else:
+            indices.extend(range(begin, end))
+    return indices
+
+
+def _permuted(positions: range, size: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    """The images of `positions` under epoch `epoch`'s permutation of [0, size)."""
+    half_bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    images = _feistel(np.arange(positions.start, positions.stop, dtype=np.uint64), keys, half_bits)
+    outside = np.flatnonzero(images >= size)
+    while outside.size:  # ends: each walk stays on a cycle that began inside [0, size)
+        images[outside] = _feistel(images[outside], keys, half_bits)
+        outside = outside[images[outside] >= size]
+    return images
+
+
+def _feistel(values: NDArray[np.uint64], keys: Sequence[np.uint64], half_bits: int) -> NDArray[np.uint64]:
+    """A permutation of [0, 4**half_bits)."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    return (left << shift) | right
+
+
+def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
+    counters = np.arange(_ROUNDS, dtype=np.uint64)
+    # Two rounds of mixing, so that neither (seed, epoch) = (1, 0) and (0, 1) nor neighbouring ones share keys.
+    of_seed = _mix(np.array([seed % (1 << 64)], dtype=np.uint64))
+    of_epoch = _mix(of_seed ^ np.uint64(epoch % (1 << 64)))
+    return list(_mix(of_epoch + counters))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's output function: every bit of the input moves every bit of the output. Overflow wraps by design."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,1 @@
+"""Devices, and their random generators."""

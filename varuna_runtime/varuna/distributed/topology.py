@@ -1,0 +1,102 @@
+"""Which rank does what in a generation of P×D.
+
+Letters: P stages, D replicas; rank = replica * P + stage; K sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from varuna_planner.schedule.batching import micro_batch_sizes, micro_batches
+from varuna_proto.environment import WorkerEnvironment
+
+__all__ = [
+    "Topology",
+    "share_of_batch",
+    "spans_of_micro_batches",
+    "stage_sections",
+    "tied_over_stages",
+]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a generation, and this rank's place in it."""
+
+    p: int
+    d: int
+    rank: int
+
+    @property
+    def stage(self) -> int:
+        return self.rank % self.p
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.p
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.p * self.d))
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The other ranks of this rank's replica."""
+        first = self.rank - self.stage
+        return tuple(rank for rank in range(first, first + self.p) if rank != self.rank)
+
+    def ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of all replicas of these stages, replica by replica."""
+        return tuple(replica * self.p + stage for replica in range(self.d) for stage in sorted(stages))
+
+
+def stage_sections(starts: Sequence[int], p: int, section_count: int) -> tuple[range, ...]:
+    """The sections of each stage. Without `starts`, the stages get equal numbers of sections.
+
+    Raises ValueError when the starts do not fit P or the model's number of sections.
+    """
+    if p > section_count:
+        raise ValueError(
+            f"P={p} stages, but the model has only {section_count} section(s): use at most {section_count} stages, "
+            "or place more CutPoints in the model"
+        )
+    starts = tuple(starts) or tuple(stage * section_count // p for stage in range(p))
+    ends = (*starts[1:], section_count)
+    if len(starts) != p or starts[0] != 0 or any(a >= b for a, b in zip(starts, ends, strict=True)):
+        raise ValueError(
+            f"stage starts {list(starts)} do not cut {section_count} sections into {p} stages: "
+            f"give {p} rising section numbers that begin with 0 and end below {section_count}"
+        )
+    return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
+
+
+def share_of_batch(examples: int, environment: WorkerEnvironment, replica: int) -> tuple[tuple[int, ...], int]:
+    """(sizes of this replica's micro-batches, number of the first in the global batch) for `examples` local examples.
+
+    A batch of another size (the end of a data set, an evaluation) is cut into micro-batches in the same way.
+    """
+    m = environment.plan.micro_batch
+    if not environment.plan.global_batch:  # a single process without a plan: its examples are the whole batch
+        return (micro_batch_sizes(examples, m or examples) if examples else ()), 0
+    run = micro_batches(environment.plan.global_batch, m, environment.plan.d)[replica]
+    sizes = micro_batch_sizes(environment.plan.global_batch, m)[run.start : run.stop]
+    if sum(sizes) != examples:
+        sizes = micro_batch_sizes(examples, m) if examples else ()
+    return sizes, run.start
+
+
+def spans_of_micro_batches(numbers: Iterable[int], environment: WorkerEnvironment) -> dict[int, range]:
+    """By number: the places of a micro-batch's examples in the global batch."""
+    plan = environment.plan
+    starts = {number: number * plan.micro_batch for number in numbers}
+    return {number: range(at, min(at + plan.micro_batch, plan.global_batch)) for number, at in starts.items()}
+
+
+def tied_over_stages(shared: Mapping[str, Sequence[int]], stages: Sequence[range]) -> dict[str, tuple[int, ...]]:
+    """The parameters that sections of more than one stage use -> those stages, from name -> sections."""
+    holders = {
+        name: tuple(stage for stage, held in enumerate(stages) if any(section in held for section in sections))
+        for name, sections in shared.items()
+    }
+    return {name: holding for name, holding in holders.items() if len(holding) > 1}

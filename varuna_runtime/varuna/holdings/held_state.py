@@ -1,0 +1,254 @@
+"""The state that processes of the generation before hold, as the ranks of a new generation see it.
+
+Rank 0 collects the holders' inventories from the rendezvous store, and proposes the newest state that they make
+together. All ranks then exchange what they need, and each computes the same plan of who fetches what from whom.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import structlog
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.format.manifest import FileEntry, FileKind, Manifest
+from varuna.checkpoint.loading.loader import StagedCheckpoint, stage_state
+from varuna.checkpoint.loading.resuming import HeldStateProposal
+from varuna.checkpoint.loading.verification import files_holding
+from varuna.checkpoint.state.rank_state import TrainingState
+from varuna.diagnostics.error_text import first_line
+from varuna.distributed.gloo import let_go
+from varuna.distributed.handshake import MeetingKey
+from varuna.distributed.reach import address_towards
+from varuna.distributed.rendezvous import RENDEZVOUS_TIMEOUT, store_prefix
+from varuna.distributed.rendezvous_server import RendezvousServer
+from varuna.distributed.rendezvous_store import RendezvousStore
+from varuna.holdings.giving import DONE_KEY, inventory_key
+from varuna.holdings.inventory import Inventory, decode_inventory, encode_inventory
+from varuna.holdings.merging import find_newest_step, merge_inventories
+from varuna.holdings.taking import HeldStateReader
+from varuna.holdings.transfer_plan import RankNeeds, plan_transfers
+from varuna_proto.environment import WorkerEnvironment
+
+__all__ = ["HeldState"]
+
+_log = structlog.get_logger("varuna")
+
+_INVENTORY_WAIT_S = 5.0
+"""How long rank 0 waits for inventories after its first look."""
+_WHOLE_WAIT_S = 1.0
+"""The same once what has come makes a whole state: more holders only spread the load."""
+_LOOK_AGAIN_S = 0.02
+
+
+class InventoryStore(Protocol):
+    """The part of the rendezvous store that holders and takers use."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class _Taken(NamedTuple):
+    """What all ranks together fetch."""
+
+    step: int
+    bytes: int
+    holders: int
+
+
+class _LoneStore:
+    """The rendezvous store of a generation of one rank."""
+
+    def __init__(self, environment: WorkerEnvironment, key: MeetingKey) -> None:
+        """Raises OSError, RuntimeError when it cannot be served."""
+        self._server = RendezvousServer(environment.rendezvous_host, key)
+        try:
+            self._served = RendezvousStore(environment.rendezvous_host, key, RENDEZVOUS_TIMEOUT)
+        except BaseException:
+            self._server.stop()
+            raise
+        self.store: Store = PrefixStore(store_prefix(environment), self._served)
+
+    def close(self) -> None:
+        self._server.stop()
+        self._served.close()
+        let_go(self._served)
+
+
+class HeldState:
+    """A `HeldStateSource`. Every rank of the new generation makes one if the environment names holders."""
+
+    def __init__(self, store: InventoryStore, holders: Iterable[int], *, key: MeetingKey, rank: int, host: str) -> None:
+        """`holders`: the ranks that the processes had. `rank`, `host`: of this process, in the new generation."""
+        self._store = store
+        self._holders = sorted(set(holders))
+        self._key = key
+        self._rank = rank
+        self._host = host
+        self._lone_store: _LoneStore | None = None
+        self._inventories: dict[int, Inventory] = {}
+        self._excluded: set[int] = set()
+        self._first_look_s: float | None = None
+        self._began_s = time.monotonic()
+        self._taken: _Taken | None = None
+        self._reader: HeldStateReader | None = None
+
+    @classmethod
+    def from_environment(cls, environment: WorkerEnvironment, store: InventoryStore) -> HeldState | None:
+        """None if there are no holders. `store`: the generation's rendezvous store.
+
+        A generation of one rank has none that others can reach, so one is served here until `announce_end`.
+        """
+        if not environment.holders:
+            return None
+        key = MeetingKey.from_environment(environment)
+        lone_store: _LoneStore | None = None
+        try:
+            host = address_towards(environment.rendezvous_host, environment.rendezvous_port or 9)
+            if environment.world_size == 1:
+                lone_store = _LoneStore(environment, key)
+                store = lone_store.store
+        except (OSError, RuntimeError) as error:
+            _log.warning("the state that processes hold cannot be reached", reason=first_line(error))
+            return None
+        held = cls(store, environment.holders, key=key, rank=environment.rank, host=host)
+        held._lone_store = lone_store
+        return held
+
+    def propose_state(self) -> HeldStateProposal | None:
+        """Rank 0: the newest state that the holders make together; None: there is none."""
+        self._wait_for_inventories()
+        able = self._list_able()
+        step = find_newest_step(able)
+        if step is None:
+            if self._holders:
+                _log.warning(
+                    "the processes of the generation before do not hold the whole state",
+                    expected=self._holders,
+                    found=[inventory.rank for inventory in able],
+                )
+            return None
+        chosen = [inventory for inventory in able if inventory.step == step]
+        try:
+            merge_inventories(chosen)
+        except CheckpointError as error:
+            _log.warning("the state that processes hold is of no use", step=step, reason=str(error))
+            return None
+        texts = [b64encode(encode_inventory(inventory)).decode() for inventory in chosen]
+        return HeldStateProposal(step, json.dumps(texts))
+
+    def stage_state(
+        self, document: str, state: TrainingState, exchange: Callable[[str], list[str]]
+    ) -> StagedCheckpoint:
+        """Every rank: makes the proposed state ready to be loaded. `exchange` gathers a text from each rank.
+
+        Raises CheckpointError: HolderError when holders do not give what is needed at once.
+        """
+        self._close_reader()
+        try:
+            merged = merge_inventories(
+                decode_inventory(b64decode(text), "an inventory from rank 0") for text in json.loads(document)
+            )
+        except (CheckpointError, ValueError) as error:
+            exchange(json.dumps(None))
+            raise CheckpointError(f"the state that processes hold is of no use: {error}") from error
+        files = [entry.name for entry in _list_needed_files(merged.manifest, state)]
+        needs: dict[int, RankNeeds] = {}
+        for rank, text in enumerate(exchange(json.dumps({"host": self._host, "files": files}))):
+            if (need := json.loads(text)) is None:
+                raise CheckpointError(f"rank {rank} cannot read what the processes hold")
+            needs[rank] = RankNeeds(str(need["host"]), tuple(need["files"]))
+        sources = merged.sources
+        plan = plan_transfers(sources, needs)
+        total = sum(sources[file].bytes for _, file in plan)
+        self._taken = _Taken(merged.manifest.step, total, len(set(plan.values())))
+        own = {file: holder for (rank, file), holder in plan.items() if rank == self._rank}
+        self._reader = HeldStateReader(merged, own, self._key, self._host)
+        return stage_state(merged.manifest, self._reader, state)
+
+    def exclude_holders(self, ranks: Iterable[int]) -> None:
+        """Rank 0: these processes are not asked again."""
+        self._excluded |= set(ranks)
+
+    def announce_end(self, *, is_loaded: bool) -> None:
+        """Rank 0: all ranks have their state, so the holders may end. `is_loaded`: it is theirs."""
+        if is_loaded and self._taken is not None:
+            _log.info(
+                f"the state of step {self._taken.step} came from the memory of {self._taken.holders} "
+                + ("process" if self._taken.holders == 1 else "processes"),
+                bytes=self._taken.bytes,
+                seconds=round(time.monotonic() - self._began_s, 3),
+            )
+        self._store.set(DONE_KEY, "")
+        self._holders = []
+        self._inventories = {}
+
+    def close(self) -> None:
+        """Ends this rank's connections to the holders, and what was served for them."""
+        self._close_reader()
+        if self._lone_store is not None:
+            self._lone_store.close()
+            self._lone_store = None
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _list_able(self) -> list[Inventory]:
+        """The inventories that came from the newest generation, of holders that have not failed."""
+        able = [inventory for rank, inventory in self._inventories.items() if rank not in self._excluded]
+        newest = max((inventory.receipt.generation for inventory in able), default=0)
+        return [inventory for inventory in able if inventory.receipt.generation == newest]
+
+    def _wait_for_inventories(self) -> None:
+        if self._first_look_s is None:
+            self._first_look_s = self._began_s = time.monotonic()
+        whole_since_s: float | None = None
+        while True:
+            self._look_for_inventories()
+            now_s = time.monotonic()
+            if len(self._inventories.keys() | self._excluded) >= len(self._holders):
+                return
+            if whole_since_s is None and find_newest_step(self._list_able()) is not None:
+                whole_since_s = now_s
+            if whole_since_s is not None and now_s > whole_since_s + _WHOLE_WAIT_S:
+                return
+            if now_s > self._first_look_s + _INVENTORY_WAIT_S:
+                return
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _look_for_inventories(self) -> None:
+        for rank in self._holders:
+            key = inventory_key(rank)
+            if rank in self._inventories or rank in self._excluded or not self._store.check([key]):
+                continue
+            try:
+                inventory = decode_inventory(b64decode(self._store.get(key)), f"the inventory of rank {rank}")
+                if inventory.rank != rank:
+                    raise CheckpointError(f"the inventory of rank {rank} claims to be of rank {inventory.rank}")
+                self._inventories[rank] = inventory
+            except (CheckpointError, ValueError) as error:
+                _log.warning("a process that holds state is left out", rank=rank, reason=str(error))
+                self._excluded.add(rank)
+
+
+def _list_needed_files(manifest: Manifest, state: TrainingState) -> list[FileEntry]:
+    """What `stage_state` and `StagedCheckpoint.fill_state` will read."""
+    rank = state.position.rank
+    own = {copy.file for copies in manifest.rank_states.values() for copy in copies if rank in copy.ranks}
+    return [
+        *files_holding(manifest, FileKind.PARAMETERS, state.tensors),
+        *files_holding(manifest, FileKind.AVERAGE, state.averages),
+        *(files_holding(manifest, FileKind.OPTIMIZER, state.parameters) if state.optimizers else ()),
+        *files_holding(manifest, FileKind.REGISTERED, state.tensors),
+        *(entry for entry in manifest.files if entry.kind in (FileKind.STATE, FileKind.OPTIONS) or entry.name in own),
+    ]

@@ -1,0 +1,43 @@
+"""The messages between a holder and those that take its state, which follow the handshake on each connection.
+
+    taker:  request: the holder's rank, a file's name, the offset to begin at
+    holder: done: the file's size; then its chunks from there on, each after its length and its checksum
+            refused: the reason
+
+A connection serves one request after the other. The messages are packed as those of the rendezvous store.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import xxhash
+
+__all__ = [
+    "CHUNK_BYTES",
+    "CHUNK_HEADER",
+    "FETCH",
+    "LARGEST_MESSAGE_BYTES",
+    "NUMBER",
+    "SILENCE_S",
+    "sum_chunk",
+]
+
+FETCH = 1
+CHUNK_BYTES = 1 << 20
+"""Large enough that its header costs nothing, small enough to be in the processor's cache for the checksum."""
+CHUNK_HEADER = struct.Struct("!I16s")
+NUMBER = struct.Struct("!Q")
+SILENCE_S = 10.0
+"""A side that sends nothing, or takes nothing, for so long is taken for gone."""
+LARGEST_MESSAGE_BYTES = 1 << 16
+"""Chunks are no messages."""
+
+
+def sum_chunk(parts: Iterable[memoryview]) -> bytes:
+    """The checksum of a chunk: against harm on the way, as `varuna.checkpoint.format.checksum` has it for files."""
+    checksum = xxhash.xxh3_128()
+    for part in parts:
+        checksum.update(part)
+    return checksum.digest()

@@ -1,0 +1,1 @@
+"""The report of `varuna inspect` on a model."""

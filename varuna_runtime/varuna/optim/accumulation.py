@@ -1,0 +1,171 @@
+"""Loops that accumulate gradients: `model.step()` for each batch, but `optimizer.step()` only for each fourth, say.
+
+`Varuna.step` updates the parameters itself, so it must know before the first update whether the script does. The script
+gives `Varuna(..., accumulate=True)`, or has a loop of the usual form: `model.step(...)` and, under
+`if (i + 1) % n == 0`, `optimizer.step()`. Then the script's own `optimizer.step()` makes the update, from the mean over
+all steps since the last update. A loop of another form is refused at its first late `optimizer.step()`.
+
+Ranks run the same script, so they decide alike without a message.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import structlog
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from varuna.diagnostics.user_code import is_user_file, user_code
+
+__all__ = ["Accumulation"]
+
+_log = structlog.get_logger("varuna")
+
+
+class Accumulation:
+    """The gradients since the script's last `optimizer.step()`, if that makes the updates."""
+
+    def __init__(self, is_requested: bool) -> None:
+        self.is_active = is_requested
+        """Whether the script's `optimizer.step()` makes the updates instead of `Varuna.step`."""
+        self.norm = 0.0
+        """L2 norm of the whole model's accumulated gradient."""
+        self.clip_max_norm: float | None = None
+        """The bound that the newest step has given."""
+        self._is_inspected = is_requested
+        self._weight = 0.0
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._own_updates = 0
+        self._stepped_at = ""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that await an update."""
+        return self._weight > 0
+
+    def inspect_script(self, optimizers: Iterable[Optimizer]) -> None:
+        """At the beginning of a step; the first step inspects the loop that calls it."""
+        if not self._is_inspected:
+            self._is_inspected = True
+            place = _find_accumulating_call(list(optimizers))
+            if place is not None:
+                self.is_active = True
+                _log.info(f"the script accumulates gradients: optimizer.step() at {place} makes the updates")
+        self._stepped_at = user_code()
+
+    # One step
+
+    def hold_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before the pass: takes the accumulated gradients out of `.grad`."""
+        self._held = [(p, p.grad) for p in parameters if p.grad is not None] if self.is_pending else []
+
+    def add_held_gradients(self, factor: float) -> None:
+        """After the pass, whose gradients are weighted sums times `factor`: adds the accumulated gradients."""
+        for parameter, mean in self._held:
+            held = mean * (self._weight * factor)
+            parameter.grad = held if parameter.grad is None else parameter.grad.add_(held)
+
+    def total_weight(self, weight: float) -> float:
+        """The weight of the accumulated gradients and of a step together."""
+        return self._weight + weight
+
+    def keep_gradients(self, weight: float, norm: float, clip_max_norm: float | None) -> None:
+        """After a finite step: `.grad` is the mean over all accumulated steps, and `norm` is its norm."""
+        self._weight += weight
+        self.norm, self.clip_max_norm, self._held = norm, clip_max_norm, []
+
+    def restore_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After a skipped step: puts the gradients that were accumulated before it back into `.grad`."""
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter, mean in self._held:
+            parameter.grad = mean
+        self._held = []
+
+    def drop_gradients(self) -> None:
+        """After an update, or when the script drops the gradients."""
+        self._weight, self._held = 0.0, []
+
+    # Scripts that step the optimizer although `Varuna.step` has
+
+    def count_update(self) -> None:
+        """`Varuna.step` has updated the parameters."""
+        self._own_updates += 1
+
+    def check_script_step(self) -> None:
+        """At an `optimizer.step()` of the script. Raises RuntimeError if several updates came before it."""
+        updates, self._own_updates = self._own_updates, 0
+        if updates > 1:
+            raise RuntimeError(
+                f"optimizer.step() at {user_code()} comes after {updates} calls of step() at {self._stepped_at}, and "
+                "each of them has updated the parameters, but the script accumulates gradients. Give "
+                "Varuna(..., accumulate=True), so that optimizer.step() makes one update from the mean over these "
+                f"steps; or take a global batch {updates} times as large and leave optimizer.step() out"
+            )
+
+
+def _find_accumulating_call(optimizers: Sequence[Optimizer]) -> str | None:
+    """file:line of an `optimizer.step()` that the user's running loop calls only in some iterations."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            line = _find_line(frame, optimizers)
+            if line is not None:
+                return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
+        frame = frame.f_back
+    return None
+
+
+def _find_line(frame: FrameType, optimizers: Sequence[Optimizer]) -> int | None:
+    try:
+        lines, first = inspect.getsourcelines(frame.f_code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, TypeError):  # no source (an interactive session), or a part of a statement
+        return None
+    offset = max(first, 1) - 1
+    here = frame.f_lineno - offset
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For | ast.While) and loop.lineno <= here <= (loop.end_lineno or loop.lineno):
+            for call in _find_conditional_steps(loop.body):
+                if any(_value_of(call.func.value, frame) is optimizer for optimizer in optimizers):  # type: ignore[attr-defined]
+                    return call.lineno + offset
+    return None
+
+
+def _find_conditional_steps(body: Sequence[ast.stmt], *, conditional: bool = False) -> Iterator[ast.Call]:
+    """Calls of a method `step` whose only condition is an `if` on a remainder."""
+    for statement in body:
+        if isinstance(statement, ast.If) and _is_remainder(statement.test):
+            yield from _find_conditional_steps(statement.body, conditional=True)
+        elif isinstance(statement, ast.With):
+            yield from _find_conditional_steps(statement.body, conditional=conditional)
+        elif conditional and isinstance(statement, ast.Expr | ast.Assign):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+                    yield node
+
+
+def _is_remainder(test: ast.expr) -> bool:
+    """`(i + 1) % n == 0`, or that `or` something else."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        return any(_is_remainder(part) for part in test.values)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return isinstance(test.operand, ast.BinOp) and isinstance(test.operand.op, ast.Mod)
+    sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
+    return any(isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mod) for side in sides)
+
+
+def _value_of(expression: ast.expr, frame: FrameType) -> Any:
+    """The value of a name, or of an attribute of a name, in the frame; None if it cannot be read directly."""
+    if isinstance(expression, ast.Name):
+        return frame.f_locals.get(expression.id, frame.f_globals.get(expression.id))
+    if isinstance(expression, ast.Attribute):
+        return getattr(_value_of(expression.value, frame), "__dict__", {}).get(expression.attr)
+    return None

@@ -1,0 +1,115 @@
+"""Steps whose loss or gradient is not finite, and what they must not do to a run.
+
+A NaN that reaches the parameters stays in them and in the next checkpoints. So such a step changes nothing: no
+parameter, no state of the optimizer, no statistics that a forward keeps. Many such steps in a row mean that the run has
+diverged; they end it while its last good checkpoint still exists. All ranks decide from the same agreed numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import structlog
+import torch
+from torch import Tensor, nn
+
+from varuna.distributed.agreement import StepTotals, agree_on_totals
+from varuna.distributed.groups import RankGroup
+from varuna.optim.precision import LossScaler
+
+__all__ = [
+    "NonFiniteSteps",
+    "check_max_non_finite_steps",
+    "describe_non_finite",
+    "first_non_finite_parameter",
+    "keep_buffers_finite",
+]
+
+_log = structlog.get_logger("varuna")
+
+
+class NonFiniteSteps:
+    """Skips such steps, up to a bound."""
+
+    def __init__(self, most_in_a_row: int, *, logs: bool) -> None:
+        """`logs`: whether this rank writes the log lines."""
+        self._most = most_in_a_row
+        self._logs = logs
+        self.in_a_row = 0
+        """The steps skipped in a row so far, without those that a smaller loss scale may cure."""
+        self._skipped = 0
+
+    def set_logging(self, *, logs: bool) -> None:
+        self._logs = logs
+
+    def decide_skip(self, step: int, loss: float, norm: float, scaler: LossScaler | None) -> bool:
+        """Whether to skip the update of `step`. Called after every step, with values that all ranks have agreed on.
+
+        Raises FloatingPointError after too many in a row. Steps that a smaller loss scale may cure do not count.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return False
+        self._skipped += 1
+        if scaler is not None and scaler.can_shrink and math.isfinite(loss):
+            return True  # the scaler logs it
+        self.in_a_row += 1
+        if self.in_a_row > self._most:
+            raise FloatingPointError(
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite, the last in step {step} "
+                f"(loss {loss:g}, gradient norm {norm:g}; max_non_finite_steps={self._most}). They have not changed "
+                "the parameters. Check these batches, the learning rate and its warm-up, and clip the gradient"
+            )
+        if self._logs:
+            _log.warning(
+                "step skipped: its loss or gradient is not finite",
+                step=step,
+                loss=loss,
+                gradient_norm=norm,
+                in_a_row=self.in_a_row,
+                skipped=self._skipped,
+            )
+        return True
+
+
+def check_max_non_finite_steps(most_in_a_row: int) -> None:
+    """Raises ValueError for a bad bound."""
+    if isinstance(most_in_a_row, bool) or not isinstance(most_in_a_row, int) or most_in_a_row < 0:
+        raise ValueError(
+            f"max_non_finite_steps={most_in_a_row!r}: give the number of steps in a row that may be skipped "
+            "because their loss or gradient is not finite; 0 ends the run at the first such step"
+        )
+
+
+@contextmanager
+def keep_buffers_finite(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Around a step: restores each buffer that was finite before the step and is not finite after it."""
+    floating = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+    before = [buffer.clone() for buffer in floating]
+    yield
+    with torch.no_grad():
+        for buffer, old in zip(floating, before, strict=True):
+            if not buffer.isfinite().all() and old.isfinite().all():
+                buffer.copy_(old)
+
+
+def first_non_finite_parameter(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """The name of the first trained parameter with an element that is not finite."""
+    trained = {name: p.detach() for name, p in parameters.items() if p.requires_grad and p.numel()}
+    if not trained:
+        return None
+    largest = torch._foreach_norm(list(trained.values()), torch.inf)
+    finite = torch.stack([one.double() for one in largest]).isfinite().tolist()
+    return next((name for name, is_finite in zip(trained, finite, strict=True) if not is_finite), None)
+
+
+def describe_non_finite(parameters: Mapping[str, nn.Parameter], everyone: RankGroup) -> str | None:
+    """Which trained parameters are not finite, in words; None if all are, on all ranks. Called by all ranks."""
+    name = first_non_finite_parameter(parameters)
+    ranks = agree_on_totals(everyone, StepTotals(loss_sum=float(name is not None), examples=0)).loss_sum
+    if not ranks:
+        return None
+    here = f"parameter {name} is" if name is not None else f"parameters of {ranks:.0f} other rank(s) are"
+    return f"{here} not finite"

@@ -1,0 +1,150 @@
+"""The script's optimizers: one or several, each with its own parameters.
+
+A stage may hold no parameter for an optimizer: it has frozen layers only, or no matrix for Muon. PyTorch refuses an
+optimizer without parameters, on this rank only and perhaps only after a morph. So a *placeholder* takes the place of
+missing parameters: a trainable parameter of one zero, whose gradient is zero, in no model, checkpoint or norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = [
+    "Optimizers",
+    "allow_empty_stages",
+    "check_parameters",
+    "left_out",
+    "list_optimizers",
+    "log_left_out",
+    "renew_placeholders",
+]
+
+_log = structlog.get_logger("varuna")
+
+Optimizers = Optimizer | Sequence[Optimizer]
+"""The argument of `set_optimizer`."""
+
+_NAMED = 3
+"""The most parameters that a message names."""
+_MARK = "_varuna_placeholder"
+_PLAIN = "_varuna_plain_init"
+
+
+def list_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+    """Raises ValueError for an empty list or a duplicate, and TypeError for an object that is no optimizer."""
+    found = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    if not found:
+        raise ValueError("set_optimizer([]): give at least one optimizer")
+    for optimizer in found:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"set_optimizer got a {type(optimizer).__name__}: give a torch.optim.Optimizer, or a list of them"
+            )
+    if len(set(map(id, found))) < len(found):
+        raise ValueError("set_optimizer got the same optimizer twice: list each once")
+    return found
+
+
+def check_parameters(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ValueError when an optimizer holds a tensor not in `parameters`, or two hold the same one."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    holder: dict[int, Optimizer] = {}
+    for optimizer, parameter in _held(optimizers):
+        if id(parameter) not in names:
+            raise ValueError(
+                f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not of this stage: "
+                "make the optimizer after wrapping the model, from the Varuna object's parameters()"
+            )
+        first = holder.setdefault(id(parameter), optimizer)
+        if first is not optimizer:
+            raise ValueError(
+                f"parameter {names[id(parameter)]} is in two optimizers ({type(first).__name__} and "
+                f"{type(optimizer).__name__}), so each step would update it twice: give it to one of them"
+            )
+
+
+def left_out(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The names of trainable parameters that no optimizer holds: training never changes them."""
+    held = {id(parameter) for _, parameter in _held(optimizers)}
+    return [name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in held]
+
+
+def log_left_out(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Logs one warning that names the parameters that no optimizer holds."""
+    if names := left_out(optimizers, parameters):
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        _log.warning(
+            f"no optimizer holds {', '.join(names[:_NAMED])}{more}, so training never changes them: give them to an "
+            "optimizer (set_optimizer takes a list of several), or freeze them with requires_grad_(False) before you "
+            "wrap the model"
+        )
+
+
+def _held(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Tensor]]:
+    """Every optimizer with every parameter in it, without placeholders."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not hasattr(parameter, _MARK):
+                    yield optimizer, parameter
+
+
+def allow_empty_stages(device: torch.device) -> None:
+    """From now on every new optimizer gets a placeholder on `device` in each group without a parameter.
+
+    Every optimizer passes `torch.optim.Optimizer.__init__`, whatever filter the script has made its groups with. Groups
+    with a parameter stay as they are.
+    """
+    plain = getattr(Optimizer.__init__, _PLAIN, Optimizer.__init__)
+
+    @wraps(plain)
+    def init(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        plain(self, params if isinstance(params, Tensor) else _with_placeholders(list(params), device), defaults)
+
+    setattr(init, _PLAIN, plain)
+    Optimizer.__init__ = init  # type: ignore[method-assign]
+
+
+def _with_placeholders(params: list[Any], device: torch.device) -> list[Any]:
+    """Adds placeholders to an optimizer's argument: parameters, pairs with names, or groups of either."""
+    groups = [group for group in params if isinstance(group, dict)]
+    if not params:
+        return [_placeholder(device)]
+    for group in groups:
+        if "params" in group and not isinstance(group["params"], Tensor | set):
+            group["params"] = list(group["params"])
+    # torch requires names in all groups or in none.
+    named = any(isinstance(member, tuple) for group in groups for member in _members(group))
+    for number, group in enumerate(groups):
+        if "params" in group and len(_members(group)) == 0:
+            placeholder = _placeholder(device)
+            group["params"] = [(f"varuna.placeholder.{number}", placeholder)] if named else [placeholder]
+    return params
+
+
+def _members(group: Mapping[str, Any]) -> Sequence[Any]:
+    members = group.get("params", ())
+    return (members,) if isinstance(members, Tensor) else tuple(members)
+
+
+def _placeholder(device: torch.device) -> nn.Parameter:
+    """A matrix, because Muon takes only matrices; of one element, because some optimizers divide by their number."""
+    placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
+    setattr(placeholder, _MARK, True)
+    return placeholder
+
+
+def renew_placeholders(optimizers: Sequence[Optimizer]) -> None:
+    """Before a step: sets the gradient of every placeholder, because the script may have dropped it."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if hasattr(parameter, _MARK):
+                    parameter.grad = torch.zeros_like(parameter)

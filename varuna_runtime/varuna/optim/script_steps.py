@@ -1,0 +1,129 @@
+"""One update per batch, even if the script calls `optimizer.step()` or clips gradients itself.
+
+`Varuna.step` steps the user's optimizer. Scripts for earlier versions of Varuna step it again; a second update from the
+same gradients would silently train something else. Loops of plain PyTorch clip gradients before their own
+`optimizer.step()`; after `Varuna.step` this has no effect, because the optimizer has already stepped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from types import FrameType, MethodType
+from typing import Any
+
+import structlog
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from varuna.diagnostics.user_code import user_code
+from varuna.optim.optimizers import renew_placeholders
+from varuna.optim.reduction import is_stepping, stepping
+
+__all__ = ["ReadOnlyGradients", "refuse_clipping", "step_optimizers", "take_over_steps"]
+
+_log = structlog.get_logger("varuna")
+
+_TAKEN_OVER = "_varuna_takes_the_steps"
+
+_INSTEAD = (
+    "clip with step(inputs, clip_grad_max_norm=…), which bounds the norm over all stages; leave out GradScaler "
+    "(fp16=True scales the loss); put changes of single tensors' gradients into the optimizer"
+)
+
+
+def take_over_steps(optimizer: Optimizer, on_script_step: Callable[[], bool] = lambda: False) -> None:
+    """From now on `optimizer.step()` makes an update only inside `step_optimizers`.
+
+    When the script calls it, `on_script_step` runs instead, and returns whether the call had an effect.
+
+    The object stays the user's own. Its method is replaced on the object, as by PyTorch's learning-rate schedulers,
+    which may come before or after this.
+    """
+    own_step = optimizer.step
+    if hasattr(own_step, _TAKEN_OVER):
+        return
+    is_logged = False
+
+    @wraps(own_step)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_logged
+        if is_stepping():
+            return own_step(*args, **kwargs)
+        if not on_script_step() and not is_logged:
+            is_logged = True
+            _log.info("the script's own optimizer.step() has no effect: Varuna.step() has stepped the optimizer")
+        return None
+
+    setattr(step, _TAKEN_OVER, True)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def step_optimizers(optimizers: Sequence[Optimizer], gradient_norm: float) -> None:
+    """Steps the optimizers in their order, with their hooks and the wrappers of schedulers.
+
+    `gradient_norm`: of the whole model's present gradient, for `global_gradient_norm`.
+    """
+    renew_placeholders(optimizers)
+    with stepping(gradient_norm):
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def refuse_clipping() -> None:
+    """Called before the stage's parameters are returned to a caller.
+
+    Raises RuntimeError when the caller is one of torch's clipping functions, because it would clip by the norm of one
+    stage, after the optimizer has stepped.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    name = ""
+    for _ in range(_CALLER_DEPTH):
+        if frame is not None and frame.f_code.co_filename == clip_grad.__file__:
+            own = frame.f_code.co_name
+            name = own if own.startswith("clip") else name or own  # not that of a wrapper or comprehension
+        frame = frame and frame.f_back
+    if name:
+        raise RuntimeError(
+            f"{name} at {user_code()}: a stage has only a part of the gradients, and step() has already stepped the "
+            f"optimizer with them. Instead, {_INSTEAD}"
+        )
+
+
+_CALLER_DEPTH = 6
+"""The frames to search: `parameters()`, a comprehension, and decorators lie between."""
+
+
+class ReadOnlyGradients:
+    """The averaged gradients that a step leaves in `.grad`. The script may read them, but not change them."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Tensor, Tensor, int]] = []
+        self._place = ""
+
+    def record_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Records the gradients at the end of a step."""
+        self._left = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
+        self._place = user_code()
+
+    def check_gradients(self) -> bool:
+        """At the beginning of the next step: returns whether the script has set gradients to None or zeros.
+
+        Raises RuntimeError when it has changed them to anything else.
+        """
+        dropped = False
+        for parameter, gradient, version in self._left:
+            now = parameter.grad
+            if now is not None and now is gradient and now._version == version:
+                continue
+            dropped = True
+            if now is not None and bool(now.any()):
+                raise RuntimeError(
+                    f"the gradients were changed between step() at {self._place} and step() at {user_code()} (by "
+                    "clip_grad_norm_, a GradScaler, or by hand): this has no effect, because step() has already "
+                    f"stepped the optimizer with them. Instead, {_INSTEAD}"
+                )
+        self._left = []
+        return dropped

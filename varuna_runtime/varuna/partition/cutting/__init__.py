@@ -1,0 +1,1 @@
+"""Where a model is cut, and what crosses each cut."""

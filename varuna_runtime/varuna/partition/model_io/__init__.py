@@ -1,0 +1,1 @@
+"""What a model is called with, and what it returns."""

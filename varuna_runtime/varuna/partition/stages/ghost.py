@@ -1,0 +1,167 @@
+"""Ghosts: they replace modules of earlier stages while a stage runs the user's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from varuna.partition.cutting.graph import ModuleCall, ObjectLeaf, TensorLeaf
+from varuna.partition.cutting.model_map import ModelMap
+from varuna.partition.cutting.shapes import LinearSize, TensorSpec
+from varuna.partition.model_io.structure import Structure, flatten_nested
+
+__all__ = ["Ghost", "ZeroTensors", "allocate_buffers", "are_hollow", "inject", "make_ghost"]
+
+
+_hollow: WeakSet[Tensor] = WeakSet()
+"""The elements of all `ZeroTensors`."""
+
+
+def are_hollow(tensors: Iterable[Tensor]) -> bool:
+    """Whether any tensor is one element without more memory: its data pointer must not be read."""
+    elements = {element.untyped_storage()._cdata for element in _hollow}
+    return any(tensor.layout == torch.strided and tensor.untyped_storage()._cdata in elements for tensor in tensors)
+
+
+class ZeroTensors:
+    """Tensors of zeros that take no memory: one element, seen with stride zero."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._elements: dict[torch.dtype, Tensor] = {}
+
+    def make_expanded(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        element = self._elements.get(dtype)
+        if element is None:
+            element = self._elements[dtype] = torch.zeros((), dtype=dtype, device=self._device)
+            _hollow.add(element)
+        return element.expand(shape)
+
+    def make_dense(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros with memory, for code that writes into them."""
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+
+def allocate_buffers(module: nn.Module, names: Container[str]) -> None:
+    """Gives memory to the buffers of these names that are zeros without any, for code that writes into them."""
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            name = f"{path}.{key}" if path else key
+            if buffer is not None and name in names and buffer.numel() > 1 and not any(buffer.stride()):
+                part._buffers[key] = torch.zeros_like(buffer, memory_format=torch.contiguous_format)
+
+
+def inject(received: Tensor, copied: bool) -> Tensor:
+    """A received tensor as the user's code gets it: never the leaf itself, which could not be changed in place.
+
+    `copied`: whether the code changes it in place, because the engine may run this forward again from the same tensor.
+    """
+    return received.clone() if copied else received.view_as(received)
+
+
+@dataclass(frozen=True, slots=True)
+class _ZeroLeaf:
+    spec: TensorSpec
+    dense: bool  # the code writes into it
+
+    def make_tensor(self, zeros: ZeroTensors, batch: int) -> Tensor:
+        make = zeros.make_dense if self.dense else zeros.make_expanded
+        return make(self.spec.shape_for(batch), self.spec.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceivedLeaf:
+    """A received tensor; it is written into the argument at `argument` if the module changed that in place."""
+
+    slot: int
+    copied: bool
+    argument: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ArgumentLeaf:
+    position: int
+
+
+_Leaf = _ZeroLeaf | _ReceivedLeaf | _ArgumentLeaf | LinearSize | ObjectLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """Makes the output that a module's call had in the dry run, with the received tensors in their places."""
+
+    structure: Structure
+    leaves: tuple[_Leaf, ...]
+    needs_arguments: bool
+    injects_grad: bool  # it returns a received tensor that requires a gradient
+
+    def make_output(
+        self,
+        zeros: ZeroTensors,
+        batch: int,
+        received: Sequence[Tensor],
+        *,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        arguments = flatten_nested((args, dict(kwargs)))[0] if self.needs_arguments else []
+        return self.structure.unflatten_leaves(
+            [self._leaf(x, zeros, batch, received=received, arguments=arguments) for x in self.leaves]
+        )
+
+    def _leaf(
+        self, leaf: _Leaf, zeros: ZeroTensors, batch: int, *, received: Sequence[Tensor], arguments: list[Any]
+    ) -> Any:
+        if isinstance(leaf, _ZeroLeaf):
+            return leaf.make_tensor(zeros, batch)
+        if isinstance(leaf, _ReceivedLeaf):
+            if leaf.argument is None:
+                return inject(received[leaf.slot], leaf.copied)
+            return arguments[leaf.argument].copy_(received[leaf.slot])
+        if isinstance(leaf, _ArgumentLeaf):
+            return arguments[leaf.position]
+        return leaf.for_batch(batch) if isinstance(leaf, LinearSize) else leaf.value
+
+
+def make_ghost(model_map: ModelMap, call: ModuleCall, slots: Mapping[int, int]) -> Ghost:
+    """The ghost of `call`. `slots`: the position of each transported value among the received tensors."""
+    leaf_of = _leaf_maker(model_map, slots)
+    leaves = tuple(
+        leaf_of(leaf, spec) for leaf, spec in zip(call.leaves, model_map.leaf_specs[call.index], strict=True)
+    )
+    assert call.structure is not None
+    needs_arguments = any(
+        isinstance(x, _ArgumentLeaf) or (isinstance(x, _ReceivedLeaf) and x.argument is not None) for x in leaves
+    )
+    grads = any(
+        isinstance(leaf, _ReceivedLeaf) and isinstance(spec, TensorSpec) and spec.requires_grad
+        for leaf, spec in zip(leaves, model_map.leaf_specs[call.index], strict=True)
+    )
+    return Ghost(call.structure, leaves, needs_arguments, grads)
+
+
+def _leaf_maker(
+    model_map: ModelMap, slots: Mapping[int, int]
+) -> Callable[[TensorLeaf | ObjectLeaf, TensorSpec | LinearSize | None], _Leaf]:
+    values = model_map.graph.values
+
+    def leaf_of(leaf: TensorLeaf | ObjectLeaf, spec: TensorSpec | LinearSize | None) -> _Leaf:
+        if isinstance(leaf, TensorLeaf):
+            value = values[leaf.value]
+            slot = slots.get(value.same_as)
+            if slot is not None and leaf.made_inside:
+                return _ReceivedLeaf(slot, value.changed_in_place, leaf.argument)
+            if leaf.argument is not None:
+                return _ArgumentLeaf(leaf.argument)
+            assert isinstance(spec, TensorSpec)
+            return _ZeroLeaf(spec, value.changed_in_place)
+        if leaf.argument is not None:
+            return _ArgumentLeaf(leaf.argument)
+        return spec if isinstance(spec, LinearSize) else leaf
+
+    return leaf_of

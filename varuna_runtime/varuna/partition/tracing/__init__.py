@@ -1,0 +1,1 @@
+"""The dry run: the user's own forward on fake tensors, and what it shows of the model."""

@@ -1,0 +1,122 @@
+"""The state of one pass of a stage over its micro-batches, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from varuna.pipeline.loss_weight import WeightedLoss
+from varuna.pipeline.micro_batches import MicroBatch
+from varuna.pipeline.pass_timer import PassTimer
+from varuna.pipeline.stage_setting import BoundaryShape
+from varuna.pipeline.transport import LinkReceiver, MessageTensor
+
+__all__ = ["MessageIntake", "PassResult", "PassState", "Stash"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassResult:
+    """The result of a pass over the replica's micro-batches on this rank.
+
+    `loss_sum`, `weight`, `examples` and `expected_weight` are 0 except on the last stage.
+    """
+
+    loss_sum: float
+    """Sum over micro-batches of mean loss times weight."""
+    weight: float
+    """Sum of the weights in `loss_sum`: the number of examples if the model returns no weights."""
+    examples: int
+    expected_weight: float
+    """The number that the backwards were divided by."""
+    forward_us: int
+    """Median per micro-batch."""
+    backward_us: int
+    """Median per micro-batch."""
+    wait_us: int
+    """Time in which no op ran."""
+
+
+@dataclass
+class Stash:
+    """What a micro-batch leaves in memory between its forward and its backward."""
+
+    micro_batch: MicroBatch
+    received: list[Tensor]
+    outputs: list[Tensor] | None = None
+    """None after a forward that will be recomputed."""
+    buffers: list[Tensor] = field(default_factory=list)
+    """The values before the forward of the buffers that it writes, for a recompute."""
+
+
+@dataclass
+class PassState:
+    """The state of one pass."""
+
+    micro_batches: Sequence[MicroBatch]
+    timer: PassTimer
+    activations: MessageIntake
+    gradients: MessageIntake
+    forwards: int = 0
+    recomputes: int = 0
+    backwards: int = 0
+    stashes: dict[int, Stash] = field(default_factory=dict)
+    """By micro-batch, of those between forward and backward."""
+    losses: list[WeightedLoss] = field(default_factory=list)
+    """On the last stage, by micro-batch."""
+    expected_weight: float = 0.0
+
+
+class MessageIntake:
+    """The messages of one pass from one link.
+
+    At any time there are receive buffers for at most `room` messages, posted ahead. A message occupies its buffer until
+    it is released.
+    """
+
+    def __init__(
+        self, receiver: LinkReceiver | None, boundaries: Sequence[BoundaryShape], sizes: Sequence[int], room: int
+    ) -> None:
+        """`receiver`: None where no neighbour sends. `sizes`: the examples in each micro-batch."""
+        self.has_source = receiver is not None and len(boundaries) > 0
+        self._receiver = receiver if self.has_source else None
+        self._boundaries = boundaries
+        self._sizes = sizes
+        self._before = 0 if self._receiver is None else self._receiver.arrived
+        self._room = room
+        self._posted = 0
+
+    def post_first_receives(self) -> None:
+        """Posts receives for as many messages as there is room for."""
+        for _ in range(min(self._room, len(self._sizes))):
+            self._post_receive()
+
+    @property
+    def arrived(self) -> int:
+        """Messages of this pass that have arrived; all of them where no neighbour sends."""
+        return len(self._sizes) if self._receiver is None else self._receiver.arrived - self._before
+
+    @property
+    def last_arrival_ns(self) -> int:
+        """When the newest message arrived; 0 without a source."""
+        return 0 if self._receiver is None else self._receiver.last_arrival_ns
+
+    def take_message(self, number: int, device: torch.device) -> list[Tensor]:
+        """The tensors of one micro-batch, on `device`."""
+        if self._receiver is None:
+            return []
+        return self._receiver.take_message(self._before + number, device)
+
+    def release_oldest(self) -> None:
+        """Gives the room of the oldest taken message to the next one."""
+        if self._posted < len(self._sizes):
+            self._post_receive()
+
+    def _post_receive(self) -> None:
+        if self._receiver is not None:
+            examples = self._sizes[self._posted]
+            tensors = [MessageTensor(b.shape_for(examples), b.dtype) for b in self._boundaries]
+            self._receiver.post_receive(tensors, self._posted)
+        self._posted += 1

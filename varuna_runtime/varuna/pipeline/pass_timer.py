@@ -1,0 +1,81 @@
+"""The durations of the ops of a pass, and of the waits between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from varuna.devices.cuda_events import record_event
+from varuna.diagnostics.timeline import OPS, Timeline
+
+__all__ = ["OpTimes", "PassTimer"]
+
+
+@dataclass(frozen=True)
+class _TimedOp:
+    name: str
+    micro_batch: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpTimes:
+    """Medians over a pass, in microseconds; 0 for an op that the stage does not do."""
+
+    forward_us: int = 0
+    recompute_us: int = 0
+    backward_us: int = 0
+
+
+class PassTimer:
+    """Times the ops of a pass: with the clock on a CPU, with events on a CUDA device, which runs ops asynchronously."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began_ns = time.perf_counter_ns()
+        self._ops: list[_TimedOp] = []
+        self._events: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._first = record_event(timed=True) if device.type == "cuda" else None
+
+    @contextmanager
+    def measure_op(self, name: str, micro_batch: int) -> Iterator[None]:
+        """Times one op."""
+        if self._first is not None:
+            begin = record_event(timed=True)
+            yield
+            self._events.append((name, micro_batch, begin, record_event(timed=True)))
+        else:
+            begin_ns = time.perf_counter_ns()
+            yield
+            self._ops.append(_TimedOp(name, micro_batch, begin_ns, time.perf_counter_ns()))
+
+    def finish_pass(self, timeline: Timeline) -> tuple[OpTimes, int]:
+        """(median times of the ops, µs in which no op ran). Waits for the device. The timeline gets every op."""
+        if self._first is not None:
+            torch.cuda.synchronize()
+            self._ops = [
+                _TimedOp(name, micro_batch, self._on_host_clock(begin), self._on_host_clock(end))
+                for name, micro_batch, begin, end in self._events
+            ]
+        elapsed_ns = time.perf_counter_ns() - self._began_ns
+        durations: dict[str, list[int]] = {}
+        for op in self._ops:
+            durations.setdefault(op.name, []).append(op.end_ns - op.begin_ns)
+            timeline.add_span(OPS, f"{op.name}{op.micro_batch}", op.begin_ns, op.end_ns, micro_batch=op.micro_batch)
+        medians_us = {name: round(median(each) / 1e3) for name, each in durations.items()}
+        idle_ns = elapsed_ns - sum(map(sum, durations.values()))
+        op_times = OpTimes(
+            forward_us=medians_us.get("F", 0), recompute_us=medians_us.get("R", 0), backward_us=medians_us.get("B", 0)
+        )
+        return op_times, max(0, round(idle_ns / 1e3))
+
+    def _on_host_clock(self, event: torch.cuda.Event) -> int:
+        # The device was idle at the beginning of the pass, so its first event happened then.
+        assert self._first is not None
+        after_ms: float = self._first.elapsed_time(event)
+        return self._began_ns + round(after_ms * 1e6)

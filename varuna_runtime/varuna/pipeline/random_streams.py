@@ -1,0 +1,109 @@
+"""Random streams that do not depend on how the model and the batch are cut.
+
+Before a section runs for a micro-batch, the device's generators are seeded from (seed, step, micro-batch of the global
+batch, section). So dropout is the same for every P and D, and a recomputed forward draws the same numbers again.
+Where random numbers belong to examples (random_by_example.py), they are the same for every size of the micro-batches,
+too. Then the CPU's generator, which gives the draws their keys, is seeded without the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+from varuna.partition.cutting.shapes import DrawSpec
+from varuna.pipeline.micro_batches import MicroBatch
+from varuna.pipeline.random_by_example import ExampleStreams
+from varuna.pipeline.random_operations import install_hooks
+from varuna.pipeline.seed_mixing import mix_seed
+
+__all__ = ["RandomStreams", "preserve_generators", "seed_generators", "stream_seed"]
+
+_MASK = (1 << 64) - 1
+_ALL = -1
+"""In place of a micro-batch: all micro-batches of the step."""
+
+
+def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:
+    """The seed of one random stream, in [0, 2**63). Distinct arguments give unrelated streams."""
+    state = 0
+    for part in (seed, step, micro_batch, section):
+        state = mix_seed(state ^ (part & _MASK))
+    return state >> 1
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seeds the generators from which code on `device` draws: the CPU's, and the device's own."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+class _SectionedStage(Protocol):
+    """A stage: it calls `on_section` as each of its sections starts."""
+
+    on_section: Callable[[int], None] | None
+
+
+class RandomStreams:
+    """The random numbers of a stage's forwards.
+
+    Args:
+        draws: the draws of the whole model, if random numbers belong to examples; None: they belong to micro-batches.
+    """
+
+    def __init__(self, device: torch.device, draws: Sequence[DrawSpec] | None = None) -> None:
+        self._device = device
+        self._by_example: ExampleStreams | None = None
+        if draws is not None:
+            install_hooks()
+            self._by_example = ExampleStreams(draws)
+
+    @property
+    def places_of_micro_batches(self) -> tuple[str, ...]:
+        """The places of draws so far that belong to micro-batches although other draws belong to examples."""
+        return () if self._by_example is None else tuple(self._by_example.micro_batch_draws)
+
+    def measured_draws(self, examples: int) -> AbstractContextManager[object]:
+        """A context for a forward or backward that is only measured."""
+        if self._by_example is None:
+            return nullcontext()
+        self._by_example.set_examples(0, examples)
+        return self._by_example
+
+    @contextmanager
+    def seeding_sections(self, stage: _SectionedStage, seed: int, step: int, micro_batch: MicroBatch) -> Iterator[None]:
+        """A context for a forward of `micro_batch`, a recompute, or its backward."""
+        streams = self._by_example
+
+        def seed_section(section: int) -> None:
+            seed_generators(self._device, stream_seed(seed, step, micro_batch.index, section))
+            if streams is not None:
+                torch.default_generator.manual_seed(stream_seed(seed, step, _ALL, section))
+
+        stage.on_section = seed_section
+        try:
+            if streams is None:
+                yield
+            else:
+                streams.set_examples(micro_batch.first_example, micro_batch.examples)
+                with streams:
+                    yield
+        finally:
+            stage.on_section = None
+
+
+@contextmanager
+def preserve_generators(device: torch.device) -> Iterator[None]:
+    """Restores the state of the generators of CPU and `device` after the block."""
+    host = torch.default_generator.get_state()
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, device)

@@ -1,0 +1,207 @@
+"""The checkpoints of a training: what goes into them, when they may be written, and training from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import structlog
+
+from varuna.assembly.assembly import Assembly
+from varuna.checkpoint import (
+    CheckpointError,
+    CheckpointRequest,
+    LoadedCheckpoint,
+    ShapePosition,
+    StateScope,
+    TrainingState,
+    hugging_face,
+)
+from varuna.checkpoint.saving.shares import count_bytes
+from varuna.checkpoint.script_states import RegisteredStates
+from varuna.checkpoint.state.stage_state import held_state
+from varuna.checkpoint.worker_checkpoints import WorkerCheckpoints
+from varuna.data.sample_cursor import SampleCount
+from varuna.distributed.agreement import BoundaryRequests, StepTotals, agree_on_totals
+from varuna.distributed.groups import RankGroup
+from varuna.holdings.held_state import HeldState
+from varuna.model.script_changes import ScriptChanges
+from varuna.optim.non_finite_steps import describe_non_finite
+from varuna.optim.parameter_updater import ParameterUpdater
+from varuna.optim.precision import LossScaler
+from varuna.optim.weight_average import AVERAGE_STATE
+from varuna.partition import ModelMap
+from varuna.roles.wrapped_model import WrappedModel
+from varuna.worker.agent_link import StateSources
+
+__all__ = ["TrainingCheckpoints", "TrainingProgress"]
+
+_log = structlog.get_logger("varuna")
+
+_CHANGES_STATE = "varuna.model.script_changes"
+"""The name under which checkpoints keep what the script has changed in the model since it was wrapped."""
+
+_LOSS_SCALE_STATE = "varuna.loss_scale"
+"""The name under which checkpoints keep the state of the loss scale."""
+
+
+@dataclass
+class TrainingProgress:
+    """Where the training is."""
+
+    seed: int
+    """Of all random draws."""
+    step: int = 0
+    """The last step that is done."""
+    samples: SampleCount = field(default_factory=SampleCount)
+
+
+class TrainingCheckpoints:
+    """Saves and loads the state of one rank's training, together with the other ranks."""
+
+    def __init__(
+        self,
+        wrapped: WrappedModel,
+        assembly: Assembly,
+        updater: ParameterUpdater,
+        *,
+        changes: ScriptChanges,
+        progress: TrainingProgress,
+    ) -> None:
+        self._worker = wrapped.worker
+        self._updater, self._changes, self._progress = updater, changes, progress
+        self._parameters = assembly.stage.parameters if updater.host is None else updater.host.parameters
+        self._hold_state = partial(
+            held_state, stage=assembly.stage, parameters=self._parameters, state_dict=wrapped.tensor_names
+        )
+        self.registered = RegisteredStates()
+        if updater.average is not None:
+            self.registered.register_state(AVERAGE_STATE, updater.average, per=StateScope.JOB)
+        if (description := hugging_face.ModelDescription.from_model(wrapped.model)) is not None:
+            self.registered.register_state(hugging_face.STATE, description, per=StateScope.JOB)
+        self.registered.register_state(_CHANGES_STATE, changes, per=StateScope.JOB)
+        self.were_loaded = False
+        """Whether the script has loaded a checkpoint, or looked for one."""
+        self.sources = StateSources()
+        """Of the state that was loaded."""
+        self.follow_ranks(assembly.everyone, wrapped.model_map)
+
+    def follow_ranks(self, everyone: RankGroup, model_map: ModelMap) -> None:
+        """From now on this process saves and loads as its rank among `everyone`. A save under way is not waited for."""
+        self._everyone = everyone
+        self.hold_stage(model_map)
+        self.checkpointing = WorkerCheckpoints(self._worker, everyone)
+
+    def hold_stage(self, model_map: ModelMap) -> None:
+        """From now on checkpoints have what the stage holds by this map."""
+        environment = self._worker.environment
+        place = ShapePosition(rank=environment.rank, p=environment.plan.p, d=environment.plan.d)
+        self.held = self._hold_state(model_map, place=place)
+
+    def count_bytes(self) -> int:
+        """Bytes of the state that this process holds: parameters, buffers, the optimizers' state, averages."""
+        average = self._updater.average
+        averages = {} if average is None else average.averages
+        state = replace(self.held, optimizers=self._updater.optimizers, averages=averages)
+        return sum(count_bytes(name, state) for name in state.tensors)
+
+    def hold_scaler(self, scaler: LossScaler) -> None:
+        self.registered.register_state(_LOSS_SCALE_STATE, scaler, per=StateScope.JOB, replace=True)
+
+    # Saving
+
+    def boundary_requests(self) -> BoundaryRequests:
+        """What this rank wants at the next boundary between steps."""
+        return self.checkpointing.automatic.choose_requests()
+
+    def set_boundary_requests(self, requests: BoundaryRequests) -> None:
+        """Notes what all ranks want at the next boundary between steps."""
+        self.checkpointing.automatic.record_agreement(requests)
+
+    def save_automatic_checkpoint(self) -> None:
+        """Between steps: writes the checkpoint that all ranks have agreed on; it holds no gradients."""
+        automatic = self.checkpointing.automatic
+        if self._updater.accumulation.is_pending:
+            return
+        if automatic.keeps_state:
+            self._changes.exchange_changes()
+        automatic.apply_agreement(self._progress.step, self.training_state, self._find_fault)
+
+    def save_checkpoint(
+        self, url: str, step: int | None, *, request: CheckpointRequest, tmpdir: str | None, in_background: bool
+    ) -> None:
+        if (fault := self._find_fault()) is not None:
+            raise CheckpointError(f"checkpoint(): {fault}, so no training could resume from this checkpoint")
+        if self._updater.accumulation.is_pending:
+            _log.warning("the checkpoint does not contain the gradients that await the next optimizer.step()")
+        self._changes.exchange_changes()
+        self.checkpointing.save_checkpoint(
+            url,
+            self._progress.step if step is None else step,
+            self.training_state(),
+            request=request,
+            tmpdir=tmpdir,
+            in_background=in_background,
+        )
+
+    def _find_fault(self) -> str | None:
+        """Why a checkpoint of the parameters would be of no use. Called by all ranks."""
+        return describe_non_finite(self._parameters, self._everyone)
+
+    def training_state(self) -> TrainingState:
+        """The state of this rank: a view on the live tensors."""
+        average = self._updater.average
+        return replace(
+            self.held,
+            optimizers=self._updater.optimizers,
+            schedulers=self.registered.schedulers,
+            averages={} if average is None else average.averages,
+            user=self.registered.collect_states(),
+            user_scopes=self.registered.scopes,
+            seed=self._progress.seed,
+            cursor=self._progress.samples.cursor,
+        )
+
+    # Loading
+
+    def load_checkpoint(self, url: str, step: int) -> None:
+        """Loads the checkpoint of `step`. Raises ValueError when the ranks name different steps."""
+        self.were_loaded = True
+        mean = agree_on_totals(self._everyone, StepTotals(loss_sum=float(step), examples=1, weight=1)).loss
+        if mean != step:
+            raise ValueError(
+                f"load_checkpoint({step}): other ranks give another iteration (the mean is {mean:g}); "
+                "give every rank the same"
+            )
+        self._continue_from(self.checkpointing.load_checkpoint(url, step, self.training_state()))
+
+    def resume_training(self, *, allow_fresh_start: bool) -> None:
+        """Loads the newest checkpoint of the job, if there is one."""
+        self.were_loaded = True
+        self._worker.phases.end_phase("script")
+        loaded = self.checkpointing.resume_newest(
+            self.training_state(),
+            memory=HeldState.from_environment(self._worker.environment, self._worker.rendezvous.store),
+            allow_fresh_start=allow_fresh_start,
+        )
+        if loaded is not None:
+            self._continue_from(loaded)
+        self._worker.phases.end_phase("load")
+
+    def _continue_from(self, loaded: LoadedCheckpoint) -> None:
+        """The parameters and the optimizers' state are loaded; the rest follows them."""
+        average = self._updater.average
+        self.sources = StateSources(peer_bytes=loaded.peer_bytes, store_bytes=loaded.bytes_read - loaded.peer_bytes)
+        self._updater.accumulation.drop_gradients()
+        self._progress.step = loaded.step
+        self._progress.samples.load_cursor(loaded, self._worker.environment)
+        self._progress.seed = loaded.seed
+        self.registered.load_states(loaded)
+        if average is not None and not loaded.averaged:
+            average.reset_averages()
+            _log.warning(
+                "the checkpoint has no average of the parameters: it starts from them",
+                step=loaded.step,
+            )
+        if average is None and loaded.averaged:
+            _log.warning("the checkpoint's average of the parameters is not loaded: give Varuna(ema=...) to keep it")

@@ -1,0 +1,211 @@
+"""Going on in the next generation without a new process: what that needs, and what the survivors agree on.
+
+A survivor keeps its process, its stage and the state of its last committed step. It takes its rank in the next
+generation from its agent, meets the other survivors there, and the call of `step` that was under way goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from varuna.data.batches import is_recent_batch
+from varuna.distributed.agreement import BoundaryRequests, StepTotals
+from varuna.distributed.gloo import list_script_groups
+from varuna.distributed.group_sockets import can_find_sockets
+from varuna.distributed.worker_environment import list_shape_readers
+from varuna.pipeline.pass_state import PassResult
+from varuna.roles.kept_shares import KeptShare, StepRest, deal_evenly, find_complete, join_spans, split_spans
+from varuna_planner.schedule.batching import count_micro_batches
+from varuna_proto.environment import Mode, WorkerEnvironment
+
+__all__ = [
+    "SurvivorStep",
+    "TrainingStep",
+    "can_hold_state",
+    "choose_totals",
+    "count_redone",
+    "describe_obstacle",
+    "describe_script_obstacle",
+    "fits_in_place",
+    "make_survivor_step",
+    "plan_rest",
+]
+
+_SWITCH = "VARUNA_IN_PLACE"
+"""A job's variable; 0: each generation gets new processes."""
+_MOST_UNCLEAN_ENDS = 5
+"""gloo sometimes leaves a thread in a receive whose connection is gone; with it stay some fifteen threads and
+descriptors. A new process begins without them."""
+
+
+@dataclass(kw_only=True)
+class TrainingStep:
+    """One call of `Varuna.step`, and how far it has come. It may go on in another generation."""
+
+    inputs: Mapping[str, Any]
+    clip_grad_max_norm: float | None
+    began_ns: int
+    has_begun: bool = False
+    """Whether a pass has."""
+    passed: PassResult | None = None
+    kept: KeptShare | None = None
+    """What `.grad` has of the step, while no sum over other ranks has replaced it."""
+    rest: StepRest | None = None
+    """What this rank's replica has to run in the present generation; None: its share of the global batch."""
+    redone: int = 0
+    """The micro-batches that all replicas of the present generation run again."""
+    is_reduced: bool = False
+    """Whether `.grad` holds the sums over all ranks, so that only the totals are missing."""
+    totals: StepTotals | None = None
+    """What all ranks have agreed on: the step is committed."""
+    overflow: bool = False
+    is_updated: bool = False
+    """Whether the update has been made."""
+    was_interrupted: bool = False
+    """Whether this process left a generation after the totals had been agreed on."""
+
+    def drop_share(self) -> None:
+        """Forgets what is kept, because `.grad` no longer has it."""
+        self.kept = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurvivorStep:
+    """Where one survivor's training stands, for the others."""
+
+    committed: int
+    """The newest step that this rank knows as committed."""
+    totals: StepTotals | None = None
+    """Of that step."""
+    has_begun: bool = False
+    """Whether it has begun a pass of the step after it."""
+    kept: Sequence[Sequence[int]] = ()
+    """The micro-batches of that pass that its sums have, as runs [first, end)."""
+    expected_weight: float = 0.0
+    """The weight by which their backward passes divided; 0 except on the last stage."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SurvivorStep:
+        fields = json.loads(text)
+        totals = fields["totals"]
+        if totals is not None:
+            totals = StepTotals(**{**totals, "requests": BoundaryRequests(**totals["requests"])})
+        return cls(**{**fields, "totals": totals})
+
+
+def make_survivor_step(step: TrainingStep | None, committed: int, totals: StepTotals | None) -> SurvivorStep:
+    """`step`: the call under way. `totals`: of the step `committed`."""
+    if step is None or step.totals is not None:
+        return SurvivorStep(committed=committed, totals=totals)
+    kept = step.kept
+    return SurvivorStep(
+        committed=committed,
+        totals=totals,
+        has_begun=step.has_begun,
+        kept=() if kept is None else join_spans(kept.numbers),
+        expected_weight=0.0 if kept is None else kept.passed.expected_weight,
+    )
+
+
+def choose_totals(own: SurvivorStep, survivors: Sequence[SurvivorStep], *, is_reduced: bool) -> StepTotals | None:
+    """The totals with which this rank completes the step under way; None when it already stands where all go on.
+
+    A step is committed as soon as one rank has seen the agreement on it. All ranks had summed their gradients by then,
+    so one that has not seen it needs only the totals.
+
+    Raises RuntimeError when this rank cannot get to the newest committed step.
+    """
+    newest = max(survivors, key=lambda survivor: survivor.committed)
+    if own.committed == newest.committed:
+        return None
+    if own.committed + 1 == newest.committed and newest.totals is not None and is_reduced:
+        return newest.totals
+    raise RuntimeError(
+        f"this process holds step {own.committed}, and another survivor step {newest.committed}: it has to load that"
+    )
+
+
+def can_hold_state(environment: WorkerEnvironment) -> bool:
+    """Whether a process may keep its state for the next generation when it leaves this one."""
+    is_wanted = os.environ.get(_SWITCH, "1") != "0"
+    is_managed = bool(environment.agent_socket) and environment.mode is Mode.TRAIN
+    return is_wanted and is_managed and can_find_sockets()
+
+
+def plan_rest(survivors: Sequence[SurvivorStep], environment: WorkerEnvironment) -> StepRest | None:
+    """What this rank's replica runs of the step under way; None: its share, because nothing is kept.
+
+    All ranks decide alike from the same `survivors`, which are in the order of their ranks.
+    """
+    plan = environment.plan
+    if len({survivor.committed for survivor in survivors}) > 1:
+        return None
+    shares = [frozenset(split_spans(survivor.kept)) for survivor in survivors]
+    complete = find_complete(shares, plan.p)
+    expected = max(survivor.expected_weight for survivor in survivors)
+    if not complete or not expected:
+        return None
+    left = sorted(set(range(count_micro_batches(plan.global_batch, plan.micro_batch))) - complete)
+    return StepRest(
+        numbers=deal_evenly(left, plan.d)[environment.rank // plan.p],
+        count=len(left),
+        expected_weight=expected,
+        keeps_share=shares[environment.rank] <= complete,
+    )
+
+
+def count_redone(rest: StepRest | None, survivors: Sequence[SurvivorStep], environment: WorkerEnvironment) -> int:
+    """The micro-batches of the step under way that all replicas run again, whole or in part; the same on all ranks."""
+    if not any(survivor.has_begun for survivor in survivors):
+        return 0
+    plan = environment.plan
+    return count_micro_batches(plan.global_batch, plan.micro_batch) if rest is None else rest.count
+
+
+def describe_obstacle(inputs: Mapping[str, Any] | None, *, accumulates: bool, unclean_ends: int) -> str:
+    """Why this process cannot take a rank in the next generation, and only gives its state to it; empty: it can.
+
+    `inputs`: of the newest step; None before the first one. `unclean_ends`: generations that left something behind.
+    """
+    if inputs is None:
+        return "it has not begun to train"
+    if unclean_ends >= _MOST_UNCLEAN_ENDS:
+        return f"connections of {unclean_ends} earlier generations could not be ended in it"
+    return describe_script_obstacle(inputs, accumulates=accumulates)
+
+
+def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) -> str:
+    """What the script does because of which its processes cannot go on in place, and the way out; empty: nothing.
+
+    `inputs`: of the newest step.
+    """
+    if accumulates:
+        return "the script accumulates gradients; a larger global batch does the same"
+    if readers := list_shape_readers():
+        return (
+            f"the script has read its place in the shape ({', '.join(readers)}); varuna.data.Batches gives each rank "
+            "its examples without that"
+        )
+    if not is_recent_batch(inputs):
+        return (
+            "the script does not pass the batches of varuna.data.Batches to step() as they are; pass each dict itself, "
+            "no copy, and fetch at most one ahead"
+        )
+    if list_script_groups():
+        return "the script has process groups of its own; without them, step() returns the loss over all ranks"
+    return ""
+
+
+def fits_in_place(now: WorkerEnvironment, before: WorkerEnvironment) -> bool:
+    """Whether a process with the stage that it has can be that rank."""
+    plan, old = now.plan, before.plan
+    same_cuts = (plan.p, plan.stage_starts, plan.micro_batch) == (old.p, old.stage_starts, old.micro_batch)
+    same_batch = plan.global_batch == old.global_batch
+    return same_cuts and same_batch and now.rank % plan.p == before.rank % old.p and now.mode is before.mode

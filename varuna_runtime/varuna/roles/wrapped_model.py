@@ -1,0 +1,103 @@
+"""The model that a script wraps, after the dry run: the start of every role."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from varuna.assembly.trace_agreement import require_same_trace
+from varuna.calibration.subject import CalibrationSubject
+from varuna.checkpoint.loading.pretrained import PretrainedWeights
+from varuna.checkpoint.state.stage_state import state_dict_names
+from varuna.devices.generators import keep_global_generators
+from varuna.inspection.report import write_refusal
+from varuna.optim.precision import TrainingPrecision
+from varuna.partition import ModelMap, PartitionError, ValueSource, trace
+from varuna.partition.model_io.example_inputs import GetBatch
+from varuna.worker.worker import WorkerProcess
+from varuna_proto.environment import Mode
+
+__all__ = ["ModelOptions", "WrappedModel", "wrap_model"]
+
+_TRACE_EXAMPLES = 2
+"""Examples in the batch of the dry run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrappedModel:
+    """A model, its map, and where and how this process computes with it."""
+
+    worker: WorkerProcess
+    device: torch.device
+    precision: TrainingPrecision
+    model: nn.Module
+    model_map: ModelMap
+    get_batch: GetBatch
+    examples: Mapping[str, Any]
+    """The inputs of the dry run."""
+    tensor_names: Mapping[str, str]
+    """Every name in the model's `state_dict()`, with the name that the tensor is stored under."""
+    values: ValueSource | None = None
+    """Of parameters and buffers, where they are not the model's own."""
+
+    def calibration_subject(self) -> CalibrationSubject:
+        return CalibrationSubject(self.model, self.model_map, self.get_batch, self.device, self.precision, self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How to read the model: the arguments of `Varuna` with these names."""
+
+    shared_weights: Sequence[tuple[str, str]] = ()
+    cut_points: int | None = None
+    random_by_example: bool = True
+    weights: str | os.PathLike[str] | None = None
+
+
+def wrap_model(
+    worker: WorkerProcess,
+    device: torch.device,
+    precision: TrainingPrecision,
+    *,
+    model: nn.Module,
+    get_batch: GetBatch,
+    options: ModelOptions,
+) -> WrappedModel:
+    """Runs the model on example inputs to find where it can be cut. Called by all ranks.
+
+    Raises PartitionError when the model cannot be cut, ValueError when this rank's trace differs from rank 0's.
+    """
+    environment = worker.environment
+    try:
+        with keep_global_generators(device), precision.dry_run_context():
+            examples = get_batch(_TRACE_EXAMPLES)
+            model_map = trace(model, examples, shared_weights=options.shared_weights, cut_points=options.cut_points)
+    except PartitionError as error:
+        if environment.mode is Mode.INSPECT:
+            write_refusal(environment, error)
+        raise
+    model_map = replace(model_map, random_by_example=options.random_by_example)
+    worker.phases.end_phase("trace")
+    if environment.world_size > 1:
+        require_same_trace(
+            model, model_map, examples, precision=precision, rendezvous=worker.rendezvous, rank=environment.rank
+        )
+    names, values = state_dict_names(model, model_map), None
+    if options.weights is not None:
+        values = PretrainedWeights(options.weights, model, names, logs_differences=environment.rank == 0)
+    return WrappedModel(
+        worker=worker,
+        device=device,
+        precision=precision,
+        model=model,
+        model_map=model_map,
+        get_batch=get_batch,
+        examples=examples,
+        tensor_names=names,
+        values=values,
+    )

@@ -1,0 +1,272 @@
+"""The worker's end of the Unix socket to its agent.
+
+Messages go out from any thread. One daemon thread reads: `Leave` becomes a departure; the socket's end means that the
+agent is gone, and then this process must end at once, because no other process would stop it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from types import TracebackType
+from typing import NamedTuple
+
+import structlog
+
+from varuna.distributed.departure import Departure, GenerationEnded, end_process
+from varuna_proto import framing
+from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
+from varuna_proto.v1 import agent_pb2, worker_pb2
+
+_log = structlog.get_logger("varuna")
+
+__all__ = ["AgentLink", "Assignment", "GiveCommand", "StateSources", "install_excepthook"]
+
+
+_EVALUATED_EVERY_S = 1.0
+"""How often the count of evaluated micro-batches is sent: as often as agents send heartbeats."""
+
+
+class Assignment(NamedTuple):
+    """This process is a rank of the next generation."""
+
+    environment: WorkerEnvironment
+
+
+class GiveCommand(NamedTuple):
+    """The ranks of the next generation take the state of this process, which is none of them."""
+
+    environment: WorkerEnvironment
+    """Of one of those ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSources:
+    """Where the state of a rank has come from, in bytes."""
+
+    kept_bytes: int = 0
+    """It was in this process."""
+    peer_bytes: int = 0
+    """From memories of the generation before."""
+    store_bytes: int = 0
+    """From a checkpoint."""
+
+
+class AgentLink:
+    """Reports to the agent, and obeys it. Without an agent (`VARUNA_AGENT_SOCKET` is empty) reports go nowhere."""
+
+    def __init__(self, environment: WorkerEnvironment, departure: Departure) -> None:
+        """Raises ConnectionError when the agent's socket cannot be reached."""
+        self.departure = departure
+        """Of the present generation."""
+        self._sending = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.secret = environment.secret
+        """Of the generation."""
+        self._evaluated = 0
+        self._evaluated_reported_s = -math.inf
+        self._commands: SimpleQueue[worker_pb2.Assigned | worker_pb2.GiveState] = SimpleQueue()
+        self._on_command: Callable[[], None] = lambda: None
+        if not environment.agent_socket:
+            return
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(environment.agent_socket)
+        except OSError as error:
+            raise ConnectionError(
+                f"no agent listens at VARUNA_AGENT_SOCKET={environment.agent_socket}: {error}"
+            ) from error
+        self._send_hello(environment)
+        if environment.secret_from_agent:
+            self.secret = _receive_secret(self._socket)
+        threading.Thread(target=self._read, args=(self._socket,), name="varuna-agent-link", daemon=True).start()
+
+    # Going on in the next generation
+
+    def report_generation_left(self, exit_code: int, step: int, held_bytes: int, *, gives_only: bool) -> None:
+        """Reports that this process has left its generation and keeps the state of `step` for the next one.
+
+        `exit_code`: that of a process that does not stay. `gives_only`: it cannot take a rank.
+        """
+        left = worker_pb2.GenerationLeft(exit_code=exit_code, step=step, held_bytes=held_bytes, gives_only=gives_only)
+        self._send(worker_pb2.WorkerMessage(generation_left=left))
+
+    def report_script_obstacle(self, reason: str) -> None:
+        """Reports what the script does because of which this process cannot go on in the next generation."""
+        self._send(worker_pb2.WorkerMessage(script_obstacle=worker_pb2.ScriptObstacle(reason=reason)))
+
+    def wait_for_command(self) -> Assignment | GiveCommand:
+        """Waits for this process's part in the next generation. If it is a rank, its output and its environment
+        variables follow.
+
+        The wait has no limit: the agent ends a process that no generation needs.
+        """
+        command = self._commands.get()
+        environment = WorkerEnvironment.from_environ(command.environment)
+        assert environment is not None, "the agent named no generation"
+        environment = replace(environment, secret=command.secret)
+        if isinstance(command, worker_pb2.GiveState):
+            return GiveCommand(environment)
+        self.secret = command.secret
+        os.environ.update(command.environment)
+        _redirect_output(command.log_path)
+        return Assignment(environment)
+
+    @property
+    def has_command(self) -> bool:
+        """Whether `wait_for_command` returns at once."""
+        return not self._commands.empty()
+
+    def notify_of_command(self, notify: Callable[[], None]) -> None:
+        """`notify` is called, from another thread, when `wait_for_command` has something to return; also at once."""
+        self._on_command = notify
+        if self.has_command:
+            notify()
+
+    def report_giving(self, host_bytes: int) -> None:
+        """Reports that the state is in host memory and that the device's memory is free."""
+        giving = worker_pb2.GivingState(host_bytes=host_bytes)
+        self._send(worker_pb2.WorkerMessage(giving_state=giving))
+
+    def greet_as(self, environment: WorkerEnvironment, departure: Departure) -> None:
+        """Reports to the agent as that rank. The agent's commands concern `departure` from now on."""
+        self.departure = departure
+        self._evaluated_reported_s = -math.inf
+        self._send_hello(environment)
+
+    def _send_hello(self, environment: WorkerEnvironment) -> None:
+        hello = worker_pb2.WorkerHello(
+            job_id=environment.job_id, generation=environment.generation, rank=environment.rank, pid=os.getpid()
+        )
+        self._send(worker_pb2.WorkerMessage(hello=hello))
+
+    # Reports
+
+    def report_ready(
+        self, resumed_step: int, phases_s: Mapping[str, float], sources: StateSources, *, micro_batches_redone: int = 0
+    ) -> None:
+        """Reports that the model is built and the state of `resumed_step` is there.
+
+        `phases_s`: seconds by phase. `micro_batches_redone`: those of the next step that all replicas run again.
+        """
+        phases = [agent_pb2.Phase(name=name, seconds=seconds) for name, seconds in phases_s.items()]
+        ready = worker_pb2.WorkerReady(
+            resumed_step=resumed_step,
+            phases=phases,
+            kept_bytes=sources.kept_bytes,
+            peer_bytes=sources.peer_bytes,
+            store_bytes=sources.store_bytes,
+            micro_batches_redone=micro_batches_redone,
+        )
+        self._send(worker_pb2.WorkerMessage(ready=ready))
+
+    def report_step(self, step: worker_pb2.StepDone) -> None:
+        self._send(worker_pb2.WorkerMessage(step_done=step))
+
+    def report_evaluated_micro_batch(self) -> None:
+        """Counts a finished micro-batch of an evaluation, which is no step but shows that this worker does not hang.
+
+        The count is sent about once a second, so this is cheap enough for every one.
+        """
+        self._evaluated += 1
+        now_s = time.monotonic()
+        if now_s - self._evaluated_reported_s >= _EVALUATED_EVERY_S:
+            self._evaluated_reported_s = now_s
+            self._send(worker_pb2.WorkerMessage(evaluated=worker_pb2.Evaluated(micro_batches=self._evaluated)))
+
+    def report_step_trace(self, traced: agent_pb2.StepTraced) -> None:
+        """Reports what this rank did in a step."""
+        self._send(worker_pb2.WorkerMessage(step_traced=traced))
+
+    def report_checkpoint(self, step: int, url: str, total_bytes: int) -> None:
+        """Reports a committed checkpoint."""
+        done = worker_pb2.CheckpointDone(step=step, url=url, total_bytes=total_bytes)
+        self._send(worker_pb2.WorkerMessage(checkpoint_done=done))
+
+    def report_profile(self, profile_json: str, *, from_cache: bool) -> None:
+        """Reports the profile, measured now or by an earlier generation (`from_cache`)."""
+        done = worker_pb2.ProfileDone(profile_json=profile_json, from_cache=from_cache)
+        self._send(worker_pb2.WorkerMessage(profile_done=done))
+
+    def send_waiting(self, waiting_for: agent_pb2.WaitKind.ValueType) -> None:
+        """Where this worker waits for other ranks now."""
+        self._send(worker_pb2.WorkerMessage(waiting=worker_pb2.Waiting(waiting_for=waiting_for)))
+
+    def report_failure(self, text: str) -> None:
+        """Reports the traceback of the script's failure."""
+        self._send(worker_pb2.WorkerMessage(failure=worker_pb2.WorkerFailure(traceback=text)))
+
+    def report_unreached(self, rank: int, error: str) -> None:
+        """Reports that this worker leaves because it cannot reach that rank."""
+        self._send(worker_pb2.WorkerMessage(unreached=agent_pb2.Unreached(rank=rank, error=error)))
+
+    def _send(self, message: worker_pb2.WorkerMessage) -> None:
+        if self._socket is None:
+            return
+        data = framing.frame(message)
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError:
+            end_process(EXIT_GENERATION_ENDED)
+
+    def _read(self, connection: socket.socket) -> None:
+        while (message := framing.receive(connection, worker_pb2.AgentToWorker)) is not None:
+            if message.HasField("assigned"):
+                self._commands.put(message.assigned)
+            elif message.HasField("give_state"):
+                self._commands.put(message.give_state)
+                self._on_command()
+            elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
+                self.departure.request_hold_first()
+            elif message.leave.mode == agent_pb2.STOP_MODE_SAVE_FIRST:
+                self.departure.request_save_first(may_stay=message.leave.keep_state)
+            elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:
+                exit_ = GenerationEnded("the agent asked this worker to leave now")
+                self.departure.leave_generation(exit_, may_stay=message.leave.keep_state)
+        end_process(EXIT_GENERATION_ENDED)
+
+
+def _redirect_output(log_path: str) -> None:
+    """Writes this process's output to the file from now on, that of libraries and of child processes too."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the log's reader is gone or the script closed the stream
+            stream.flush()
+    try:
+        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # a full disk, say: the training is worth more than the place of its output
+        _log.warning("the output goes on in the log of the generation before", error=str(error))
+        return
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+
+
+def _receive_secret(connection: socket.socket) -> str:
+    """The generation's secret from the agent. It turns away all but its own workers, and then this process ends."""
+    message = framing.receive(connection, worker_pb2.AgentToWorker)
+    if message is None:
+        end_process(EXIT_GENERATION_ENDED)
+        raise SystemExit(EXIT_GENERATION_ENDED)
+    return message.admitted.secret
+
+
+def install_excepthook(link: AgentLink) -> None:
+    """Reports an uncaught exception to the agent with its traceback, and ends the process at once (code 1)."""
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        link.report_failure("".join(traceback.format_exception(kind, error, trace)))
+        end_process(1)
+
+    sys.excepthook = report
