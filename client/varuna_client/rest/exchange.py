@@ -23,6 +23,8 @@ from varuna_proto.rest import EventDocument, ProgressDocument
 API = "/api/v1"
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
+_CLOSED = "without sending a response"
+"""What httpx says when the server closed the connection before its answer."""
 _SICK = frozenset({502, 504})
 _LATER = frozenset({429, 503})
 
@@ -188,6 +190,10 @@ def raise_unreachable(url: str, error: httpx.TransportError) -> None:
     """Raises UnreachableError, or TlsError."""
     text = str(error) or type(error).__name__
     raise_if_tls(url, text, error)
+    # A server that expects TLS closes a plain request so, and so does a manager that changes its role: only the last
+    # attempt tells them apart.
+    if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError) and _CLOSED in text:
+        text = f"{text.rstrip('.')}; if it is a secure manager, call it as https://{url.partition('://')[2]}"
     raise UnreachableError(url, text) from error
 
 
@@ -200,12 +206,6 @@ def raise_if_tls(url: str, text: str, error: httpx.TransportError) -> None:
         ) from error
     if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text.lower():
         raise TlsError(f"{url} speaks no TLS: call it as http://{url.partition('://')[2]}") from error
-    # A server that expects TLS closes a plain request so.
-    closed = isinstance(error, httpx.RemoteProtocolError) and "without sending a response" in text
-    if url.startswith("http:") and closed:
-        raise UnreachableError(
-            url, f"{text.rstrip('.')}; if it is a secure manager, call it as https://{url.partition('://')[2]}"
-        ) from error
 
 
 def raise_refused(response: httpx.Response) -> None:

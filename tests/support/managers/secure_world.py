@@ -85,13 +85,19 @@ class SecureManager:
 
         def answers() -> bool:
             assert self.process.poll() is None, self.log
-            if not all(file.exists() for file in files):
-                return False
-            with contextlib.suppress(httpx.TransportError):
-                return self.client().get("/readyz").status_code == (503 if stands_by else 200)
-            return False
+            return all(file.exists() for file in files) and self._readiness() == (503 if stands_by else 200)
 
         wait_until(answers, "the manager")
+
+    def wait_until_leading(self) -> None:
+        """For one that stood by."""
+        wait_until(lambda: self._readiness() == 200, f"{self.url} to lead")
+
+    def _readiness(self) -> int | None:
+        """The status of /readyz. None: the manager starts, or changes its role, and closed the connection."""
+        with contextlib.suppress(httpx.TransportError):
+            return self.client().get("/readyz").status_code
+        return None
 
     @property
     def _addresses(self) -> dict[str, Any]:

@@ -45,6 +45,16 @@ def test_what_is_safe_to_ask_again_is_asked_again() -> None:
     assert (len(submitting.asked), len(keys)) == (2, 1)
 
 
+def test_a_connection_that_is_closed_before_the_answer_is_opened_again() -> None:
+    """A manager that changes its role closes what it has not read yet."""
+    closed = httpx.RemoteProtocolError("Server disconnected without sending a response.")
+    script = Script(closed, httpx.Response(200, json={"id": "j"}))
+    with client_of(script) as client:
+        assert client.job("a")["id"] == "j"
+    with client_of(Script(closed)) as client, pytest.raises(UnreachableError, match="call it as https://manager:1"):
+        client.job("a")
+
+
 @pytest.mark.parametrize(
     "call", [lambda client: client.preempt("v", notice_s=1), lambda client: client.create_token({})]
 )

@@ -67,6 +67,10 @@ class _CountedConnection(socket.socket):
         self._end()
 
 
+_FIRST_REQUEST = ("head", None)
+"""What a caller must send first on its connection."""
+
+
 class PatientHttp(H11Protocol):
     """uvicorn's HTTP/1.1 with a time limit for each part of a request; it closes the connection of a slow caller."""
 
@@ -79,9 +83,12 @@ class PatientHttp(H11Protocol):
     """Limit for the rest of a body after the request was answered, so that the caller can read the answer."""
     unread_s = 60.0
     """Limit for reading some of an answer."""
+    first_request_s = 1.0
+    """Limit for the first request of a connection when the server stops: it may be on its way."""
 
     _awaited: tuple[str, object] | None = None
     """What the caller must send next ("head", "body" or "rest"), and the request that it belongs to."""
+    _is_stopping = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,10 +98,20 @@ class PatientHttp(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+        if self._is_stopping and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+
+    def shutdown(self) -> None:
+        """The server stops. uvicorn alone would close a new connection whose first request it has not read yet."""
+        if self._awaited == _FIRST_REQUEST and not self._is_stopping:
+            self._is_stopping = True
+            self._sending.start(self.first_request_s, self.transport.close)
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

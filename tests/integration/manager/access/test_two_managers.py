@@ -96,7 +96,7 @@ def test_tokens_certificates_and_vms_outlive_the_leader(tmp_path: Path, postgres
         leader.process.kill()
         leader.process.wait()
         lapse(postgres_url)
-        wait_until(lambda: other.client().get("/readyz").status_code == 200, "the other to lead")
+        other.wait_until_leading()
 
         # The VMs: the same agents, never started again, on new streams that their certificates opened.
         wait_until(lambda: all_heard(other, admin), "both VMs to come back")

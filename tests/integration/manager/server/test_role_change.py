@@ -10,8 +10,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import uvicorn
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from varuna_manager.api.http.connections import PatientHttp
 from varuna_manager.server.process import _make_http_server
 from waiting import DEADLINE_S, until
 
@@ -77,3 +79,19 @@ async def test_an_answer_that_has_begun_ends_there() -> None:
         server.should_exit = True
         with pytest.raises(httpx.RemoteProtocolError):
             await anext(parts)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+async def test_a_connection_that_was_just_opened_may_still_ask(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+    monkeypatch.setattr(PatientHttp, "first_request_s", DEADLINE_S if asks else 0.0)
+    async with serving(PlainTextResponse("answered")) as (server, url):
+        server.config.timeout_graceful_shutdown = None
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        await until(lambda: server.server_state.connections, "the connection")
+        server.should_exit = True
+        await until(lambda: not server.servers[0].is_serving(), "the server to stop")
+        if asks:
+            writer.write(b"GET / HTTP/1.1\r\nHost: manager\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+    assert answer.endswith(b"answered") if asks else not answer
