@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm.exc import StaleDataError
 
 from varuna_manager.db.models import GenerationRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.actions import (
@@ -25,7 +26,7 @@ from varuna_manager.domain.actions import (
     StopGeneration,
 )
 from varuna_manager.domain.causes import extract_last_line
-from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, WorkerState
+from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, VmState, WorkerState
 from varuna_manager.jobs.checkpoints import newest_committed
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.world.events import EventLog
@@ -67,11 +68,24 @@ class JobActions:
             case QuarantineVms() | LiftQuarantine():
                 await self._quarantine(session, row, action)
 
+    async def _check_placement(self, session: AsyncSession, action: StartGeneration) -> int:
+        """The rendezvous port of rank 0. Raises StaleDataError if a VM was lost after the decision.
+
+        While the planner thinks, other controllers go on. A worker that is assigned to a lost VM would never be stopped.
+        """
+        vm_ids = {device.vm_id for device in action.placement}
+        over = (VmState.LOST.value, VmState.GONE.value)
+        lost = await session.scalar(select(VmRow.id).where(VmRow.id.in_(vm_ids), VmRow.state.in_(over)).limit(1))
+        first = action.placement[0].vm_id
+        port = self._registry.rendezvous_port(first)
+        if lost is not None or port is None:
+            raise StaleDataError(f"generation {action.number} was to start on VM {lost or first}, which is gone since")
+        return port
+
     async def _start(self, session: AsyncSession, row: JobRow, action: StartGeneration) -> None:
         now = self._now()
         first = action.placement[0].vm_id
-        port = self._registry.rendezvous_port(first)
-        assert port is not None, f"decided to start on VM {first} without a rendezvous port"
+        port = await self._check_placement(session, action)
         host = await self._host_of(session, first)
         is_training, holders = action.kind is GenerationKind.TRAINING, action.holders
         generation = GenerationRow(

@@ -120,6 +120,7 @@ class JobController:
         self._preparations = Preparations(rules, now, self._note_flaw)
 
     async def reconcile_once(self) -> float:
+        sessions = self._sessions.list_sessions()  # before the rows, which the Hello of a later one may change
         snapshot = await self._loader.load_snapshot()
         job_ids = {job.row.id for job in snapshot.jobs}
         self._stacks.keep_only(job_ids)
@@ -146,7 +147,7 @@ class JobController:
                 self._defects.log_once(job.row.id, "no decision about a job", error)
         if changed:
             return 0.0
-        await self._send_commands(snapshot, shares.places)
+        await self._send_commands(snapshot, shares.places, sessions)
         return self._period_s
 
     async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, pool: DevicePool, shares: Shares) -> JobView:
@@ -271,16 +272,19 @@ class JobController:
 
     # ------------------------------------------------------------ send
 
-    async def _send_commands(self, snapshot: Snapshot, places: JobPlaces) -> None:
-        """Send each agent the commands that it needs and that were not sent on its present stream."""
+    async def _send_commands(self, snapshot: Snapshot, places: JobPlaces, sessions: Sequence[AgentSession]) -> None:
+        """Send each agent the commands that it needs and that were not sent on its present stream.
+
+        `sessions`: those that were open when the snapshot was loaded.
+        """
         jobs = {job.row.id: job for job in snapshot.jobs}
         leaving = {vm.id: vm.leave_by for vm in snapshot.vms.values() if vm.leave_by is not None}
         growing = max(filter(may_grow, snapshot.jobs), key=lambda job: job.spec.priority, default=None)
-        for number, session in enumerate(self._sessions.list_sessions()):
+        for number, session in enumerate(sessions):
             if number % _SESSIONS_AT_ONCE == 0:
                 await asyncio.sleep(0)  # heartbeats are answered by the same thread
             vm = snapshot.vms.get(session.vm_id)
-            if vm is None:
+            if vm is None or self._sessions.get(session.vm_id) is not session:
                 continue
             parts, running = snapshot.presence.get(session.vm_id, ()), self._registry.list_running(session.vm_id)
             draining = vm.state is VmState.DRAINING
