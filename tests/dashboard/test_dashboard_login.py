@@ -21,7 +21,8 @@ pytestmark = [
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[SecureManager]:
-    with secure_manager(tmp_path / "secure", "--vms", "1", "--agent-command", IDLE_VM) as manager:
+    flags = ("--vms", "1", "--agent-command", IDLE_VM, "--request-timeout-s", "3600")  # its agent never comes
+    with secure_manager(tmp_path / "secure", *flags) as manager:
         wait_until(lambda: len(manager.vms()) == 1, "a VM")
         yield manager
 

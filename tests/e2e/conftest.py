@@ -10,7 +10,7 @@ import pytest
 from manager_world import PATIENT, RunningManager, all_ready
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,6 @@ def running_manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
             return f"http://{json.loads(path.read_text())['http']}" if path.exists() else None
 
         url = wait_until(address, "the manager's address")
-        with Client(url) as client:
+        with Client(url, timeout_s=DEADLINE_S) as client:
             wait_until(lambda: client.is_ready() and all_ready(client, 2), "the manager and its VMs")
         yield RunningManager(url, folder, processes)

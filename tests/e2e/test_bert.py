@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ import yaml
 
 from bert_shards import write_config, write_shard
 from example_modules import BERT, example_modules
-from manager_world import RunningManager
+from manager_world import RunningManager, process_of_last_rank
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
 from waiting import wait_until
@@ -71,13 +70,9 @@ def ended(manager: RunningManager, client: Client, name: str) -> None:
 
 def kill_one(client: Client, name: str, summary: Path) -> None:
     """A VM on which the job runs, once that has done some steps."""
-    give_up = time.monotonic() + 120
-    while len(losses_in(summary)) < KILLED_AFTER:
-        assert time.monotonic() < give_up, "no step in time"
-        time.sleep(0.01)
-    workers = client.generations(name, brief=False)[-1]["workers"]
-    pids = {vm["id"]: int(vm["ref"]["pid"]) for vm in client.vms()}
-    kill_group(pids[workers[-1]["vm_id"]])
+    pid = process_of_last_rank(client, name)  # asked for before the steps, which are quick
+    wait_until(lambda: len(losses_in(summary)) >= KILLED_AFTER, "the first steps")
+    kill_group(pid)
 
 
 def test_two_phases_train_and_export_as_plain_pytorch_does(
@@ -90,7 +85,7 @@ def test_two_phases_train_and_export_as_plain_pytorch_does(
     reference = example["reference"]
     plain, expected = reference.train([reference.phase_of(first), reference.phase_of(second)])
 
-    with Client(manager.url) as client:
+    with manager.client() as client:
         name = submit(manager, first)
         kill_one(client, name, tmp_path / "summary1")
         ended(manager, client, name)

@@ -6,14 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("demo")
 
@@ -118,16 +117,17 @@ def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, number: int,
         preexec_fn=listen_to_interrupts,
     )
     try:
-        deadline, started = time.monotonic() + DEADLINE_S, family(demo)
-        while not any(map(trains, started)):
-            assert time.monotonic() < deadline, "no worker came up"
+
+        def with_a_worker() -> list[psutil.Process]:
             assert demo.poll() is None
-            time.sleep(0.1)
-            started = family(demo)
+            found = family(demo)
+            return found if any(map(trains, found)) else []
+
+        started = wait_until(with_a_worker, "a worker")
         demo.send_signal(number)
         assert demo.wait(DEADLINE_S) == code
-        assert [process for process in started if alive(process)] == []
-        assert processes_of(folder) == []
+        # What an agent had just forked when it was killed ends by itself, once it has begun to run.
+        wait_until(lambda: not any(map(alive, started)) and processes_of(folder) == [], "the end of all processes")
     finally:
         if demo.poll() is None:
             demo.send_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from manager_world import ROOT, RunningManager
+from manager_world import ROOT, RunningManager, process_of_last_rank
 from varuna_client import Client
 from varuna_client.demo.processes import kill_group
 from waiting import DEADLINE_S, wait_until
@@ -66,10 +66,9 @@ def write_job(folder: Path, start: Path) -> Path:
 
 def kill_one(client: Client, name: str) -> None:
     """A VM on which the job runs, once that has done a step."""
+    pid = process_of_last_rank(client, name)  # asked for before the steps, which are quick
     wait_until(lambda: (client.job(name)["step"] or 0) > 0, "the first step")
-    workers = client.generations(name, brief=False)[-1]["workers"]
-    pids = {vm["id"]: int(vm["ref"]["pid"]) for vm in client.vms()}
-    kill_group(pids[workers[-1]["vm_id"]])
+    kill_group(pid)
 
 
 def logs_of(manager: RunningManager, generation: int) -> str:
@@ -82,7 +81,7 @@ def test_a_folder_of_from_pretrained_goes_in_and_one_comes_out(running_manager: 
     output_of(plain("--model_name_or_path", "gemma", "--max_steps", "1", "--output_dir", str(start)))
     reference = plain("--model_name_or_path", str(start), "--max_steps", str(STEPS), "--output_dir", str(expected))
     try:
-        with Client(manager.url) as client:
+        with manager.client() as client:
             assert manager.varuna("submit", str(write_job(tmp_path, start)), timeout_s=DEADLINE_S).returncode == 0
             kill_one(client, "hf")
             wait_until(lambda: client.job("hf")["state"] in ("succeeded", "failed"), "the job's end")

@@ -11,7 +11,6 @@ import pytest
 from manager_world import RunningManager
 from repository import TRAINING_SCRIPTS
 from seeds_script import SEEDS_SCRIPT
-from varuna_client import Client
 from varuna_proto.rest import END_STATES, PipelineDocument, StageTraceDocument
 from waiting import DEADLINE_S, wait_until
 
@@ -24,7 +23,7 @@ def test_with_a_manager_the_script_becomes_a_job(running_manager: RunningManager
     flags = ["--manager_ip", running_manager.url, "--nstages", "2", "--batch_size", "8", "--env_file", "env"]
     name = submit(tmp_path, *flags, "--checkpoint_url", "job", "train.py", "--steps", "3", "--save", "store")
 
-    with Client(running_manager.url) as client:
+    with running_manager.client() as client:
         # Two generations that each start PyTorch: minutes, while other tests use the processors.
         wait_until(lambda: client.job(name)["state"] in END_STATES, "the job's end")
         assert client.job(name)["state"] == "succeeded", running_manager.varuna("logs", name).stdout

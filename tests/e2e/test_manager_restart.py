@@ -11,6 +11,7 @@ from typing import TypeVar
 import httpx
 import pytest
 
+from own_ports import own_ports
 from restartable_manager import RestartableManager
 from small_training import SmallTraining
 from varuna_client.demo.processes import DemoProcesses
@@ -41,7 +42,7 @@ def test_training_goes_on_while_the_manager_is_dead_and_is_adopted_by_the_next(t
 @contextmanager
 def two_managers(tmp_path: Path, database_url: str) -> Iterator[list[RestartableManager]]:
     """On one machine and one PostgreSQL. Whichever leads starts the VMs, whose agents know both."""
-    ports = free_ports(2)
+    ports = own_ports(2)
     shared = [
         *("--database-url", database_url, "--local-dir", str(tmp_path / "managers")),
         *("--managers", ",".join(f"127.0.0.1:{port}" for port in ports)),
@@ -54,17 +55,6 @@ def two_managers(tmp_path: Path, database_url: str) -> Iterator[list[Restartable
             folder.mkdir()
             managers.append(RestartableManager(processes, folder, *shared, "--vms", "2", "--grpc-port", str(port)))
         yield managers
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 @pytest.mark.slow

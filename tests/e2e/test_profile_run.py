@@ -9,7 +9,6 @@ from textwrap import dedent
 import pytest
 
 from manager_world import RunningManager
-from varuna_client import Client
 from varuna_planner.profile.document import Profile
 
 SCRIPT = """
@@ -54,6 +53,6 @@ def test_a_model_is_measured_once_and_not_trained(running_manager: RunningManage
     assert taken in second.stderr
     assert json.loads(second.stdout) == json.loads(out.read_text())
 
-    with Client(running_manager.url) as client:
+    with running_manager.client() as client:
         assert client.job("small-profile")["state"] == "succeeded"
         assert [generation["kind"] for generation in client.generations("small-profile")] == ["calibration"]

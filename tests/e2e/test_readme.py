@@ -116,21 +116,24 @@ def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager,
         done = running_manager.varuna(*arguments, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "profile" in done.stdout, "what would run"
-    with Client(running_manager.url) as client:
+    with running_manager.client() as client:
         wait_until(lambda: client.job("gpt")["step"] > 0, "the first step")
 
-    following = []
+    following: list[Follower] = []
     for arguments in varuna_commands(*ASKING, "watch"):
         if any(word in FOLLOWING for word in arguments):
-            following.append(start(running_manager, arguments))
+            following.append(Follower(running_manager, arguments, tmp_path / f"following-{len(following)}"))
             continue
         done = running_manager.varuna(*arguments)
         assert done.returncode == 0, (arguments, done.stderr)
         assert done.stdout.strip(), arguments
 
+    for follower in following:  # each follows the job's first shape
+        wait_until(follower.output.read_text, f"what {follower.arguments} prints")
+
     # A VM is drained: the job morphs, and goes on. The plan may have left the page's VM idle.
     ((command, _),) = varuna_commands("drain")
-    with Client(running_manager.url) as client:
+    with running_manager.client() as client:
         before = client.job("gpt")["generation"]
         vm_id = client.generations("gpt")[-1]["placement"][0]["vm_id"]
         assert running_manager.varuna(command, vm_id).returncode == 0
@@ -138,13 +141,12 @@ def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager,
 
     (cancel,) = varuna_commands("cancel")
     assert running_manager.varuna(*cancel).returncode == 0
-    with Client(running_manager.url) as client:
+    with running_manager.client() as client:
         wait_until(lambda: client.job("gpt")["state"] == "cancelled", "the job's end")
-    for process in following:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-        is_log = "logs" in process.args  # type: ignore[operator]
-        assert process.returncode == (0 if is_log else 1), "a job that was cancelled did not succeed"
-        assert ("step 1 loss" if is_log else "gpt: step ") in output
+    for follower in following:
+        code, is_log = follower.process.wait(DEADLINE_S), "logs" in follower.arguments
+        assert code == (0 if is_log else 1), "a job that was cancelled did not succeed"
+        assert ("step 1 loss" if is_log else "gpt: step ") in follower.output.read_text()
 
 
 def endless_example(folder: Path) -> None:
@@ -160,10 +162,14 @@ def _trains_after(client: Client, generation: int | None) -> bool:
     return newest["number"] > (generation or 0) and newest["started_at"] is not None
 
 
-def start(manager: RunningManager, arguments: list[str]) -> subprocess.Popen[str]:
-    """A command that goes on until the job is over."""
-    command = [str(PROGRAMS / "varuna"), *arguments, "--manager-url", manager.url]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+class Follower:
+    """A command that goes on until the job is over. `output`: the file for what it prints."""
+
+    def __init__(self, manager: RunningManager, arguments: list[str], output: Path) -> None:
+        self.arguments, self.output = arguments, output
+        command = [str(PROGRAMS / "varuna"), *arguments, "--manager-url", manager.url]
+        with output.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file)
 
 
 @pytest.mark.slow

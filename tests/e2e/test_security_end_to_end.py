@@ -50,7 +50,8 @@ SCRIPT = """
 def test_a_job_goes_on_while_its_vm_gets_a_new_certificate(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
     enough = tmp_path / "enough"
-    flags = ["--vms", "1", "--agent-certificate-ttl-s", "18"]
+    # It is renewed when more than a third of its life is left: half a minute, in which a machine may stand still.
+    flags = ["--vms", "1", "--agent-certificate-ttl-s", "90"]
     flags += ["--lost-after-s", "120", "--lease-s", "300", "--hang-minimum-s", "300"]  # a busy machine is slow
     with (
         secure_manager(tmp_path / "data", *flags) as manager,

@@ -56,7 +56,7 @@ def test_a_setup_that_fails_ends_the_job_with_its_exit_code(running_manager: Run
 def test_a_setup_that_fails_on_one_vm_does_not_fail_the_job(running_manager: RunningManager, tmp_path: Path) -> None:
     once = tmp_path / "once"  # whoever makes the folder fails
     job = write_job(tmp_path / "unlucky", f"mkdir {once} && exit 3; cp template.json profile.json")
-    submitted = running_manager.varuna("submit", str(job), "--watch", timeout_s=180)
+    submitted = running_manager.varuna("submit", str(job), "--watch", timeout_s=DEADLINE_S)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert once.is_dir()
     assert "setup_failed" in running_manager.varuna("events", "unlucky", "--json").stdout
@@ -69,12 +69,23 @@ def test_a_setup_ends_when_its_job_is_cancelled_and_the_next_job_has_its_turn(
     def began(name: str) -> list[int]:
         return [int(path.suffix[1:]) for path in tmp_path.glob(f"{name}.began.*")]
 
+    def sleeping(name: str) -> int:
+        """How many of its setups run. Others may have the numbers of those that have ended."""
+        return sum(map(_sleeps, began(name)))
+
     for name in ("first", "second"):
         job = write_job(tmp_path / name, f"touch {tmp_path}/{name}.began.$$; exec sleep 1000", setup_timeout_s=900)
         assert running_manager.varuna("submit", str(job)).returncode == 0
         wait_until(lambda name=name: began(name), f"the setup of {name}")
     assert running_manager.varuna("cancel", "first").returncode == 0
-    wait_until(lambda: not any(map(psutil.pid_exists, began("first"))), "the end of the first job's setups")
-    wait_until(lambda: sum(map(psutil.pid_exists, began("second"))) == 2, "the second job's turn on both VMs")
+    wait_until(lambda: not sleeping("first"), "the end of the first job's setups")
+    wait_until(lambda: sleeping("second") == 2, "the second job's turn on both VMs")
     assert running_manager.varuna("cancel", "second").returncode == 0
-    wait_until(lambda: not any(map(psutil.pid_exists, began("second"))), "the end of the second job's setups")
+    wait_until(lambda: not sleeping("second"), "the end of the second job's setups")
+
+
+def _sleeps(pid: int) -> bool:
+    try:
+        return "1000" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False

@@ -33,6 +33,8 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureManager]:
         IDLE_VM,
         "--suspect-after-s",
         "3600",
+        "--lost-after-s",
+        "3600",
         "--request-timeout-s",
         "3600",
         "--max-body-bytes",

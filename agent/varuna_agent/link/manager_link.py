@@ -125,7 +125,7 @@ class ManagerLink:
         async with self._channel(address) as channel:
             stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)
             call: _Stream = stub.Connect(None)
-            self._call, self._outgoing, self._has_message = call, asyncio.Queue(), False
+            self._call, self._outgoing, self._has_message, self._hung_up = call, asyncio.Queue(), False, False
             reason = "cancelled"
             self._listener.handle_stream_open()
             writer = asyncio.create_task(self._write(call, self._outgoing), name="writes to the manager")
@@ -135,8 +135,7 @@ class ManagerLink:
                 self._call = self._outgoing = None
                 writer.cancel()
                 call.cancel()
-                with suppress(asyncio.CancelledError):
-                    await writer
+                await asyncio.wait([writer])  # `await writer` with suppression would swallow this task's own end
                 self._listener.handle_stream_close(reason)
         return reason
 
@@ -157,8 +156,9 @@ class ManagerLink:
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}{self._hint(error.details() or '')}"
         except asyncio.CancelledError:
-            if not self._hung_up:
-                raise  # this task was cancelled, not the stream
+            task = asyncio.current_task()
+            if not self._hung_up or task is None or task.cancelling():
+                raise  # this task was cancelled, not only the stream
             self._hung_up = False
             return "hung up"
 

@@ -278,6 +278,10 @@ class WorkerProcesses:
             status_read, status_write = os.pipe()
             workdir = await self._make_workdir_ready(spec, pipes, confinement)
             if not await self._fork_worker(spec, workdir, pipes, status_write=status_write, confinement=confinement):
+                close_descriptor(status_read)
+                os.close(status_write)
+                status_read = status_write = -1
+                status_read, status_write = os.pipe()  # a warmed process that does not answer may hold the first
                 guard = await spawn_guarded(
                     ["/bin/sh", "-c", spec.command],
                     workdir=workdir,

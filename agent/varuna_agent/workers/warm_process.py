@@ -132,7 +132,8 @@ class WarmProcess:
             _log.warning("no warmed process", reason=str(error))
         finally:
             self.close()
-            self._socket.close()
+            async with self._one_at_a_time:  # a thread may still be using its number
+                self._socket.close()
             if status_read >= 0:
                 os.close(status_read)
 
@@ -165,11 +166,17 @@ class WarmProcess:
 
     def _request_fork(self, request: bytes, fds: Sequence[int]) -> None:
         """Raises OSError when there is no answer."""
-        self._socket.settimeout(_ANSWER_S)
-        socket.send_fds(self._socket, [len(request).to_bytes(8, "big")], list(fds))
-        self._socket.sendall(request)
-        if not self._socket.recv(1):
-            raise ConnectionError("it has ended")
+        go_read, go_write = os.pipe()
+        try:
+            self._socket.settimeout(_ANSWER_S)
+            socket.send_fds(self._socket, [len(request).to_bytes(8, "big")], [*fds, go_read])
+            self._socket.sendall(request)
+            if not self._socket.recv(1):
+                raise ConnectionError("it has ended")
+            os.write(go_write, b"\n")  # without it, a fork that comes too late ends: there must not be two workers
+        finally:
+            os.close(go_read)
+            os.close(go_write)
 
     def close(self) -> None:
         """Close its guard's pipe, which kills it and its workers. Idempotent."""

@@ -3,9 +3,10 @@
     PYTHON zygote.py SOCKET_FD SCRIPT ARGUMENTS...      or      PYTHON zygote.py SOCKET_FD -m MODULE ARGUMENTS...
 
 It writes a line to the socket when it is ready, and one for each forked worker. A request is eight bytes of length,
-sent with the file descriptors (life, status, log, stacks), then a JSON object: the worker's whole environment. For each
-request it forks a guard, which forks the worker; the worker runs the script as `python SCRIPT ARGUMENTS...` does. The
-process ends when the agent closes the socket.
+sent with the file descriptors (life, status, log, stacks, go), then a JSON object: the worker's whole environment. For
+each request it forks a guard, which forks the worker once the agent has written a byte to `go`, and ends if the agent
+closes that instead, because it no longer waits for the answer; the worker runs the script as `python SCRIPT
+ARGUMENTS...` does. The process ends when the agent closes the socket.
 
 Nothing here may start a thread or touch a device, because neither survives a fork. Standard library only, like the
 guard.
@@ -28,7 +29,7 @@ import threading
 from types import ModuleType
 
 _PRELOADED = "varuna.worker.preload"
-_FDS = 4
+_FDS = 5
 
 
 def main() -> None:
@@ -81,7 +82,10 @@ def _read(agent: socket.socket, size: int) -> bytes:
 
 def _become_worker(environment: "dict[str, str]", fds: "list[int]", guard: ModuleType) -> None:
     """In the fork: become the guard, and return only in the worker."""
-    life_fd, status_fd, log_fd, stacks_fd = fds
+    life_fd, status_fd, log_fd, stacks_fd, go_fd = fds
+    if not os.read(go_fd, 1):
+        os._exit(1)  # the agent has given this request up, and started the worker in another way
+    os.close(go_fd)
     os.setsid()
     guard.fork_worker(life_fd, status_fd)
     # As Python sets them when it starts.

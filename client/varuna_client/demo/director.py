@@ -45,6 +45,8 @@ FLEET_DEADLINE_S = 300.0
 STALLED_S = 300.0
 """The demo gives up when the job has neither a step nor an event for this long."""
 REFERENCE_DEADLINE_S = 1800.0
+REQUEST_S = 120.0
+"""How long one answer of the manager may take: it has as many processors as the training leaves it."""
 
 
 def run_demo(*, out: Path, folder: Path, steps: int | None, short: bool, as_json: bool) -> bool:
@@ -61,7 +63,7 @@ def run_demo(*, out: Path, folder: Path, steps: int | None, short: bool, as_json
     began = time.monotonic()
     with DemoProcesses(folder) as processes, make_view(console, steps) as view:
         url = _start_manager(processes, view, SHORT_PREPARE_S if short else FULL_PREPARE_S)
-        with Client(url) as client:
+        with Client(url, timeout_s=REQUEST_S) as client:
             director = DemoDirector(client, view, steps_between, OtherLoad(processes.list_marked))
             observed = director.play_scenario(job_spec(example, steps))
             reference = _run_reference(processes, example, observed, steps=steps, view=view)

@@ -94,15 +94,17 @@ class DemoProcesses:
         for process in self._started:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, give_up - time.monotonic()))
-        give_up = time.monotonic() + deadline_s
+        give_up, is_last = time.monotonic() + deadline_s, False
         # In a loop: a process may start another one after it was listed and before it is killed.
         while left := self.list_marked():
-            if time.monotonic() > give_up:
+            if is_last:
                 raise VarunaError(f"these processes of the demo would not end: {[process.pid for process in left]}")
             for survivor in left:
                 with suppress(psutil.NoSuchProcess):
                     survivor.kill()
-            psutil.wait_procs(left, timeout=1.0)
+            # A machine that stood still has used the time up: after this SIGKILL they have it once more.
+            is_last = time.monotonic() > give_up
+            psutil.wait_procs(left, timeout=deadline_s if is_last else 1.0)
         for process in self._started:
             process.wait()
 

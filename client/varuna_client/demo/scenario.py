@@ -104,5 +104,7 @@ def next_disturbance(
     ranks = sorted(generation["placement"], key=lambda place: place["rank"])
     # The last stage's VM is killed; rank 0's VM, the rendezvous of the others, gets the notice.
     vm_id = str(ranks[-1 if scene == 0 else 0]["vm_id"])
-    pid = int(next(vm["ref"]["pid"] for vm in observed.vms if vm["id"] == vm_id))
+    pid = next((int(vm["ref"]["pid"]) for vm in observed.vms if vm["id"] == vm_id), None)
+    if pid is None:
+        return None  # the VM has just gone, and the generation is about to end
     return KillVm(vm_id=vm_id, pid=pid) if scene == 0 else PreemptVm(vm_id=vm_id, pid=pid)

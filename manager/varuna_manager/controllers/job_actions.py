@@ -71,7 +71,7 @@ class JobActions:
     async def _check_placement(self, session: AsyncSession, action: StartGeneration) -> int:
         """The rendezvous port of rank 0. Raises StaleDataError if a VM was lost after the decision.
 
-        While the planner thinks, other controllers go on. A worker that is assigned to a lost VM would never be stopped.
+        While the planner thinks, other controllers go on. A worker that is assigned to a lost VM is never stopped.
         """
         vm_ids = {device.vm_id for device in action.placement}
         over = (VmState.LOST.value, VmState.GONE.value)

@@ -14,17 +14,19 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from agent_world import FakeManager
+from agent_world import FakeManager, ended
 from isolated_agent import IsolatedAgent
 
 
-@pytest.fixture
-def agents() -> Iterator[list[asyncio.subprocess.Process]]:
+@pytest_asyncio.fixture
+async def agents() -> AsyncIterator[list[asyncio.subprocess.Process]]:
     started: list[asyncio.subprocess.Process] = []
     yield started
     for agent in started:
-        with suppress(ProcessLookupError):
-            os.kill(agent.pid, signal.SIGKILL)
+        if agent.returncode is None:  # the number of one that has ended may be another process's by now
+            with suppress(ProcessLookupError):
+                os.kill(agent.pid, signal.SIGKILL)
+            await ended(agent)  # nothing of it is left to close when its event loop has gone
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def folder() -> Iterator[Path]:
 
 @pytest_asyncio.fixture
 async def agent(folder: Path, agents: list[asyncio.subprocess.Process]) -> AsyncIterator[IsolatedAgent]:
-    manager = FakeManager()
+    # An agent takes five intervals without a word for silence, and hangs up: a command on its way would be lost.
+    manager = FakeManager(heartbeat_interval_s=10.0)
     await manager.start()
     yield IsolatedAgent(manager, agents, folder)
     await manager.stop()

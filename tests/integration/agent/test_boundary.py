@@ -33,11 +33,10 @@ from varuna_agent.workers.processes import (
 from varuna_agent.workers.spawn import Confinement
 from varuna_agent.workers.worker_pipes import WorkerPipes, follow_guard, kill_group
 from varuna_proto.v1 import agent_pb2 as pb
-from waiting import until
+from waiting import DEADLINE_S, until
 from workdirs_in_place import workdirs_in_place
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone can start processes as another user")
-DEADLINE_S = 60.0
 
 
 def owners(pattern: str, folder: Path) -> set[int]:
@@ -227,7 +226,7 @@ async def test_the_kernel_ends_jobs_before_the_agent_and_they_cannot_change_that
     own = int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
     agent.launch(command, 1, process)
     log = agent.vm_dir / "jobs" / "job" / "g1" / "rank1.log"
-    await until(lambda: log.exists() and "now" in log.read_text())
+    await until(lambda: log.exists() and re.search(r"^now .*\n", log.read_text(), re.MULTILINE))
     score, *lowered = log.read_text().split()
     assert int(score) == 500 > own == int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
     guards = [each for each in process.children() if "guard.py" in " ".join(each.cmdline())]

@@ -67,12 +67,22 @@ class Workers:
         return path.read_text()
 
 
+def guards() -> list[psutil.Process]:
+    """Of this process, of the workers."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            if "guard.py" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 @pytest_asyncio.fixture
 async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
     workers = Workers(tmp_path)
     yield workers
     await workers.processes.close()
-    assert [p for p in psutil.Process().children() if "guard.py" in " ".join(p.cmdline())] == []
+    assert guards() == []
 
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0), ("exit 75", 75), ("kill -SEGV $$", -11), ("nope", 127)])
@@ -112,7 +122,7 @@ async def test_a_kill_at_once_after_the_start_is_not_lost(workers: Workers, tmp_
 async def test_a_worker_does_not_outlive_its_guard(workers: Workers) -> None:
     key = workers.start("sh -c 'echo $$ > child; sleep 600'; true")
     child = int(await workers.file("child"))
-    guard = next(p for p in psutil.Process().children() if "guard.py" in " ".join(p.cmdline()))
+    (guard,) = guards()
     guard.kill()
     assert (await workers.end(key)).exit_code == -signal.SIGKILL
     await until(lambda: not psutil.pid_exists(child))

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from datetime import timedelta
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import grpc
@@ -246,9 +246,20 @@ async def test_an_agent_that_does_not_fit_its_manager_says_so(manager: SecureMan
 # ---------------------------------------------------------------- renewing
 
 
+class ThreeQuartersOfAnHourAgo(datetime):
+    """Stands for `datetime` where certificates are signed."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override] # a plain one
+        return datetime.now(tz) - timedelta(minutes=45)
+
+
 def nearly_over(manager: SecureManager, path: Path) -> AgentIdentity:
-    """With a certificate that its agent renews in a moment."""
-    joined = manager.same_with_life(manager.joined(VM), timedelta(seconds=3))
+    """With a certificate that its agent renews at once, and that is good for a quarter of an hour all the same."""
+    joined = manager.joined(VM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("varuna_manager.access.authority.datetime", ThreeQuartersOfAnHourAgo)
+        joined = manager.same_with_life(joined, timedelta(hours=1))
     certificate = VmCertificate(
         key_pem=joined.key.pem.decode(),
         certificate_pem=joined.certificate.decode(),
@@ -262,7 +273,7 @@ def nearly_over(manager: SecureManager, path: Path) -> AgentIdentity:
 async def renewing(identity: AgentIdentity, manager: SecureManager) -> AsyncIterator[None]:
     keeping = asyncio.create_task(identity.keep_renewed([manager.grpc]))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             yield
     finally:
         keeping.cancel()

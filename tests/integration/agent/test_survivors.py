@@ -94,9 +94,10 @@ class InPlaceAgent:
         await self.start(*more)
         self.launch(**changes)
         (started,) = await self.manager.fact("worker_started")
+        process = psutil.Process(started.pid)  # now: when it has left, it may be killed at any time
         self.stop()
         await self.manager.fact("worker_exited")
-        return psutil.Process(started.pid)
+        return process
 
     def exits(self) -> list[tuple[int, int, str]]:
         return [(e.generation, e.rank, pb.ExitCause.Name(e.cause)[11:]) for e in self.manager.facts("worker_exited")]
@@ -107,7 +108,8 @@ class InPlaceAgent:
 
 @pytest_asyncio.fixture
 async def world(tmp_path: Path, agents: list[asyncio.subprocess.Process]) -> AsyncIterator[InPlaceAgent]:
-    manager = FakeManager()
+    # An agent takes five intervals without a word for silence, and hangs up: a command on its way would be lost.
+    manager = FakeManager(heartbeat_interval_s=10.0)
     await manager.start()
     yield InPlaceAgent(manager, agents, tmp_path)
     for agent in agents:
@@ -245,9 +247,9 @@ async def test_a_stop_without_the_state_ends_a_survivor(world: InPlaceAgent) -> 
 
 
 async def test_a_survivor_ends_with_the_lease(world: InPlaceAgent) -> None:
-    world.manager.welcome.lease_s = 2.0
-    process = await world.survive()
-    world.manager.acks = False
+    process = await world.survive("--keep-warm-s", "3600")
+    world.manager.welcome.lease_s, world.manager.acks = 2.0, False
+    world.manager.hang_up()
     await until(lambda: not process.is_running())
 
 

@@ -144,13 +144,23 @@ def zygotes() -> list[psutil.Process]:
     return found
 
 
+def guards() -> list[psutil.Process]:
+    """Of this process, and of what it has started."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            if "guard.py" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 @pytest_asyncio.fixture
 async def world(tmp_path: Path) -> AsyncIterator[ScriptWorkers]:
     world = ScriptWorkers(tmp_path)
     yield world
     await world.processes.close()
     await world.cold.close()
-    assert [p for p in psutil.Process().children(recursive=True) if "guard.py" in " ".join(p.cmdline())] == []
+    assert guards() == []
 
 
 @pytest.mark.parametrize(

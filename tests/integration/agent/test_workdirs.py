@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import tarfile
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from varuna_agent.folders.workdirs import WorkdirError, Workdirs
 from varuna_agent.state import Workdir
 from varuna_agent.workers.processes import PreparationSpec, WorkerProcesses
+from waiting import DEADLINE_S, until
 
 
 def archive_of(**files: str) -> bytes:
@@ -127,10 +129,17 @@ async def test_a_setup_ends_with_its_agent(world: ServedWorkdirs, tmp_path: Path
         await making
 
 
-async def test_a_setup_has_a_limit_after_which_it_is_killed(world: ServedWorkdirs, tmp_path: Path) -> None:
-    wanted = Workdir(path=str(tmp_path), setup="echo $$ > pid; echo loading the data; sleep 1000", timeout_s=3)
-    with pytest.raises(WorkdirError, match=r"(?s)not ended after 3 s \(setup_timeout_s\).*loading") as caught:
-        await world.workdirs.make_ready(wanted, dict(os.environ))
+async def test_a_setup_has_a_limit_after_which_it_is_killed(
+    world: ServedWorkdirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = "echo $$ > pid; echo loading the data; sleep 3600"
+    wanted = Workdir(path=str(tmp_path), setup=setup, timeout_s=DEADLINE_S)
+    making = asyncio.create_task(world.workdirs.make_ready(wanted, dict(os.environ)))
+    logs = tmp_path / "workdirs"
+    await until(lambda: [log for log in logs.glob("*/setup.log") if "loading the data\n" in log.read_text()])
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: time.monotonic() + DEADLINE_S)  # the limit is over
+    with pytest.raises(WorkdirError, match=r"(?s)not ended after 600 s \(setup_timeout_s\).*loading") as caught:
+        await making
     assert caught.value.exit_code == -signal.SIGKILL
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     await world.workdirs.make_ready(replace(wanted, setup="true"), dict(os.environ))
@@ -151,7 +160,7 @@ async def test_an_archive_that_does_not_come_has_the_same_limit(world: ServedWor
 async def test_a_setup_goes_on_while_anybody_waits_and_ends_with_the_last(
     world: ServedWorkdirs, tmp_path: Path
 ) -> None:
-    setup = "echo $$ >> pids.part; cp pids.part pids; test -e go || sleep 1000"
+    setup = "echo $$ >> pids.part; cp pids.part pids.copy; mv pids.copy pids; test -e go || sleep 1000"
     wanted = Workdir(path=str(tmp_path), setup=setup)
     first, second = (asyncio.create_task(world.workdirs.make_ready(wanted, dict(os.environ))) for _ in range(2))
     pid = await first_pid(tmp_path / "pids", first)

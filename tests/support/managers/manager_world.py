@@ -11,13 +11,14 @@ from pathlib import Path
 from repository import ROOT
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, wait_until
 
 PROGRAMS = Path(sys.executable).parent
 
 
-PATIENT = ("--suspect-after-s", "30", "--lost-after-s", "50", "--hang-minimum-s", "300")
-"""For tests that are not about silence: on a busy machine a VM may be silent, and a job slow, for a long time."""
+PATIENT = ("--suspect-after-s", "30", "--lost-after-s", "50", "--lease-s", "600", "--hang-minimum-s", "300")
+"""For tests that are not about silence: on a busy machine a VM may be silent, a job slow, and a manager that is started
+again away, for a long time."""
 
 
 def run_varuna(
@@ -43,10 +44,26 @@ class RunningManager:
     folder: Path
     processes: DemoProcesses
 
+    def client(self) -> Client:
+        return Client(self.url, timeout_s=DEADLINE_S)
+
     def varuna(
         self, *arguments: str, timeout_s: float = DEADLINE_S, folder: Path = ROOT
     ) -> subprocess.CompletedProcess[str]:
         return run_varuna(*arguments, url=self.url, timeout_s=timeout_s, folder=folder)
+
+
+def process_of_last_rank(client: Client, job: str) -> int:
+    """The process of the VM on which the last rank of the job's training runs, or is about to."""
+
+    def vm_of_last_rank() -> str | None:
+        newest = client.generations(job)[-1:]
+        if not newest or newest[0]["kind"] != "training":
+            return None
+        return max(newest[0]["placement"], key=lambda place: place["rank"])["vm_id"]
+
+    vm_id = wait_until(vm_of_last_rank, f"the training of {job}")
+    return int(next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id))
 
 
 def all_ready(client: Client, count: int) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 import httpx
 
 from manager_world import PATIENT
+from own_ports import own_ports
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 
 class RestartableManager:
@@ -26,7 +27,7 @@ class RestartableManager:
         self.folder = folder
         self._environment = environment
         self._processes = processes
-        self._options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", *PATIENT, *options]
+        self._options = ["--data-dir", str(folder), *PATIENT, *options]
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self.is_up = False
@@ -58,7 +59,10 @@ class RestartableManager:
     def launch(self) -> subprocess.Popen[bytes]:
         """Start its process, and wait for nothing."""
         self._starts += 1
-        arguments = ["-m", "varuna_client.cli", "manager", *self._options]
+        # Later starts keep the ports of the first one, which nobody else may have taken meanwhile.
+        http, grpc = (0, 0) if (self.folder / "manager.json").exists() else own_ports(2)
+        ports = ["--http-port", str(http), "--grpc-port", str(grpc)]
+        arguments = ["-m", "varuna_client.cli", "manager", *ports, *self._options]
         self._process = self._processes.start(arguments, self.log, self._environment)
         return self._process
 
@@ -69,7 +73,7 @@ class RestartableManager:
     def lives(self) -> bool:
         """Whether the process answers, in whatever role."""
         try:
-            return httpx.get(f"{self.url}/healthz", trust_env=False, timeout=60).status_code == 200
+            return httpx.get(f"{self.url}/healthz", trust_env=False, timeout=DEADLINE_S).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -97,5 +101,5 @@ class RestartableManager:
 
     @contextmanager
     def client(self) -> Iterator[Client]:
-        with Client(self.url) as client:
+        with Client(self.url, timeout_s=DEADLINE_S) as client:
             yield client

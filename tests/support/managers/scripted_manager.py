@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -20,8 +18,9 @@ from typing import Any
 
 import grpc
 import httpx
-import psutil
 
+from left_vms import kill_left_vms
+from own_ports import own_ports
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
 from waiting import DEADLINE_S, until
@@ -229,8 +228,12 @@ class ScriptedManager:
         self.agents: dict[str, ScriptedAgent] = {}
 
     async def start(self, *flags: str) -> None:
-        arguments = ["--data-dir", str(self.data_dir), "--http-port", "0", "--grpc-port", "0"]
-        arguments += ["--growth-settle-s", "0.3", "--start-settle-s", "20", *flags]
+        # A manager that starts again keeps the ports of before, which nobody else may have taken meanwhile.
+        http, grpc_port = (0, 0) if (self.data_dir / "manager.json").exists() else own_ports(2)
+        arguments = ["--data-dir", str(self.data_dir), "--http-port", str(http), "--grpc-port", str(grpc_port)]
+        # However long this machine stands still, nothing is taken for silent, late or hanging.
+        arguments += ["--suspect-after-s", "3600", "--lost-after-s", "3600", "--hang-minimum-s", "600"]
+        arguments += ["--first-step-timeout-s", "600", "--growth-settle-s", "0.3", "--start-settle-s", "600", *flags]
         if not self.real_agents:
             arguments += ["--agent-command", IDLE_VM]
         self.process = await asyncio.to_thread(self._spawn, arguments)
@@ -312,9 +315,7 @@ class ScriptedManager:
         if self.process is not None:
             self.process.kill()
             self.process.wait(timeout=DEADLINE_S)
-        for file in self.data_dir.glob("vms/*/vm.json"):
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                os.killpg(json.loads(file.read_text())["pid"], signal.SIGKILL)
+        kill_left_vms(self.data_dir / "vms")
 
 
 async def start_training(

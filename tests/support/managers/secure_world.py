@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import os
-import signal
 import ssl
 import subprocess
 import sys
@@ -19,12 +17,13 @@ from typing import Any
 
 import grpc
 import httpx
-import psutil
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509 import CertificateSigningRequestBuilder, Name
 from grpc import Channel, ChannelCredentials
 
+from left_vms import kill_left_vms
+from own_ports import own_ports
 from varuna_manager.access.authority import AgentSubject, Authority, open_authority, read_agent_subject
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc, identity_pb2, identity_pb2_grpc
@@ -212,7 +211,8 @@ def secure_manager(
     """A manager with --secure on loopback; it and its VMs end with the block."""
     data_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *program, "--data-dir", str(data_dir), "--secure"]
-    command += ["--http-port", "0", "--grpc-port", "0", "--local-ephemeral", *flags]
+    http, grpc_port = own_ports(2)  # it is started again on them
+    command += ["--http-port", str(http), "--grpc-port", str(grpc_port), "--local-ephemeral", *flags]
     manager = SecureManager(data_dir, command, _start(command, data_dir), pki_dir or data_dir / "pki")
     try:
         manager.wait_until_ready(stands_by=stands_by)
@@ -235,6 +235,4 @@ def _end(process: subprocess.Popen[bytes], data_dir: Path) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for file in data_dir.glob("vms/*/vm.json"):  # those that the manager left behind
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            os.killpg(json.loads(file.read_text())["pid"], signal.SIGKILL)
+    kill_left_vms(data_dir / "vms")

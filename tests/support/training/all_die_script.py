@@ -1,7 +1,7 @@
 """`training_script`, whose ranks are all killed at one step boundary, while the second of their saves is not committed.
 
 Their JSON file has "forever", and an interval that makes a save due at every step boundary. Rank 0 holds the
-second save before its manifest; a few steps later every rank kills itself.
+second save before its manifest; a few steps later every rank kills itself, when all have come to that boundary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import training_script
 from varuna import Varuna
 from varuna.checkpoint.format.manifest import MANIFEST
 from varuna.checkpoint.storage.store import CheckpointStore
+from waiting import wait_until
 
 STEPS_MORE = 4
 """Steps that are trained while the save is held."""
@@ -26,7 +27,8 @@ STEPS_MORE = 4
 
 def main() -> None:
     wanted = json.loads(Path(sys.argv[1]).read_text())
-    die_at = Path(wanted["out"]) / "die-at"
+    out, counting = Path(wanted["out"]), threading.Lock()
+    die_at = out / "die-at"
     commits = itertools.count(1)
     begun = 0
     create, step = CheckpointStore.create, Varuna.step
@@ -34,15 +36,20 @@ def main() -> None:
     def hold_the_second(store: CheckpointStore, path: str, data: bytes) -> bool:
         if path.endswith(MANIFEST) and next(commits) == 2:
             part = die_at.with_suffix(".part")
-            part.write_text(str(begun + STEPS_MORE))
-            part.rename(die_at)
+            with counting:  # no step begins between the count and the file
+                part.write_text(str(begun + STEPS_MORE))
+                part.rename(die_at)
             threading.Event().wait()
         return create(store, path, data)
 
     def die_at_step(model: Varuna, *args: Any, **named: Any) -> tuple[float, bool, float]:
         nonlocal begun
-        begun += 1
+        with counting:
+            begun += 1
         if die_at.exists() and begun >= int(die_at.read_text()):
+            (out / f"at-end{os.environ['RANK']}").touch()
+            ranks = range(int(os.environ["WORLD_SIZE"]))
+            wait_until(lambda: all((out / f"at-end{rank}").exists() for rank in ranks), "all ranks at the boundary")
             os.kill(os.getpid(), signal.SIGKILL)
         return step(model, *args, **named)
 

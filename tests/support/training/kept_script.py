@@ -1,8 +1,8 @@
 """`training_script` with long passes, a trace of all forwards, and ranks that kill themselves in one of them.
 
-More in its JSON file: "kills": several faults as `killing_script` has one in "kill"; "op_s": seconds by which each op
-is longer; "slow": {"rank", "op_s"}, the same for one rank; "variant": "frozen" (the first blocks train nothing) or
-"checkpointed" (the model runs each block again in its backward).
+More in its JSON file: "kills": several faults as `killing_script` has one in "kill"; "p": stages; "op_s": seconds by
+which each op is longer; "slow": {"rank", "op_s"}, the same for one rank; "variant": "frozen" (the first blocks train
+nothing) or "checkpointed" (the model runs each block again in its backward).
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
 """
@@ -22,11 +22,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import killing_script
 import training_script
 from killing_script import arm, meet_before
 from small_gpt import SmallGPT, Task
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.pass_timer import PassTimer
+from waiting import wait_until
 
 
 def trace_forwards(path: Path) -> None:
@@ -53,6 +55,26 @@ def slow_ops(op_s: float) -> None:
             yield
 
     PassTimer.measure_op = measure_slowly  # type: ignore[method-assign, assignment]
+
+
+def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: int) -> None:
+    """Puts this rank's death off until the ranks that are to keep their shares are in the pass."""
+    die = killing_script.die
+    number = next(number for number, kill in enumerate(kills) if kill["rank"] == own)
+    step, hit = kills[number]["step"], {kill["rank"] // p for kill in kills[: number + 1]}
+    others = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank // p not in hit]
+
+    def has_begun(rank: int) -> bool:
+        path, generation = out / f"trace.rank{rank}.jsonl", int(os.environ["VARUNA_GENERATION"])
+        # What it is just writing is no line yet.
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return any(json.loads(line)[:2] == [generation, step] for line in lines)
+
+    def wait_and_die() -> None:
+        wait_until(lambda: all(map(has_begun, others)), "the other replicas' passes")
+        die()
+
+    killing_script.die = wait_and_die
 
 
 class Checkpointed(nn.Module):
@@ -90,6 +112,8 @@ if __name__ == "__main__":
     vary_model(wanted.get("variant", ""))
     kills = wanted.get("kills", [])
     meet_before(*(kill["rank"] for kill in kills))
+    if own in [kill["rank"] for kill in kills]:
+        die_when_others_work(Path(wanted["out"]), kills, own, wanted["p"])
     for kill in kills:
         if kill.pop("rank") == own:
             arm(**kill)

@@ -27,6 +27,7 @@ import pytest
 import torch
 from torch import nn
 
+import varuna.holdings.held_state
 import varuna.roles.training
 from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
 from varuna import Varuna, get_varuna_config
@@ -37,6 +38,7 @@ from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
 from varuna.roles.reshaping import TrainingStep
 from varuna.roles.training import TrainingRole
+from waiting import DEADLINE_S, wait_until
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 """As launchers call it."""
@@ -44,11 +46,30 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 def main() -> None:
     torch.set_num_threads(1)
+    # All holders that a test names come, however late.
+    varuna.holdings.held_state._INVENTORY_WAIT_S = varuna.holdings.held_state._WHOLE_WAIT_S = DEADLINE_S
     wanted = json.loads(Path(sys.argv[1]).read_text())
     train(Task(**wanted["task"]), wanted, Path(wanted["out"]))
 
 
-def miss_agreement(step: int) -> None:
+def note_updates(out: Path, rank: int) -> None:
+    """Leaves a file for each update of this rank, for `wait_for_others`."""
+    update = TrainingRole._update
+
+    def update_and_note(role: TrainingRole, *rest: Any) -> None:
+        update(role, *rest)
+        (out / f"rank{rank}.updated{role._progress.step}").touch()
+
+    TrainingRole._update = update_and_note  # type: ignore[assignment,method-assign]
+
+
+def wait_for_others(out: Path, rank: int, step: int) -> None:
+    """Waits until all others have made the update of `step`: one that has not would hold the step before."""
+    others = [other for other in range(int(os.environ["WORLD_SIZE"])) if other != rank]
+    wait_until(lambda: all((out / f"rank{other}.updated{step}").exists() for other in others), "the others' updates")
+
+
+def miss_agreement(out: Path, rank: int, step: int) -> None:
     """Loses the totals of `step` on this rank after all other ranks have had time to get them and to go on."""
     agree, calls = varuna.roles.training.agree_on_totals, 0
 
@@ -57,25 +78,26 @@ def miss_agreement(step: int) -> None:
         totals = agree(group, own)
         calls += 1
         if calls == step:
-            lose_peers(group._departure)
+            lose_peers(group._departure, out, rank, step)
         return totals
 
     varuna.roles.training.agree_on_totals = agree_or_miss
 
 
-def miss_update(step: int) -> None:
+def miss_update(out: Path, rank: int, step: int) -> None:
     """Leaves when this rank has the totals of `step`, as `miss_agreement` does."""
     update = TrainingRole._update
 
     def update_or_miss(role: TrainingRole, under_way: TrainingStep, *rest: Any) -> None:
         if role._progress.step + 1 == step and not under_way.was_interrupted:
-            lose_peers(role._worker.departure)
+            lose_peers(role._worker.departure, out, rank, step)
         update(role, under_way, *rest)
 
     TrainingRole._update = update_or_miss  # type: ignore[assignment,method-assign]
 
 
-def lose_peers(departure: Departure) -> None:
+def lose_peers(departure: Departure, out: Path, rank: int, step: int) -> None:
+    wait_for_others(out, rank, step)
     time.sleep(0.5)
     departure.leave_generation(PeerLost("the test leaves the others"))
     departure.raise_if_leaving()
@@ -108,16 +130,19 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     if wanted.get("dies_before_resume") == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     first = model.resume() + 1
+    note_updates(out, rank)
     if wanted.get("misses_agreement", {}).get("rank") == rank:
-        miss_agreement(wanted["misses_agreement"]["step"])
+        miss_agreement(out, **wanted["misses_agreement"])
     if wanted.get("misses_update", {}).get("rank") == rank:
-        miss_update(wanted["misses_update"]["step"])
+        miss_update(out, **wanted["misses_update"])
 
     steps: list[dict[str, float]] = []
     counts: list[dict[str, int]] = []
     last = None if wanted.get("forever") else task.steps
     for step, batch in Batches(Examples(task.padded), global_batch=task.global_batch, first_step=first, last_step=last):
         fault = {"rank": rank, "step": step}
+        if fault in (wanted.get("die"), wanted.get("raise")) and step > first:
+            wait_for_others(out, rank, step - 1)
         if wanted.get("die") == fault or fault in wanted.get("dies", ()):
             os.kill(os.getpid(), signal.SIGKILL)
         if wanted.get("raise") == fault:

@@ -311,12 +311,14 @@ class Departure:
             self.raise_if_leaving()
             if ready():
                 return True
-            end_s = time.monotonic() + limit_s
-            while (left_s := end_s - time.monotonic()) > 0:
+            left_s = limit_s
+            while left_s > 0:
+                began_s = time.monotonic()
                 self.condition.wait(
                     min(_RECHECK_S, left_s) if recheck_s is None else min(left_s, _RECHECK_S, recheck_s())
                 )
                 self.raise_if_leaving()
                 if ready():
                     return True
+                left_s -= min(time.monotonic() - began_s, _RECHECK_S)  # a process that stood still has not waited
             return False

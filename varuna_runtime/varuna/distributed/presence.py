@@ -107,9 +107,10 @@ class RankPresence(ABC):
 
     def _leave(self, exit_: GenerationEnded | PeerLost) -> None:
         """Ends this rank's part for a process that goes on."""
-        self._over = self._has_left = True
+        self._over = True
         kind = GOODBYE if isinstance(exit_, GenerationEnded) else RANK_LEFT
         self._send_to_all(PresenceMessage(kind, self._rank))
+        self._has_left = True  # not before: the thread that serves may end then, and the sockets are closed
         for connection in list(self._sockets):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it

@@ -14,6 +14,7 @@ __all__ = ["ByteWriter", "LineRelay", "make_stream_writer"]
 ByteWriter = Callable[[bytes], None]
 
 _READ_BYTES = 65536
+_LOOKS = 20
 
 
 def make_stream_writer(stream: TextIO) -> ByteWriter:
@@ -49,7 +50,10 @@ class LineRelay:
     def wait_for_end(self, timeout_s: float) -> None:
         """Waits for the last lines of processes that have ended, at most `timeout_s` for each pipe."""
         for thread in self._threads:
-            thread.join(timeout_s)
+            for _ in range(_LOOKS):  # a process that stood still has missed one of them
+                thread.join(timeout_s / _LOOKS)
+                if not thread.is_alive():
+                    break
 
 
 def _pass_on(source: IO[bytes], write: ByteWriter) -> None:

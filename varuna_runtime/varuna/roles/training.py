@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -142,6 +143,7 @@ class TrainingRole:
         self._is_ready = False
         self._is_broken = False
         self._newest_step: TrainingStep | None = None
+        self._counting_steps = threading.Lock()
         self._committed_totals: StepTotals | None = None
         """Of the newest committed step."""
         self._held_bytes = 0
@@ -241,9 +243,10 @@ class TrainingRole:
         )
         self._expected_weight.learn_from_batch(totals.weight, totals.examples)
         self._updater.finish_step(gradient, step.clip_grad_max_norm, skip=step.overflow)
-        self._progress.step += 1
-        self._progress.samples.add_step(self._worker.environment.plan.global_batch or totals.examples)
-        step.is_updated = True
+        with self._counting_steps:
+            self._progress.step += 1
+            self._progress.samples.add_step(self._worker.environment.plan.global_batch or totals.examples)
+            step.is_updated = True
 
     def _step_gradient(self, totals: StepTotals) -> StepGradient:
         """Backwards were divided by the expected weight of the batch; its true weight may be another."""
@@ -488,9 +491,8 @@ class TrainingRole:
         obstacle = self._find_obstacle(newest)
         if obstacle:
             _log.info(f"this process takes no part in the next generation and only gives its state: {obstacle}")
-        step = self._progress.step
-        if newest is not None and newest.totals is not None and not newest.is_updated:
-            step += 1
+        with self._counting_steps:
+            step = self._committed(newest)
         self._worker.link.report_generation_left(
             int(str(exit_.code)), step, self._held_bytes, gives_only=bool(obstacle)
         )

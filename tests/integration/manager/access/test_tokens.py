@@ -16,7 +16,7 @@ import pytest
 from secure_world import Key, SecureManager
 from varuna_client import Client, RefusedError, UnreachableError
 from varuna_client.errors import TlsError
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("secure")  # one manager for all
 SPEC = {"name": "train", "workdir": "/tmp", "run": "true", "global_batch": 8}
@@ -196,7 +196,7 @@ def test_every_change_is_written_down_with_who_what_and_from_where(manager: Secu
 
 def test_the_client_says_in_one_line_what_is_wrong(manager: SecureManager) -> None:
     ca, port = str(manager.ca_file), manager.url.rpartition(":")[2]
-    with Client(manager.url, token=manager.admin_token, ca=ca) as client:
+    with Client(manager.url, token=manager.admin_token, ca=ca, timeout_s=DEADLINE_S) as client:
         assert client.jobs() is not None
         assert client.tokens()
     cases: list[tuple[Any, dict[str, Any], str, str]] = [
@@ -205,7 +205,7 @@ def test_the_client_says_in_one_line_what_is_wrong(manager: SecureManager) -> No
         (UnreachableError, {}, f"http://127.0.0.1:{port}", f"call it as https://127.0.0.1:{port}"),
     ]
     for kind, arguments, url, words in cases:
-        with Client(url, **arguments) as client, pytest.raises(kind, match=words) as raised:
+        with Client(url, **arguments, timeout_s=DEADLINE_S) as client, pytest.raises(kind, match=words) as raised:
             client.jobs()
         assert len(str(raised.value).splitlines()) == 1
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
-import psutil
 import pytest
 from sqlalchemy import update
 
+from left_vms import kill_left_vms
+from own_ports import own_ports
 from secure_world import Certified, Key, SecureManager, secure_manager
 from varuna_manager.access.authority import AgentSubject, read_agent_subject
 from varuna_manager.db.engine import Database
@@ -35,11 +35,12 @@ def two_managers(folder: Path, database_url: str) -> Iterator[tuple[SecureManage
 
     However slow this machine is, the leader renews its lease in time; `lapse` ends that of one that is dead.
     """
-    ports = free_ports(2)
+    ports = own_ports(2)
     shared = [
         *("--database-url", database_url, "--pki-dir", str(folder / "pki"), "--local-dir", str(folder / "local")),
         *("--managers", ",".join(f"127.0.0.1:{port}" for port in ports), "--leader-lease-s", "600", "--vms", "2"),
         *("--default-checkpoint-url", str(folder / "checkpoints")),
+        *("--suspect-after-s", "3600", "--lost-after-s", "3600"),  # however long this machine stands still
     ]
     first, second = (["--grpc-port", str(port)] for port in ports)
     with (
@@ -50,9 +51,7 @@ def two_managers(folder: Path, database_url: str) -> Iterator[tuple[SecureManage
             yield leader, other
         finally:
             other.process.kill()  # so that no VM that ends here is replaced
-            for file in (folder / "local").rglob("vm.json"):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    psutil.Process(json.loads(file.read_text())["pid"]).kill()
+            kill_left_vms(folder / "local" / "vms")
 
 
 def lapse(database_url: str) -> None:
@@ -65,14 +64,6 @@ def lapse(database_url: str) -> None:
         await database.close()
 
     asyncio.run(end())
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def test_tokens_certificates_and_vms_outlive_the_leader(tmp_path: Path, postgres_url: str) -> None:
@@ -101,7 +92,7 @@ def test_tokens_certificates_and_vms_outlive_the_leader(tmp_path: Path, postgres
         # The VMs: the same agents, never started again, on new streams that their certificates opened.
         wait_until(lambda: all_heard(other, admin), "both VMs to come back")
         assert agents(tmp_path) == before
-        assert states(other, admin) == ["ready", "ready"]
+        wait_until(lambda: states(other, admin) == ["ready", "ready"], "both VMs to be ready")
 
         # REST tokens.
         assert other.client(user).get("/jobs").status_code == 200

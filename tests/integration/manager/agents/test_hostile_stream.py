@@ -17,10 +17,12 @@ from varuna_proto.v1 import agent_pb2_grpc
 from waiting import until
 
 ENVIRONMENT = {"SECRET": "only for those who run it"}
+PATIENCE = ("--suspect-after-s", "3600", "--lost-after-s", "3600")
+"""However long this machine stands still, no VM is lost, and so none replaced."""
 
 
 async def test_a_report_that_is_too_large_ends_no_stream_and_an_exit_in_it_counts(manager: ScriptedManager) -> None:
-    await manager.start("--vms", "2")
+    await manager.start("--vms", "2", *PATIENCE)
     await manager.submit(env=ENVIRONMENT, resources={"max_gpus": 1})
     agents = await manager.connect_vms(2)
     await until(lambda: any(agent.commands("launch") for agent in agents), "a launch")
@@ -65,7 +67,7 @@ async def test_an_archive_goes_to_those_vms_only_that_need_it(manager: ScriptedM
     with tarfile.open(fileobj=packed, mode="w:gz"):
         pass
     sha256 = hashlib.sha256(packed.getvalue()).hexdigest()
-    await manager.start("--vms", "1")
+    await manager.start("--vms", "1", *PATIENCE)
     (agent,) = await manager.connect_vms(1)
     upload = await manager.rest.put(f"archives/{sha256}", content=packed.getvalue())
     assert upload.status_code == 201, upload.text

@@ -23,7 +23,8 @@ LIMITS_OFF = (("grpc.max_send_message_length", -1),)
 @pytest.fixture
 async def agent(manager: ScriptedManager) -> AsyncIterator[ScriptedAgent]:
     """The well-behaved agent of the manager's only VM. At the end it is still served on the same stream."""
-    await manager.start("--vms", "1")
+    # However long this machine stands still, the VM is not lost, and so not replaced.
+    await manager.start("--vms", "1", "--suspect-after-s", "3600", "--lost-after-s", "3600")
     (agent,) = await manager.connect_vms(1)
     yield agent
     seen = agent.beats_acked
@@ -70,7 +71,7 @@ async def test_nonsense_is_dropped(manager: ScriptedManager, agent: ScriptedAgen
         for path in ("/varuna.v1.AgentService/Nothing", "/nobody.Service/Call", METHOD):
             call = channel.unary_unary(path, request_serializer=bytes, response_deserializer=bytes)
             with pytest.raises(grpc.aio.AioRpcError):
-                await asyncio.wait_for(call(b"\xff\xff\xff"), 40)
+                await asyncio.wait_for(call(b"\xff\xff\xff"), DEADLINE_S)
 
 
 async def send_random_bytes(address: str, preface: bytes) -> None:

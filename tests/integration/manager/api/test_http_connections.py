@@ -26,6 +26,10 @@ class Hasty(PatientHttp):
     head_s = body_s = rest_s = unread_s = 0.2
 
 
+class Unhurried(PatientHttp):
+    head_s = body_s = rest_s = unread_s = DEADLINE_S
+
+
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with what it read; at once to /early, with a lot to /large."""
     request = Request(scope, receive)
@@ -35,12 +39,19 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(protocol: type[asyncio.Protocol] = PatientHttp, **limits: Any) -> AsyncIterator[LimitedListener]:
+async def serving(protocol: type[asyncio.Protocol] = Unhurried, **limits: Any) -> AsyncIterator[LimitedListener]:
     """The socket of a server with these limits."""
     listener = LimitedListener(
         socket.create_server(("127.0.0.1", 0)), **{"most": 1000, "most_per_address": 1000, **limits}
     )
-    config = uvicorn.Config(echo, http=protocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        echo,
+        http=protocol,
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=int(DEADLINE_S),
+        timeout_graceful_shutdown=1,
+    )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started, "the server")

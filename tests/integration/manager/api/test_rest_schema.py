@@ -13,6 +13,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import status_code_conformance
 
 from scripted_manager import ScriptedManager
+from waiting import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def _play(call: schemathesis.APIOperation, url: str) -> None:  # type: ignore[ty
     )
     @hypothesis.given(case=call.as_strategy(GenerationMode.POSITIVE) | call.as_strategy(GenerationMode.NEGATIVE))
     def answers(case: schemathesis.Case) -> None:
-        response = case.call(base_url=url)
+        response = case.call(base_url=url, timeout=DEADLINE_S)
         case.validate_response(response, checks=(not_a_server_error, status_code_conformance))
 
     answers()

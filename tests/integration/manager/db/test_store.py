@@ -32,6 +32,7 @@ from varuna_manager.world.vm_registry import Health, VmRegistry
 from varuna_manager.world.world import World
 from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
+from waiting import DEADLINE_S
 
 SPEC = JobSpec(name="train", workdir="/w", run="true", global_batch=8)
 
@@ -413,7 +414,7 @@ async def test_events_are_followed_in_order_and_only_once_committed(database: Da
         await write_and_fail()
     async with database.write() as session:
         events.emit_event(session, "test", "three")
-    await asyncio.wait_for(following, 10)
+    await asyncio.wait_for(following, DEADLINE_S)
     assert followed == ["one", "two", "three"]
 
 

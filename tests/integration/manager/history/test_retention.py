@@ -51,6 +51,7 @@ from varuna_manager.world.events import EventLog
 from varuna_manager.world.pasts import read_past
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_manager.world.world import World
+from waiting import DEADLINE_S
 
 NOW = 400 * DAY_S
 IDLE = ("sh", "-c", "exec sleep 600")
@@ -258,7 +259,7 @@ async def test_a_manager_that_no_longer_leads_deletes_nothing(database: Database
 
 async def test_delete_by_rest_and_by_the_client(tmp_path: Path) -> None:
     await migrated(tmp_path / "manager.db")
-    async with rest_world(tmp_path) as world, AsyncClient(world.url) as client:
+    async with rest_world(tmp_path) as world, AsyncClient(world.url, timeout_s=DEADLINE_S) as client:
         await add(world.database, job("over", "failed", 1.0), job("live", "running"))
         with pytest.raises(RefusedError, match="job 'live' is running: only one that is over is deleted"):
             await client.delete("live")

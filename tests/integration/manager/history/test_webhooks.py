@@ -22,9 +22,15 @@ from rest_world import SPEC, RestWorld, migrated, rest_world
 from scripted_manager import ScriptedManager
 from varuna_manager.domain.webhooks import WebhookTarget
 from varuna_manager.history.webhooks import WebhookSender
-from waiting import until
+from waiting import DEADLINE_S, until
 
 SECRET = b"a secret of the receiver's"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that stands still for long, with this machine, is not sent the same again."""
+    monkeypatch.setattr("varuna_manager.history.webhooks._TIMEOUT_S", DEADLINE_S)
 
 
 @dataclass
@@ -167,7 +173,7 @@ async def test_a_manager_tells_of_a_job_that_waited_too_long(
     await manager.submit(limits={"queue_timeout_s": 0.1})
     failed = await manager.job_in("failed")
     assert failed["error"].startswith("over its limit: it has waited for")
-    (payload,) = await until(lambda: receiver.taken, "the webhook")
+    payload = await until(lambda: receiver.taken and receiver.taken[0], "the webhook")
     assert (payload["event"], payload["job"]["name"]) == ("job_failed", "train")
     assert "limits.queue_timeout_s 0.1" in payload["message"]
 

@@ -15,10 +15,11 @@ from azure.core.exceptions import ClientAuthenticationError
 from fake_vault import FakeVault, StaticCredential, fake_vault, vault_of
 from repository import WORKERS
 from scripted_manager import ScriptedManager
+from varuna_manager.jobs import secrets as secrets_module
 from varuna_manager.jobs.secrets import MOST_BYTES, SecretAwayError, SecretError, Secrets
 from varuna_manager.jobs.vault import FRESH_S, KEEP_S, PAUSE_S, VaultSecrets, open_vault
 from varuna_proto.v1 import agent_pb2 as pb
-from waiting import until
+from waiting import DEADLINE_S, until
 
 VALUE = "of-the-vault-zebra-sesame"
 REFERENCES = {"TOKEN": "vault:hf-token"}
@@ -42,7 +43,7 @@ def server(tmp_path: Path) -> Iterator[FakeVault]:
 @asynccontextmanager
 async def reading(server: FakeVault, **options: Any) -> AsyncIterator[tuple[VaultSecrets, Clock]]:
     clock = Clock()
-    source = vault_of(server.url, server.ca_file, now=clock, **options)
+    source = vault_of(server.url, server.ca_file, now=clock, **{"timeout_s": DEADLINE_S, **options})
     try:
         yield source, clock
     finally:
@@ -126,17 +127,21 @@ def garbled(server: FakeVault) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("harm", "timeout_s", "words"),
     [
-        (slow, "does not answer within 2 s"),
-        (broken, "answers with status 503 and no secret"),
-        (garbled, "answers with status 200 and no secret"),
+        (slow, 2.0, "does not answer within 2 s"),
+        (broken, DEADLINE_S, "answers with status 503 and no secret"),
+        (garbled, DEADLINE_S, "answers with status 200 and no secret"),
     ],
 )
 async def test_launches_go_on_for_some_minutes_while_the_vault_is_away(
-    server: FakeVault, capfd: pytest.CaptureFixture[str], harm: Callable[[FakeVault], None], words: str
+    server: FakeVault,
+    capfd: pytest.CaptureFixture[str],
+    harm: Callable[[FakeVault], None],
+    timeout_s: float,
+    words: str,
 ) -> None:
-    async with reading(server, timeout_s=2.0) as (source, clock):
+    async with reading(server, timeout_s=timeout_s) as (source, clock):
         while request := source.prefetch_secret("hf-token"):  # 2 s may be short on a machine that does much else
             await request
             clock.now += PAUSE_S
@@ -155,7 +160,7 @@ async def test_launches_go_on_for_some_minutes_while_the_vault_is_away(
 async def test_a_vault_that_cannot_be_reached_makes_a_launch_wait(server: FakeVault) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        source = vault_of(f"https://127.0.0.1:{nobody.getsockname()[1]}", server.ca_file)
+        source = vault_of(f"https://127.0.0.1:{nobody.getsockname()[1]}", server.ca_file, timeout_s=DEADLINE_S)
         await ask(source)
         with pytest.raises(SecretAwayError, match=r"127\.0\.0\.1:[0-9]+ cannot be asked \(\w+\)"):
             source.read("hf-token")
@@ -215,15 +220,16 @@ async def test_the_identitys_token_is_for_azures_vaults_only(server: FakeVault) 
 
 
 async def test_no_value_is_kept_for_longer_than_it_may_be_used(server: FakeVault) -> None:
-    source = vault_of(server.url, server.ca_file, keep_s=0.01)
+    source = vault_of(server.url, server.ca_file, keep_s=0.01, timeout_s=DEADLINE_S)
     await ask(source)
     await until(lambda: not source._values, "the value to be forgotten, though nobody asks for it")
     await source.close()
 
 
 async def test_a_new_job_waits_for_the_vaults_answer_and_is_refused_only_for_what_will_not_change(
-    server: FakeVault,
+    server: FakeVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(secrets_module, "SUBMISSION_WAIT_S", DEADLINE_S)
     server.secrets |= {"large": "x" * (MOST_BYTES + 1), "empty": None}
     async with reading(server) as (source, _):
         secrets = Secrets({"vault": source})

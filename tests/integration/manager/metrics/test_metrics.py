@@ -229,7 +229,8 @@ def test_every_metric_is_documented_and_none_is_missing() -> None:
 
 
 async def test_a_manager_at_work_tells_of_it(manager: ScriptedManager) -> None:
-    await start_training(manager, 1)
+    # However long this machine stands still, the VM is not lost.
+    await start_training(manager, 1, flags=("--suspect-after-s", "3600", "--lost-after-s", "3600"))
     base = str(manager.rest.base_url).removesuffix("/").removesuffix("/api/v1")
 
     async def read_heartbeats() -> Samples | None:
@@ -256,6 +257,7 @@ async def test_a_manager_at_work_tells_of_it(manager: ScriptedManager) -> None:
     assert all(math.isfinite(sample.value) for family in families.values() for sample in family.samples)
 
 
+@pytest.mark.xdist_group("secure")  # one manager for all
 def test_a_secure_manager_shows_them_to_viewers(secure: SecureManager) -> None:
     url = f"{secure.url}/metrics"
     assert secure.client().get(url).status_code == 401

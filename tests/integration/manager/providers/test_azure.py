@@ -13,9 +13,11 @@ from azure.core.exceptions import HttpResponseError
 
 from fake_arm import FakeArm, fake_arm
 from varuna_manager.domain.fleet_decision import RefusalKind
+from varuna_manager.providers import azure_retail
 from varuna_manager.providers.azure import AzureProvider
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize, read_azure_settings
 from varuna_manager.providers.base import ProviderRefusedError, UnknownVmError, UnsupportedByProviderError
+from waiting import DEADLINE_S
 
 A100, V100 = "Standard_NC24ads_A100_v4", "Standard_NC6s_v3"
 SETTINGS = AzureSettings(
@@ -53,7 +55,12 @@ async def boot_script(name: str, size: AzureSize) -> str:
 
 
 def provider_on(arm: FakeArm, clock: Clock, settings: AzureSettings = SETTINGS, **options: Any) -> AzureProvider:
-    return AzureProvider(settings, arm.client(settings), boot_script, settle_s=20.0, now=clock, **options)
+    return AzureProvider(settings, arm.client(settings), boot_script, settle_s=DEADLINE_S, now=clock, **options)
+
+
+@pytest.fixture(autouse=True)
+def patient_with_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(azure_retail, "_TIMEOUT_S", DEADLINE_S)
 
 
 @pytest.fixture

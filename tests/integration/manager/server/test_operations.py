@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
-import signal
 import sqlite3
 import stat
 import subprocess
@@ -21,6 +19,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor, FileDescriptor
 from sqlalchemy import select
 
+from left_vms import kill_left_vms
 from repository import ROOT
 from scripted_manager import ScriptedManager, start_training
 from varuna_agent.state import AgentState, Identity
@@ -118,9 +117,7 @@ async def test_a_sqlite_store_is_saved_under_writes_and_restored_and_the_job_goe
     await until(goes_on, "the job to go on")
     assert len(await manager.get("jobs/train/generations")) == 2, "the generation that runs was taken over"
     manager.kill()
-    for vm in vms.glob("*/vm.json"):  # of the folder of before
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(json.loads(vm.read_text())["pid"], signal.SIGKILL)
+    kill_left_vms(vms)  # of the folder of before
 
 
 @pytest.fixture

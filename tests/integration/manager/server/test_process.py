@@ -93,11 +93,13 @@ async def test_survivors_of_a_lost_vm_go_on_in_place_and_lose_no_step(manager: S
     for agent, launch in pairs:
         agent.running = [pb.RunningWorker(job_id=launch.job_id, generation=2, rank=launch.workers[0].rank, step=3)]
     victim, survivors = pairs[-1], pairs[:-1]
-    assert (await manager.rest.post(f"vms/{victim[0].vm_id}/preempt", json={"notice_s": 0})).status_code == 200
     await victim[0].close()
     for agent, old in survivors:
         agent.exited(old, pb.EXIT_CAUSE_PEER_LOST, held=pb.HeldState(step=3, bytes=1000))
         agent.running = []
+    # Only now: after a VM's end the manager waits for survivors for two seconds, which is short on a busy machine.
+    await until(lambda: not any(agent.unacked for agent, _ in survivors), "the survivors to be stored")
+    assert (await manager.rest.post(f"vms/{victim[0].vm_id}/preempt", json={"notice_s": 0})).status_code == 200
     launches = [await agent.launch(3) for agent, _ in survivors]
     for (agent, old), new in zip(survivors, launches, strict=True):
         assert new.in_place
@@ -127,11 +129,12 @@ async def test_survivors_that_cannot_go_on_in_place_give_their_state_to_new_work
     pairs = await start_training(manager, 3)
     await manager.rest.put("providers/local", json={"capacity": 2})
     first, second, last = pairs
-    assert (await manager.rest.post(f"vms/{last[0].vm_id}/preempt", json={"notice_s": 0})).status_code == 200
     await last[0].close()
     held = pb.HeldState(step=3, bytes=1000, gives_only=True)
     for agent, old in (first, second):
         agent.exited(old, pb.EXIT_CAUSE_PEER_LOST, held=held)
+    await until(lambda: not (first[0].unacked or second[0].unacked), "the holders to be stored")  # as above
+    assert (await manager.rest.post(f"vms/{last[0].vm_id}/preempt", json={"notice_s": 0})).status_code == 200
     launches = [await agent.launch(3) for agent, _ in (first, second)]
     ranks = sorted(old.workers[0].rank for _, old in (first, second))
     for (agent, _), new in zip((first, second), launches, strict=True):
@@ -209,7 +212,10 @@ async def test_a_slow_vm_is_left_out_for_a_while(manager: ScriptedManager) -> No
     events = {event["kind"]: event for event in await manager.get("jobs/train/events")}
     assert events["vm_slow"]["vm_id"] == slow.vm_id
     assert events["vm_slow"]["data"]["ratio"] == pytest.approx(5, rel=0.01)
-    assert "quarantined for 600 s" in events["vm_quarantined"]["message"]
+    # Of 600 s, when it is written: it was decided on a moment before.
+    left_s = re.search(r"quarantined for ([0-9]+) s", events["vm_quarantined"]["message"])
+    assert left_s is not None, events["vm_quarantined"]
+    assert 300 < int(left_s[1]) <= 600
     (vm,) = [vm for vm in await manager.get("vms") if vm["id"] == slow.vm_id]
     assert vm["quarantined_until"] is not None
     assert vm["slow_ratio"] is None
@@ -320,11 +326,11 @@ async def test_a_notice_saves_first_and_leaves_the_vm_out(manager: ScriptedManag
     pairs = await start_training(manager, 2)
     await manager.rest.put("providers/local", json={"capacity": 0})
     (leaver, _), (stayer, _) = pairs
-    leaver.report(preemption_notice=pb.PreemptionNotice(notice_id="n1", seconds_left=30, source="test"))
+    leaver.report(preemption_notice=pb.PreemptionNotice(notice_id="n1", seconds_left=59, source="test"))
     for agent, launch in pairs:
         stop = await agent.stop(2)
         assert stop.mode == pb.STOP_MODE_SAVE_FIRST
-        assert 0 < stop.grace_s < 30
+        assert 0 < stop.grace_s < 59
         agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED)
     launch = await stayer.launch(3)
     assert (launch.world_size, launch.plan.p, launch.plan.d) == (1, 1, 1)
@@ -391,7 +397,8 @@ async def test_secrets_are_read_for_each_launch_and_go_nowhere_else(
         return "secret 'file:hf-token'" in ((await manager.get("jobs/train"))["reason"] or "")
 
     await until(waits, "the job to wait for its secret")
-    file.write_text("rotated-zebra-sesame")
+    file.with_name("part").write_text("rotated-zebra-sesame")
+    file.with_name("part").rename(file)  # the manager never reads half of it
     launches = await until(
         lambda: [each for one in agents for each in one.commands("launch") if each.generation == 2], "the next launch"
     )
@@ -425,10 +432,11 @@ async def test_events_stream_from_where_the_reader_was(manager: ScriptedManager)
         async for line in stream.aiter_lines():
             if line.startswith("data: "):
                 seen.append(json.loads(line.removeprefix("data: ")))
-            if len(seen) == 1:
-                # A reader that stays does not keep the manager from ending at a signal.
-                assert manager.process is not None
-                manager.process.terminate()
+                if len(seen) == 1:
+                    # A reader that stays does not keep the manager from ending at a signal. One signal: another may
+                    # come when it has given up its handler.
+                    assert manager.process is not None
+                    manager.process.terminate()
     assert seen[0]["id"] == events[0]["id"]
     assert await asyncio.to_thread(manager.process.wait, DEADLINE_S) == 0
     log = (manager.data_dir.parent / "manager.log").read_text()
@@ -481,8 +489,12 @@ async def test_a_real_vm_with_notice_leaves_and_its_worker_with_it(manager: Scri
     await manager.submit(run=f"echo $$ > {pid_file}; exec sleep 300")
     pid = int(await until(lambda: pid_file.exists() and pid_file.read_text().strip(), "the worker"))
     await manager.rest.put("providers/local", json={"capacity": 0})
-    for notice_s in (20, 600):  # asked again, the first notice stands
+    (vm,) = await manager.get("vms")
+    agent = psutil.Process(vm["ref"]["pid"])
+    agent.suspend()  # so that the VM is still there when it is asked again
+    for notice_s in (300, 600):  # asked again, the first notice stands
         assert (await manager.rest.post("vms/local-1/preempt", json={"notice_s": notice_s})).status_code == 200
+    agent.resume()
 
     async def gone() -> Any:
         (vm,) = await manager.get("vms")
@@ -491,9 +503,13 @@ async def test_a_real_vm_with_notice_leaves_and_its_worker_with_it(manager: Scri
     vm = await until(gone, "the VM to leave")
     assert "notice" in vm["reason"]
     assert not psutil.pid_exists(pid)
-    job = await manager.get("jobs/train")
-    assert job["state"] == "running"
-    assert "waiting for more" in job["reason"]
+
+    async def waits() -> bool:
+        job = await manager.get("jobs/train")
+        assert job["state"] == "running"
+        return "waiting for more" in job["reason"]
+
+    await until(waits, "the job to wait for another VM")
     notices = [e for e in await manager.get("events") if e["kind"] == "preemption_notice"]
     assert len(notices) == 1
 

@@ -113,10 +113,14 @@ async def _stay_while_the_store_is_away(manager: ScriptedManager, line: Postgres
         return (await manager.rest.get("readyz")).status_code == 200
 
     await until(is_ready, "the store to be back")
-    if agent.is_over:
-        await agent.close()
-        await agent.connect()
-    await until(lambda: not agent.unacked, "what was reported meanwhile to be stored")
+
+    async def is_stored() -> bool:
+        if agent.is_over:  # as an agent does, whenever it is let go
+            await agent.close()
+            await agent.connect()
+        return not agent.unacked
+
+    await until(is_stored, "what was reported meanwhile to be stored")
     job = await manager.get("jobs/train")
     assert (job["state"], job["generation"], job["step"]) == ("running", 2, 4)
     log = (manager.data_dir.parent / "manager.log").read_text()

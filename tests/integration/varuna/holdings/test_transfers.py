@@ -35,6 +35,7 @@ from varuna.checkpoint import (
 from varuna.checkpoint.storage.store import CheckpointStore
 from varuna.distributed.handshake import MeetingKey, StrangerError, greet_server
 from varuna.distributed.rendezvous import store_prefix
+from varuna.distributed.rendezvous_protocol import receive_into
 from varuna.distributed.rendezvous_server import RendezvousServer
 from varuna.distributed.rendezvous_store import RendezvousStore
 from varuna.holdings import giving, held_state, taking
@@ -47,6 +48,18 @@ from waiting import DEADLINE_S, wait_until
 
 HOST = "127.0.0.1"
 MAKE = OPTIMIZERS["adamw"]
+IMPATIENCE_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine holders come late, and chunks take long: here all wait for all as long as tests wait."""
+    for name in ("_INVENTORY_WAIT_S", "_WHOLE_WAIT_S"):
+        monkeypatch.setattr(held_state, name, DEADLINE_S)
+    for name in ("_CONNECT_S", "SILENCE_S", "_CHUNK_S"):
+        monkeypatch.setattr(taking, name, DEADLINE_S)
+    for name in ("HANDSHAKE_S", "SILENCE_S", "_LAST_CHUNK_S"):
+        monkeypatch.setattr(giving, name, DEADLINE_S)
 
 
 @dataclass
@@ -314,8 +327,6 @@ def test_a_chunk_that_comes_damaged_is_not_loaded(monkeypatch: pytest.MonkeyPatc
 def test_a_process_in_the_place_of_a_holder_is_passed_over(
     behaviour: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(taking, "SILENCE_S", 0.5)
-    monkeypatch.setattr(taking, "_CHUNK_S", 0.5)
     old = make_holders(1, 2)
     with next_generation(1, 2, range(2)) as world, socket.create_server((HOST, 0)) as listener, capture_logs() as log:
         stranger: HolderServer | None = None
@@ -332,6 +343,7 @@ def test_a_process_in_the_place_of_a_holder_is_passed_over(
             monkeypatch.setattr(
                 giving, "_send_parts", partial(send_slowly_from, int(address.split(":")[1]), giving._send_parts)
             )
+        lose_patience_with(address, monkeypatch)
         publish(world, hold(old[0]), address)
         world.give(hold(old[1]))
         new = [Rank(1, 2, rank, MAKE) for rank in range(2)]
@@ -340,6 +352,23 @@ def test_a_process_in_the_place_of_a_holder_is_passed_over(
             stranger.close()
     assert_taken(new, old)
     assert any(f"rank 0, at {address}" in line.get("reason", "") for line in log)
+
+
+def lose_patience_with(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes those that take state give up soon on the process at `address`, and on no other."""
+
+    def limit(connection: socket.socket, limit_s: float, limit_there_s: float) -> float:
+        host, port = connection.getpeername()
+        return limit_there_s if f"{host}:{port}" == address else limit_s
+
+    def greet(connection: socket.socket, key: MeetingKey, within_s: float) -> None:
+        greet_server(connection, key, limit(connection, within_s, IMPATIENCE_S))
+
+    def receive(connection: socket.socket, buffer: memoryview, deadline_s: float) -> None:
+        receive_into(connection, buffer, limit(connection, deadline_s, deadline_s - DEADLINE_S + IMPATIENCE_S))
+
+    monkeypatch.setattr(taking, "greet_server", greet)
+    monkeypatch.setattr(taking, "receive_into", receive)
 
 
 def send_slowly_from(port: int, send: Callable[..., None], connection: socket.socket, parts: list[memoryview]) -> None:

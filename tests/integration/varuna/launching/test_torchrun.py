@@ -92,7 +92,8 @@ def test_nvidias_bert_is_profiled_by_all_processes(folders: list[str]) -> None:
 
 
 DYING = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler
 from varuna import Varuna
 from varuna.data import Batches
@@ -105,6 +106,8 @@ scheduler = make_scheduler(optimizer)
 model.register_state("scheduler", scheduler)
 for step, batch in Batches(Examples(), first_step=model.resume() + 1, last_step=task.steps):
     if step == 4 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        while "\\n3 " not in Path(f"{out}/rank0.txt").read_text():
+            time.sleep(0.02)  # rank 0 may still be in step 3
         os.kill(os.getpid(), signal.SIGKILL)
     loss, _, _ = model.step(batch)
     scheduler.step()

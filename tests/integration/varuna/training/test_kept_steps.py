@@ -29,7 +29,7 @@ class Case:
 
     def __init__(self, p: int, d: int, *, task: dict[str, Any] | None = None, **wanted: Any) -> None:
         self.p, self.d, self.task = p, d, Task(**{**TASK, **(task or {})})
-        self.wanted = {"op_s": OP_S, **wanted}
+        self.wanted = {"op_s": OP_S, "p": p, **wanted}
         self.recompute = (True,) * (p - 1) + (False,)
 
     @property

@@ -15,6 +15,8 @@ from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2
 
 STEPS = 8
+PAUSE_S = 1.0
+"""Of each step from the third on. The command to leave comes in one of the pauses, long before the last step."""
 
 
 class LeavingGeneration:
@@ -44,6 +46,12 @@ class LeavingGeneration:
     def give_to(self, other: LeavingGeneration, ranks: set[int]) -> None:
         for rank in sorted(ranks):
             self.ends[rank].give_state(other.world.holder_environment())
+
+    def finish(self) -> Outcome:
+        """Waits for all ranks, which must end well, and for the last report of the first one."""
+        outcome = self.world.finish()
+        self.ends[0].wait_for(lambda message: message.step_done.step == self.world.task.steps)
+        return outcome
 
     def losses(self) -> dict[int, float]:
         return {done.step: done.loss for done in self.ends[0].steps()}
@@ -79,12 +87,12 @@ def test_another_shape_goes_on_from_the_memories_of_the_one_before(
     before: tuple[int, int], after: tuple[int, int], task: Task, zygote: Zygote, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        first = LeavingGeneration(stack, zygote, tmp_path, task, *before, wanted={"pause_s": 0.2})
+        first = LeavingGeneration(stack, zygote, tmp_path, task, *before, wanted={"pause_s": PAUSE_S})
         step = first.hold_first(3)
         holders = set(range(before[0] * before[1]))
         second = LeavingGeneration(stack, zygote, tmp_path, task, *after, generation=2, holders=tuple(sorted(holders)))
         first.give_to(second, holders)
-        outcome = second.world.finish()
+        outcome = second.finish()
         assert_taken_from_memory(second, step)
         assert first.world.exit_codes() == [EXIT_GENERATION_ENDED] * len(holders), "holders end when all is taken"
         if task.dropout:  # plain training draws other masks
@@ -107,7 +115,7 @@ def test_a_loss_costs_a_script_that_cannot_be_carried_no_committed_step(
         assert all(first.ends[rank].wait_for_number("generation_left", 1).generation_left.gives_only for rank in (0, 3))
         second = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 2, 3))
         first.give_to(second, {0, 2, 3})
-        outcome = second.world.finish()
+        outcome = second.finish()
         assert_taken_from_memory(second, step)
         assert_as_if_undisturbed(task, [first, second], outcome)
 
@@ -116,7 +124,7 @@ def test_holders_give_to_the_generation_after_one_that_has_failed(zygote: Zygote
     """A rank of the second generation dies before it has loaded, so the holders still have everything."""
     task = Task(steps=STEPS)
     with ExitStack() as stack:
-        first = LeavingGeneration(stack, zygote, tmp_path, task, 1, 2, wanted={"pause_s": 0.2})
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 1, 2, wanted={"pause_s": PAUSE_S})
         step = first.hold_first(3)
         second = LeavingGeneration(
             stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 1), wanted={"dies_before_resume": 1}
@@ -127,7 +135,7 @@ def test_holders_give_to_the_generation_after_one_that_has_failed(zygote: Zygote
         second.world.exit_codes()
         third = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=3, holders=(0, 1))
         first.give_to(third, {0, 1})
-        outcome = third.world.finish()
+        outcome = third.finish()
         assert_taken_from_memory(third, step)
         assert_as_if_undisturbed(task, [first, third], outcome)
 
@@ -136,7 +144,7 @@ def test_a_section_that_nobody_holds_comes_from_the_store(zygote: Zygote, tmp_pa
     task = Task(steps=STEPS)
     with ExitStack() as stack:
         more = {"checkpoint_url": str(tmp_path / "store"), "environ": {"VARUNA_CHECKPOINT_INTERVAL_S": "0.01"}}
-        first = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, wanted={"pause_s": 0.2}, **more)
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, wanted={"pause_s": PAUSE_S}, **more)
         first.ends[0].wait_for(lambda message: message.HasField("checkpoint_done"))
         first.hold_first(4)
         saved = max(
@@ -144,7 +152,7 @@ def test_a_section_that_nobody_holds_comes_from_the_store(zygote: Zygote, tmp_pa
         )
         second = LeavingGeneration(stack, zygote, tmp_path, task, 1, 1, generation=2, holders=(0,), **more)
         first.give_to(second, {0})
-        outcome = second.world.finish()
+        outcome = second.finish()
         ready = second.ends[0].wait_for_number("ready", 1).ready
         assert ready.resumed_step >= saved
         assert ready.peer_bytes == 0 < ready.store_bytes
@@ -167,6 +175,7 @@ def test_a_rank_that_cannot_hold_makes_all_save(zygote: Zygote, tmp_path: Path) 
         for end in first.ends:
             end.send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
         assert first.world.exit_codes() == [EXIT_GENERATION_ENDED] * 2, first.world.logs()
+        first.ends[0]._thread.join()  # what the process had sent is read
         saved = [
             message.checkpoint_done.step for message in first.ends[0].messages if message.HasField("checkpoint_done")
         ]

@@ -120,6 +120,8 @@ def test_an_agent_starts_it_too(tmp_path: Path, plain: dict[str, Any]) -> None:
                 process.kill()
                 process.wait()
         assert [rank.returncode for rank in ranks] == [0, 0], errors
+        for end in (first, second):
+            end.wait_for(lambda message: message.step_done.step == len(plain["losses"]))
         reported_losses = [[step.loss for step in end.steps()] for end in (first, second)]
     assert_same([json.loads(path.read_text()) for path in tmp_path.glob("rank*.json")], plain, slice(None))
     assert reported_losses[0] == reported_losses[1] == pytest.approx(plain["losses"], rel=1e-5)

@@ -150,10 +150,9 @@ def test_a_forked_child_keeps_no_connection(ranks: list[Rank]) -> None:
 
 
 def test_a_rank_0_that_is_not_there_is_a_lost_peer() -> None:
-    store = HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    store.set("presence", f"{'0' * 32} {port} 127.0.0.1")
-    departure = Departure(lambda _: None)
-    with pytest.raises(PeerLost):
-        RankPresence.join_generation(1, 2, store, address="127.0.0.1", departure=departure)
+    store, departure = HashStore(), Departure(lambda _: None)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen: no other process can, either
+        store.set("presence", f"{'0' * 32} {held.getsockname()[1]} 127.0.0.1")
+        with pytest.raises(PeerLost):
+            RankPresence.join_generation(1, 2, store, address="127.0.0.1", departure=departure)
