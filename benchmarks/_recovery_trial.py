@@ -56,6 +56,8 @@ class TrialOptions:
     """Steps before the kill."""
     kill_at: float
     """The part of a step that is done when the VM is killed."""
+    notice_s: float
+    """How long before its end the VM has notice; 0: it is killed without."""
     steps_after: int
     """Steps between the loss and the VM that comes back."""
     growth_wait_s: float
@@ -226,9 +228,9 @@ class _Trial:
         return None
 
     def _kill_vm(self, generation: GenerationDocument) -> tuple[float, float, int]:
-        """Kills the last rank's VM in the middle of a step.
+        """Kills the last rank's VM in the middle of a step, or gives it notice.
 
-        Returns how long a step took, when the VM was killed, and the step of the newest checkpoint.
+        Returns how long a step took, when that was done, and the step of the newest checkpoint.
         """
         last = max(generation["placement"], key=lambda place: place["rank"])["vm_id"]
         agent = psutil.Process(next(vm["ref"]["pid"] for vm in self._client.vms() if vm["id"] == last))
@@ -246,6 +248,9 @@ class _Trial:
         began = next(line.at for line in lines if line.step == newest + 1)
         time.sleep(max(0.0, began + step_s * self._options.kill_at - time.time()))
         killed_at = time.time()
+        if self._options.notice_s:
+            self._client.preempt(last, notice_s=self._options.notice_s)
+            return step_s, killed_at, saved
         for victim in victims:
             with suppress(psutil.NoSuchProcess):
                 victim.kill()

@@ -11,7 +11,8 @@ All processes of the last rank's VM get SIGKILL in the middle of a step (`--kill
 later one comes back, and the job grows. In the row `in place` the survivors keep their processes at the loss; at the
 growth, new processes take the state from their memories. In the row `memory` the script gives step() copies of its
 batches, which keeps workers from staying, so both morphs take it from memory. In the row `restart` (VARUNA_IN_PLACE=0
-in the job's environment) both load a checkpoint; the growth saves one first. Rows and sizes take turns.
+in the job's environment) both load a checkpoint; the growth saves one first. Rows and sizes take turns. With
+`--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job saves before it leaves.
 
 `gap` is the longest time without a step, by lines that the workers write after each step. The step that ends it is in
 it. `pause` is the gap less the duration of a step afterwards, which has one replica. `redone` are the committed steps
@@ -71,6 +72,9 @@ def main() -> None:
     parser.add_argument("--vms", type=int, default=4)
     parser.add_argument("--steps-before", type=int, default=25, help="steps before the kill")
     parser.add_argument("--kill-at", type=float, default=0.5, help="how much of the step is done then (0 to 1)")
+    parser.add_argument(
+        "--notice-s", type=float, default=0.0, help="the VM has notice instead of being killed; 0: none"
+    )
     parser.add_argument("--steps-after", type=int, default=5, help="steps before a VM comes back")
     parser.add_argument("--growth-wait-s", type=float, default=90.0, help="0: no VM comes back")
     parser.add_argument("--json", action="store_true")
@@ -79,6 +83,7 @@ def main() -> None:
         vms=given.vms,
         steps_before=given.steps_before,
         kill_at=given.kill_at,
+        notice_s=given.notice_s,
         steps_after=given.steps_after,
         growth_wait_s=given.growth_wait_s,
     )

@@ -211,8 +211,8 @@ class AgentRunner:
                 self._link.send_give_state(key, self._starter.make_give_state(instruction))
             case ins.AdmitWorker(key, secret):
                 self._link.send_admission(key, secret)
-            case ins.SendLeave(key, mode, _, keep_state):
-                self._link.send_leave(key, mode, keep_state=keep_state)
+            case ins.SendLeave(key, mode, _, keep_state, in_place):
+                self._link.send_leave(key, mode, keep_state=keep_state, in_place=in_place)
             case ins.KillWorker(key, _):
                 self._processes.kill_worker(key)
             case ins.ClaimRendezvousPort(port):

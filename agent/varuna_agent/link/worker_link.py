@@ -79,8 +79,11 @@ class WorkerLink:
     def send_admission(self, key: WorkerKey, secret: str) -> None:
         self._send(key, worker_pb2.AgentToWorker(admitted=worker_pb2.Admitted(secret=secret)))
 
-    def send_leave(self, key: WorkerKey, mode: agent_pb2.StopMode.ValueType, *, keep_state: bool = False) -> None:
-        self._send(key, worker_pb2.AgentToWorker(leave=worker_pb2.Leave(mode=mode, keep_state=keep_state)))
+    def send_leave(
+        self, key: WorkerKey, mode: agent_pb2.StopMode.ValueType, *, keep_state: bool = False, in_place: bool = False
+    ) -> None:
+        leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place)
+        self._send(key, worker_pb2.AgentToWorker(leave=leave))
 
     def send_assignment(self, key: WorkerKey, successor: WorkerKey, assigned: worker_pb2.Assigned) -> None:
         """The process of `key` is to go on as `successor`: its connection is that worker's from its next hello on."""

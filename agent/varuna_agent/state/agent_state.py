@@ -27,7 +27,7 @@ from varuna_agent.state.events import (
     WorkerMessageReceived,
 )
 from varuna_agent.state.folder_preparations import FolderPreparations
-from varuna_agent.state.hosted_worker import HostedWorker
+from varuna_agent.state.hosted_worker import HostedWorker, StateUse
 from varuna_agent.state.hosted_workers import HostedWorkers
 from varuna_agent.state.instructions import (
     ClaimRendezvousPort,
@@ -262,7 +262,7 @@ class AgentState:
             self._timings.supersede_in_place_grace_s if launch.in_place else self._timings.supersede_grace_s,
             reason=reason,
             now=now,
-            keep_state=launch.in_place,
+            state_use=StateUse(keep=launch.in_place),
         )
         yield from self._admit_workers(launch, now)
 
@@ -350,7 +350,7 @@ class AgentState:
             stop.grace_s,
             reason=reason,
             now=now,
-            keep_state=stop.keep_state,
+            state_use=StateUse(keep=stop.keep_state, in_place=stop.in_place, spare=stop.spare),
         )
         if stop.keep_state:
             self._workers.keep_survivors_longer(stop.job_id, stop.generation, stop.grace_s)

@@ -100,6 +100,18 @@ class IllegalPhaseChangeError(RuntimeError):
     """The worker's phase does not allow the stimulus: a defect of the agent. The message has the worker's history."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateUse:
+    """What becomes of a worker's state when it leaves its generation."""
+
+    keep: bool = False
+    """Its process may stay with it, for the next generation."""
+    in_place: bool = False
+    """The processes are to go on in place; where one of them cannot, all save."""
+    spare: bool = False
+    """Other VMs hold the same: it need not be saved, even if the process may not stay."""
+
+
 @dataclass
 class HostedWorker:
     """One worker on this VM, as the agent knows it."""
@@ -115,6 +127,8 @@ class HostedWorker:
     """When a surviving process is killed, if it has not connected as this worker by then."""
     may_stay: bool = True
     """Its process may stay for the next generation. A command to leave that does not keep the state ends this."""
+    state_use: StateUse = field(default_factory=StateUse)
+    """By the newest command to leave."""
     phase: WorkerPhase = WorkerPhase.WAITING
     is_connected: bool = False
     has_connected: bool = False
@@ -188,7 +202,8 @@ class HostedWorker:
         """The report of the end of its process."""
         code = _decode_shell_code(exit_code)
         cause = self._cause(code)
-        since = self.saving_since if code == EXIT_GENERATION_ENDED else None
+        has_only_held = self.left is not None and self.leave_mode == agent_pb2.STOP_MODE_HOLD_FIRST
+        since = self.saving_since if code == EXIT_GENERATION_ENDED and not has_only_held else None
         return agent_pb2.WorkerExited(
             job_id=self.key.job_id,
             generation=self.key.generation,

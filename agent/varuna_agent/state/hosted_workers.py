@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from varuna_agent.state import messages
-from varuna_agent.state.hosted_worker import ExitExcuse, HostedWorker, WorkerPhase, WorkerStimulus
+from varuna_agent.state.hosted_worker import ExitExcuse, HostedWorker, StateUse, WorkerPhase, WorkerStimulus
 from varuna_agent.state.instructions import (
     AdmitWorker,
     AssignWorker,
@@ -22,6 +22,8 @@ from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.bounds import ERROR_CHARS, NAME_CHARS, clean_text
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2, worker_pb2
+
+_NO_USE = StateUse()
 
 
 class HostedWorkers:
@@ -138,19 +140,19 @@ class HostedWorkers:
         reason: str,
         now: float,
         excuse: agent_pb2.ExitCause.ValueType | None = None,
-        keep_state: bool = False,
+        state_use: StateUse = _NO_USE,
     ) -> Iterator[Instruction]:
         """Give the workers for which `is_concerned` holds `grace_s` to leave; 0: kill them.
 
         Args:
             excuse: the cause of their exits, when neither the manager nor the job is the reason.
-            keep_state: their processes may stay for the next generation.
+            state_use: what becomes of their state.
         """
         for worker in self.all:
             if is_concerned(worker):
                 if excuse is not None and worker.excuse is None:
                     worker.excuse = ExitExcuse(excuse, reason)
-                worker.may_stay = worker.may_stay and keep_state
+                worker.may_stay, worker.state_use = worker.may_stay and state_use.keep, state_use
                 yield from self._end_worker(worker, mode, grace_s, reason=reason, now=now)
         yield from self._start_waiting(now)
 
@@ -170,7 +172,7 @@ class HostedWorkers:
         """Ask the workers that were to leave with their state, and whose processes may not stay now, to save it."""
         for worker in self.all:
             holds_first = worker.leave_mode == agent_pb2.STOP_MODE_HOLD_FIRST
-            if holds_first and worker.kill_at is not None and not self._may_stay(worker):
+            if holds_first and worker.kill_at is not None and not self._may_leave_unsaved(worker):
                 grace_s = worker.kill_at - now
                 yield from self._end_worker(worker, agent_pb2.STOP_MODE_SAVE_FIRST, grace_s, reason=reason, now=now)
 
@@ -217,11 +219,11 @@ class HostedWorkers:
     ) -> Iterator[Instruction]:
         """Ask the worker to leave, and set when to kill it. A repetition may only bring its end forward.
 
-        One whose process may not stay with the state saves it.
+        One whose process may not stay with the state saves it, unless it is spare.
 
         A survivor that is about to take its rank is asked when it has connected, because its state would be lost.
         """
-        if mode == agent_pb2.STOP_MODE_HOLD_FIRST and not self._may_stay(worker):
+        if mode == agent_pb2.STOP_MODE_HOLD_FIRST and not self._may_leave_unsaved(worker):
             mode = agent_pb2.STOP_MODE_SAVE_FIRST
         is_taking_rank = worker.is_in_place and worker.may_stay and worker.phase is WorkerPhase.STARTING
         if worker.phase is WorkerPhase.WAITING:
@@ -246,7 +248,7 @@ class HostedWorkers:
                 may_save = mode in (agent_pb2.STOP_MODE_SAVE_FIRST, agent_pb2.STOP_MODE_HOLD_FIRST)
                 worker.saving_since = now if may_save and worker.is_connected else None
                 if worker.is_connected:
-                    yield SendLeave(worker.key, mode, reason, worker.may_stay)
+                    yield SendLeave(worker.key, mode, reason, worker.may_stay, worker.state_use.in_place)
 
     def _kill_worker(self, worker: HostedWorker, reason: str, now: float) -> Iterator[Instruction]:
         worker.apply_stimulus(WorkerStimulus.KILL, now)
@@ -286,7 +288,7 @@ class HostedWorkers:
             yield AdmitWorker(key, worker.start.environment.secret)
         if worker.phase is WorkerPhase.LEAVING:
             reason = "the command to leave came before it had connected"
-            yield SendLeave(key, worker.leave_mode, reason, worker.may_stay)
+            yield SendLeave(key, worker.leave_mode, reason, worker.may_stay, worker.state_use.in_place)
 
     def handle_disconnection(self, key: WorkerKey) -> Iterator[Instruction]:
         if key in self._by_key:
@@ -366,6 +368,9 @@ class HostedWorkers:
             yield ReleaseRendezvousPort(worker.start.rendezvous_port)
         exited = worker.make_survivor_exit(left.exit_code, held, now)
         yield from self._remove_worker(worker, exited, WorkerStimulus.EXIT, now)
+
+    def _may_leave_unsaved(self, worker: HostedWorker) -> bool:
+        return worker.state_use.spare or self._may_stay(worker)
 
     def _may_stay(self, worker: HostedWorker) -> bool:
         """Whether the worker's process may become a survivor."""

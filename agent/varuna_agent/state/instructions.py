@@ -84,6 +84,8 @@ class SendLeave:
     reason: str
     keep_state: bool = False
     """The process may stay with its state, for the next generation."""
+    in_place: bool = False
+    """It is to go on in place there."""
 
 
 @dataclass(frozen=True)

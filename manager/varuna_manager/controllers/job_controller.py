@@ -39,11 +39,11 @@ from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.commands import CommandKey, DrainKey, GenerationOnVm, LaunchKey, StopKey, list_commands
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
-from varuna_manager.domain.observed import JobView, Rules
+from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
-from varuna_manager.domain.reshaping import keeps_state
+from varuna_manager.domain.reshaping import keeps_state, may_stay_in_place
 from varuna_manager.domain.starting import decide_in_place
-from varuna_manager.domain.states import EndCause, GenerationKind, JobState, VmState
+from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode, VmState
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.jobs.secrets import SecretError, Secrets
 from varuna_manager.jobs.stacks import StackService
@@ -372,7 +372,7 @@ class JobController:
                 minibatch_s=minibatch_s,
                 deadlines=deadlines,
                 traceparent=self._spans.make_traceparent(key.job_id, key.generation + 1) if goes_on else "",
-                keep_state=_keeps_state(job, key.generation),
+                state_use=_choose_state_use(job, key, snapshot.vms[session.vm_id], snapshot.vms),
             )
             session.send(message)
         else:
@@ -393,6 +393,18 @@ def _keeps_state(job: LoadedJob | None, number: int) -> bool:
         return False  # and so is the job
     cause = newest.cause_of_end or newest.cause_of_stop
     return cause is None or keeps_state(cause)
+
+
+def _choose_state_use(job: LoadedJob | None, key: StopKey, vm: VmView, vms: Vms) -> messages.StateUse:
+    """What becomes of the state of the generation's workers on the VM."""
+    keep = _keeps_state(job, key.generation)
+    running = None if job is None else job.view.generation
+    if job is None or running is None or running.number != key.generation or key.mode is not StopMode.HOLD_FIRST:
+        return messages.StateUse(keep=keep)
+    in_place = running.stop is not None and running.stop.cause is EndCause.NOTICE
+    is_leaving = vm.state is VmState.DRAINING
+    spare = in_place and is_leaving and may_stay_in_place(running, vms, job.view.min_gpus, gpu_limit(job.view))
+    return messages.StateUse(keep=keep, in_place=in_place, spare=spare)
 
 
 def _takes_part(key: StopKey, parts: Sequence[GenerationOnVm]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
@@ -26,6 +27,18 @@ _MODES = {
     StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST,
     StopMode.HOLD_FIRST: pb.STOP_MODE_HOLD_FIRST,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateUse:
+    """What becomes of the state of a VM's workers when their generation stops."""
+
+    keep: bool
+    """Processes that can stay hold it for the next generation."""
+    in_place: bool = False
+    """After a hold-first stop they are to go on in place; where one of them cannot, all save."""
+    spare: bool = False
+    """Other VMs hold the same, so that workers that must end need not save."""
 
 
 def launch_message(
@@ -87,12 +100,12 @@ def stop_message(
     minibatch_s: float,
     deadlines: Collection[float],
     traceparent: str,
-    keep_state: bool,
+    state_use: StateUse,
 ) -> pb.ManagerMessage:
     """`minibatch_s`: predicted; `deadlines`: of the generation's VMs that leave; a save ends before the first;
-    `traceparent`: of the morph for which it stops, or empty; `keep_state`: whether workers that can stay are to."""
+    `traceparent`: of the morph for which it stops, or empty."""
     grace_s = rules.stop_grace_s
-    if keep_state and key.mode is StopMode.LEAVE_NOW:
+    if state_use.keep and key.mode is StopMode.LEAVE_NOW:
         # Replicas that have lost no worker finish their share of the step.
         grace_s += rules.share_minibatches * minibatch_s
     if key.mode is not StopMode.LEAVE_NOW:  # workers that cannot hold their state save
@@ -104,7 +117,9 @@ def stop_message(
         mode=_MODES[key.mode],
         grace_s=grace_s,
         traceparent=traceparent,
-        keep_state=keep_state,
+        keep_state=state_use.keep,
+        in_place=state_use.in_place,
+        spare=state_use.spare,
     )
     return pb.ManagerMessage(stop=stop)
 

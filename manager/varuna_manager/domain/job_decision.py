@@ -17,6 +17,7 @@ from varuna_manager.domain.better_shape import (
     decide_leaving_slow_vms,
     decide_shrinking,
     explain_staying,
+    gpu_limit,
     list_claims,
     list_slow_vms,
     may_improve,
@@ -35,6 +36,7 @@ from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.ending import decide_end
 from varuna_manager.domain.limits import find_reached_limit
 from varuna_manager.domain.observed import GenerationView, JobView, Rules, Vms, VmView, WorkerView
+from varuna_manager.domain.reshaping import may_stay_in_place
 from varuna_manager.domain.starting import decide_start, fail_job
 from varuna_manager.domain.states import (
     TERMINAL_JOB_STATES,
@@ -256,18 +258,37 @@ def _stop_before_vm_leaves(now: float, job: JobView, generation: GenerationView,
     if not leaving:
         return None
     reason = "; ".join(f"VM {vm.id} is leaving: {vm.reason or 'it is draining'}" for vm in leaving)
-    mode = generation.stop_mode
     predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
     left_s = _leaves_at(leaving[0]) - now - _DEADLINE_MARGIN_S
     rest_s = max(0.0, predicted - (now - generation.progress_at))
-    needed_s = max(rest_s + _SHORTEST_SAVE_S, job.morphs.save_s)
-    if mode is StopMode.SAVE_FIRST and left_s < needed_s:
-        reason += (
-            f"; too soon to save: {max(left_s, 0.0):.1f} s are left, but the rest of the step ({rest_s:.1f} s) and a "
-            f"save take {needed_s:.1f} s, so the steps since the last checkpoint are done again"
+    mode, haste = _choose_mode_before_deadline(job, generation, vms, left_s=left_s, rest_s=rest_s)
+    return Decision.stop_generation(generation, mode, EndCause.NOTICE, reason + haste)
+
+
+def _choose_mode_before_deadline(
+    job: JobView, generation: GenerationView, vms: Vms, *, left_s: float, rest_s: float
+) -> tuple[StopMode, str]:
+    """How the workers leave before the deadline; and why in haste, if they do.
+
+    Args:
+        left_s: time until the deadline.
+        rest_s: predicted time until the end of the step.
+    """
+    if generation.stop_mode is StopMode.LEAVE_NOW:
+        return StopMode.LEAVE_NOW, ""
+    if may_stay_in_place(generation, vms, job.min_gpus, gpu_limit(job)):
+        if left_s >= rest_s:
+            return StopMode.HOLD_FIRST, ""
+        return StopMode.LEAVE_NOW, (
+            f"; too soon to finish the step: {max(left_s, 0.0):.1f} s are left, but it takes another {rest_s:.1f} s"
         )
-        mode = StopMode.LEAVE_NOW
-    return Decision.stop_generation(generation, mode, EndCause.NOTICE, reason)
+    needed_s = max(rest_s + _SHORTEST_SAVE_S, job.morphs.save_s)
+    if left_s >= needed_s:
+        return StopMode.SAVE_FIRST, ""
+    return StopMode.LEAVE_NOW, (
+        f"; too soon to save: {max(left_s, 0.0):.1f} s are left, but the rest of the step ({rest_s:.1f} s) and a "
+        f"save take {needed_s:.1f} s, so the steps since the last checkpoint are done again"
+    )
 
 
 def _stop_over_limit(now: float, job: JobView, generation: GenerationView) -> Decision | None:

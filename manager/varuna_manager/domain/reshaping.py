@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from varuna_manager.domain.observed import GenerationView, WorkerView
+from varuna_manager.domain.observed import GenerationView, Vms, WorkerView
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.plan import Device, Plan
@@ -102,6 +102,24 @@ def plan_reshape(
         placement = tuple(device for replica in _make_replicas(stages, d) for device in replica)
         return Reshape(plan=_with_replicas(plan, d), placement=placement, step=step)
     return None
+
+
+def may_stay_in_place(generation: GenerationView, vms: Vms, min_gpus: int, max_gpus: int | None) -> bool:
+    """Whether a running generation could go on in place without its VMs that leave or are in doubt.
+
+    Only its workers know whether their script allows that.
+    """
+    if generation.kind is not GenerationKind.TRAINING or generation.plan is None or generation.last_step is None:
+        return False
+    workers = tuple(replace(worker, held_step=generation.last_step) for worker in generation.workers)
+    usable = [worker.device for worker in workers if _is_usable(worker, vms)]
+    reshape = plan_reshape(generation.plan, workers, usable, max_gpus)
+    return reshape is not None and len(reshape.placement) >= min_gpus
+
+
+def _is_usable(worker: WorkerView, vms: Vms) -> bool:
+    vm = vms.get(worker.device.vm_id)
+    return vm is not None and vm.usable and not vm.quarantined
 
 
 def _by_stage(p: int, survivors: Sequence[WorkerView]) -> list[dict[int, Device]]:

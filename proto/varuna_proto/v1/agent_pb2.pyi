@@ -1474,6 +1474,8 @@ class Stop(_message.Message):
     GRACE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     KEEP_STATE_FIELD_NUMBER: _builtins.int
+    IN_PLACE_FIELD_NUMBER: _builtins.int
+    SPARE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     mode: Global___StopMode.ValueType
@@ -1483,6 +1485,10 @@ class Stop(_message.Message):
     """W3C trace context of the morph that ends the generation; empty: no tracing, or no morph"""
     keep_state: _builtins.bool
     """the job goes on: workers that can stay keep their state for the next generation"""
+    in_place: _builtins.bool
+    """with HOLD_FIRST: they are to go on in place; where a worker cannot, all save"""
+    spare: _builtins.bool
+    """with HOLD_FIRST: other VMs hold what this one's workers hold, which end without a save"""
     def __init__(
         self,
         *,
@@ -1492,10 +1498,12 @@ class Stop(_message.Message):
         grace_s: _builtins.float = ...,
         traceparent: _builtins.str = ...,
         keep_state: _builtins.bool = ...,
+        in_place: _builtins.bool = ...,
+        spare: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "job_id", b"job_id", "keep_state", b"keep_state", "mode", b"mode", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "in_place", b"in_place", "job_id", b"job_id", "keep_state", b"keep_state", "mode", b"mode", "spare", b"spare", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

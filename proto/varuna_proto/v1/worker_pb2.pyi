@@ -572,18 +572,22 @@ class Leave(_message.Message):
 
     MODE_FIELD_NUMBER: _builtins.int
     KEEP_STATE_FIELD_NUMBER: _builtins.int
+    IN_PLACE_FIELD_NUMBER: _builtins.int
     mode: _agent_pb2.StopMode.ValueType
     keep_state: _builtins.bool
+    """as in Stop"""
+    in_place: _builtins.bool
     """as in Stop"""
     def __init__(
         self,
         *,
         mode: _agent_pb2.StopMode.ValueType = ...,
         keep_state: _builtins.bool = ...,
+        in_place: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_state", b"keep_state", "mode", b"mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "keep_state", b"keep_state", "mode", b"mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

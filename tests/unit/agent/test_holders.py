@@ -43,8 +43,10 @@ def give(device: str = "cuda", **options: Any) -> Vm:
     return vm
 
 
-def stop(generation: int, *, keep_state: bool, mode: pb.StopMode.ValueType = pb.STOP_MODE_LEAVE_NOW) -> pb.Stop:
-    return pb.Stop(job_id="job", generation=generation, mode=mode, grace_s=5, keep_state=keep_state)
+def stop(
+    generation: int, *, keep_state: bool, mode: pb.StopMode.ValueType = pb.STOP_MODE_LEAVE_NOW, **fields: bool
+) -> pb.Stop:
+    return pb.Stop(job_id="job", generation=generation, mode=mode, grace_s=5, keep_state=keep_state, **fields)
 
 
 def stay_in_touch(vm: Vm, until: float) -> None:
@@ -455,6 +457,31 @@ def test_a_drain_has_workers_save_that_were_to_leave_with_their_state() -> None:
     assert leaves(vm.receive_message(drain=pb.Drain())) == [(pb.STOP_MODE_SAVE_FIRST, True)]
     assert killed(vm.tick(at=104.9)) == []
     assert killed(vm.tick(at=105.0)) == [key()]
+
+
+@pytest.mark.parametrize("drained_first", [True, False])
+def test_a_worker_whose_state_others_hold_ends_without_a_save(drained_first: bool) -> None:
+    vm = ready_vm()
+    if drained_first:
+        vm.receive_message(drain=pb.Drain())
+    spare = stop(1, keep_state=True, mode=pb.STOP_MODE_HOLD_FIRST, in_place=True, spare=True)
+    (command,) = of(ins.SendLeave, vm.receive_message(stop=spare))
+    assert (command.mode, command.in_place) == (pb.STOP_MODE_HOLD_FIRST, True)
+    if not drained_first:
+        assert leaves(vm.receive_message(drain=pb.Drain())) == []
+    vm.now += 2.0
+    assert killed(leave(vm, key(), 75)) == [key()]
+    (exited,) = sent(vm.ended(key(), -9), "worker_exited")
+    assert (exited.HasField("held"), exited.cause, exited.save_s) == (False, pb.EXIT_CAUSE_GENERATION_ENDED, 0.0)
+
+
+def test_a_worker_saves_after_all_when_the_others_that_hold_its_state_leave_too() -> None:
+    vm = ready_vm()
+    vm.receive_message(drain=pb.Drain())
+    hold = pb.STOP_MODE_HOLD_FIRST
+    vm.receive_message(stop=stop(1, keep_state=True, mode=hold, in_place=True, spare=True))
+    repeated = vm.receive_message(stop=stop(1, keep_state=True, mode=hold, in_place=True))
+    assert leaves(repeated) == [(pb.STOP_MODE_SAVE_FIRST, True)]
 
 
 def test_a_worker_saves_that_was_to_leave_with_its_state_when_another_job_needs_its_device() -> None:

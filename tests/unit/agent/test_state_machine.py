@@ -72,6 +72,8 @@ class Agent(RuleBasedStateMachine):
         self.opened_at = 0.0
         self.exit_agent = False
         self.is_drained = False
+        self.spare: dict[str, bool] = {}
+        """By job: what its newest stop says of the state."""
         self.handled = 0
 
     # ------------------------------------------------------------ the shell
@@ -129,9 +131,10 @@ class Agent(RuleBasedStateMachine):
             case ins.KillWorker(key):
                 assert not self.processes[key], "killed twice"
                 self.processes[key] = True
-            case ins.SendLeave(key, mode, _, keep_state):
+            case ins.SendLeave(key, mode, _, keep_state, _):
                 assert key in self.connected - self.left
-                assert keep_state or mode != pb.STOP_MODE_HOLD_FIRST, "it would lose its state"
+                is_needed = not self.spare.get(key.job_id, False)
+                assert keep_state or mode != pb.STOP_MODE_HOLD_FIRST or not is_needed, "it would lose its state"
                 if mode == pb.STOP_MODE_LEAVE_NOW:
                     self.leaving.add(key)
             case ins.SaveSeenGenerations(seen):
@@ -368,12 +371,16 @@ class Agent(RuleBasedStateMachine):
         grace_s=strategies.sampled_from([0.0, 2.0]),
         mode=strategies.sampled_from([1, 2, 3]),
         keep_state=strategies.booleans(),
+        spare=strategies.booleans(),
     )
     def manager_stops(
-        self, job: str, generation: int, grace_s: float, mode: pb.StopMode.ValueType, *, keep_state: bool
+        self, job: str, generation: int, grace_s: float, mode: pb.StopMode.ValueType, *, keep_state: bool, spare: bool
     ) -> None:
         self.newest[job] = max(self.newest.get(job, 0), generation)
-        stop = pb.Stop(job_id=job, generation=generation, mode=mode, grace_s=grace_s, keep_state=keep_state)
+        self.spare[job] = spare
+        stop = pb.Stop(
+            job_id=job, generation=generation, mode=mode, grace_s=grace_s, keep_state=keep_state, spare=spare
+        )
         self.handle(ev.ManagerMessageReceived(pb.ManagerMessage(stop=stop)))
 
     @precondition(lambda self: self.welcome and self.handled > 60)

@@ -99,11 +99,13 @@ class Departure:
         self._failure: BaseException | None = None
         self._save_first = False
         self._hold_first = False
+        self._goes_on_in_place = False
         self._may_stay_after_save = True
         self._end_code: int | None = None
         self._on_unreached: Callable[[int, str], None] = lambda rank, reason: None
         self._on_waiting: Callable[[bool], None] = lambda waits: None
         self._try_to_stay: Callable[[GenerationEnded | PeerLost], bool] | None = None
+        self._find_obstacle: Callable[[], str] = str
         self._is_leaving = False
         self._shield: _Shield | None = None
         self._deferred: GenerationEnded | PeerLost | None = None
@@ -143,25 +145,38 @@ class Departure:
         """Whether this worker is to leave at the end of the step, with its state in memory."""
         return self._hold_first
 
-    def request_hold_first(self) -> None:
-        """Makes the generation leave at the end of the step, each rank with its state in memory."""
+    def request_hold_first(self, *, in_place: bool = False) -> None:
+        """Makes the generation leave at the end of the step, each rank with its state in memory.
+
+        `in_place`: it is to go on in place; where a rank cannot, all save.
+        """
         with self.condition:
-            self._hold_first = True
+            self._hold_first, self._goes_on_in_place = True, in_place
             self.condition.notify_all()
 
     @property
     def can_stay(self) -> bool:
-        """Whether this process can hold the state after it has left."""
+        """Whether this process can stay with the state after it has left."""
         return self._try_to_stay is not None
+
+    @property
+    def can_hold(self) -> bool:
+        """Whether this process can stay with the state in the way that it was asked for."""
+        return self.can_stay and not (self._goes_on_in_place and self._find_obstacle())
 
     @property
     def stays(self) -> bool:
         """Whether this process has left its generation and holds the state for the next one."""
         return self._stays
 
-    def offer_to_stay(self, try_to_stay: Callable[[GenerationEnded | PeerLost], bool]) -> None:
-        """`try_to_stay` is called when this worker leaves, from any thread; it returns whether the process stays."""
-        self._try_to_stay = try_to_stay
+    def offer_to_stay(
+        self, try_to_stay: Callable[[GenerationEnded | PeerLost], bool], find_obstacle: Callable[[], str]
+    ) -> None:
+        """`try_to_stay` is called when this worker leaves, from any thread; it returns whether the process stays.
+
+        `find_obstacle`: why it cannot go on in place; empty: it can.
+        """
+        self._try_to_stay, self._find_obstacle = try_to_stay, find_obstacle
 
     @contextmanager
     def finish_first(self, mates: Collection[int], patience_s: float) -> Iterator[None]:

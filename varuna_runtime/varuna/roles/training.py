@@ -152,7 +152,7 @@ class TrainingRole:
         self._give_command: GiveCommand | None = None
         """Given when the step under way had been agreed on: the script's next call gives the state."""
         if can_hold_state(environment):
-            self._worker.departure.offer_to_stay(self._try_to_stay)
+            self._worker.departure.offer_to_stay(self._try_to_stay, self._find_obstacle)
         self._worker.phases.end_phase("connect")
 
     @property
@@ -320,7 +320,7 @@ class TrainingRole:
                 parameter.grad = None
         micro_batches = self._cut_share(step)
         global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
-        may_keep = self._may_keep(step)
+        may_keep = self._may_keep()
         with self._finishing_share() if may_keep else nullcontext():
             passed = self.assembly.engine.run_training_pass(
                 micro_batches,
@@ -348,13 +348,13 @@ class TrainingRole:
         spans = spans_of_micro_batches(step.rest.numbers, environment)
         return cut_spans(fetch_examples(step.inputs, spans.values()), spans) if spans else []
 
-    def _may_keep(self, step: TrainingStep) -> bool:
+    def _may_keep(self) -> bool:
         """Whether what this rank runs of the step stays valid when ranks of other replicas are lost."""
         return (
             self._worker.topology.d > 1
             and self._worker.departure.can_stay
             and not self.assembly.stage.written.homes
-            and not self._find_obstacle(step)
+            and not self._find_obstacle()
         )
 
     def _finishing_share(self) -> AbstractContextManager[None]:
@@ -364,9 +364,10 @@ class TrainingRole:
         patience_s = _LEAST_PATIENCE_S + 3 * self.assembly.engine.longest_bubble_s
         return self._worker.departure.finish_first(self._worker.topology.mates, patience_s)
 
-    def _find_obstacle(self, step: TrainingStep | None) -> str:
+    def _find_obstacle(self) -> str:
+        """Why this process cannot go on in place; empty: it can."""
         return describe_obstacle(
-            None if step is None else step.inputs,
+            None if self._newest_step is None else self._newest_step.inputs,
             accumulates=self._updater.accumulation.is_active,
             unclean_ends=self._worker.unclean_ends,
         )
@@ -488,7 +489,7 @@ class TrainingRole:
             _log.info(f"this process ends with its generation: it is in {self._other_call.name.lower()}()")
             return False
         newest = self._newest_step
-        obstacle = self._find_obstacle(newest)
+        obstacle = self._find_obstacle()
         if obstacle:
             _log.info(f"this process takes no part in the next generation and only gives its state: {obstacle}")
         with self._counting_steps:
@@ -537,7 +538,7 @@ class TrainingRole:
         if not fits_in_place(environment, before):
             raise RuntimeError(f"rank {environment.rank} of the next generation has another stage")
         phases.end_phase("wait")
-        worker.join_next(environment, phases, self._try_to_stay)
+        worker.join_next(environment, phases, self._try_to_stay, self._find_obstacle)
         self._catch_up(step)
         with keep_global_generators(self._device):
             self.assembly = connect_stage(self.assembly.stage, self._map, worker, self._device, self._precision)

@@ -227,7 +227,7 @@ class AgentLink:
                 self._commands.put(message.give_state)
                 self._on_command()
             elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
-                self.departure.request_hold_first()
+                self.departure.request_hold_first(in_place=message.leave.in_place)
             elif message.leave.mode == agent_pb2.STOP_MODE_SAVE_FIRST:
                 self.departure.request_save_first(may_stay=message.leave.keep_state)
             elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:

@@ -99,15 +99,18 @@ class WorkerProcess:
         environment: WorkerEnvironment,
         phases: StartPhases,
         try_to_stay: Callable[[GenerationEnded | PeerLost], bool],
+        find_obstacle: Callable[[], str],
     ) -> None:
-        """Joins the next generation in the same process. `phases`: of this start, which is under way.
+        """Joins the next generation in the same process.
+
+        `phases`: of this start, which is under way; the others: as for `Departure.offer_to_stay`.
 
         Raises PeerLost, GenerationEnded when this worker must leave that generation, too.
         """
         self.environment, self.phases = environment, phases
         self.topology = Topology(environment.plan.p, environment.plan.d, environment.rank)
         self.departure = Departure()
-        self.departure.offer_to_stay(try_to_stay)
+        self.departure.offer_to_stay(try_to_stay, find_obstacle)
         self.departure.set_unreached_callback(self.link.report_unreached)
         self.spans = StartSpans(environment, phases)
         self.link.greet_as(environment, self.departure)

@@ -322,18 +322,22 @@ async def test_a_zombie_worker_is_told_to_stop(manager: ScriptedManager) -> None
     assert (stop.job_id, stop.mode) == ("job-unknown", pb.STOP_MODE_LEAVE_NOW)
 
 
-async def test_a_notice_saves_first_and_leaves_the_vm_out(manager: ScriptedManager) -> None:
+@pytest.mark.parametrize("held", [None, pb.HeldState(step=3, bytes=1000)], ids=["saved", "held"])
+async def test_a_notice_leaves_the_vm_out(manager: ScriptedManager, held: pb.HeldState | None) -> None:
+    """The other VM holds all that the leaving one does: no rank need save unless it cannot go on in place."""
     pairs = await start_training(manager, 2)
     await manager.rest.put("providers/local", json={"capacity": 0})
     (leaver, _), (stayer, _) = pairs
     leaver.report(preemption_notice=pb.PreemptionNotice(notice_id="n1", seconds_left=59, source="test"))
     for agent, launch in pairs:
         stop = await agent.stop(2)
-        assert stop.mode == pb.STOP_MODE_SAVE_FIRST
+        assert (stop.mode, stop.keep_state, stop.in_place) == (pb.STOP_MODE_HOLD_FIRST, True, True)
+        assert stop.spare is (agent is leaver)
         assert 0 < stop.grace_s < 59
-        agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED)
+        agent.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED, held=held if agent is stayer else None)
     launch = await stayer.launch(3)
     assert (launch.world_size, launch.plan.p, launch.plan.d) == (1, 1, 1)
+    assert launch.in_place is (held is not None)
     await until(lambda: leaver.commands("drain"), "a drain")
     assert not [m for m in leaver.commands("launch") if m.generation == 3]
     reason = (await manager.get("jobs/train/generations"))[1]["end_reason"]

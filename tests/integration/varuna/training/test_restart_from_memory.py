@@ -180,3 +180,26 @@ def test_a_rank_that_cannot_hold_makes_all_save(zygote: Zygote, tmp_path: Path) 
             message.checkpoint_done.step for message in first.ends[0].messages if message.HasField("checkpoint_done")
         ]
         assert saved[-1] == first.ends[0].steps()[-1].step
+
+
+@pytest.mark.parametrize("copies_batches", [True, False])
+def test_ranks_that_are_to_go_on_in_place_save_only_if_one_cannot(
+    zygote: Zygote, tmp_path: Path, copies_batches: bool
+) -> None:
+    """As they leave before a VM does. A script that copies its batches keeps its processes from going on."""
+    task = Task(steps=500, learning_rate=1e-3)
+    more = {"checkpoint_url": str(tmp_path / "store"), "environ": {"VARUNA_CHECKPOINT_INTERVAL_S": "1e6"}}
+    with ExitStack() as stack:
+        wanted = {"forever": True, "copies_batches": copies_batches}
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 1, 2, wanted=wanted, **more)
+        first.ends[0].wait_for(lambda message: message.step_done.step >= 3)
+        for end in first.ends:
+            end.send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True, in_place=True)
+        step = first.wait_until_left({0, 1}, EXIT_GENERATION_ENDED)
+        saved = [
+            message.checkpoint_done.step for message in first.ends[0].messages if message.HasField("checkpoint_done")
+        ]
+        assert (saved[-1:] == [step]) is copies_batches
+        for end in first.ends:
+            end.send_leave(agent_pb2.STOP_MODE_LEAVE_NOW)
+        first.world.exit_codes()

@@ -188,7 +188,7 @@ def test_whatever_happens_generations_grow_one_by_one_and_never_two_live(events:
 # ---------------------------------------------------------------- what happens in the midst of a morph
 
 
-def test_several_vms_lost_while_a_generation_saves_end_it_and_the_next_uses_what_is_left() -> None:
+def test_several_vms_lost_while_a_generation_leaves_end_it_and_the_next_uses_what_is_left() -> None:
     names = "abcd"
     world = SmallFleet({name: vm(name) for name in names}, view=job())
     world.look()
@@ -197,10 +197,10 @@ def test_several_vms_lost_while_a_generation_saves_end_it_and_the_next_uses_what
     world.view = replace(world.view, generation=replace(first, state=GenerationState.RUNNING, last_step=3))
     world.vms["a"] = replace(world.vms["a"], state=VmState.DRAINING, notice_deadline=NOW + 30)
     world.look()
-    saving = world.view.generation
-    assert saving is not None
-    assert saving.stop is not None
-    assert saving.stop.mode is StopMode.SAVE_FIRST
+    leaving = world.view.generation
+    assert leaving is not None
+    assert leaving.stop is not None
+    assert leaving.stop.mode is StopMode.HOLD_FIRST
     world.vms["b"] = replace(world.vms["b"], state=VmState.LOST, reason="silent")
     world.look()
     assert world.view.generation is not None

@@ -295,7 +295,50 @@ def test_the_first_deadline_is_that_of_all_and_a_notice_too_short_to_save_in_is_
         "VM b is leaving: drained; VM a is leaving: notice; too soon to save: 3.0 s are left, but the rest of the step "
         "(4.0 s) and a save take 4.2 s, so the steps since the last checkpoint are done again"
     )
-    slow_save = replace(view, morphs=MorphEstimate(save_s=25.0))
+    slow_save = replace(
+        view, generation=replace(running, plan=replace(plan, p=2, d=1)), morphs=MorphEstimate(save_s=25)
+    )
     (stop,) = decide(slow_save, vm("a", state=VmState.DRAINING, notice_deadline=NOW + 20), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert stop.mode is StopMode.LEAVE_NOW
+
+
+@pytest.mark.parametrize(
+    ("left_s", "changes", "mode"),
+    [
+        (6.0, {}, StopMode.HOLD_FIRST),  # 4 s of the step and the margin; a save would take 25
+        (4.9, {}, StopMode.LEAVE_NOW),
+        (60.0, {"min_gpus": 2}, StopMode.SAVE_FIRST),
+    ],
+)
+def test_a_job_that_can_go_on_in_place_without_the_vm_that_leaves_does_not_save(
+    left_s: float, changes: dict[str, object], mode: StopMode
+) -> None:
+    plan = replace(plan_for(2), predicted_minibatch_s=6.0)
+    running = generation(worker(0, "a"), worker(1, "b"), plan=plan, progress_at=NOW - 2)
+    view = job(running, morphs=MorphEstimate(save_s=25.0), **changes)
+    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + left_s)
+    (stop,) = decide(view, leaving, vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is mode
+    if mode is StopMode.LEAVE_NOW:
+        assert stop.reason == (
+            "VM a is leaving: notice; too soon to finish the step: 3.9 s are left, but it takes another 4.0 s"
+        )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        vm("b", cordoned=True),
+        vm("b", connected=False),
+        vm("b", quarantined=True),
+        vm("b", state=VmState.DRAINING, drain_deadline=NOW + 90),
+    ],
+)
+def test_a_vm_that_is_in_doubt_is_not_counted_on_when_another_leaves(other: VmView) -> None:
+    running = generation(worker(0, "a"), worker(1, "b"), plan=plan_for(2))
+    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + 60)
+    (stop,) = decide(job(running), leaving, other).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is StopMode.SAVE_FIRST

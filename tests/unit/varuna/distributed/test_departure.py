@@ -105,7 +105,7 @@ def test_a_broken_thread_of_the_runtime_is_no_silent_hang() -> None:
 def departure_that_stays() -> tuple[Departure, Ends]:
     ends = Ends()
     departure = Departure(ends, grace_s=0.01)
-    departure.offer_to_stay(lambda exit_: True)
+    departure.offer_to_stay(lambda exit_: True, str)
     return departure, ends
 
 

@@ -85,7 +85,7 @@ def test_leaving_a_generation_that_is_over_is_a_goodbye_and_leaving_for_a_lost_p
 def test_a_rank_that_stays_for_the_next_generation_is_not_suspected(ranks: list[Rank], leaving: int) -> None:
     """The others of its replica keep working, because it has left nothing undone."""
     departure = ranks[leaving].departure
-    departure.offer_to_stay(lambda exit_: True)
+    departure.offer_to_stay(lambda exit_: True, str)
 
     def work() -> None:
         with ranks[1].departure.finish_first({leaving}, 60):

@@ -54,7 +54,7 @@ class AutomaticCheckpoints:
         leaving = BoundaryRequests(
             leave=self._departure.save_first,
             hold=self._departure.hold_first,
-            cannot_hold=not self._departure.can_stay,
+            cannot_hold=not self._departure.can_hold,
         )
         if self._writer is None:
             return leaving
