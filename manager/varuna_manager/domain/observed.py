@@ -340,9 +340,13 @@ class GenerationView:
 
     @property
     def stop_mode(self) -> StopMode:
-        """How its workers leave when there is time: they save if they have trained."""
-        trained = self.kind is GenerationKind.TRAINING and self.last_step is not None
-        return StopMode.SAVE_FIRST if trained else StopMode.LEAVE_NOW
+        """How its workers leave when there is time: they save if they have a state that may not be saved."""
+        return StopMode.SAVE_FIRST if self.has_new_state else StopMode.LEAVE_NOW
+
+    @property
+    def has_new_state(self) -> bool:
+        """Whether its workers have trained, or go on from a state that was perhaps never saved."""
+        return self.kind is GenerationKind.TRAINING and (self.last_step is not None or self.in_place)
 
     @property
     def devices(self) -> frozenset[Device]:

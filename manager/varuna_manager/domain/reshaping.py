@@ -109,9 +109,9 @@ def may_stay_in_place(generation: GenerationView, vms: Vms, min_gpus: int, max_g
 
     Only its workers know whether their script allows that.
     """
-    if generation.kind is not GenerationKind.TRAINING or generation.plan is None or generation.last_step is None:
+    if not generation.has_new_state or generation.plan is None:
         return False
-    workers = tuple(replace(worker, held_step=generation.last_step) for worker in generation.workers)
+    workers = tuple(replace(worker, held_step=generation.last_step or 0) for worker in generation.workers)
     usable = [worker.device for worker in workers if _is_usable(worker, vms)]
     reshape = plan_reshape(generation.plan, workers, usable, max_gpus)
     return reshape is not None and len(reshape.placement) >= min_gpus

@@ -327,6 +327,17 @@ def test_a_job_that_can_go_on_in_place_without_the_vm_that_leaves_does_not_save(
         )
 
 
+@pytest.mark.parametrize(("p", "mode"), [(1, StopMode.HOLD_FIRST), (2, StopMode.SAVE_FIRST)])
+def test_a_second_notice_finds_a_state_that_was_not_saved_after_the_first(p: int, mode: StopMode) -> None:
+    """The generation goes on in place, and has not completed a step yet."""
+    plan = replace(plan_for(2), p=p, d=2 // p)
+    running = generation(worker(0, "a"), worker(1, "b"), plan=plan, in_place=True, last_step=None)
+    leaving = vm("a", state=VmState.DRAINING, reason="notice", notice_deadline=NOW + 60)
+    (stop,) = decide(job(running), leaving, vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert stop.mode is mode
+
+
 @pytest.mark.parametrize(
     "other",
     [
