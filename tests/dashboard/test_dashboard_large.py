@@ -75,6 +75,7 @@ async def test_a_fleet_of_ten_thousand_is_counted_paged_and_searched(world: Rest
         await expect(page.get_by_role("table", name="VMs over time, as a table")).to_be_visible()
 
 
+@pytest.mark.slow
 async def test_a_job_of_a_million_steps_is_drawn_with_its_morphs(world: RestWorld, open_page: Any) -> None:
     async with open_page(f"{world.url}/#/jobs/{JOB}", may_fail=NO_AGENTS) as page:
         await settled(page, f"jobs/{JOB}")
@@ -127,6 +128,7 @@ async def test_a_standby_shows_what_there_is_and_where_the_leader_is(world: Rest
         assert page.url == f"{world.url}/#/vms/vm-00007"
 
 
+@pytest.mark.slow
 async def test_generations_come_page_by_page_and_older_ones_once(tmp_path: Path, open_page: Any) -> None:
     await migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as small:

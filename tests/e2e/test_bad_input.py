@@ -45,6 +45,7 @@ def test_a_port_in_use(running_manager: RunningManager, tmp_path: Path) -> None:
     assert running_manager.varuna("ps").returncode == 0, "the one that has the port goes on"
 
 
+@pytest.mark.slow
 def test_a_script_that_raises_fails_the_job_with_its_traceback_and_is_not_started_again(
     running_manager: RunningManager, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_the_demo_morphs_three_times_and_every_loss_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     folder, out = tmp_path / "demo-out", tmp_path / "report.json"
     result = subprocess.run(

@@ -24,6 +24,7 @@ LEASE_S = 8.0
 T = TypeVar("T")
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_manager_is_dead_and_is_adopted_by_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "managers"
     folder.mkdir()

@@ -186,6 +186,7 @@ def test_the_python_commands_run(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_job_of_your_own_trains_in_a_plain_process(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "getting-started.md").read_text().partition("## A job of your own")[2]
     for language, file in (("python", "train.py"), ("yaml", "job.yaml")):

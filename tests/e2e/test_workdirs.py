@@ -30,6 +30,7 @@ def write_job(folder: Path, setup: str, **more: object) -> Path:
     return folder / "job.yaml"
 
 
+@pytest.mark.slow
 def test_code_is_copied_to_the_vms_and_set_up_once(running_manager: RunningManager, tmp_path: Path) -> None:
     job = write_job(tmp_path / "counting", "cp template.json profile.json && echo done >> count")
     submitted = running_manager.varuna("submit", str(job), "--watch", timeout_s=DEADLINE_S)

@@ -15,7 +15,7 @@ from varuna.checkpoint import newest_complete
 SCRIPT = TRAINING_SCRIPTS / "failing_saves_script.py"
 
 
-@pytest.mark.parametrize(("p", "d", "fails"), [(2, 1, 1), (1, 2, 0)])
+@pytest.mark.parametrize(("p", "d", "fails"), [(2, 1, 1), pytest.param(1, 2, 0, marks=pytest.mark.slow)])
 def test_a_failed_save_is_known_to_all_ranks(zygote: Zygote, tmp_path: Path, p: int, d: int, fails: int) -> None:
     """A failure that was raised in the script does not make it end badly; one that the script has never seen does."""
     ends_badly = p == 2

@@ -79,7 +79,13 @@ def delete_the_manifest(store: Path) -> Path:
     return victim
 
 
-@pytest.mark.parametrize("harm", [flip_a_bit, cut_the_file, delete_the_file, delete_the_manifest])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        flip_a_bit,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (cut_the_file, delete_the_file, delete_the_manifest)),
+    ],
+)
 def test_training_goes_on_from_the_checkpoint_before_the_harmed_one(
     zygote: Zygote, tmp_path: Path, trained: Path, harm: Callable[[Path], Path]
 ) -> None:

@@ -166,6 +166,7 @@ def test_other_machines_are_reached_through_ssh(folder: Path) -> None:
     assert "cannot start a launcher for 0.0.0.0" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_the_flags_that_it_was_started_with(folder: Path) -> None:
     (folder / "env").write_text("TOKEN=x\n")
     started = ["--checkpoint_url", "ckpt", "--env_file", "env", "--device", "cpu", "probe.py", "--own", "it's"]
@@ -275,6 +276,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.slow
 def test_a_script_may_make_its_own_process_group_first_and_ends_well(folder: Path) -> None:
     (folder / "train.py").write_text(OWN_GROUP_SCRIPT)
     (folder / "machines").write_text("127.0.0.1\n")

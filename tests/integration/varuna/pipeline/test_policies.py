@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from small_gpt import Task
@@ -11,6 +12,7 @@ from training_world import Outcome, Ranks, Zygote
 from varuna_planner.schedule.policies import Policy
 
 
+@pytest.mark.slow
 def test_all_policies_train_alike(zygote: Zygote, tmp_path: Path) -> None:
     outcomes: dict[Policy, Outcome] = {}
     for policy in (policy for policy in Policy if policy.executable):

@@ -47,7 +47,10 @@ class Plain:
 
 @pytest.mark.parametrize(
     ("through", "offload", "shapes"),
-    [("users", False, [(2, 1), (1, 2), (1, 1)]), ("varuna", True, [(2, 2), (2, 1), (1, 2)])],
+    [
+        ("users", False, [(2, 1), (1, 2), (1, 1)]),
+        pytest.param("varuna", True, [(2, 2), (2, 1), (1, 2)], marks=pytest.mark.slow),
+    ],
 )
 def test_changes_between_steps_train_as_plain_pytorch_does_in_every_shape(
     through: str, offload: bool, shapes: list[tuple[int, int]], zygote: Zygote, tmp_path: Path

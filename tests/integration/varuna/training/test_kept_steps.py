@@ -104,13 +104,14 @@ def last_of(case: Case, rank: int) -> int:
 
 LOST_RANKS = [(1, 2, 1), (2, 2, 0), (2, 2, 3), (1, 3, 0), (2, 3, 1), (2, 3, 4)]
 MOMENTS = ["early", "middle", "late"]
+USUAL = [((2, 2, 0), "middle"), ((1, 3, 0), "early")]
 
 
 @pytest.mark.parametrize(
     ("p", "d", "rank", "when"),
     [
-        pytest.param(*lost, when, marks=[] if MOMENTS[number % 3] == when else pytest.mark.slow)
-        for number, lost in enumerate(LOST_RANKS)
+        pytest.param(*lost, when, marks=[] if (lost, when) in USUAL else pytest.mark.slow)
+        for lost in LOST_RANKS
         for when in MOMENTS
     ],
 )
@@ -166,6 +167,7 @@ def test_a_model_that_writes_buffers_runs_the_whole_step_again(zygote: Zygote, t
     assert_redone(world, 2, set(range(case.count)))
 
 
+@pytest.mark.slow
 def test_a_second_replica_is_hit_while_the_others_finish(zygote: Zygote, tmp_path: Path) -> None:
     case = Case(2, 3, kills=[op_kill(0, "F", 1), op_kill(3, "B", 2)])
     with ExitStack() as stack:
@@ -192,7 +194,15 @@ def test_a_second_rank_is_lost_in_what_is_left_of_the_step(rank: int, zygote: Zy
     assert kept
 
 
-@pytest.mark.parametrize("at", ["all-reduce", "before the sums", "agreement", "agreed"])
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("all-reduce", marks=pytest.mark.slow),
+        pytest.param("before the sums", marks=pytest.mark.slow),
+        "agreement",
+        "agreed",
+    ],
+)
 @pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_is_lost_at_the_end_of_a_step(at: str, rank: int, zygote: Zygote, tmp_path: Path) -> None:
     case = Case(2, 2, kills=[{"rank": rank, "at": at, "step": STEP}])

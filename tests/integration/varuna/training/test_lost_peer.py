@@ -13,7 +13,7 @@ from training_world import Ranks, Zygote
 from varuna_proto.environment import EXIT_PEER_LOST
 
 
-@pytest.mark.parametrize(("p", "d", "victim"), [(4, 1, 3), (1, 3, 1)])
+@pytest.mark.parametrize(("p", "d", "victim"), [pytest.param(4, 1, 3, marks=pytest.mark.slow), (1, 3, 1)])
 def test_all_survivors_leave_when_a_rank_is_killed(zygote: Zygote, tmp_path: Path, p: int, d: int, victim: int) -> None:
     dying = {"die": {"rank": victim, "step": 3}, "forever": True}
     with Ranks(zygote, tmp_path, Task(), p, d, wanted=dying) as world:
@@ -24,6 +24,7 @@ def test_all_survivors_leave_when_a_rank_is_killed(zygote: Zygote, tmp_path: Pat
     assert "timed out" not in world.logs()
 
 
+@pytest.mark.slow
 def test_training_goes_on_in_another_shape_from_the_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(global_batch=7, tied=True, clip=0.5, steps=5)
     store = str(tmp_path / "store")

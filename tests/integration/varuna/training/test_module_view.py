@@ -45,7 +45,7 @@ def run(zygote: Zygote, folder: Path, p: int, d: int, generation: int, **wanted:
     "shapes",
     [
         pytest.param([(2, 1, True), (1, 2, False)], id="2x1-offload-then-1x2"),
-        pytest.param([(1, 2, True), (2, 2, False)], id="1x2-offload-then-2x2"),
+        pytest.param([(1, 2, True), (2, 2, False)], id="1x2-offload-then-2x2", marks=pytest.mark.slow),
     ],
 )
 def test_a_module_in_every_shape(zygote: Zygote, tmp_path: Path, shapes: list[tuple[int, int, bool]]) -> None:

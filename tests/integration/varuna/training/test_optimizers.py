@@ -24,6 +24,7 @@ from training_world import Ranks, Zygote
             Task(optimizer="momentum", offload=True, tied=True),
             {"policy": "1f1b", "run_ahead": 1},
             id="3x1-momentum-offload-tied",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             2,
@@ -38,6 +39,7 @@ from training_world import Ranks, Zygote
             Task(precision="float16", optimizer="momentum", tied=True),
             {"policy": "gpipe"},
             id="4x1-float16-momentum-tied",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,7 +14,9 @@ from training_world import Ranks, Zygote
 FIRST_SCALE = 2.0**10
 
 
-@pytest.mark.parametrize("rank", [0, 3])  # the first stage of one replica; the last stage of the other
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(3, marks=pytest.mark.slow)]
+)  # the first stage of one replica; the last stage of the other
 def test_an_overflow_on_one_rank_skips_the_step_on_all(zygote: Zygote, tmp_path: Path, rank: int) -> None:
     task = Task(precision="float16", tied=True, clip=0.5, steps=4)
     store = str(tmp_path / "store")

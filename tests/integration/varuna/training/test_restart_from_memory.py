@@ -77,9 +77,9 @@ def assert_taken_from_memory(generation: LeavingGeneration, step: int) -> None:
     [
         ((2, 2), (1, 3), Task(steps=STEPS, global_batch=12)),
         ((1, 2), (2, 1), Task(steps=STEPS, optimizer="momentum")),
-        ((2, 1), (4, 1), Task(steps=STEPS, tied=True, clip=0.5)),
+        pytest.param((2, 1), (4, 1), Task(steps=STEPS, tied=True, clip=0.5), marks=pytest.mark.slow),
         ((3, 1), (2, 2), Task(steps=STEPS, tied_blocks=(0, 2), optimizer="lamb")),
-        ((2, 2), (2, 2), Task(steps=STEPS, offload=True, dropout=0.1)),
+        pytest.param((2, 2), (2, 2), Task(steps=STEPS, offload=True, dropout=0.1), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -101,7 +101,7 @@ def test_another_shape_goes_on_from_the_memories_of_the_one_before(
             assert_as_if_undisturbed(task, [first, second], outcome)
 
 
-@pytest.mark.parametrize("fault", ["die", "raise"])
+@pytest.mark.parametrize("fault", [pytest.param("die", marks=pytest.mark.slow), "raise"])
 def test_a_loss_costs_a_script_that_cannot_be_carried_no_committed_step(
     fault: str, zygote: Zygote, tmp_path: Path
 ) -> None:

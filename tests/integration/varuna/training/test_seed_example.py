@@ -85,6 +85,7 @@ def test_launched_it_trains_in_two_stages_and_goes_on_in_two_replicas(tmp_path: 
     assert_same(replicas, plain, slice(3, 6))
 
 
+@pytest.mark.slow
 def test_an_agent_starts_it_too(tmp_path: Path, plain: dict[str, Any]) -> None:
     # It makes its own process group first, on the port that the agent holds open for rank 0.
     sockets = RendezvousPorts("127.0.0.1")
@@ -153,6 +154,7 @@ def test_ranks_that_ask_for_different_checkpoints_are_told(zygote: Zygote, tmp_p
         assert f"load_checkpoint({step}): other ranks give another iteration (the mean is 3.5)" in world.logs()
 
 
+@pytest.mark.slow
 def test_it_profiles_without_an_optimizer(tmp_path: Path) -> None:
     profiling = ["--profiling", "--output_dir", str(tmp_path)]
     for result in launch(tmp_path, "--nstages", "1", "--chunk_size", "2", str(SCRIPT), *profiling):

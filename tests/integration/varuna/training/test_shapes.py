@@ -34,7 +34,12 @@ def assert_same_training(outcome: Outcome, expected: Trained) -> None:
         pytest.param(1, 1, Task(tied=True, clip=0.5), {"micro_batch": 3}, id="1x1"),
         pytest.param(1, 2, Task(global_batch=10), {"micro_batch": 3, "recompute": (True,)}, id="1x2-smaller-last"),
         pytest.param(
-            2, 2, Task(global_batch=7, clip=0.5, tied=True, declared=True), {"policy": "1f1b"}, id="2x2-uneven-declared"
+            2,
+            2,
+            Task(global_batch=7, clip=0.5, tied=True, declared=True),
+            {"policy": "1f1b"},
+            id="2x2-uneven-declared",
+            marks=pytest.mark.slow,
         ),
         pytest.param(2, 3, Task(global_batch=10, tied=True, clip=0.5), {"run_ahead": 1}, id="2x3-uneven-tied-clipped"),
     ],
@@ -48,6 +53,7 @@ def test_any_shape_trains_as_one_process_does(
     assert_same_training(outcome, train_plainly(task))
 
 
+@pytest.mark.slow
 def test_cut_points_that_varuna_finds_train_as_one_process_does(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(global_batch=7, clip=0.5, tied=True)
     with Ranks(zygote, tmp_path, task, 3, 2, wanted={"cut_points": 3}, recompute=(True, True, False)) as world:

@@ -29,7 +29,7 @@ def assert_as_if_undisturbed(world: SurvivorWorld, task: Task) -> None:
         torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+@pytest.mark.parametrize("lost", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in range(3)), 3])
 def test_survivors_finish_the_training_as_if_no_rank_had_been_lost(lost: int, zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:
@@ -69,7 +69,11 @@ SAMPLE = [STEP_KILLS[index] for index in (1, 20, 39, 58)] + [
 ]
 
 
-@pytest.mark.parametrize("kill", SAMPLE, ids=str)
+@pytest.mark.parametrize(
+    "kill",
+    [pytest.param(kill, marks=pytest.mark.slow if number % 3 else ()) for number, kill in enumerate(SAMPLE)],
+    ids=str,
+)
 def test_a_rank_is_lost_in_the_middle_of_a_step(kill: Kill, zygote: Zygote, tmp_path: Path) -> None:
     assert_survives(zygote, tmp_path, kill)
 
@@ -81,6 +85,7 @@ def test_a_rank_is_lost_anywhere_in_a_step(rank: int, zygote: Zygote, tmp_path: 
         assert_survives(zygote, tmp_path / str(number), kill)
 
 
+@pytest.mark.slow
 def test_ranks_are_lost_one_after_the_other_until_one_replica_is_left(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=8, global_batch=12)
     with ExitStack() as stack:
