@@ -27,7 +27,7 @@ from varuna_agent.state.events import (
     WorkerMessageReceived,
 )
 from varuna_agent.state.folder_preparations import FolderPreparations
-from varuna_agent.state.hosted_worker import HostedWorker, StateUse
+from varuna_agent.state.hosted_worker import HostedWorker
 from varuna_agent.state.hosted_workers import HostedWorkers
 from varuna_agent.state.instructions import (
     ClaimRendezvousPort,
@@ -42,6 +42,7 @@ from varuna_agent.state.reporter import Reporter
 from varuna_agent.state.survivors import Survivor
 from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.bounds import NAME_CHARS, clean_text
+from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2
 
 

@@ -22,6 +22,7 @@ from varuna_agent.state.instructions import StartWorker
 from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.bounds import ERROR_CHARS, clean_text
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
+from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _SHELL_CANNOT_RUN = (126, 127)
@@ -98,18 +99,6 @@ _START_PHASES = {WorkerStimulus.START: "wait", WorkerStimulus.HELLO: "process"}
 
 class IllegalPhaseChangeError(RuntimeError):
     """The worker's phase does not allow the stimulus: a defect of the agent. The message has the worker's history."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateUse:
-    """What becomes of a worker's state when it leaves its generation."""
-
-    keep: bool = False
-    """Its process may stay with it, for the next generation."""
-    in_place: bool = False
-    """The processes are to go on in place; where one of them cannot, all save."""
-    spare: bool = False
-    """Other VMs hold the same: it need not be saved, even if the process may not stay."""
 
 
 @dataclass

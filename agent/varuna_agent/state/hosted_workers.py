@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from varuna_agent.state import messages
-from varuna_agent.state.hosted_worker import ExitExcuse, HostedWorker, StateUse, WorkerPhase, WorkerStimulus
+from varuna_agent.state.hosted_worker import ExitExcuse, HostedWorker, WorkerPhase, WorkerStimulus
 from varuna_agent.state.instructions import (
     AdmitWorker,
     AssignWorker,
@@ -21,6 +21,7 @@ from varuna_agent.state.survivors import Survivor, Survivors
 from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.bounds import ERROR_CHARS, NAME_CHARS, clean_text
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
+from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _NO_USE = StateUse()

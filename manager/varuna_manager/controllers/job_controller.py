@@ -52,6 +52,7 @@ from varuna_manager.planning.rates import RateService
 from varuna_manager.world.events import EventLog
 from varuna_proto.failpoints import failpoint
 from varuna_proto.plan import Device, Plan
+from varuna_proto.state_use import StateUse
 
 _SESSIONS_AT_ONCE = 500
 _NAMED = 5
@@ -395,16 +396,16 @@ def _keeps_state(job: LoadedJob | None, number: int) -> bool:
     return cause is None or keeps_state(cause)
 
 
-def _choose_state_use(job: LoadedJob | None, key: StopKey, vm: VmView, vms: Vms) -> messages.StateUse:
+def _choose_state_use(job: LoadedJob | None, key: StopKey, vm: VmView, vms: Vms) -> StateUse:
     """What becomes of the state of the generation's workers on the VM."""
     keep = _keeps_state(job, key.generation)
     running = None if job is None else job.view.generation
     if job is None or running is None or running.number != key.generation or key.mode is not StopMode.HOLD_FIRST:
-        return messages.StateUse(keep=keep)
+        return StateUse(keep=keep)
     in_place = running.stop is not None and running.stop.cause is EndCause.NOTICE
     is_leaving = vm.state is VmState.DRAINING
     spare = in_place and is_leaving and may_stay_in_place(running, vms, job.view.min_gpus, gpu_limit(job.view))
-    return messages.StateUse(keep=keep, in_place=in_place, spare=spare)
+    return StateUse(keep=keep, in_place=in_place, spare=spare)
 
 
 def _takes_part(key: StopKey, parts: Sequence[GenerationOnVm]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
@@ -14,6 +13,7 @@ from varuna_manager.history.morph_spans import MorphSpans
 from varuna_proto.environment import is_read_early
 from varuna_proto.plan import Plan
 from varuna_proto.plan_message import make_plan_spec
+from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2 as pb
 
 UNSENDABLE = (ValueError, TypeError, OverflowError)
@@ -27,18 +27,6 @@ _MODES = {
     StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST,
     StopMode.HOLD_FIRST: pb.STOP_MODE_HOLD_FIRST,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateUse:
-    """What becomes of the state of a VM's workers when their generation stops."""
-
-    keep: bool
-    """Processes that can stay hold it for the next generation."""
-    in_place: bool = False
-    """After a hold-first stop they are to go on in place; where one of them cannot, all save."""
-    spare: bool = False
-    """Other VMs hold the same, so that workers that must end need not save."""
 
 
 def launch_message(

@@ -1,0 +1,17 @@
+"""What becomes of workers' state when their generation stops, as `Stop` says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateUse:
+    """Of the workers on one VM."""
+
+    keep: bool = False
+    """Processes that can stay hold it for the next generation."""
+    in_place: bool = False
+    """After a hold-first stop they are to go on in place; where one of them cannot, all save."""
+    spare: bool = False
+    """Other VMs hold the same: it need not be saved, even if a process may not stay."""
