@@ -116,7 +116,7 @@ class Snapshot:
         elsewhere = (self.vms.get(device.vm_id) for device in self.occupied)
         return FittingGpus(
             gpus=sum(vm.gpus for vm in usable if not vm.quarantined)
-            + sum(vm is not None and (not vm.usable or vm.quarantined) and is_fitting(vm, wanted) for vm in elsewhere),
+            + sum(vm is not None and not vm.trusted and is_fitting(vm, wanted) for vm in elsewhere),
             least_memory_bytes=min((vm.device_memory_bytes for vm in usable if vm.device_memory_bytes), default=None),
             least_per_vm=min((vm.gpus for vm in usable), default=1),
         )

@@ -80,7 +80,7 @@ class Preparations:
         session.entrusted.update(planned)
         if vm.prepared or vm.setting_up:
             self._send_stale(session, vm, jobs, planned, running)
-        if not (planned or is_idle) or not vm.usable or vm.quarantined:
+        if not (planned or is_idle) or not vm.trusted:
             return
         now, sent_at = self._now(), session.prepare_sent_at
         job_id = choose_workdir(vm, planned, {known: now - at for known, at in sent_at.items()}, self._rules)

@@ -152,7 +152,7 @@ def _gpus_of(job: LoadedJob, snapshot: Snapshot) -> Mapping[str, int]:
     found: Counter[str] = Counter()
     for worker in job.workers:
         vm = snapshot.vms.get(worker.vm_id)
-        if worker.is_alive or (vm is not None and vm.usable and not vm.quarantined):
+        if worker.is_alive or (vm is not None and vm.trusted):
             found[worker.vm_id] += 1
     return found
 

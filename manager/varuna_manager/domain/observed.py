@@ -177,6 +177,11 @@ class VmView:
         return self.state is VmState.READY and self.connected and not self.cordoned
 
     @property
+    def trusted(self) -> bool:
+        """Whether workers may be started there, and nothing speaks against it."""
+        return self.usable and not self.quarantined
+
+    @property
     def leave_by(self) -> float | None:
         """The time by which all workers should have left it; None: there is no deadline."""
         deadlines = [at for at in (self.notice_deadline, self.drain_deadline) if at is not None]

@@ -60,7 +60,7 @@ def assign_places(tenants: Sequence[Tenant], vms: Mapping[str, VmView]) -> JobPl
     if not any(tenant.makes_workdir for tenant in tenants):
         return JobPlaces()
     in_use = {vm_id for tenant in tenants for vm_id in tenant.runs_on}
-    usable = sorted((vm.id in in_use, vm.id) for vm in vms.values() if vm.usable and not vm.quarantined)
+    usable = sorted((vm.id in in_use, vm.id) for vm in vms.values() if vm.trusted)
     gpus = {vm_id: vms[vm_id].gpus for _, vm_id in usable}
     here, readiness = sum(gpus.values()), WorkdirReadiness(vms.values())
     coming = sum(vm.gpus for vm in vms.values() if vm.state is VmState.REQUESTED)
