@@ -17,22 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from controller_world import controller_over
 from rest_world import SPEC, RestWorld, migrated, rest_world, vm
-from varuna_manager.agents.sessions import AgentSession, AgentSessions
-from varuna_manager.controllers.job_controller import JobController, JobControllerServices, LaunchDefaults
-from varuna_manager.controllers.job_view import SnapshotLoader
+from varuna_manager.agents.sessions import AgentSessions
+from varuna_manager.controllers.job_controller import JobController
 from varuna_manager.db.models import JobRow
-from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.fleet.fleet import job_wants
-from varuna_manager.jobs.stacks import StackService
-from varuna_manager.planning.planning import PlanningService
-from varuna_manager.planning.rates import RateService
 from varuna_manager.providers.base import VmOffer
 from varuna_manager.world import world as world_module
-from varuna_manager.world.bell import Bell
-from varuna_manager.world.vm_registry import VmRegistry
-from varuna_manager.world.world import World
 from varuna_proto.v1 import agent_pb2 as pb
 
 GOOD = {**SPEC, "name": "good", "resources": {"min_gpus": 1, "max_gpus": 1}, "env": {"SECRET": "of-good"}}
@@ -71,28 +64,9 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet_over(world: RestWorld, folder: Path) -> AsyncIterator[Fleet]:
-    database, bell, sessions, registry = world.database, Bell(), AgentSessions(), VmRegistry()
     await world.add(*(vm(vm_id) for vm_id in VMS))
-    for vm_id in VMS:
-        registry.add_hello(vm_id, rendezvous_port=20_000, workers=())
-        sessions.add_session(AgentSession(vm_id, "i", ()))
-    rates, rules = RateService(bell), Rules()
-    controller = JobController(
-        database,
-        SnapshotLoader(database, World(database, registry), rules),
-        JobControllerServices(
-            sessions=sessions,
-            planning=PlanningService(),
-            rates=rates,
-            stacks=StackService(database, sessions, bell),
-            events=world.events,
-        ),
-        rules,
-        LaunchDefaults(checkpoint_root=f"file://{folder}/checkpoints", profile_cache_url=""),
-        period_s=0.5,
-    )
-    yield Fleet(world, controller, sessions)
-    await rates.close()
+    async with controller_over(world, VMS, checkpoint_root=f"file://{folder}/checkpoints") as over:
+        yield Fleet(world, over.controller, over.sessions)
 
 
 def row(job_id: str, spec: Any, created_at: float = 1.0) -> JobRow:
