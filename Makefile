@@ -7,9 +7,11 @@ PROTOS := proto/varuna_proto/v1/agent.proto proto/varuna_proto/v1/worker.proto p
 
 CHROMIUM := chromium chromium-browser google-chrome
 PYTEST = $(BIN)/pytest --dist loadgroup
+# Images of containers often set it; here each of some thousand processes would then compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv hooks chromium browser demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium browser compiler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,22 +38,31 @@ chromium: ## Install the browser that the dashboard's tests need, where there is
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install Chromium with your package manager as root, such as: sudo apt-get install chromium"; exit 1; }; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; }
 
+compiler: ## Install the C++ compiler that the simulated accelerator needs, where there is none (as root)
+	@command -v g++ >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install g++ with your package manager as root, such as: sudo apt-get install g++"; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++; }
+
+helpers: browser # Chromium and g++, but whoever cannot install one goes on: the tests that need it are left out and named at the end
+	@command -v g++ >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory compiler || echo "going on without g++"
+
 browser: # As chromium, but whoever cannot install it goes on: the tests that need it are left out and named at the end
 	@command -v $(CHROMIUM) >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory chromium || echo "going on without Chromium"
 
 unit: venv ## Run the quick tests that start no process
-	$(PYTEST) -n 2 -m "not processes and not long and not slow" tests/unit $(PYTEST_FLAGS)
+	@# File by file: thousands of tests of milliseconds, handed out one by one, take a fifth more CPU.
+	$(BIN)/pytest --dist loadfile -n 2 -m "not processes and not long and not slow" tests/unit $(PYTEST_FLAGS)
 
 check: lint unit ## What to run before each commit: lint and unit
 
-test: venv browser ## Run the tests but the slow ones
+test: venv helpers ## Run the tests but the slow ones
 	@# Three on two cores: many tests wait for processes.
 	$(PYTEST) -n 3 -m "not slow" $(PYTEST_FLAGS)
 
-test-slow: venv browser ## Run the tests that take long and rarely break
+test-slow: venv helpers ## Run the tests that take long and rarely break
 	$(PYTEST) -n 3 -m slow $(PYTEST_FLAGS)
 
-flakes: venv browser ## Run the tests with processes 50 times beside busy loops (FLAKES="--times 5 tests/e2e")
+flakes: venv helpers ## Run the tests with processes 50 times beside busy loops (FLAKES="--times 5 tests/e2e")
 	$(BIN)/python tests/soak/flakes.py $(FLAKES)
 
 soak: venv ## Train the example under random disturbances for some minutes; check every loss (not part of test)
@@ -75,7 +86,7 @@ soak-fleets: venv ## Play simulated fleets with all that can go wrong, or a reco
 soak-failpoints: venv ## Kill manager and agents at every failpoint of a morph, over and over
 	$(BIN)/python tests/soak/failpoints.py $(SOAK)
 
-soak-traces: venv ## Play 10,000 traces of lost, repeated, late messages with each state machine, 500 with all together
+soak-traces: venv ## Play 10,000 traces of lost, repeated, late messages with each state machine, 500 with all together and of reshapes
 	VARUNA_TRACES=10000 VARUNA_FLEET_TRACES=500 $(BIN)/pytest --timeout 0 $(SOAK) \
 	    tests/simulation/test_traces_*.py tests/simulation/test_fleet_state_machine.py
 

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Loopback", "ShapedNetwork"]
+__all__ = ["MTU", "WIRE_TO_PAYLOAD", "Loopback", "ShapedNetwork", "enter_namespace", "require_root", "run_command"]
 
 _CLONE_NEWNET = 0x40000000
 _BURST_BYTES = 16 * 1024
 """Bytes that a link takes at once: few compared with a message, and enough for a frame."""
 
-_MTU = 9000
+MTU = 9000
 """Large frames: cutting messages into small ones takes processor time, which the ranks then lack."""
 
-_WIRE_TO_PAYLOAD = (_MTU + 14) / (_MTU - 52)
+WIRE_TO_PAYLOAD = (MTU + 14) / (MTU - 52)
 """Bytes of a full Ethernet frame to those of its TCP payload (with timestamps)."""
 
 
@@ -39,8 +39,7 @@ class ShapedNetwork:
 
     def __init__(self, p: int, mbit: float) -> None:
         """Raises PermissionError without root."""
-        if os.geteuid() != 0:
-            raise PermissionError("shaped links need network namespaces, which need root: run as root, or without them")
+        require_root()
         self._p = p
         self._mbit = mbit
         self._name = f"vb{os.getpid() % 100000}"
@@ -55,8 +54,8 @@ class ShapedNetwork:
 
     def __enter__(self) -> ShapedNetwork:
         try:
-            _run(f"ip link add {self._name} type bridge")
-            _run(f"ip link set {self._name} up")
+            run_command(f"ip link add {self._name} type bridge")
+            run_command(f"ip link set {self._name} up")
             for rank in range(self._p):
                 self._add_rank(rank)
             for rank in range(self._p - 1):
@@ -68,29 +67,29 @@ class ShapedNetwork:
 
     def _add_rank(self, rank: int) -> None:
         namespace, outside = self._namespace(rank), f"{self._name}v{rank}"
-        _run(f"ip netns add {namespace}")
-        _run(f"ip link add {outside} type veth peer name eth0 netns {namespace}")
-        _run(f"ip link set {outside} master {self._name} up")
-        _run(f"ip -n {namespace} addr add {self._address(rank)}/24 dev eth0")
-        _run(f"ip -n {namespace} link set lo up")
-        _run(f"ip -n {namespace} link set eth0 up")
+        run_command(f"ip netns add {namespace}")
+        run_command(f"ip link add {outside} type veth peer name eth0 netns {namespace}")
+        run_command(f"ip link set {outside} master {self._name} up")
+        run_command(f"ip -n {namespace} addr add {self._address(rank)}/24 dev eth0")
+        run_command(f"ip -n {namespace} link set lo up")
+        run_command(f"ip -n {namespace} link set eth0 up")
 
     def _add_cable(self, rank: int) -> None:
         """Between `rank` and the next: the addresses are those of the bridge, the way is the cable."""
         ends = ((rank, "next", rank + 1), (rank + 1, "before", rank))
         (_, near, _), (_, far, _) = ends
-        _run(
+        run_command(
             f"ip link add {near} netns {self._namespace(rank)} type veth peer name {far} "
             f"netns {self._namespace(rank + 1)}"
         )
         for own, device, peer in ends:
             namespace = self._namespace(own)
-            _run(f"ip -n {namespace} link set {device} mtu {_MTU} up")
-            _run(
+            run_command(f"ip -n {namespace} link set {device} mtu {MTU} up")
+            run_command(
                 f"tc -n {namespace} qdisc add dev {device} root "
-                f"tbf rate {self._mbit * _WIRE_TO_PAYLOAD:.3f}mbit burst {_BURST_BYTES} latency 500ms"
+                f"tbf rate {self._mbit * WIRE_TO_PAYLOAD:.3f}mbit burst {_BURST_BYTES} latency 500ms"
             )
-            _run(f"ip -n {namespace} route add {self._address(peer)}/32 dev {device} src {self._address(own)}")
+            run_command(f"ip -n {namespace} route add {self._address(peer)}/32 dev {device} src {self._address(own)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,14 +105,25 @@ class ShapedNetwork:
 
     def enter(self, rank: int, /) -> None:
         """Moves this process into its namespace."""
-        with Path(f"/var/run/netns/{self._namespace(rank)}").open() as namespace:
-            setns: Callable[[int, int], int] = ctypes.CDLL(None, use_errno=True).setns
-            if setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self._namespace(rank)}")
+        enter_namespace(Path(f"/var/run/netns/{self._namespace(rank)}"))
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
 
-def _run(command: str) -> None:
+def require_root() -> None:
+    """Raises PermissionError without root."""
+    if os.geteuid() != 0:
+        raise PermissionError("shaped links need network namespaces, which need root: run as root, or without them")
+
+
+def enter_namespace(path: Path) -> None:
+    """Moves this thread, and what it starts, into a network namespace."""
+    with path.open() as namespace:
+        setns: Callable[[int, int], int] = ctypes.CDLL(None, use_errno=True).setns
+        if setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {path}")
+
+
+def run_command(command: str) -> None:
     done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{command}: {done.stderr.strip()}")

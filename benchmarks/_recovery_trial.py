@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
+from _recovery_figures import StepLine, find_gap, find_idle, median_step_s, parse_activity, parse_record
+from _recovery_memory import VmMemory, find_extra_bytes
+from _recovery_network import VmNetwork
 
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
@@ -22,12 +23,11 @@ from varuna_proto.rest import GenerationDocument, JobSpecDocument
 
 BYTES_PER_PARAMETER = 12
 """fp32, with AdamW's two moments."""
-STAGES = 2
 _SCRIPT = Path(__file__).with_name("_recovery_training.py")
-_DEADLINE_S = 180.0
+_DEADLINE_S = 600.0
 _POLL_S, _RECORD_POLL_S = 0.05, 0.002
-_STEP_SAMPLE = 10
-"""The median of this many steps is the duration of a step."""
+IDLE_STEPS = 3
+"""The longest time without a micro-batch in training without a loss is that of this many steps."""
 _DEVICE_MEMORY_BYTES = 2**31
 """The manager's default for local VMs."""
 
@@ -51,7 +51,8 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions:
-    vms: int
+    stages: int
+    replicas: int
     steps_before: int
     """Steps before the kill."""
     kill_at: float
@@ -62,6 +63,26 @@ class TrialOptions:
     """Steps between the loss and the VM that comes back."""
     growth_wait_s: float
     """How long to wait for the growth; 0: no VM comes back."""
+    mbit: float
+    """What each VM's link carries in each direction; 0: all VMs share the machine's loopback."""
+
+    @property
+    def vms(self) -> int:
+        return self.stages * self.replicas
+
+    @classmethod
+    def undisturbed(cls, stages: int, replicas: int) -> TrialOptions:
+        """Of a job that loses no VM."""
+        return cls(
+            stages=stages,
+            replicas=replicas,
+            steps_before=0,
+            kill_at=0.0,
+            notice_s=0.0,
+            steps_after=0,
+            growth_wait_s=0.0,
+            mbit=0.0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,85 +94,56 @@ class RecoveryWay:
     """Of the training script."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of the job."""
-
-
-class StepLine(NamedTuple):
-    """One worker has ended one step."""
-
-    step: int
-    at: float
-
-
-class Gap(NamedTuple):
-    """The longest time without a step after a kill."""
-
-    seconds: float
-    last_step: int
-    """The newest step before it."""
-    next_step: int
-    """The first step after it."""
-
-    @property
-    def steps_redone(self) -> int:
-        return max(0, self.last_step - self.next_step + 1)
-
-
-def parse_record(text: str) -> list[StepLine]:
-    """All whole lines, by time."""
-    lines = (line.split() for line in text[: text.rfind("\n") + 1].splitlines())
-    return sorted((StepLine(int(step), float(at)) for _, step, at in lines), key=lambda line: line.at)
-
-
-def find_gap(lines: Sequence[StepLine], killed_at: float) -> Gap:
-    """Raises ValueError if there is no step before the kill, or none after it."""
-    before = [line for line in lines if line.at <= killed_at]
-    after = [line for line in lines if line.at > killed_at]
-    if not before or not after:
-        raise ValueError("no steps on both sides of the kill")
-    around = [before[-1], *after]
-    at = max(range(1, len(around)), key=lambda index: around[index].at - around[index - 1].at)
-    last_step = max(line.step for line in [*before, *around[:at]])
-    return Gap(around[at].at - around[at - 1].at, last_step, around[at].step)
-
-
-def median_step_s(lines: Sequence[StepLine]) -> float:
-    """The duration of the newest steps of these, from when the first worker ended each."""
-    ends: dict[int, float] = {}
-    for line in lines:
-        ends.setdefault(line.step, line.at)
-    times = sorted(ends.values())[-_STEP_SAMPLE - 1 :]
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
+    changes_cuts: bool = False
+    """Whether the job may have other stages after the loss, and needs all devices that are left."""
+    copies: str = "off"
+    """As the job file has it."""
 
 
 def run_trial(size: ModelSize, row: RecoveryWay, options: TrialOptions, profiles: Path) -> dict[str, Any]:
     """Returns the trial's figures. `profiles`: where the first trial of a size leaves its profile for the others."""
-    with tempfile.TemporaryDirectory(prefix="varuna-recovery-") as name, DemoProcesses(Path(name)) as processes:
-        folder = Path(name)
-        with _start_manager(processes, folder, size, options, profiles) as client:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="varuna-recovery-")))
+        network = stack.enter_context(VmNetwork(options.vms + 1, options.mbit)) if options.mbit else None
+        processes = stack.enter_context(DemoProcesses(folder))
+        flags = network.make_manager_flags() if network else ["--grpc-port", "0"]
+        flags += ["--profile-cache-url", str(profiles)]
+        memory = size.state_bytes if row.changes_cuts else None
+        with start_manager(processes, folder, size, options, flags, device_memory_bytes=memory) as client:
             trial = _Trial(client, size, folder / "record", options)
             figures = trial.run(row)
         processes.end_all()
     return figures
 
 
-def _start_manager(
-    processes: DemoProcesses, folder: Path, size: ModelSize, options: TrialOptions, profiles: Path
+def start_manager(
+    processes: DemoProcesses,
+    folder: Path,
+    size: ModelSize,
+    options: TrialOptions,
+    further_flags: Sequence[str],
+    *,
+    device_memory_bytes: int | None = None,
 ) -> Client:
     """A client of a manager whose VMs are all ready."""
     data = folder / "manager"
-    flags = ["--data-dir", str(data), "--http-port", "0", "--grpc-port", "0", "--vms", str(options.vms)]
+    flags = ["--data-dir", str(data), "--http-port", "0", "--vms", str(options.vms), *further_flags]
     # Calibration measures less of the layers' waiting than training has, so VMs would be found slow.
-    flags += ["--local-ephemeral", "--profile-cache-url", str(profiles), "--slow-threshold", "1000"]
-    flags += ["--device-memory-bytes", str(max(_DEVICE_MEMORY_BYTES, size.state_bytes))]
+    flags += ["--local-ephemeral", "--slow-threshold", "1000"]
+    flags += ["--first-step-timeout-s", str(_DEADLINE_S)]  # a busy machine imports for minutes
+    memory = device_memory_bytes or max(_DEVICE_MEMORY_BYTES, 2 * size.state_bytes // options.stages)
+    flags += ["--device-memory-bytes", str(memory)]
     processes.start(["-m", "varuna_manager.main", *flags], folder / "manager.log")
-    _wait((data / "manager.json").exists, "the manager")
+    wait_for((data / "manager.json").exists, "the manager")
     client = Client(f"http://{json.loads((data / 'manager.json').read_text())['http']}")
-    _wait(client.is_ready, "the manager")
-    _wait(lambda: sum(vm["state"] == "ready" for vm in client.vms()) == options.vms, "the VMs")
+    wait_for(client.is_ready, "the manager")
+    wait_for(lambda: sum(vm["state"] == "ready" for vm in client.vms()) == options.vms, "the VMs")
     return client
 
 
-def _wait(condition: Callable[[], Any], what: str, *, deadline_s: float = _DEADLINE_S, poll_s: float = _POLL_S) -> Any:
+def wait_for(
+    condition: Callable[[], Any], what: str, *, deadline_s: float = _DEADLINE_S, poll_s: float = _POLL_S
+) -> Any:
     """The condition's first true value. Raises TimeoutError."""
     give_up = time.monotonic() + deadline_s
     while not (value := condition()):
@@ -161,23 +153,48 @@ def _wait(condition: Callable[[], Any], what: str, *, deadline_s: float = _DEADL
     return value
 
 
+def find_activity(record: Path) -> Path:
+    """The file beside the record to which workers append when layers waited."""
+    return record.with_name("activity")
+
+
+def make_job(
+    size: ModelSize, options: TrialOptions, row: RecoveryWay, record: Path, flags: str = ""
+) -> JobSpecDocument:
+    """The job that trains a model of this size. `flags`: further ones of the training script."""
+    run = f"python {_SCRIPT} --width {size.width} --layers {size.layers} --example-ms {size.example_ms}"
+    return {
+        "name": f"recovery-{record.parent.name}",
+        "workdir": str(record.parent),
+        "run": f"{run} --record {record} --activity {find_activity(record)} {row.flags} {flags}",
+        "global_batch": size.global_batch,
+        "plan": {"p": None if row.changes_cuts else options.stages, "micro_batch": size.micro_batch},
+        "resources": {"min_gpus": options.vms - 1 if row.changes_cuts else 1},
+        "env": dict(row.environment),
+        "copies": row.copies,
+    }
+
+
 class _Trial:
     def __init__(self, client: Client, size: ModelSize, record: Path, options: TrialOptions) -> None:
         self._client = client
         self._size = size
         self._record = record
+        self._activity = find_activity(record)
         self._options = options
         self._job = ""
 
     def run(self, row: RecoveryWay) -> dict[str, Any]:
-        self._job = self._client.submit(self._make_spec(row))["id"]
-        shape = (STAGES, self._options.vms // STAGES)
-        generation = _wait(lambda: self._find_generation(0, shape), f"training as {shape[0]}×{shape[1]}")
-        before_s, killed_at, saved = self._kill_vm(generation)
-        follower = _wait(lambda: self._find_generation(generation["number"]), "training after the kill")
-        enough = follower["resumed_step"] + 1 + self._options.steps_after
-        _wait(lambda: self._has_steps(killed_at, enough), "steps after the kill")
+        self._job = self._client.submit(make_job(self._size, self._options, row, self._record))["id"]
+        shape = (self._options.stages, self._options.replicas)
+        generation = wait_for(lambda: self._find_generation(0, shape), f"training as {shape[0]}×{shape[1]}")
+        with VmMemory(self._list_agents()) as memory:
+            before_s, killed_at, saved = self._kill_vm(generation)
+            follower = wait_for(lambda: self._find_generation(generation["number"]), "training after the kill")
+            enough = follower["resumed_step"] + 1 + self._options.steps_after
+            wait_for(lambda: self._has_steps(killed_at, enough), "steps after the kill")
         lines = self._read_lines()
+        waits = parse_activity(self._activity.read_text())
         gap = find_gap(lines, killed_at)
         loaded = [each for each in self._client.checkpoints(self._job) if each["step"] == follower["resumed_step"]]
         after_s = median_step_s([line for line in lines if line.at > killed_at and line.step >= gap.next_step])
@@ -190,7 +207,10 @@ class _Trial:
             "step_after_s": after_s,
             "last_step": gap.last_step,
             "saved_step": saved,
+            "kill_at": self._options.kill_at,
             "gap_s": gap.seconds,
+            "idle_s": find_idle(waits, killed_at, gap.ended_at),
+            "idle_before_s": find_idle(waits, killed_at - IDLE_STEPS * before_s, killed_at),
             "steps_redone": gap.steps_redone,
             "micro_batches_redone": follower["micro_batches_redone"],
             "micro_batches": count_micro_batches(self._size.global_batch, self._size.micro_batch),
@@ -199,20 +219,11 @@ class _Trial:
             "kept_bytes": came_from.get("kept", 0),
             "peer_bytes": came_from.get("peers", 0),
             "checkpoint_bytes": loaded[0]["total_bytes"] if loaded and came_from.get("store") else 0,
+            "extra_bytes": find_extra_bytes(
+                memory.copy_samples(), killed_at, [place["vm_id"] for place in follower["placement"]]
+            ),
             "reported": _summarize_morph(follower),
             "growth": self._grow(follower),
-        }
-
-    def _make_spec(self, row: RecoveryWay) -> JobSpecDocument:
-        size = self._size
-        run = f"python {_SCRIPT} --width {size.width} --layers {size.layers} --example-ms {size.example_ms}"
-        return {
-            "name": "recovery",
-            "workdir": str(self._record.parent),
-            "run": f"{run} --record {self._record} {row.flags}",
-            "global_batch": size.global_batch,
-            "plan": {"p": STAGES, "micro_batch": size.micro_batch},
-            "env": dict(row.environment),
         }
 
     def _find_generation(self, after: int, shape: tuple[int, int] | None = None) -> GenerationDocument | None:
@@ -234,15 +245,14 @@ class _Trial:
         """
         last = max(generation["placement"], key=lambda place: place["rank"])["vm_id"]
         agent = psutil.Process(next(vm["ref"]["pid"] for vm in self._client.vms() if vm["id"] == last))
-        self._client.set_local_capacity(
-            self._options.vms - 1
-        )  # otherwise a new VM's start would disturb the measurement
+        if self._options.replicas > 1:  # otherwise a new VM's start would disturb the measurement
+            self._client.set_local_capacity(self._options.vms - 1)
         steps = self._options.steps_before
-        _wait(lambda: self._has_steps(0.0, steps), f"step {steps}", deadline_s=600.0)
+        wait_for(lambda: self._has_steps(0.0, steps), f"step {steps}", deadline_s=600.0)
         saved = max((checkpoint["step"] for checkpoint in self._client.checkpoints(self._job)), default=0)
         victims = [agent, *agent.children(recursive=True)]
         newest = self._read_lines()[-1].step
-        _wait(lambda: self._has_steps(0.0, newest + 1), "the next step", poll_s=_RECORD_POLL_S)
+        wait_for(lambda: self._has_steps(0.0, newest + 1), "the next step", poll_s=_RECORD_POLL_S)
         lines = self._read_lines()
         step_s = median_step_s(lines)
         began = next(line.at for line in lines if line.step == newest + 1)
@@ -258,18 +268,21 @@ class _Trial:
 
     def _grow(self, before: GenerationDocument) -> dict[str, Any] | None:
         """Lets the VM come back. Returns what the growth cost; None if the job did not grow in time."""
-        if not self._options.growth_wait_s:
+        if not self._options.growth_wait_s or self._options.replicas == 1:
             return None
         self._client.set_local_capacity(self._options.vms)
-        shape = (STAGES, self._options.vms // STAGES)
+        shape = (self._options.stages, self._options.replicas)
         with suppress(TimeoutError):
-            grown = _wait(
+            grown = wait_for(
                 lambda: self._find_generation(before["number"], shape),
                 "growth",
                 deadline_s=self._options.growth_wait_s,
             )
             return _summarize_morph(grown)
         return None
+
+    def _list_agents(self) -> dict[str, int]:
+        return {vm["id"]: vm["ref"]["pid"] for vm in self._client.vms() if vm["state"] == "ready"}
 
     def _read_lines(self) -> list[StepLine]:
         return parse_record(self._record.read_text()) if self._record.exists() else []

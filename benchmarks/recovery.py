@@ -2,31 +2,44 @@
 
     python benchmarks/recovery.py --json
     python benchmarks/recovery.py --sizes 22MB --rounds 1
-    python benchmarks/recovery.py --sizes 22MB-10s --kill-at 0.8 --steps-before 3 --steps-after 1 --vms 6
+    python benchmarks/recovery.py --sizes 22MB-10s --kill-at 0.2 0.5 0.8 --steps-before 3 --steps-after 1 --shape 2x3
+    python benchmarks/recovery.py --sizes 1.2GB --mbit 1000        # each VM in a network namespace, which needs root
 
 Each trial has a manager of its own with local VMs (`varuna manager --vms 4`, with a --slow-threshold that none reaches,
 because waiting layers look slow), real agents and workers, and a job of Linear layers with AdamW as 2 stages × 2
 replicas. Its layers also wait for as long as a device would compute; those of `22MB-10s` wait for 10 s in each step.
 All processes of the last rank's VM get SIGKILL in the middle of a step (`--kill-at`), and no VM replaces it. Some steps
-later one comes back, and the job grows. In the row `in place` the survivors keep their processes at the loss; at the
-growth, new processes take the state from their memories. In the row `memory` the script gives step() copies of its
-batches, which keeps workers from staying, so both morphs take it from memory. In the row `restart` (VARUNA_IN_PLACE=0
-in the job's environment) both load a checkpoint; the growth saves one first. Rows and sizes take turns. With
-`--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job saves before it leaves.
+later one comes back, and the job grows. In the row `in place` processes stay at the loss and at the growth, where new
+ones, which are started ahead, join them and take what they lack from their memories. In the row `not ahead`
+(VARUNA_AHEAD=0) all processes of the growth start after the stop. In the row `memory` the script gives step() copies of
+its batches, which keeps workers from staying, so both morphs take it from memory. In the row `restart`
+(VARUNA_IN_PLACE=0 in the job's environment) both load a checkpoint; the growth saves one first. In the rows `other
+cuts` the number of stages is the planner's choice, a device holds no whole model, and the job needs all VMs that are
+left: after the loss the survivors of 2 × 2 become 3 × 1, in place or (`other cuts, memory`) in new processes. Rows and
+sizes take turns. With `--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job
+saves before it leaves.
+
+With `--shape 2x1` the job has one replica, and a third VM takes the place of the lost one. In the row `copies`, the
+workers keep copies of each other's states, so the loss costs at most some steps; in the row `no copies` it is a restart
+from the checkpoint.
 
 `gap` is the longest time without a step, by lines that the workers write after each step. The step that ends it is in
 it. `pause` is the gap less the duration of a step afterwards, which has one replica. `redone` are the committed steps
 that the job does again. `cost` is the gap and the steps redone, at the duration of a step before the loss. The pause by
-part, the bytes kept or taken from memories and the growth are the manager's figures (REST).
+part, the bytes kept or taken from memories and the growth are the manager's figures (REST). What was taken went over
+links. `idle` is the longest time from the kill to the end of the gap in which no layer waited in any process, so no
+micro-batch ran anywhere; beside it, the same over three steps before the kill. `extra` is by how much the memory of a
+survivor's VM rises above its peak before the kill, at most: what its processes do not share with files, each 0.1 s.
 
-Not measured: seconds without any micro-batch; bytes over links, and links of 1 and 10 Gb/s; peak extra memory; D = 1;
-several losses; torchrun and torchft. Undisturbed steps are compared between a worker that may stay and one that may
-not, not with a Varuna that cannot go on in place.
+Without another replica (`--shape 2x1`), another VM replaces the lost one at once, and the job does not grow.
+`recovery_peers.py` has torchrun and torchft beside one stage in place, `recovery_overhead.py` what undisturbed steps
+cost. Not measured: several losses.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -36,6 +49,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from _recovery_kill_points import name_state, render_kill_points, size_name, summarize_kill_points
+from _recovery_network import VmNetwork
 from _recovery_trial import ModelSize, RecoveryWay, TrialOptions, run_trial
 
 from varuna_client.errors import VarunaError
@@ -56,8 +71,13 @@ ROWS = {
     row.name: row
     for row in (
         RecoveryWay(name="in place"),
+        RecoveryWay(name="not ahead", environment={"VARUNA_AHEAD": "0"}),
         RecoveryWay(name="memory", flags="--copy-batches"),
+        RecoveryWay(name="other cuts", changes_cuts=True),
+        RecoveryWay(name="other cuts, memory", flags="--copy-batches", changes_cuts=True),
         RecoveryWay(name="restart", environment={"VARUNA_IN_PLACE": "0"}),
+        RecoveryWay(name="copies", copies="on"),
+        RecoveryWay(name="no copies"),
     )
 }
 
@@ -69,9 +89,12 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=USUAL_SIZES, help="bytes of state of the model")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="ways to go on")
     parser.add_argument("--rounds", type=int, default=3, help="losses of each row and size")
-    parser.add_argument("--vms", type=int, default=4)
+    parser.add_argument("--shape", type=parse_shape, default="2x2", help="stages x replicas, a VM for each worker")
+    parser.add_argument(
+        "--mbit", type=float, default=0.0, help="what each VM's link carries in each direction; 0: loopback, not shaped"
+    )
     parser.add_argument("--steps-before", type=int, default=25, help="steps before the kill")
-    parser.add_argument("--kill-at", type=float, default=0.5, help="how much of the step is done then (0 to 1)")
+    parser.add_argument("--kill-at", type=float, nargs="+", default=[0.5], help="how much of the step is done then")
     parser.add_argument(
         "--notice-s", type=float, default=0.0, help="the VM has notice instead of being killed; 0: none"
     )
@@ -79,38 +102,65 @@ def main() -> None:
     parser.add_argument("--growth-wait-s", type=float, default=90.0, help="0: no VM comes back")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    options = TrialOptions(
-        vms=given.vms,
-        steps_before=given.steps_before,
-        kill_at=given.kill_at,
-        notice_s=given.notice_s,
-        steps_after=given.steps_after,
-        growth_wait_s=given.growth_wait_s,
-    )
+    stages, replicas = given.shape
+    options = [
+        TrialOptions(
+            stages=stages,
+            replicas=replicas,
+            steps_before=given.steps_before,
+            kill_at=kill_at,
+            notice_s=given.notice_s,
+            steps_after=given.steps_after,
+            growth_wait_s=given.growth_wait_s,
+            mbit=given.mbit,
+        )
+        for kill_at in given.kill_at
+    ]
+    link_mbit = measure_links(given.mbit) if given.mbit else None
     trials: list[Trial] = []
     try:
         run_rounds([SIZES[name] for name in given.sizes], given.rows, given.rounds, options, trials.append)
     except (KeyboardInterrupt, SystemExit):
         print("ended early: these are the trials until then", file=sys.stderr)
-    report = make_report(trials)
+    report = make_report(trials) | {"link_mbit": {"set": given.mbit, "measured": link_mbit} if given.mbit else None}
     if given.json:
         print(json.dumps(report, indent=2))
     else:
         print(render(report))
 
 
+def parse_shape(text: str) -> tuple[int, int]:
+    """Stages and replicas of text like 2x3."""
+    stages, _, replicas = text.partition("x")
+    if not (stages.isdecimal() and replicas.isdecimal() and int(stages) and int(replicas)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: it takes stages x replicas, such as 2x3")
+    return int(stages), int(replicas)
+
+
+def measure_links(mbit: float) -> float:
+    """What a link that is set to `mbit` carries here, by one plain connection between two VMs."""
+    with VmNetwork(2, mbit) as network:
+        return network.measure_mbit()
+
+
 def run_rounds(
-    sizes: Sequence[ModelSize], rows: Sequence[str], rounds: int, options: TrialOptions, add: Callable[[Trial], None]
+    sizes: Sequence[ModelSize],
+    rows: Sequence[str],
+    rounds: int,
+    options: Sequence[TrialOptions],
+    add: Callable[[Trial], None],
 ) -> None:
+    """Runs each row for each size and each of the options, in turns."""
     with tempfile.TemporaryDirectory(prefix="varuna-profiles-") as profiles:
         for number in range(1, rounds + 1):
-            for size in sizes:
+            for size, chosen in itertools.product(sizes, options):
                 for row in rows if number % 2 else rows[::-1]:
-                    trial: Trial = {"state": size.name, "row": row, "round": number, "load": os.getloadavg()[0]}
+                    state = name_state(size.name, chosen.kill_at, len(options))
+                    trial: Trial = {"state": state, "row": row, "round": number, "load": os.getloadavg()[0]}
                     try:
-                        trial |= run_trial(size, ROWS[row], options, Path(profiles))
+                        trial |= run_trial(size, ROWS[row], chosen, Path(profiles))
                     except (RuntimeError, TimeoutError, VarunaError) as error:
-                        print(f"{size.name}, {row}, round {number}: no figures: {error}", file=sys.stderr, flush=True)
+                        print(f"{state}, {row}, round {number}: no figures: {error}", file=sys.stderr, flush=True)
                         continue
                     print(json.dumps(trial), file=sys.stderr, flush=True)
                     add(trial)
@@ -133,10 +183,16 @@ def make_report(trials: Sequence[Trial]) -> dict[str, Any]:
             for row in ROWS
             if row != "restart" and (other := by_key.get((state, row)))
         }
-        for state in SIZES
+        for state in dict.fromkeys(trial["state"] for trial in trials)
         if (base := by_key.get((state, "restart")))
     }
-    return {"cores": os.cpu_count(), "rows": groups, "restart_to_row": ratios, "trials": list(trials)}
+    return {
+        "cores": os.cpu_count(),
+        "rows": groups,
+        "restart_to_row": ratios,
+        "kill_points": summarize_kill_points(trials),
+        "trials": list(trials),
+    }
 
 
 def _divide(base: dict[str, Any], other: dict[str, Any], name: str) -> float | None:
@@ -151,7 +207,7 @@ def _summarize(trials: Sequence[Trial]) -> dict[str, Any]:
     grown = [trial["growth"] for trial in trials if trial["growth"] is not None]
     return {
         "state": first["state"],
-        "state_bytes": SIZES[first["state"]].state_bytes,
+        "state_bytes": SIZES[size_name(first["state"])].state_bytes,
         "row": first["row"],
         "trials": len(trials),
         "reshapes": sum(trial["kind_of_morph"] == "reshape" for trial in trials),
@@ -162,6 +218,8 @@ def _summarize(trials: Sequence[Trial]) -> dict[str, Any]:
             for name in (
                 "gap_s",
                 "pause_s",
+                "idle_s",
+                "idle_before_s",
                 "steps_redone",
                 "cost_s",
                 "kept_bytes",
@@ -178,6 +236,7 @@ def _summarize(trials: Sequence[Trial]) -> dict[str, Any]:
         "parts_s": {
             name: _spread([trial["reported"]["downtime"].get(name, 0.0) for trial in trials]) for name in parts
         },
+        "extra_bytes": _spread([trial["extra_bytes"] for trial in trials if trial["extra_bytes"] is not None]),
         "growths": len(grown),
         "growth_s": _spread([growth["seconds_without_progress"] for growth in grown]),
         "growth_from": [growth["state_from"] for growth in grown],
@@ -192,36 +251,51 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 def render(report: dict[str, Any]) -> str:
     """The report as text: medians, and each value in brackets."""
     columns = "".join(f"{name:<26}" for name in ("gap, s", "pause, s", "cost, s"))
-    lines = [f"{'state':<7}{'row':<10}{columns}{'redone':<18}{'kept':>9}{'taken':>9}{'checkpoint':>12}"]
+    lines = [f"{'state':<10}{'row':<10}{columns}{'redone':<18}{'kept':>9}{'taken':>9}{'checkpoint':>12}"]
     for row in report["rows"]:
         times = "".join(f"{_render_spread(row[name], '.2f'):<26}" for name in ("gap_s", "pause_s", "cost_s"))
         kept, taken, saved = (row[name]["median"] / 1e6 for name in ("kept_bytes", "peer_bytes", "checkpoint_bytes"))
         redone = _render_spread(row["steps_redone"], "g")
         sizes = f"{kept:>6.0f} MB{taken:>6.0f} MB{saved:>9.0f} MB"
-        lines.append(f"{row['state']:<7}{row['row']:<10}{times}{redone:<18}{sizes}")
+        lines.append(f"{row['state']:<10}{row['row']:<10}{times}{redone:<18}{sizes}")
     lines += ["", "the manager's figures: seconds without progress, by part (medians), steps redone; the growth"]
     for row in report["rows"]:
         parts = ", ".join(f"{name} {spread['median']:.2f}" for name, spread in row["parts_s"].items())
         lines += [
-            f"{row['state']:<7}{row['row']:<10}{row['shape_before']} to {row['shape_after']}, {row['reshapes']} of "
+            f"{row['state']:<10}{row['row']:<10}{row['shape_before']} to {row['shape_after']}, {row['reshapes']} of "
             f"{row['trials']} by reshape: {_render_spread(row['reported_gap_s'], '.2f')} s, redone "
             f"{_render_spread(row['reported_redone'], 'g')}",
-            f"{'':17}micro-batches redone of {row['micro_batches']}: "
+            f"{'':20}micro-batches redone of {row['micro_batches']}: "
             + ", ".join("unknown" if one is None else str(one) for one in row["micro_batches_redone"]),
-            f"{'':17}{parts}",
-            f"{'':17}growth ({row['growths']} of {row['trials']}): {_render_spread(row['growth_s'], '.2f')} s, redone "
+            f"{'':20}{parts}",
+            f"{'':20}growth ({row['growths']} of {row['trials']}): {_render_spread(row['growth_s'], '.2f')} s, redone "
             f"{_render_spread(row['growth_redone'], 'g')}",
         ]
+    lines += [
+        "",
+        "no micro-batch anywhere, s: longest after the kill, and before it; extra memory of a survivor's VM, MB",
+    ]
+    for row in report["rows"]:
+        idle, before = (_render_spread(row[name], ".2f") for name in ("idle_s", "idle_before_s"))
+        extra = _render_spread(_scale_spread(row["extra_bytes"], 1e-6), ".0f")
+        lines.append(f"{row['state']:<10}{row['row']:<10}{idle:<26}{before:<26}{extra}")
+    lines += ["", "by kill point (medians)", render_kill_points(report["kill_points"])]
     lines += ["", "an undisturbed step, s: before the loss, and after it"]
     for row in report["rows"]:
         before, after = (_render_spread(row[name], ".3f") for name in ("step_before_s", "step_after_s"))
-        lines.append(f"{row['state']:<7}{row['row']:<10}{before:<36}{after}")
+        lines.append(f"{row['state']:<10}{row['row']:<10}{before:<36}{after}")
     lines += ["", "restart ÷ row, medians"]
     for state, by_row in report["restart_to_row"].items():
         for name, ratios in by_row.items():
             shown = (f"{key.removesuffix('_s')} {value:.2f}" for key, value in ratios.items() if value is not None)
-            lines.append(f"{state:<7}{name:<10}{', '.join(shown)}")
+            lines.append(f"{state:<10}{name:<10}{', '.join(shown)}")
+    if link := report.get("link_mbit"):
+        lines += ["", f"links of {link['set']:g} Mbit/s: a plain connection carries {link['measured']:.0f}"]
     return "\n".join(lines)
+
+
+def _scale_spread(spread: dict[str, Any], factor: float) -> dict[str, Any]:
+    return _spread([value * factor for value in spread["each"]])
 
 
 def _render_spread(spread: dict[str, Any], form: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import uuid
@@ -41,6 +42,7 @@ class Need(NamedTuple):
 
 NEEDS = {
     "chromium": Need(lambda: chromium() is not None, "needs Chromium: run `make chromium` as root"),
+    "g++": Need(lambda: shutil.which("g++") is not None, "needs g++: run `make compiler` as root"),
     "root": Need(lambda: os.geteuid() == 0, "needs root, to start processes as another user: run it as root"),
 }
 """What `@pytest.mark.needs("chromium")` may name."""

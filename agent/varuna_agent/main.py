@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import structlog
 
@@ -26,11 +26,12 @@ from varuna_agent.notices.metadata import make_metadata_source
 from varuna_agent.notices.notices import FileNoticeSource, NoticeSource
 from varuna_agent.observability.observers import Observers
 from varuna_agent.observability.rank_spans import RankSpans
-from varuna_agent.runner import AgentRunner
+from varuna_agent.runner import AgentMemory, AgentRunner
 from varuna_agent.settings import NOTICE_SOURCES, AgentSettings
 from varuna_agent.state import Identity
 from varuna_agent.workers.control_groups import JobGroups, NoGroupsError
 from varuna_agent.workers.isolation import JobUser, hide_this_process, keep_private
+from varuna_agent.workers.memory_files import MemoryFiles, choose_limit
 from varuna_agent.workers.worker_starter import WorkerHost
 from varuna_proto import spans
 
@@ -44,7 +45,8 @@ EXIT_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent; returns the exit code: 0 stopped on request, 1 failed or refused, 2 wrong settings."""
+    """Run the agent; returns the exit code: 0 stopped on request (on SIGUSR2, another agent
+    takes the place of this process instead), 1 failed or refused, 2 wrong settings."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
     _configure_logging(options.log_format, options.vm_id)
@@ -57,13 +59,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"varuna agent: {error}\n")
         return EXIT_USAGE
     hide_this_process()
+    notify_socket = os.environ.pop("NOTIFY_SOCKET", "")  # not for workers
+    files = MemoryFiles(choose_limit(settings.memory_part), notify_socket)
+    memory = AgentMemory(files, files.adopt_files(os.environ))
     try:
-        return asyncio.run(_run(settings, user))
+        end = asyncio.run(_run(settings, user, memory, keeps_memory=bool(notify_socket)))
     except (OSError, JoinError, CopiesError) as error:
         sys.stderr.write(f"varuna agent: {error}\n")
         return 1
     finally:
         os.close(lock)
+    if end.is_replaced and end.code == 0:
+        _replace_process(files, notify_socket)
+    files.leave_to_store()
+    return end.code
+
+
+def _replace_process(files: MemoryFiles, notify_socket: str) -> NoReturn:
+    """Start the agent that is installed now, in this process and with its arguments; it has the memory files."""
+    _log.info("the agent starts again in this process", version=_read_version())
+    files.leave_to_successor(os.environ)
+    if notify_socket:
+        os.environ["NOTIFY_SOCKET"] = notify_socket
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -100,6 +120,13 @@ def _make_parser() -> argparse.ArgumentParser:
         help="keep a process with the job's imports done, from which its next workers start, for this time after its "
         "last worker here, and a process that holds the job's state for as long without a rank; 0: start every worker "
         "from nothing",
+    )
+    parser.add_argument(
+        "--memory-part",
+        type=float,
+        default=AgentSettings.memory_part,
+        help="keep the states of workers that have ended for their job's next generation, up to this part of the VM's "
+        "memory; 0: keep none (default: 0.4)",
     )
     parser.add_argument(
         "--join-token-file",
@@ -160,6 +187,7 @@ def _make_settings(options: argparse.Namespace) -> AgentSettings:
         reconnect_first_s=options.reconnect_first_s,
         reconnect_most_s=options.reconnect_most_s,
         keep_warm_s=options.keep_warm_s,
+        memory_part=options.memory_part,
         run_as=options.run_as,
         notices=options.notices,
         log_bytes=options.log_bytes,
@@ -172,7 +200,14 @@ def _make_settings(options: argparse.Namespace) -> AgentSettings:
     )
 
 
-async def _run(settings: AgentSettings, user: JobUser | None) -> int:
+class _RunEnd(NamedTuple):
+    code: int
+    is_replaced: bool
+    """A signal asked for another process of the agent in the place of this one."""
+
+
+async def _run(settings: AgentSettings, user: JobUser | None, memory: AgentMemory, *, keeps_memory: bool) -> _RunEnd:
+    """`keeps_memory`: the memory files outlive an agent that a signal ends."""
     manager_identity = await _open_identity(settings) if settings.is_certified else None
     identity = Identity(
         vm_id=settings.vm_id,
@@ -193,15 +228,23 @@ async def _run(settings: AgentSettings, user: JobUser | None) -> int:
         host=WorkerHost(base_environ=os.environ, user=user, groups=_open_job_groups()),
         observers=Observers(metrics, None if exporter is None else RankSpans(exporter, settings.vm_id)),
         manager_identity=manager_identity,
+        memory=memory,
     )
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, runner.request_termination, f"the agent got {number.name}")
+    signals: list[signal.Signals] = []
+
+    def handle_signal(number: signal.Signals) -> None:
+        signals.append(number)
+        is_kept = keeps_memory or number == signal.SIGUSR2
+        runner.request_termination(f"the agent got {number.name}", keeps_memory=is_kept)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        loop.add_signal_handler(number, handle_signal, number)
     _log.info("agent starts", manager=settings.manager, gpus=settings.gpus, incarnation=identity.incarnation)
     with nullcontext() if metrics is None else metrics.serve_metrics(settings.metrics_host, settings.metrics_port):
         code = await runner.run()
     _log.info("agent ends", code=code)
-    return code
+    return _RunEnd(code, is_replaced=signals[-1:] == [signal.SIGUSR2])
 
 
 def _open_job_groups() -> JobGroups | None:

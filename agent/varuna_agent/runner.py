@@ -6,9 +6,10 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, assert_never
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 import structlog
 
@@ -16,6 +17,7 @@ from varuna_agent.folders.checkpoint_copies import CheckpointCopies
 from varuna_agent.folders.workdirs import WorkdirError, Workdirs
 from varuna_agent.link.backoff import Backoff
 from varuna_agent.link.manager_link import ManagerLink
+from varuna_agent.link.memory_link import MemoryLink
 from varuna_agent.link.worker_link import WorkerLink, socket_path
 from varuna_agent.logs.log_requests import read_log_chunks
 from varuna_agent.logs.retention import LogSizes, keep_logs_small
@@ -26,10 +28,12 @@ from varuna_agent.settings import AgentSettings
 from varuna_agent.state import AgentState, Event, Identity, Instruction, WorkerKey, make_stack_dump
 from varuna_agent.state import events as ev
 from varuna_agent.state import instructions as ins
+from varuna_agent.workers.memory_files import KeptFile, MemoryFiles
 from varuna_agent.workers.processes import ProcessEnd, ProcessNotStartedError, WorkerProcesses
 from varuna_agent.workers.rendezvous_ports import RendezvousPorts
 from varuna_agent.workers.stacks import NoStacksError
 from varuna_agent.workers.worker_starter import WorkerHost, WorkerStarter
+from varuna_proto.environment import memory_socket
 from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
@@ -46,12 +50,19 @@ _PORT_RETRY_S = 1.0
 """Between two attempts to hold a port for the next rank 0."""
 
 
+class AgentMemory(NamedTuple):
+    files: MemoryFiles
+    adopted: Sequence[KeptFile] = ()
+    """What an earlier process of this agent has kept, and is among `files`."""
+
+
 class AgentRunner:
     """One agent, from its start until it exits.
 
     Args:
         host: what workers on this VM run with.
         manager_identity: this VM's certificate; None: the manager uses no TLS.
+        memory: what workers leave in memory, and what an earlier process of this agent has kept; None: nothing is.
         chance: source of random waiting times; None: a new one.
     """
 
@@ -64,6 +75,7 @@ class AgentRunner:
         host: WorkerHost,
         observers: Observers | None = None,
         manager_identity: AgentIdentity | None = None,
+        memory: AgentMemory | None = None,
         chance: random.Random | None = None,
     ) -> None:
         self._settings = settings
@@ -72,11 +84,16 @@ class AgentRunner:
         self._notice_source = notice_source
         self._pending_notices: set[str] = set()
         self._seen = SeenGenerations(settings.vm_dir)
-        timings = replace(settings.timings, keep_survivors_s=settings.keep_warm_s)
+        self._memory = memory or AgentMemory(MemoryFiles(0))
+        keep_memory_s = settings.timings.keep_memory_s if self._memory.files.limit_bytes else 0.0
+        timings = replace(settings.timings, keep_survivors_s=settings.keep_warm_s, keep_memory_s=keep_memory_s)
         self._state = AgentState(identity, timings, self._seen.read())
+        for kept in self._memory.adopted:
+            self._state.adopt_memory(kept.key, kept.step, kept.bytes, _now())
         backoff = Backoff(settings.reconnect_first_s, settings.reconnect_most_s, chance or random.Random())
         self._manager = ManagerLink(settings.manager, backoff, self, manager_identity)
         self._link = WorkerLink(socket_path(settings.vm_dir), self, host.user)
+        self._memory_link = MemoryLink(Path(memory_socket(str(self._link.path))), self._memory.files, self, host.user)
         self._processes = WorkerProcesses(
             on_end=self._handle_process_end,
             workdirs=Workdirs(settings.vm_dir / "workdirs", self._fetch_archive),
@@ -110,6 +127,8 @@ class AgentRunner:
                 on_cpu=self._settings.device == "cpu",
             )
             await self._link.start()
+            if self._memory.files.limit_bytes:
+                await self._memory_link.start()
             self.handle_event(ev.RendezvousPortOpened(self._ports.open_port()))
             self._start_task(self._manager.run(), "manager link")
             self._start_task(self._watch_notices(), "notices")
@@ -124,9 +143,9 @@ class AgentRunner:
             await self._notice_source.acknowledge_notice(notice_id)
         return code
 
-    def request_termination(self, reason: str) -> None:
-        """End the workers, then return from `run`."""
-        self.handle_event(ev.TerminationRequested(reason))
+    def request_termination(self, reason: str, *, keeps_memory: bool = False) -> None:
+        """End the workers, then return from `run`. `keeps_memory`: they leave their state in memory files."""
+        self.handle_event(ev.TerminationRequested(reason, keeps_memory))
 
     def handle_event(self, event: Event) -> None:
         """Let the state decide about the event, and carry out its instructions. Events that arise meanwhile follow."""
@@ -175,6 +194,17 @@ class AgentRunner:
     def handle_worker_disconnection(self, key: WorkerKey) -> None:
         self.handle_event(ev.WorkerDisconnected(key))
 
+    # ------------------------------------------------------------ the memory link's listener
+
+    def may_store(self, key: WorkerKey, secret: str) -> bool:
+        return self._state.may_store(key, secret)
+
+    def list_memories(self, key: WorkerKey, secret: str) -> list[WorkerKey]:
+        return self._state.list_memories(key, secret)
+
+    def handle_state_stored(self, key: WorkerKey, step: int, size: int) -> None:
+        self.handle_event(ev.StateStored(key, step, size))
+
     # ------------------------------------------------------------ instructions
 
     def _carry_out(self, instruction: Instruction) -> None:  # noqa: C901 - a case for each instruction
@@ -211,8 +241,12 @@ class AgentRunner:
                 self._link.send_give_state(key, self._starter.make_give_state(instruction))
             case ins.AdmitWorker(key, secret):
                 self._link.send_admission(key, secret)
-            case ins.SendLeave(key, mode, _, keep_state, in_place):
-                self._link.send_leave(key, mode, keep_state=keep_state, in_place=in_place)
+            case ins.SendLeave(key, mode, _, keep_state, in_place, store_state):
+                self._link.send_leave(key, mode, keep_state=keep_state, in_place=in_place, store_state=store_state)
+            case ins.SendStore(key):
+                self._link.send_store_state(key)
+            case ins.FreeMemory(key, _):
+                self._memory.files.free_file(key)
             case ins.KillWorker(key, _):
                 self._processes.kill_worker(key)
             case ins.ClaimRendezvousPort(port):
@@ -321,8 +355,9 @@ class AgentRunner:
     async def _keep_logs_small(self) -> None:
         sizes = LogSizes(each_bytes=self._settings.log_bytes, old_bytes=self._settings.old_logs_bytes)
         while True:
-            keys = [*(w.key for w in self._state.workers), *(s.key for s in self._state.survivors)]
-            running = {key.generation_key for key in keys}
+            state = self._state
+            keys = [each.key for each in state.workers] + [each.key for each in state.survivors]
+            running = {key.generation_key for key in [*keys, *(each.key for each in state.newcomers)]}
             try:
                 await asyncio.to_thread(keep_logs_small, self._settings.vm_dir, running, sizes)
             except OSError as error:
@@ -363,6 +398,7 @@ class AgentRunner:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._memory_link.close()
         await self._link.close()
         self._ports.close()
         if self._copies is not None:

@@ -41,6 +41,8 @@ class AgentSettings:
     keep_warm_s: float = 120.0
     """How long a warmed process is kept after the last worker of its job, a survivor without a rank, and a holder whose
     next generation has no workers here; 0: none is."""
+    memory_part: float = 0.4
+    """The part of the VM's memory for states of ended workers, which wait for the next generation; 0: none."""
     join_token: str = field(default="", repr=False)
     """The token with which this VM joins; empty: it has joined already, or the manager requires none."""
     join_url: str = ""
@@ -81,6 +83,8 @@ class AgentSettings:
             raise ValueError(f"--metrics-port {self.metrics_port}: expected a port, 1 to 65535, or 0 for none")
         if self.keep_warm_s < 0:
             raise ValueError(f"--keep-warm-s {self.keep_warm_s}: expected 0 (no warmed process) or more")
+        if not 0 <= self.memory_part <= 0.9:
+            raise ValueError(f"--memory-part {self.memory_part}: expected a part of the VM's memory, from 0 to 0.9")
         if self.log_bytes < _LEAST_LOG_BYTES or self.old_logs_bytes < 0:
             raise ValueError(
                 f"--log-bytes {self.log_bytes} and --old-logs-bytes {self.old_logs_bytes}: "

@@ -178,6 +178,12 @@ class ManagerSettings(BaseSettings):
         ge=0,
         description="longest further wait for their agents to prepare the job's workers",
     )
+    newcomers_wait_s: float = Field(
+        default=Rules.newcomers_wait_s,
+        ge=0,
+        description="longest time that a planned morph waits for the processes that are started ahead for it; 0: it "
+        "starts them after the old ones have stopped",
+    )
     start_settle_s: float = Field(
         default=Rules.start_settle_s, ge=0, description="longest wait of a new job for VMs that are on their way"
     )

@@ -47,6 +47,11 @@ def is_read_early(variable: str) -> bool:
     return _READ_EARLY.match(variable) is not None
 
 
+def memory_socket(agent_socket: str) -> str:
+    """The path of the agent's socket for memory files (worker.proto), beside the one for its workers."""
+    return f"{agent_socket}.mem"
+
+
 class Mode(StrEnum):
     TRAIN = "train"
     CALIBRATE = "calibrate"
@@ -93,6 +98,14 @@ class WorkerEnvironment:
     """The step of the newest recorded checkpoint, so that one must be found; 0: there may be none."""
     holders: tuple[int, ...] = ()
     """Ranks of the generation before whose processes give their state to this one; empty: none do."""
+    survivors: tuple[int, ...] = ()
+    """Ranks of this generation whose processes are those of the one before, with its state; the others are new and
+    join them. Empty: all processes are new, or none is."""
+    newcomer: int = 0
+    """The number of a process that was started ahead and waits in `Varuna()` for its rank. Until then all else here is
+    what is expected. 0: it has its rank."""
+    keepers: tuple[int, ...] = ()
+    """By stage: the rank that keeps a copy of what the stage's rank in the first replica has; empty: no copies."""
     report_path: str = ""
     """For Mode.INSPECT: the file for the report, as JSON."""
     report_times: str = ""
@@ -116,6 +129,11 @@ class WorkerEnvironment:
             plan=Plan(p=1, d=1, micro_batch=micro_batch, global_batch=global_batch),
             device=device,
         )
+
+    @property
+    def joins_survivors(self) -> bool:
+        """Whether this is a new process in a generation of survivors."""
+        return bool(self.survivors) and self.rank not in self.survivors
 
     @property
     def stage_to_rank_map(self) -> str:
@@ -156,6 +174,9 @@ class WorkerEnvironment:
             **({"VARUNA_SECRET_FROM_AGENT": "1"} if self.secret_from_agent else {}),
             **({"VARUNA_COMMITTED_STEP": str(self.committed_step)} if self.committed_step else {}),
             **({"VARUNA_HOLDERS": ",".join(map(str, self.holders))} if self.holders else {}),
+            **({"VARUNA_SURVIVORS": ",".join(map(str, self.survivors))} if self.survivors else {}),
+            **({"VARUNA_NEWCOMER": str(self.newcomer)} if self.newcomer else {}),
+            **({"VARUNA_KEEPERS": ",".join(map(str, self.keepers))} if self.keepers else {}),
             **({"VARUNA_REPORT_PATH": self.report_path} if self.report_path else {}),
             **({"VARUNA_REPORT_TIMES": self.report_times} if self.report_times else {}),
             **({"TRACEPARENT": self.traceparent} if self.traceparent else {}),
@@ -197,6 +218,9 @@ class WorkerEnvironment:
             secret_from_agent=environ.get("VARUNA_SECRET_FROM_AGENT", "") == "1",
             committed_step=int(environ.get("VARUNA_COMMITTED_STEP", "0")),
             holders=_ints(environ, "VARUNA_HOLDERS"),
+            survivors=_ints(environ, "VARUNA_SURVIVORS"),
+            newcomer=int(environ.get("VARUNA_NEWCOMER", "0")),
+            keepers=_ints(environ, "VARUNA_KEEPERS"),
             report_path=environ.get("VARUNA_REPORT_PATH", ""),
             report_times=environ.get("VARUNA_REPORT_TIMES", ""),
         )

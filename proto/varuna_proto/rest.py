@@ -17,7 +17,18 @@ JobSpecDocument = dict[str, Any]
 Timestamp = str
 """ISO 8601, UTC."""
 
-TimeCause = Literal["training", "bubbles", "redone_steps", "morphs", "waiting_for_vms", "calibration"]
+TimeCause = Literal[
+    "training",
+    "bubbles",
+    "data",
+    "evaluation",
+    "checkpoints",
+    "script",
+    "redone_steps",
+    "morphs",
+    "waiting_for_vms",
+    "calibration",
+]
 """What a job spends its time on."""
 
 END_STATES = frozenset({"succeeded", "failed", "cancelled"})
@@ -95,8 +106,14 @@ class JobDocument(TypedDict):
     gpus: int
     """GPUs that the job has now."""
     step_s: float | None
-    """Duration of the newest step."""
+    """Step time: the mean time from the end of one step to the end of the next, over the newest `rate_steps` steps."""
+    between_s: float | None
+    """The part of `step_s` in which the script was between two steps."""
     examples_per_s: float | None
+    """Examples of these steps, divided by their time."""
+    rate_steps: int
+    """The number of steps that `step_s` and `examples_per_s` come from: at most 100, of the newest generation, without
+    its first one unless it has no others."""
     last_step_at: Timestamp | None
 
 
@@ -207,6 +224,8 @@ class GenerationDocument(TypedDict):
     candidates: list[CandidateDocument]
     placement: list[RankPlacementDocument]
     workers: list[WorkerDocument]
+    keepers: list[int]
+    """By stage: the rank that keeps a copy of the state of its rank in the first replica; empty: no copies are kept."""
     reason: str
     kind_of_morph: str | None
     """reshape: its workers are processes of the generation before, which kept their state; restart: they are new
@@ -250,12 +269,14 @@ class PlanRecordDocument(TypedDict):
     """Best first, at most 64; empty in lists of plans."""
     predicted_step_s: float
     actual_step_s: float | None
-    """Median of the generation's last 100 steps; null before the first step."""
+    """Step time, as in JobDocument; null before the first step."""
+    between_s: float | None
+    """The part of `actual_step_s` in which the script was between two steps; no plan predicts it."""
     actual_examples_per_s: float | None
     steps: int
-    """How many steps `actual_step_s` is the median of."""
+    """How many steps `actual_step_s` is the mean of."""
     error: float | None
-    """(actual - predicted) / predicted."""
+    """(actual - between - predicted) / predicted."""
 
 
 @_documented
@@ -266,6 +287,9 @@ class StepMetricsDocument(TypedDict):
     loss: float | None
     """Null if it was not a finite number."""
     step_s: float
+    """From the end of the step before; the first step of a process counts from its own beginning."""
+    between_s: float
+    """The part of `step_s` in which the script was between two steps."""
     examples: int
     generation: int
     at: Timestamp
@@ -334,6 +358,8 @@ class GenerationTimeDocument(TypedDict):
     training_s: float
     bubbles_s: float
     redone_s: float
+    between_s: float
+    """Between steps: data, evaluation, checkpoints, and all else that the script did."""
 
 
 @_documented
@@ -428,7 +454,10 @@ class ProgressDocument(TypedDict):
     step: int
     loss: float | None
     step_s: float
+    """Step time, as in JobDocument."""
+    between_s: float
     examples_per_s: float | None
+    rate_steps: int
     at: Timestamp
 
 

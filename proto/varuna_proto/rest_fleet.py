@@ -31,6 +31,8 @@ class VmDocument(TypedDict):
     """The newest generation that runs there."""
     workers: list[WorkerDocument]
     """Workers that have not stopped."""
+    held_bytes: int
+    """States of workers that have ended, which its memory keeps for their job's next generation."""
     last_heard_s: float | None
     """Seconds since its agent's last message."""
     created_at: Timestamp

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OTHER_STAGES = "in other stages: "
+"""How a worker's reason begins why it cannot go on in place, if it could with the stage that it has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateUse:
@@ -15,3 +18,5 @@ class StateUse:
     """After a hold-first stop they are to go on in place; where one of them cannot, all save."""
     spare: bool = False
     """Other VMs hold the same: it need not be saved, even if a process may not stay."""
+    store: bool = False
+    """With `keep`: it goes to memory that outlives the processes, which end."""

@@ -30,6 +30,8 @@ pytestmark = [
 VMS, STEPS = 10_000, 1_000_000
 NO_AGENTS = ("/logs",)  # nobody has the logs of this world's workers
 PAGES = ["jobs", "fleet", "events", f"jobs/{JOB}", "vms/vm-00007"]
+RICHEST = ["fleet", f"jobs/{JOB}"]
+"""The pages with charts and tables of all kinds."""
 DESK, PHONE = ViewportSize(width=1360, height=900), ViewportSize(width=390, height=844)
 NOTHING_IS_WIDER = "() => document.documentElement.scrollWidth <= innerWidth"
 CHARTS_HAVE_ROOM = """() => [...document.querySelectorAll("figure")].every((figure) => {
@@ -165,7 +167,9 @@ async def test_an_event_is_seen_as_it_happens_and_as_text(world: RestWorld, open
         await expect(rows.nth(count + 10)).to_be_visible()
 
 
-@pytest.mark.parametrize("where", PAGES)
+@pytest.mark.parametrize(
+    "where", [pytest.param(where, marks=() if where in RICHEST else pytest.mark.slow) for where in PAGES]
+)
 async def test_pages_have_no_barriers(
     world: RestWorld, open_page: Any, screenshot: Callable[[Page, str], Any], where: str
 ) -> None:

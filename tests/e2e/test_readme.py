@@ -1,4 +1,7 @@
-"""The commands in the README and the docs work exactly as they are printed."""
+"""The commands in the README and the docs work exactly as they are printed.
+
+Those for jobs are run by `make test-slow`; that all commands exist and have these options is in tests/unit/docs.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +87,7 @@ def test_every_make_target_exists(command: str) -> None:
     assert f"make {arguments[0]} " in targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", varuna_commands(*RUN_BY_OTHERS), ids=" ".join)
 def test_the_long_running_commands_take_their_options(arguments: list[str]) -> None:
     done = run_varuna(*arguments, "--help")
@@ -92,7 +96,13 @@ def test_the_long_running_commands_take_their_options(arguments: list[str]) -> N
         assert option in done.stdout
 
 
-@pytest.mark.parametrize("arguments", varuna_commands(*PLANNING), ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(arguments, id=" ".join(arguments), marks=pytest.mark.slow if number else ())
+        for number, arguments in enumerate(varuna_commands(*PLANNING))
+    ],
+)
 def test_the_planning_commands_give_a_plan(arguments: list[str]) -> None:
     done = run_varuna(*arguments)
     assert done.returncode == 0, done.stderr
@@ -106,6 +116,7 @@ def test_the_job_files_are_fine(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("e2e")
 def test_the_commands_for_jobs_do_what_they_say(running_manager: RunningManager, tmp_path: Path) -> None:
     endless_example(tmp_path)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from varuna.pipeline.copy_stream import CopyStream
+from varuna.devices.copy_stream import CopyStream
 
 BYTES = 256 * 1024 * 1024
 """Takes some ms to copy over any bus."""

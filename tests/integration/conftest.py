@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked_manager import ManagerZygote
 from scripted_manager import ScriptedManager
 from secure_world import IDLE_VM, SecureManager, secure_manager
 from training_world import Zygote
@@ -55,8 +56,16 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     await store.close()
 
 
+@pytest.fixture(scope="session")
+def manager_zygote() -> Iterator[ManagerZygote]:
+    """The process from which managers are forked."""
+    process = ManagerZygote()
+    yield process
+    process.close()
+
+
 @pytest.fixture
-async def manager(tmp_path: Path) -> AsyncIterator[ScriptedManager]:
-    running = ScriptedManager(tmp_path / "data")
+async def manager(tmp_path: Path, manager_zygote: ManagerZygote) -> AsyncIterator[ScriptedManager]:
+    running = ScriptedManager(tmp_path / "data", manager_zygote)
     yield running
     await running.close()

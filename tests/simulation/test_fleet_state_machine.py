@@ -1,8 +1,10 @@
 """Whatever is lost, repeated, late, killed, taken or requested, in any order, the jobs come to their right end.
 
 All state machines together: jobs, generations, VMs, workers, leases and the agents' own states, with the invariants of
-`fleet_invariants` after every commit. Users' requests (drain, cancel, retry, submit, size of the fleet) are
-repeated until there is an answer, and then once more, which changes nothing. VARUNA_FLEET_TRACES: the number of traces.
+`fleet_invariants` after every commit. Processes go on in place, with the same stages or others, give their state to
+new ones, keep copies, are started ahead, and are killed or freeze in any phase of that. Users' requests (drain,
+cancel, retry, submit, size of the fleet) are repeated until there is an answer, and then once more, which changes
+nothing. VARUNA_FLEET_TRACES: the number of traces.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import os
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings, strategies
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from disturbed_fleet import QUICK, books_are_right
 from fleet_world import fleet_world
 from simulated_manager import ManagerEnd
+from simulated_training import Carriage
 from simulated_vm import SimulatedVm
 from varuna_manager.answers.errors import ConflictError, MissingError
 from varuna_proto.rest_fleet import VmDocument
@@ -28,6 +32,9 @@ pytestmark = pytest.mark.slow
 
 
 PICK = strategies.integers(0, 1000)
+VMS, STEPS = 6, 12
+MOST_FAULTS = 3
+"""Fewer than break a job (`Rules.breaker`)."""
 
 
 class Fleet(RuleBasedStateMachine):
@@ -37,12 +44,27 @@ class Fleet(RuleBasedStateMachine):
         self.stack = AsyncExitStack()
         self.folder = tempfile.TemporaryDirectory()
 
-    @initialize(seed=PICK, gpus=strategies.integers(1, 2))
-    def start(self, seed: int, gpus: int) -> None:
+    @initialize(
+        seed=PICK,
+        gpus=strategies.integers(1, 2),
+        carriages=strategies.tuples(*[strategies.sampled_from(Carriage)] * 2),
+        layers=strategies.sampled_from([6, 12]),
+        trains=strategies.booleans(),
+    )
+    def start(self, seed: int, gpus: int, carriages: tuple[Carriage, Carriage], layers: int, trains: bool) -> None:
         world = fleet_world(Path(self.folder.name), seed, rules=QUICK, gpus=gpus)
         self.world = self.runner.run(self.stack.enter_async_context(world))
-        self.runner.run(self.world.manager.fleet.set_target(3))
-        self.jobs = {self.runner.run(self.world.submit(name, steps=6, save_every=2)): name for name in ("one", "two")}
+        self.runner.run(self.world.manager.fleet.set_target(VMS))
+        sizes: list[dict[str, Any]] = [{"global_batch": 1024}, {"global_batch": 64, "resources": {"max_gpus": 2}}]
+        self.jobs = {
+            self.runner.run(
+                self.world.submit(name, steps=STEPS, save_every=4, carriage=carriage, layers=layers, **size)
+            ): name
+            for name, carriage, size in zip(("one", "two"), carriages, sizes, strict=True)
+        }
+        self.faults = 0
+        if trains:  # otherwise few traces come as far as a reshape
+            self.runner.run(self.world.run_until(lambda: self.world.training.steps_done > 0, 1000.0))
         self.ends = dict.fromkeys(self.jobs, "succeeded")
 
     def some_vm(self, pick: int) -> SimulatedVm | None:
@@ -78,6 +100,20 @@ class Fleet(RuleBasedStateMachine):
     def an_agent_is_killed(self, pick: int) -> None:
         if vm := self.some_vm(pick):
             vm.restart_agent()
+
+    @precondition(lambda self: self.faults < MOST_FAULTS)
+    @rule(pick=PICK)
+    def a_process_is_killed(self, pick: int) -> None:
+        """A worker, or one that has left its generation."""
+        self.faults += 1
+        self.world.kill_process(pick)
+
+    @precondition(lambda self: self.faults < MOST_FAULTS)
+    @rule(pick=PICK)
+    def a_process_freezes(self, pick: int) -> None:
+        """It takes no rank, gives no state, makes no step and does not leave."""
+        self.faults += 1
+        self.world.freeze_process(pick)
 
     @rule(pick=PICK, notice_s=strategies.sampled_from([0.0, 5.0, 30.0]))
     def a_vm_is_taken(self, pick: int, notice_s: float) -> None:
@@ -138,7 +174,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule()
     def the_fleet_is_wanted_as_large_as_it_is(self) -> None:
-        self.runner.run(self.world.ask(lambda manager: manager.fleet.set_target(3)))
+        self.runner.run(self.world.ask(lambda manager: manager.fleet.set_target(VMS)))
 
     def some_job(self, pick: int) -> str:
         return list(self.jobs)[pick % len(self.jobs)]
@@ -168,7 +204,7 @@ class Fleet(RuleBasedStateMachine):
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(
     max_examples=int(os.environ.get("VARUNA_FLEET_TRACES", "3")),
-    stateful_step_count=12,
+    stateful_step_count=20,
     deadline=None,
     phases=(Phase.generate,),  # a failing trace is printed with its event log; shrinking it would take hours
     suppress_health_check=list(HealthCheck),

@@ -328,8 +328,11 @@ class Job(RuleBasedStateMachine):
                     assert generation is not None
                     held_by = {worker.device: worker for worker in generation.workers if worker.held_step is not None}
                     assert {held_by[device].held_step for device in placement} == {self.step}, "no step is lost"
-                if action.holders is not None:
-                    assert not action.in_place
+                if action.holders is not None and action.in_place:  # they take other stages
+                    members = [(holder.rank, holder.vm_id) for holder in action.holders.members]
+                    assert members == [(rank, device.vm_id) for rank, device in enumerate(placement)]
+                    assert action.holders.generation == number
+                elif action.holders is not None:
                     held = self.truth[action.holders.generation].held
                     assert {held[holder.rank] for holder in action.holders.members} == {self.step}, "no step is lost"
                 new = GenerationView(

@@ -134,9 +134,16 @@ def leave(vm: Vm, worker: Any, code: int = 76, step: int = 7, *, gives_only: boo
     return vm.receive_worker_message(worker, generation_left=left)
 
 
-def survive(device: str = "cuda", ranks: Iterable[int] = (1,), *, gives_only: bool = False, **options: Any) -> Vm:
+def survive(
+    device: str = "cuda",
+    ranks: Iterable[int] = (1,),
+    *,
+    gives_only: bool = False,
+    timings: Timings = QUIET,
+    **options: Any,
+) -> Vm:
     """A VM whose workers of generation 1 have left it and stay."""
-    vm = Vm(device=device, timings=QUIET, **options)
+    vm = Vm(device=device, timings=timings, **options)
     vm.receive_message(launch=launch(1, ranks=ranks))
     for rank in ranks:
         vm.ready(key(1, rank))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from varuna_manager.domain.actions import Decision
 from varuna_manager.domain.job_decision import decide_job
+from varuna_manager.domain.newcomers import NewcomersView, WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, StopView, VmView, WorkerView
 from varuna_manager.domain.states import (
     EndCause,
@@ -87,6 +88,20 @@ def job(current: GenerationView | None = None, **changes: object) -> JobView:
 
 def decide(view: JobView, *vms: VmView, now: float = NOW) -> Decision:
     return decide_job(now, view, {one.id: one for one in vms}, RULES)
+
+
+def decide_when_prepared(view: JobView, *vms: VmView, now: float = NOW) -> Decision:
+    """With the processes of the next generation at the door, if the job waits for them."""
+    decision = decide(view, *vms, now=now)
+    if decision.newcomers is None:
+        return decision
+    return decide(replace(view, newcomers=at_door(decision.newcomers, since=now)), *vms, now=now)
+
+
+def at_door(wanted: WantedNewcomers, since: float = NOW, **changes: object) -> NewcomersView:
+    """All of them."""
+    view = NewcomersView(wanted=wanted, since=since, at_door=frozenset(wanted.placement))
+    return replace(view, **changes)
 
 
 def kinds(decision: Decision) -> list[type]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from waiting import POLL_S
+
 __all__ = ["Bucket", "serve_bucket"]
 
 
@@ -43,7 +45,7 @@ def serve_bucket(root: Path) -> Iterator[Bucket]:
     """Serves `root` as `s3://bucket` until the block ends. Clients need the bucket's `environ`, and any keys."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.bucket = Bucket(root, server.server_port)  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
     thread.start()
     try:
         yield server.bucket  # type: ignore[attr-defined]

@@ -15,13 +15,16 @@ from typing import Any
 DEADLINE_S = 600.0
 """The limit of every wait in every test: for conditions, processes, answers."""
 
+POLL_S = 0.02
+"""The pause between two looks: at a condition, and of a test's HTTP server at whether to end (0.5 s by default)."""
+
 
 def wait_until(condition: Callable[[], Any], what: str = "the condition") -> Any:
     """Wait for the first true value of `condition`, and return it. Fails after the deadline."""
     give_up = time.monotonic() + DEADLINE_S
     while not (value := condition()):
         assert time.monotonic() < give_up, f"{what}: not within {DEADLINE_S:.0f} s"
-        time.sleep(0.02)
+        time.sleep(POLL_S)
     return value
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
+from varuna.data.batches import follow_shape
 from varuna.devices.worker_device import choose_device, make_device_current
 from varuna.diagnostics.tensorboard import TensorBoardWriter
 from varuna.distributed.worker_environment import read_worker_environment
@@ -25,7 +26,8 @@ from varuna.roles.calibration import CalibrationRole
 from varuna.roles.inspection import InspectionRole
 from varuna.roles.role import VarunaRole
 from varuna.roles.training import TrainingOptions, TrainingRole
-from varuna.roles.wrapped_model import ModelOptions, wrap_model
+from varuna.roles.wrapped_model import ModelOptions, trace_model, wrap_model
+from varuna.worker.newcomer import Newcomer
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import Mode
 
@@ -109,20 +111,39 @@ class Varuna(ModuleView):
         environment = read_worker_environment(
             stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
         )
-        scalars = TensorBoardWriter(environment, os.environ)
-        self._worker = WorkerProcess.join_generation(environment)
-        inspects = environment.mode is Mode.INSPECT
-        own_device = make_device_current(choose_device(environment, None if inspects else device, local_rank))
-        self._precision = TrainingPrecision.from_arguments(fp16, dtype, own_device)
-        self._precision.check_parameters(model.named_parameters())
         model_options = ModelOptions(
             shared_weights=shared_weights or (),
             cut_points=cut_points,
             random_by_example=random_by_example,
             weights=weights,
         )
+        newcomer, traced = Newcomer.from_environment(environment), None
+        if newcomer is not None:
+            # The trace needs neither a rank nor the device, which the present generation uses.
+            expected_device = torch.device(torch.device(environment.device).type)
+            precision = TrainingPrecision.from_arguments(fp16, dtype, expected_device)
+            traced = trace_model(
+                torch.device("cpu"), precision, model=model, get_batch=get_batch, options=model_options
+            )
+            newcomer.wait_for_rank()
+            environment = read_worker_environment(
+                stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
+            )
+            follow_shape(environment)
+        scalars = TensorBoardWriter(environment, os.environ)
+        self._worker = WorkerProcess.join_generation(environment, None if newcomer is None else newcomer.link)
+        inspects = environment.mode is Mode.INSPECT
+        own_device = make_device_current(choose_device(environment, None if inspects else device, local_rank))
+        self._precision = TrainingPrecision.from_arguments(fp16, dtype, own_device)
+        self._precision.check_parameters(model.named_parameters())
         wrapped = wrap_model(
-            self._worker, own_device, self._precision, model=model, get_batch=get_batch, options=model_options
+            self._worker,
+            own_device,
+            self._precision,
+            model=model,
+            get_batch=get_batch,
+            options=model_options,
+            traced=traced,
         )
         seed = torch.initial_seed()
         self._role: VarunaRole
@@ -138,6 +159,7 @@ class Varuna(ModuleView):
             )
         else:
             self._role = TrainingRole(wrapped, seed, options, scalars)
+            self._role.follow_surface = self._set_surface
             self.training = self._role.surface.module.training
         self._set_surface(self._role.surface)
 

@@ -80,9 +80,15 @@ class WorkerLink:
         self._send(key, worker_pb2.AgentToWorker(admitted=worker_pb2.Admitted(secret=secret)))
 
     def send_leave(
-        self, key: WorkerKey, mode: agent_pb2.StopMode.ValueType, *, keep_state: bool = False, in_place: bool = False
+        self,
+        key: WorkerKey,
+        mode: agent_pb2.StopMode.ValueType,
+        *,
+        keep_state: bool = False,
+        in_place: bool = False,
+        store_state: bool = False,
     ) -> None:
-        leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place)
+        leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place, store_state=store_state)
         self._send(key, worker_pb2.AgentToWorker(leave=leave))
 
     def send_assignment(self, key: WorkerKey, successor: WorkerKey, assigned: worker_pb2.Assigned) -> None:
@@ -95,6 +101,9 @@ class WorkerLink:
 
     def send_give_state(self, key: WorkerKey, give_state: worker_pb2.GiveState) -> None:
         self._send(key, worker_pb2.AgentToWorker(give_state=give_state))
+
+    def send_store_state(self, key: WorkerKey) -> None:
+        self._send(key, worker_pb2.AgentToWorker(store_state=worker_pb2.StoreState()))
 
     def _send(self, key: WorkerKey, message: worker_pb2.AgentToWorker) -> None:
         connection = self._connections.get(key)
@@ -188,4 +197,4 @@ class WorkerLink:
 
 
 def _make_key(hello: worker_pb2.WorkerHello) -> WorkerKey:
-    return WorkerKey(hello.job_id, hello.generation, hello.rank)
+    return WorkerKey(hello.job_id, hello.generation, hello.rank, hello.newcomer)

@@ -77,6 +77,11 @@ def is_holder(launch: agent_pb2.Launch, key: WorkerKey) -> bool:
     return is_of_generation and key.rank in launch.holders and not launch.in_place
 
 
+def takes_survivor(launch: agent_pb2.Launch, rank: int) -> bool:
+    """Whether the rank's process is one of the generation before."""
+    return launch.in_place and (not launch.holders or rank in launch.holders)
+
+
 def make_environment(launch: agent_pb2.Launch, rank: int, local_rank: int, *, device: str) -> WorkerEnvironment:
     """What a process knows of the generation. The rank may be that of a holder, in the generation that it has left."""
     return WorkerEnvironment(
@@ -97,6 +102,8 @@ def make_environment(launch: agent_pb2.Launch, rank: int, local_rank: int, *, de
         secret=launch.secret,
         committed_step=launch.committed_step,
         holders=() if launch.in_place else tuple(launch.holders),
+        survivors=tuple(launch.holders) if launch.in_place and len(launch.holders) < launch.world_size else (),
+        keepers=tuple(launch.keepers),
         traceparent=child(launch.traceparent, f"rank {rank}"),
     )
 
@@ -122,5 +129,5 @@ def make_worker(
         local_rank=assignment.local_rank,
         start=start,
         reports_steps=reports_steps,
-        is_in_place=launch.in_place,
+        is_in_place=takes_survivor(launch, assignment.rank),
     )

@@ -17,6 +17,7 @@ from varuna_agent.state.events import (
     ProcessEnded,
     ProcessNotStarted,
     RendezvousPortOpened,
+    StateStored,
     StreamClosed,
     StreamOpened,
     TerminationRequested,
@@ -38,6 +39,8 @@ from varuna_agent.state.instructions import (
     SaveSeenGenerations,
     SendMessage,
 )
+from varuna_agent.state.kept_memories import KeptMemory
+from varuna_agent.state.newcomers import HostedNewcomer
 from varuna_agent.state.reporter import Reporter
 from varuna_agent.state.survivors import Survivor
 from varuna_agent.state.worker_key import WorkerKey
@@ -60,6 +63,8 @@ class Timings:
     """Time for workers to leave when a signal asks the agent to end."""
     drain_linger_s: float = 10.0
     """Time for a drained agent to hand over its last reports."""
+    terminate_store_s: float = 30.0
+    """The same where they put their state into memory that outlives the agent."""
     terminate_linger_s: float = 1.0
     """Time for an agent that a signal ends to hand over its last reports."""
     keep_survivors_s: float = 120.0
@@ -69,6 +74,10 @@ class Timings:
     """Time for such a process to connect with its next rank."""
     answer_s: float = 60.0
     """Time for it to begin to give its state, which a GPU first copies to the host."""
+    keep_memory_s: float = 900.0
+    """Time for which state that a worker has left in memory waits for a generation that takes it; 0: none is left."""
+    store_s: float = 30.0
+    """Time for a worker that has left its generation to put its state there."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,8 @@ class AgentState:
             keep_survivors_s=self._timings.keep_survivors_s,
             assignment_s=self._timings.assignment_s,
             answer_s=self._timings.answer_s,
+            keep_memory_s=self._timings.keep_memory_s,
+            store_s=self._timings.store_s,
         )
         self._seen = dict(seen or {})  # newest generation of each job, launched here or not; the last one seen is last
         self._launched: dict[str, int] = {}
@@ -130,6 +141,28 @@ class AgentState:
     def survivors(self) -> tuple[Survivor, ...]:
         """The processes that have left their generation and have not ended."""
         return self._workers.survivors
+
+    @property
+    def memories(self) -> tuple[KeptMemory, ...]:
+        """What workers that have ended, or are about to, have left in memory files."""
+        return self._workers.memories
+
+    def may_store(self, key: WorkerKey, secret: str) -> bool:
+        """Whether a process that presents itself as that worker may leave its state in memory."""
+        return self._workers.may_store(key, secret)
+
+    def list_memories(self, key: WorkerKey, secret: str) -> list[WorkerKey]:
+        """The workers whose memory a process that presents itself as worker `key` gives to its generation."""
+        return self._workers.list_memories(key, secret)
+
+    def adopt_memory(self, key: WorkerKey, step: int, size: int, now: float) -> None:
+        """Before the first event: the agent's process before this one kept it."""
+        self._workers.adopt_memory(key, step, size, now)
+
+    @property
+    def newcomers(self) -> tuple[HostedNewcomer, ...]:
+        """The processes that were started ahead for a generation to come."""
+        return self._workers.newcomers
 
     @property
     def unacknowledged(self) -> tuple[agent_pb2.Report, ...]:
@@ -179,15 +212,17 @@ class AgentState:
             case ManagerMessageReceived(message):
                 yield from self._handle_manager_message(message, now)
             case WorkerMessageReceived(key, message):
-                yield from self._workers.handle_message(key, message, now)
+                yield from self._follow_newcomers(self._workers.handle_message(key, message, now), now)
             case WorkerConnected(key, pid):
                 yield from self._workers.handle_connection(key, pid, now)
             case WorkerDisconnected(key):
                 yield from self._workers.handle_disconnection(key)
             case ProcessEnded(key, exit_code, log_tail):
-                yield from self._workers.handle_process_end(key, exit_code, log_tail, now)
+                yield from self._follow_newcomers(self._workers.handle_process_end(key, exit_code, log_tail, now), now)
             case ProcessNotStarted(key, reason):
-                yield from self._workers.handle_failed_start(key, reason, now)
+                yield from self._follow_newcomers(self._workers.handle_failed_start(key, reason, now), now)
+            case StateStored(key, step, size):
+                self._workers.handle_state_stored(key, step, size, now)
             case RendezvousPortOpened(port):
                 self._rendezvous_port = port
                 yield from self._send_heartbeat(now)
@@ -205,10 +240,11 @@ class AgentState:
                 yield from self._send_heartbeat(now)
             case PreparationEnded():
                 yield from self._handle_preparation_end(event, now)
-            case TerminationRequested(reason):
-                yield from self._start_departure(
-                    _Departure(reason, 0, self._timings.terminate_linger_s), self._timings.terminate_grace_s, now
-                )
+            case TerminationRequested(reason, keeps_memory):
+                stores = keeps_memory and self._timings.keep_memory_s > 0
+                grace_s = self._timings.terminate_store_s if stores else self._timings.terminate_grace_s
+                departure = _Departure(reason, 0, self._timings.terminate_linger_s)
+                yield from self._start_departure(departure, grace_s, now, StateUse(keep=stores, store=stores))
             case _:
                 assert_never(event)
 
@@ -235,6 +271,12 @@ class AgentState:
             case "prepare":
                 if not self._no_launches:
                     yield from self._follow_preparations(self._preparations.add_request(message.prepare), now)
+            case "start_newcomers":
+                yield from self._handle_start_newcomers(message.start_newcomers, now)
+            case "end_newcomers":
+                job_id = message.end_newcomers.job_id
+                reason = "the manager no longer wants it"
+                yield from self._workers.end_newcomers(lambda newcomer: newcomer.key.job_id == job_id, reason)
             case "keep_prepared":
                 yield from self._follow_preparations(self._preparations.keep_only(message.keep_prepared.job_ids), now)
             case "refused":
@@ -267,6 +309,14 @@ class AgentState:
         )
         yield from self._admit_workers(launch, now)
 
+    def _handle_start_newcomers(self, command: agent_pb2.StartNewcomers, now: float) -> Iterator[Instruction]:
+        launch = command.launch
+        flaw = self._describe_refusal(launch, now)
+        if flaw is not None and describe_flaw(launch, self.identity):
+            return  # no manager sends it, and it could not even be reported by its devices
+        yield from self._workers.start_newcomers(command, flaw or "")
+        yield from self._send_heartbeat(now)
+
     def _handle_preparation_end(self, event: PreparationEnded, now: float) -> Iterator[Instruction]:
         if event.error and self._preparations.is_current(event.job_id):
             yield from self._reports.add_report(messages.make_setup_failed(event.job_id, event.exit_code, event.error))
@@ -279,6 +329,13 @@ class AgentState:
         before = self._preparations.ready, self._preparations.unfinished
         yield from instructions
         if (self._preparations.ready, self._preparations.unfinished) != before:
+            yield from self._send_heartbeat(now)
+
+    def _follow_newcomers(self, instructions: Iterator[Instruction], now: float) -> Iterator[Instruction]:
+        """Carry out what follows from an event of a process; a newcomer's news go out at once in a heartbeat."""
+        before = self._workers.make_newcomer_statuses()
+        yield from instructions
+        if self._workers.make_newcomer_statuses() != before:
             yield from self._send_heartbeat(now)
 
     def _send_heartbeat(self, now: float) -> Iterator[Instruction]:
@@ -351,7 +408,7 @@ class AgentState:
             stop.grace_s,
             reason=reason,
             now=now,
-            state_use=StateUse(keep=stop.keep_state, in_place=stop.in_place, spare=stop.spare),
+            state_use=StateUse(keep=stop.keep_state, in_place=stop.in_place, spare=stop.spare, store=stop.store_state),
         )
         if stop.keep_state:
             self._workers.keep_survivors_longer(stop.job_id, stop.generation, stop.grace_s)
@@ -359,6 +416,10 @@ class AgentState:
             yield from self._workers.end_survivors(
                 lambda survivor: survivor.key.job_id == stop.job_id and survivor.newest_generation <= stop.generation,
                 reason,
+            )
+            yield from self._workers.end_newcomers(lambda newcomer: newcomer.key.job_id == stop.job_id, reason)
+            yield from self._workers.free_memories(
+                lambda memory: memory.key.job_id == stop.job_id and memory.key.generation < stop.generation, reason
             )
 
     def _handle_drain(self, reason: str, now: float) -> Iterator[Instruction]:
@@ -368,8 +429,10 @@ class AgentState:
         yield from self._workers.cancel_waiting(reason, now)
         yield from self._workers.keep_no_survivors(reason, now)
 
-    def _start_departure(self, departure: _Departure, grace_s: float, now: float) -> Iterator[Instruction]:
-        """End all workers, then the agent."""
+    def _start_departure(
+        self, departure: _Departure, grace_s: float, now: float, state_use: StateUse | None = None
+    ) -> Iterator[Instruction]:
+        """End all workers, then the agent. `state_use`: what becomes of the workers' state; None: nothing."""
         self._no_launches = departure.reason
         self._departure = departure
         self._exit_at = None
@@ -380,6 +443,7 @@ class AgentState:
             reason=departure.reason,
             now=now,
             excuse=agent_pb2.EXIT_CAUSE_AGENT_ENDED,
+            state_use=state_use or StateUse(),
         )
         yield from self._workers.keep_no_survivors(departure.reason, now)
 
@@ -422,6 +486,7 @@ class AgentState:
                 excuse=agent_pb2.EXIT_CAUSE_LEASE_OVER,
             )
             yield from self._workers.end_survivors(lambda survivor: True, reason)
+            yield from self._workers.end_newcomers(lambda newcomer: True, reason)
 
     def _handle_tick(self, now: float) -> Iterator[Instruction]:
         yield from self._workers.kill_overdue(now)
@@ -438,12 +503,14 @@ class AgentState:
                 warm_jobs=sorted(self._warm),
                 prepared_jobs=sorted(self._preparations.ready),
                 setting_up_jobs=sorted(self._preparations.unfinished),
+                newcomers=self._workers.make_newcomer_statuses(),
+                held_bytes=sum(memory.bytes for memory in self.memories),
             )
             yield SendMessage(agent_pb2.AgentMessage(heartbeat=heartbeat))
 
     def _exit_when_done(self, now: float) -> Iterator[Instruction]:
         """A departing agent exits once no process is left and its reports are stored, or the time for that is over."""
-        if self._departure is None or self.workers or self.survivors or self._has_exited:
+        if self._departure is None or self._workers.have_processes or self._has_exited:
             return
         if self._exit_at is None:
             self._exit_at = now + self._departure.linger_s

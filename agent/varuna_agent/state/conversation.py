@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from varuna_proto.v1 import agent_pb2
@@ -28,6 +29,7 @@ class Conversation:
         self._opened_at = 0.0
         self._sequence = 0
         self._sent_at: dict[int, float] = {}
+        self._heartbeat_at = -math.inf
         self._heartbeat_due: float | None = None
 
     @property
@@ -61,10 +63,13 @@ class Conversation:
         self._lease_from = sent_at
         self._sent_at = {number: sent for number, sent in self._sent_at.items() if number > sequence}
 
-    def hasten_heartbeat(self, now: float) -> None:
-        """Make the next heartbeat due now, if the manager has welcomed the agent."""
-        if self.is_welcome:
-            self._heartbeat_due = now
+    def hasten_heartbeat(self, now: float, *, apart: float = 0.0) -> None:
+        """Make the next heartbeat due now, if the manager has welcomed the agent.
+
+        `apart`: the part of an interval that must have passed since the last one.
+        """
+        if self._heartbeat_due is not None:
+            self._heartbeat_due = min(self._heartbeat_due, max(now, self._heartbeat_at + apart * self._interval_s))
 
     def is_heartbeat_due(self, now: float) -> bool:
         return self._heartbeat_due is not None and now >= self._heartbeat_due
@@ -72,7 +77,7 @@ class Conversation:
     def next_sequence(self, now: float) -> int:
         """Number the heartbeat that is sent now."""
         self._sequence += 1
-        self._sent_at[self._sequence] = now
+        self._sent_at[self._sequence] = self._heartbeat_at = now
         self._heartbeat_due = now + self._interval_s
         return self._sequence
 

@@ -84,6 +84,8 @@ class TerminationRequested:
     """A signal asked the agent to leave."""
 
     reason: str
+    keeps_memory: bool = False
+    """Another process of the agent follows, which gets its memory files: workers leave their state there."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,16 @@ class PreparationEnded:
     """The setup's; 0: the setup was not run."""
 
 
+@dataclass(frozen=True)
+class StateStored:
+    """The worker has put its state into a memory file, which the agent keeps."""
+
+    key: WorkerKey
+    step: int
+    """The committed step."""
+    bytes: int
+
+
 Event = (
     StreamOpened
     | StreamClosed
@@ -117,6 +129,7 @@ Event = (
     | ProcessNotStarted
     | RendezvousPortOpened
     | NoticeReceived
+    | StateStored
     | Tick
     | TerminationRequested
     | WarmJobsChanged

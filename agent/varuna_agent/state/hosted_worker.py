@@ -112,8 +112,10 @@ class HostedWorker:
     """True for the lowest rank of its generation on this VM: all ranks have the same losses."""
     is_in_place: bool = False
     """It starts in a surviving process, never in a new one."""
+    was_newcomer: bool = False
+    """Its process was started ahead, and has waited for the rank."""
     connect_by: float | None = None
-    """When a surviving process is killed, if it has not connected as this worker by then."""
+    """When a process that was there before is killed, if it has not connected as this worker by then."""
     may_stay: bool = True
     """Its process may stay for the next generation. A command to leave that does not keep the state ends this."""
     state_use: StateUse = field(default_factory=StateUse)
@@ -139,6 +141,8 @@ class HostedWorker:
     """What its script does because of which its process cannot go on in place; empty: nothing known."""
     left: worker_pb2.GenerationLeft | None = None
     """Set when it has left its generation and may not stay: its exit is reported as that once its process has ended."""
+    stored: agent_pb2.HeldState | None = None
+    """What it has left in a memory file."""
     has_reported_step: bool = False
     start_phases: dict[str, float] = field(default_factory=dict)
     """Seconds of its start by phase: `wait` for a device, then `process` until the worker connects."""
@@ -168,6 +172,11 @@ class HostedWorker:
         self.phase = target
 
     @property
+    def takes_process(self) -> bool:
+        """Whether it is a process that was there before, which got the rank with its secret."""
+        return self.is_in_place or self.was_newcomer
+
+    @property
     def has_process(self) -> bool:
         return self.phase not in (WorkerPhase.WAITING, WorkerPhase.GONE)
 
@@ -192,6 +201,7 @@ class HostedWorker:
         code = _decode_shell_code(exit_code)
         cause = self._cause(code)
         has_only_held = self.left is not None and self.leave_mode == agent_pb2.STOP_MODE_HOLD_FIRST
+        has_only_held |= self.stored is not None
         since = self.saving_since if code == EXIT_GENERATION_ENDED and not has_only_held else None
         return agent_pb2.WorkerExited(
             job_id=self.key.job_id,
@@ -203,6 +213,7 @@ class HostedWorker:
             save_s=0.0 if since is None else now - since,
             unreached=self.unreached if cause == agent_pb2.EXIT_CAUSE_PEER_LOST else None,
             script_obstacle=self.script_obstacle,
+            held=self.stored,
         )
 
     def make_survivor_exit(self, exit_code: int, held: agent_pb2.HeldState, now: float) -> agent_pb2.WorkerExited:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from hmac import compare_digest
 
 from varuna_agent.state import messages
 from varuna_agent.state.hosted_worker import ExitExcuse, HostedWorker, WorkerPhase, WorkerStimulus
@@ -15,7 +16,10 @@ from varuna_agent.state.instructions import (
     ReleaseRendezvousPort,
     SendLeave,
     SendMessage,
+    SendStore,
 )
+from varuna_agent.state.kept_memories import KeptMemories, KeptMemory
+from varuna_agent.state.newcomers import HostedNewcomer, HostedNewcomers
 from varuna_agent.state.reporter import Reporter
 from varuna_agent.state.survivors import Survivor, Survivors
 from varuna_agent.state.worker_key import WorkerKey
@@ -36,15 +40,30 @@ class HostedWorkers:
             0: none stays.
         assignment_s: how long a survivor may take to connect with its new rank.
         answer_s: how long it may take to begin to give its state.
+        keep_memory_s: how long what a worker has left in memory waits for a generation that takes it.
+        store_s: how long a worker that has left its generation may take to put its state there.
     """
 
     def __init__(
-        self, device: str, reports: Reporter, *, keep_survivors_s: float, assignment_s: float, answer_s: float
+        self,
+        device: str,
+        reports: Reporter,
+        *,
+        keep_survivors_s: float,
+        assignment_s: float,
+        answer_s: float,
+        keep_memory_s: float,
+        store_s: float,
     ) -> None:
         self._device = device
         self._reports = reports
-        self._survivors = Survivors(device, keep_s=keep_survivors_s, answer_s=answer_s)
+        self._survivors = Survivors(
+            device, keep_s=keep_survivors_s, answer_s=answer_s, store_s=store_s if keep_memory_s > 0 else 0.0
+        )
+        self._newcomers = HostedNewcomers(device)
+        self._memories = KeptMemories(keep_memory_s)
         self._assignment_s = assignment_s
+        self._store_s = store_s
         self._by_key: dict[WorkerKey, HostedWorker] = {}
 
     # ------------------------------------------------------------ queries
@@ -58,11 +77,44 @@ class HostedWorkers:
         return self._survivors.all
 
     @property
+    def newcomers(self) -> tuple[HostedNewcomer, ...]:
+        return self._newcomers.all
+
+    @property
+    def memories(self) -> tuple[KeptMemory, ...]:
+        return self._memories.all
+
+    def may_store(self, key: WorkerKey, secret: str) -> bool:
+        """Whether a process that presents itself as that worker may leave its state in memory."""
+        worker = self._by_key.get(key)
+        is_running = worker is not None and worker.has_connected and worker.phase is not WorkerPhase.KILLED
+        return (is_running and self._knows_secret(key, secret)) or self._survivors.may_store(key, secret)
+
+    def list_memories(self, key: WorkerKey, secret: str) -> list[WorkerKey]:
+        """The workers whose memory a process that presents itself as worker `key` gives to its generation."""
+        return self._memories.list_taken_by(key) if self._knows_secret(key, secret) else []
+
+    def _knows_secret(self, key: WorkerKey, secret: str) -> bool:
+        worker = self._by_key.get(key)
+        return worker is not None and compare_digest(worker.start.environment.secret.encode(), secret.encode())
+
+    @property
     def has_running(self) -> bool:
-        """Whether there is a worker or a survivor that was not killed."""
-        return any(worker.phase is not WorkerPhase.KILLED for worker in self._by_key.values()) or any(
-            not survivor.is_killed for survivor in self._survivors.all
+        """Whether there is a worker, a survivor or a newcomer that was not killed."""
+        return (
+            any(worker.phase is not WorkerPhase.KILLED for worker in self._by_key.values())
+            or any(not survivor.is_killed for survivor in self._survivors.all)
+            or self._newcomers.are_running
         )
+
+    @property
+    def have_processes(self) -> bool:
+        """Whether there is a process, or a worker that is to get one."""
+        return bool(self._by_key or self._survivors.all) or any(one.has_process for one in self._newcomers.all)
+
+    def make_newcomer_statuses(self) -> list[agent_pb2.Newcomer]:
+        """For the heartbeat."""
+        return self._newcomers.make_statuses()
 
     def has_worker(self, key: WorkerKey) -> bool:
         return key in self._by_key
@@ -70,12 +122,15 @@ class HostedWorkers:
     def is_expected(self, key: WorkerKey) -> bool:
         """Whether a worker that presents itself as `key` may connect."""
         worker = self._by_key.get(key)
-        return worker is not None and worker.has_process and not worker.has_connected
+        if worker is None:
+            return self._newcomers.is_expected(key)
+        return worker.has_process and not worker.has_connected
 
     def list_deadlines(self) -> list[float]:
         """The times at which leaving workers, survivors, and survivors that do not take their rank are to be killed."""
         times = (at for worker in self._by_key.values() for at in (worker.kill_at, worker.connect_by))
-        return [*(at for at in times if at is not None), *self._survivors.list_deadlines()]
+        deadlines = [*self._survivors.list_deadlines(), *self._memories.list_deadlines()]
+        return [*(at for at in times if at is not None), *deadlines]
 
     def get_held(self, worker: HostedWorker) -> agent_pb2.HeldState | None:
         """What the survivor on the worker's device holds, if the worker is to start in it; None: there is none."""
@@ -88,7 +143,10 @@ class HostedWorkers:
         self, launch: agent_pb2.Launch, workers: Iterable[HostedWorker], now: float
     ) -> Iterator[Instruction]:
         """Accept workers; they start as soon as their devices are free, in place as soon as the survivors are there."""
+        workers = list(workers)
         yield from self._survivors.make_room(launch, now)
+        yield from self._newcomers.make_room(launch, workers)
+        yield from self._memories.make_room(launch, [worker.key for worker in workers], now)
         for worker in workers:
             worker.start_clock(now)
             self._by_key[worker.key] = worker
@@ -112,7 +170,12 @@ class HostedWorkers:
         for worker in waiting:
             if worker.key.generation_key not in blocked:
                 worker.apply_stimulus(WorkerStimulus.START, now)
-                yield worker.start
+                newcomer = self._newcomers.take_newcomer(worker)
+                if newcomer is None:
+                    yield worker.start
+                else:
+                    worker.was_newcomer, worker.connect_by = True, now + self._assignment_s
+                    yield AssignWorker(newcomer.key, worker.start)
 
     def _assign_survivors(self, now: float) -> Iterator[Instruction]:
         """Start waiting workers in the processes that are there for them; refuse those for which none can come."""
@@ -163,8 +226,31 @@ class HostedWorkers:
     def end_survivors(self, is_concerned: Callable[[Survivor], bool], reason: str) -> Iterator[Instruction]:
         yield from self._survivors.kill_survivors(is_concerned, reason)
 
+    def free_memories(self, is_concerned: Callable[[KeptMemory], bool], reason: str) -> Iterator[Instruction]:
+        yield from self._memories.free_memories(is_concerned, reason)
+
+    def adopt_memory(self, key: WorkerKey, step: int, size: int, now: float) -> None:
+        """The agent's process before this one kept it."""
+        self._memories.add_memory(key, step, size, now)
+
+    def handle_state_stored(self, key: WorkerKey, step: int, size: int, now: float) -> None:
+        """The worker's exit reports it."""
+        worker = self._by_key.get(key)
+        memory = self._memories.add_memory(key, step, size, now)
+        if worker is not None:
+            worker.stored = memory.make_held()
+
+    def start_newcomers(self, command: agent_pb2.StartNewcomers, flaw: str) -> Iterator[Instruction]:
+        """Start processes ahead; `flaw`: why that is not possible."""
+        yield from self._newcomers.start_all(command, flaw)
+
+    def end_newcomers(self, is_concerned: Callable[[HostedNewcomer], bool], reason: str) -> Iterator[Instruction]:
+        yield from self._newcomers.kill_newcomers(is_concerned, reason)
+
     def keep_no_survivors(self, reason: str, now: float) -> Iterator[Instruction]:
-        """End all survivors; no process stays from now on, and one that was to leave with its state saves it."""
+        """End all survivors and newcomers; no process stays from now on, and one that was to leave with its state
+        saves it."""
+        yield from self._newcomers.kill_newcomers(lambda newcomer: True, reason)
         self._survivors.are_kept = False
         yield from self._save_unkept(reason, now)
         yield from self._survivors.kill_survivors(lambda survivor: True, reason)
@@ -187,7 +273,8 @@ class HostedWorkers:
                 worker.excuse = worker.excuse or ExitExcuse(agent_pb2.EXIT_CAUSE_LAUNCH_REFUSED, reason)
                 yield from self._kill_worker(worker, reason, now)
         hosted = {worker.key.generation_key for worker in self._by_key.values()}
-        yield from self._survivors.kill_overdue(hosted, now)
+        yield from self._survivors.end_overdue(hosted, now)
+        yield from self._memories.free_overdue(hosted, now)
         yield from self._start_waiting(now)
 
     def cancel_waiting(self, reason: str, now: float) -> Iterator[Instruction]:
@@ -197,6 +284,11 @@ class HostedWorkers:
                 yield from self._cancel_worker(worker, reason, now)
 
     def handle_process_end(self, key: WorkerKey, exit_code: int, log_tail: str, now: float) -> Iterator[Instruction]:
+        if self._newcomers.is_newcomer(key):
+            how = f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+            last = log_tail.strip().splitlines()[-1:] or ["its log is empty"]
+            self._newcomers.handle_process_end(key, f"it ended with {how} before Varuna(): {last[0]}")
+            return
         if self._survivors.remove_survivor(key):
             yield from self._start_waiting(now)
             return
@@ -204,14 +296,17 @@ class HostedWorkers:
         if worker is None:
             return  # a survivor that could not take its rank, because it had already ended: that rank was refused
         exited = worker.make_exit(exit_code if worker.left is None else worker.left.exit_code, log_tail, now)
-        if worker.is_in_place and worker.phase is WorkerPhase.STARTING:
+        if worker.takes_process and worker.phase is WorkerPhase.STARTING:
             reason = f"its process ended with exit code {exit_code} before it took the rank"
             exited = worker.make_unstarted_exit(agent_pb2.EXIT_CAUSE_LAUNCH_REFUSED, f"{log_tail}\n{reason}".strip())
         yield from self._remove_worker(worker, exited, WorkerStimulus.EXIT, now)
 
     def handle_failed_start(self, key: WorkerKey, reason: str, now: float) -> Iterator[Instruction]:
+        if self._newcomers.is_newcomer(key):
+            self._newcomers.handle_process_end(key, reason)
+            return
         worker = self._by_key[key]
-        cause = agent_pb2.EXIT_CAUSE_LAUNCH_REFUSED if worker.is_in_place else agent_pb2.EXIT_CAUSE_LAUNCH_FAILED
+        cause = agent_pb2.EXIT_CAUSE_LAUNCH_REFUSED if worker.takes_process else agent_pb2.EXIT_CAUSE_LAUNCH_FAILED
         exited = worker.make_unstarted_exit(cause, reason)
         yield from self._remove_worker(worker, exited, WorkerStimulus.EXIT, now)
 
@@ -249,7 +344,7 @@ class HostedWorkers:
                 may_save = mode in (agent_pb2.STOP_MODE_SAVE_FIRST, agent_pb2.STOP_MODE_HOLD_FIRST)
                 worker.saving_since = now if may_save and worker.is_connected else None
                 if worker.is_connected:
-                    yield SendLeave(worker.key, mode, reason, worker.may_stay, worker.state_use.in_place)
+                    yield _make_leave(worker, mode, reason)
 
     def _kill_worker(self, worker: HostedWorker, reason: str, now: float) -> Iterator[Instruction]:
         worker.apply_stimulus(WorkerStimulus.KILL, now)
@@ -280,16 +375,19 @@ class HostedWorkers:
     # ------------------------------------------------------------ connections and messages
 
     def handle_connection(self, key: WorkerKey, pid: int, now: float) -> Iterator[Instruction]:
+        if self._newcomers.is_newcomer(key):
+            self._newcomers.handle_connection(key)
+            return
         worker = self._by_key[key]
         worker.apply_stimulus(WorkerStimulus.HELLO, now)
         worker.is_connected = worker.has_connected = True
         worker.connect_by = None
         worker.pid = pid
-        if worker.start.environment.secret and not worker.is_in_place:  # a survivor has it from its assignment
+        if worker.start.environment.secret and not worker.takes_process:  # else it came with the assignment
             yield AdmitWorker(key, worker.start.environment.secret)
         if worker.phase is WorkerPhase.LEAVING:
             reason = "the command to leave came before it had connected"
-            yield SendLeave(key, worker.leave_mode, reason, worker.may_stay, worker.state_use.in_place)
+            yield _make_leave(worker, worker.leave_mode, reason)
 
     def handle_disconnection(self, key: WorkerKey) -> Iterator[Instruction]:
         if key in self._by_key:
@@ -302,6 +400,8 @@ class HostedWorkers:
         worker = self._by_key.get(key)
         if worker is not None:
             yield from self._handle_worker_message(worker, message, now)
+        elif self._newcomers.is_newcomer(key):
+            yield from self._newcomers.handle_message(key, message)
         elif self._survivors.is_survivor(key) and message.HasField("checkpoint_done"):
             yield from self._report_checkpoint(key, message.checkpoint_done)  # its files were under way when it left
         elif message.HasField("giving_state") and self._survivors.record_giving(key):
@@ -320,7 +420,7 @@ class HostedWorkers:
             case "evaluated":
                 worker.health.evaluated = message.evaluated.micro_batches
             case "waiting":
-                worker.health.waiting_for = message.waiting.waiting_for
+                self._note_wait(worker, message.waiting, now)
             case "step_traced":
                 yield from self._report_trace(worker.key, message.step_traced)
             case "checkpoint_done":
@@ -338,6 +438,14 @@ class HostedWorkers:
                 yield from self._handle_generation_left(worker, message.generation_left, now)
             case _:
                 pass  # a second hello, or a newer library's message
+
+    def _note_wait(self, worker: HostedWorker, waiting: worker_pb2.Waiting, now: float) -> None:
+        was_quiet = list(worker.health.quiet_ranks)
+        worker.health.waiting_for = waiting.waiting_for
+        del worker.health.quiet_ranks[:]
+        worker.health.quiet_ranks.extend(waiting.quiet_ranks)
+        if list(worker.health.quiet_ranks) != was_quiet:
+            self._reports.hasten_heartbeat(now)
 
     def _report_trace(self, key: WorkerKey, traced: agent_pb2.StepTraced) -> Iterator[Instruction]:
         if self._reports.can_send:  # the next trace serves as well: none is kept for later
@@ -358,12 +466,19 @@ class HostedWorkers:
         """
         if worker.phase is WorkerPhase.KILLED or left.exit_code not in (EXIT_GENERATION_ENDED, EXIT_PEER_LOST):
             return  # its exit is reported when the process ends
+        if worker.is_connected and worker.may_stay and worker.state_use.store:
+            worker.left, worker.kill_at = left, now + self._store_s
+            worker.end_reason = f"it had not put its state into memory within {self._store_s:g} s and was killed"
+            yield SendStore(worker.key)
+            return
         if not (worker.is_connected and self._may_stay(worker)):
             worker.left = left
             yield from self._kill_worker(worker, "it has left its generation, and its state is of no use", now)
             yield from self._start_waiting(now)
             return
-        held = agent_pb2.HeldState(step=left.step, bytes=left.held_bytes, gives_only=left.gives_only)
+        held = agent_pb2.HeldState(
+            step=left.step, bytes=left.held_bytes, gives_only=left.gives_only, copies=left.copies
+        )
         self._survivors.add_survivor(worker, held, now)
         if worker.start.rendezvous_port:
             yield ReleaseRendezvousPort(worker.start.rendezvous_port)
@@ -388,10 +503,16 @@ class HostedWorkers:
         health.forward_us, health.backward_us = done.forward_us, done.backward_us
         health.wait_us, health.memory_bytes = done.wait_us, done.memory_bytes
         yield from self._survivors.end_outdated(*worker.key.generation_key)
+        yield from self._memories.end_outdated(*worker.key.generation_key)
         if not worker.reports_steps:
             return
         result = agent_pb2.StepResult(
-            step=done.step, loss=done.loss, step_us=done.step_us, examples=done.examples, skipped=done.skipped
+            step=done.step,
+            loss=done.loss,
+            step_us=done.step_us,
+            examples=done.examples,
+            skipped=done.skipped,
+            between=done.between,
         )
         self._reports.add_step(worker.key, result)
         if not worker.has_reported_step:
@@ -408,3 +529,8 @@ class HostedWorkers:
                 continue
             error = "it has not started: its device is still in use"
             yield SendMessage(messages.make_stack_dump(request.request_id, worker.key, error=error))
+
+
+def _make_leave(worker: HostedWorker, mode: agent_pb2.StopMode.ValueType, reason: str) -> SendLeave:
+    use = worker.state_use
+    return SendLeave(worker.key, mode, reason, worker.may_stay, use.in_place, worker.may_stay and use.store)

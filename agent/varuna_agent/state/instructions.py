@@ -86,6 +86,26 @@ class SendLeave:
     """The process may stay with its state, for the next generation."""
     in_place: bool = False
     """It is to go on in place there."""
+    store_state: bool = False
+    """Its state is to outlive the process: it leaves at once, and `SendStore` follows."""
+
+
+@dataclass(frozen=True)
+class SendStore:
+    """Have a process that has left its generation put its state into a memory file.
+
+    `StateStored` and its end follow.
+    """
+
+    key: WorkerKey
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Give up the memory file that the worker has left."""
+
+    key: WorkerKey
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -172,6 +192,8 @@ Instruction = (
     | AskToGive
     | AdmitWorker
     | SendLeave
+    | SendStore
+    | FreeMemory
     | KillWorker
     | ClaimRendezvousPort
     | ReleaseRendezvousPort

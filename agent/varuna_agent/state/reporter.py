@@ -11,6 +11,9 @@ from varuna_agent.state.report_outbox import ReportOutbox
 from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.v1 import agent_pb2
 
+_HASTENED_APART = 0.25
+"""Heartbeats that workers cause are at least this part of the interval apart, however often they report."""
+
 
 class Reporter:
     """Part of `AgentState`: fills the outbox, and sends from it while the conversation stands."""
@@ -22,6 +25,10 @@ class Reporter:
     @property
     def can_send(self) -> bool:
         return self._conversation.is_welcome
+
+    def hasten_heartbeat(self, now: float) -> None:
+        """What a worker has reported cannot wait for the next heartbeat."""
+        self._conversation.hasten_heartbeat(now, apart=_HASTENED_APART)
 
     def add_report(self, report: agent_pb2.Report) -> Iterator[Instruction]:
         self.outbox.add_report(report)

@@ -4,19 +4,21 @@ Each waits for the job's next generation. It takes a rank of it, or becomes a ho
 processes of that generation:
 
     WAITING ──assign──> the worker of a rank (`hosted_worker.py`)
-       └──ask──> ASKED ──answer──> GIVING ──ask, by a newer generation──> ASKED
+       ├──ask──> ASKED ──answer──> GIVING ──ask, by a newer generation──> ASKED
+       └──its time is over──> STORING, in memory that outlives it (`kept_memories.py`)
     any ──kill──> KILLED               any ──its process ends──> forgotten
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from hmac import compare_digest
 
-from varuna_agent.state.admission import is_holder, make_environment
+from varuna_agent.state.admission import is_holder, make_environment, takes_survivor
 from varuna_agent.state.hosted_worker import HostedWorker
-from varuna_agent.state.instructions import AskToGive, KillWorker
+from varuna_agent.state.instructions import AskToGive, KillWorker, SendStore
 from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.v1 import agent_pb2
 
@@ -26,6 +28,8 @@ class SurvivorPhase(StrEnum):
     ASKED = "asked"
     """To give its state."""
     GIVING = "giving"
+    STORING = "storing"
+    """It puts its state into memory, and ends."""
     KILLED = "killed"
 
 
@@ -38,6 +42,8 @@ class Survivor:
     left_at: float
     release_at: float
     """When the process is killed, if it has no rank by then, has not answered, or its state has not been taken."""
+    secret: str = field(repr=False)
+    """Of the generation that it has left."""
     phase: SurvivorPhase = SurvivorPhase.WAITING
     asked_at: float = 0.0
     gives_to: int = 0
@@ -63,12 +69,14 @@ class Survivors:
         keep_s: how long a survivor waits for its rank, and how long a holder gives its state to a generation without
             workers here; 0: none is kept.
         answer_s: how long a survivor may take to begin to give its state.
+        store_s: how long one that nobody needs may take to put its state into memory; 0: it is killed.
     """
 
-    def __init__(self, device: str, *, keep_s: float, answer_s: float) -> None:
+    def __init__(self, device: str, *, keep_s: float, answer_s: float, store_s: float) -> None:
         self._device = device
         self._keep_s = keep_s
         self._answer_s = answer_s
+        self._store_s = store_s
         self._by_key: dict[WorkerKey, Survivor] = {}
         self.are_kept = keep_s > 0
 
@@ -85,7 +93,8 @@ class Survivors:
         return {survivor.local_rank for survivor in self._by_key.values() if not survivor.has_freed_device}
 
     def add_survivor(self, worker: HostedWorker, held: agent_pb2.HeldState, now: float) -> None:
-        self._by_key[worker.key] = Survivor(worker.key, worker.local_rank, held, now, now + self._keep_s)
+        secret = worker.start.environment.secret
+        self._by_key[worker.key] = Survivor(worker.key, worker.local_rank, held, now, now + self._keep_s, secret)
 
     def keep_longer(self, job_id: str, generation: int, seconds: float) -> None:
         """Keep those that wait longer by the time that other workers of the generation may take to leave it."""
@@ -106,6 +115,12 @@ class Survivors:
         """Forget a survivor that takes a rank or has ended; returns whether there was one of this key."""
         return self._by_key.pop(key, None) is not None
 
+    def may_store(self, key: WorkerKey, secret: str) -> bool:
+        survivor = self._by_key.get(key)
+        if survivor is None or survivor.phase is not SurvivorPhase.STORING:
+            return False
+        return compare_digest(survivor.secret.encode(), secret.encode())
+
     def is_survivor(self, key: WorkerKey) -> bool:
         return key in self._by_key
 
@@ -114,17 +129,19 @@ class Survivors:
     def make_room(self, launch: agent_pb2.Launch, now: float) -> Iterator[AskToGive | KillWorker]:
         """Ask the holders of a generation that starts to give their state, and kill the survivors in its way.
 
-        In place, those of its job that wait may take its ranks. In new processes, only the state of its holders is of
-        use, and its devices must be free.
+        In place, those of its job that wait may take its ranks. For new processes, only the state of its holders is of
+        use, and their devices must be free.
         """
-        devices = set() if launch.in_place else {assignment.local_rank for assignment in launch.workers}
-        holders = [survivor for survivor in self.all if not survivor.is_killed and is_holder(launch, survivor.key)]
+        devices = {each.local_rank for each in launch.workers if not takes_survivor(launch, each.rank)}
+        ending = (SurvivorPhase.KILLED, SurvivorPhase.STORING)
+        holders = [one for one in self.all if one.phase not in ending and is_holder(launch, one.key)]
 
         def is_in_the_way(survivor: Survivor) -> bool:
             if survivor in holders:
                 return False
             if survivor.key.job_id == launch.job_id:
-                return not (launch.in_place and survivor.phase is SurvivorPhase.WAITING)
+                may_wait = launch.in_place and survivor.phase is SurvivorPhase.WAITING
+                return not may_wait or survivor.local_rank in devices
             return survivor.local_rank in devices
 
         yield from self.kill_survivors(
@@ -165,18 +182,26 @@ class Survivors:
                 survivor.phase = SurvivorPhase.KILLED
                 yield KillWorker(survivor.key, reason)
 
-    def kill_overdue(self, hosted: Collection[tuple[str, int]], now: float) -> Iterator[KillWorker]:
-        """`hosted`: the generations with workers on this VM. Such workers may need their state hours later, when the
+    def end_overdue(self, hosted: Collection[tuple[str, int]], now: float) -> Iterator[KillWorker | SendStore]:
+        """Kill those whose time is over; one that still waits first puts its state into memory.
+
+        `hosted`: the generations with workers on this VM. Such workers may need their state hours later, when the
         script has prepared everything, and whatever becomes of them ends their holders, too."""
         reasons = {
             SurvivorPhase.WAITING: f"no generation has taken its process within {self._keep_s:g} s",
             SurvivorPhase.ASKED: f"it did not begin to give its state within {self._answer_s:g} s",
             SurvivorPhase.GIVING: f"its state was not taken within {self._keep_s:g} s",
+            SurvivorPhase.STORING: f"it had not put its state into memory within {self._store_s:g} s",
         }
         for survivor in self.all:
             if survivor.phase is SurvivorPhase.GIVING and (survivor.key.job_id, survivor.gives_to) in hosted:
                 survivor.release_at = now + self._keep_s
-            if not survivor.is_killed and now >= survivor.release_at:
+            if now < survivor.release_at or survivor.is_killed:
+                continue
+            if survivor.phase is SurvivorPhase.WAITING and self._store_s:
+                survivor.phase, survivor.release_at = SurvivorPhase.STORING, now + self._store_s
+                yield SendStore(survivor.key)
+            else:
                 reason = reasons[survivor.phase]
                 survivor.phase = SurvivorPhase.KILLED
                 yield KillWorker(survivor.key, reason)

@@ -12,6 +12,8 @@ class WorkerKey:
     job_id: str
     generation: int
     rank: int
+    newcomer: int = 0
+    """The number of a process that has no rank yet (`newcomers.py`): it is to be this one. 0: it has it."""
 
     @property
     def generation_key(self) -> tuple[str, int]:
@@ -22,4 +24,5 @@ class WorkerKey:
         return {"job": self.job_id, "generation": self.generation, "rank": self.rank}
 
     def __str__(self) -> str:
-        return f"{self.job_id}/g{self.generation}/rank{self.rank}"
+        place = f"newcomer{self.newcomer}" if self.newcomer else f"rank{self.rank}"
+        return f"{self.job_id}/g{self.generation}/{place}"

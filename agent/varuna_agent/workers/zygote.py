@@ -106,6 +106,9 @@ def _become_worker(environment: "dict[str, str]", fds: "list[int]", guard: Modul
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    begin_worker = getattr(sys.modules.get(_PRELOADED), "begin_worker", None)  # older versions of Varuna have none
+    if begin_worker is not None:
+        begin_worker()
 
 
 def _set_arguments(arguments: "list[str]") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -18,8 +17,6 @@ from varuna_client.commands.options import print_line
 from varuna_client.text import render
 from varuna_proto.rest import EventDocument, JobDocument, ProgressDocument
 
-_RECENT = 20
-"""The time left is the mean time of this many steps, times the steps left."""
 _LINE_EACH_S = 10.0
 """Between two lines of progress in plain output."""
 _IDLE_S = 5.0
@@ -34,24 +31,20 @@ class WatchedJob:
         self.total = render.total_steps(job["spec"])
         self.progress: ProgressDocument | None = None
         self.last_event: EventDocument | None = None
-        self._step_s: deque[float] = deque(maxlen=_RECENT)
         self.stepped_at: float | None = None
 
     def add_progress(self, progress: ProgressDocument, now: float) -> None:
-        if self.progress is None or progress["generation"] != self.progress["generation"]:
-            self._step_s.clear()
         self.progress, self.stepped_at = progress, now
-        self._step_s.append(progress["step_s"])
 
     @property
     def step(self) -> int:
         return max(self.job["step"], self.progress["step"] if self.progress else 0)
 
     def left_s(self) -> float | None:
-        """Seconds left; None: not known."""
-        if self.total is None or not self._step_s:
+        """Seconds left at the step time of the newest steps; None: not known."""
+        if self.total is None or self.progress is None:
             return None
-        return max(self.total[0] - self.step, 0) * sum(self._step_s) / len(self._step_s)
+        return max(self.total[0] - self.step, 0) * self.progress["step_s"]
 
     def render_figures(self) -> str:
         """Step, loss, rate, time left."""

@@ -208,7 +208,8 @@ def _is_explained_by_load(generation: Mapping[str, Any]) -> bool:
 
 
 def _generation(generation: GenerationDocument, observed: DemoSnapshot, other_share: float | None) -> dict[str, Any]:
-    times = [metric["step_s"] for metric in observed.metrics if metric["generation"] == generation["number"]]
+    of_it = (metric for metric in observed.metrics if metric["generation"] == generation["number"])
+    times = [metric["step_s"] - metric["between_s"] for metric in of_it]  # which the planner predicts
     return {
         "number": generation["number"],
         "p": generation["p"],

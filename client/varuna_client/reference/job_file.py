@@ -39,6 +39,7 @@ checkpoint:
   interval_s: 600
 plan:                                # pins: the planner chooses what is not given
   micro_batch: 4
+copies: auto                         # in other VMs' memory: auto, on or off
 priority: 10
 max_restarts_on_errors: 2
 limits:
@@ -101,6 +102,9 @@ def _kind(part: Schema, schema: Schema) -> str:
     """What the value may be, in words."""
     if "$ref" in part:
         return "mapping of " + ", ".join(f"`{key}`" for key in _followed(part, schema)["properties"])
+    if "enum" in part:
+        *first, last = (f"`{value}`" for value in part["enum"])
+        return f"{', '.join(first)} or {last}"
     (real,) = [one for one in part.get("anyOf", [part]) if one.get("type") != "null"]
     words = {
         "string": "text",

@@ -40,6 +40,8 @@ from varuna_proto.rest import (
 
 CANDIDATES_SHOWN = 8
 EVENTS_SHOWN = 10
+_TOLD_SHARE = 0.02
+"""Less of a step's time than this between steps is not worth a word."""
 _BAR_COLUMNS = 24
 """The width in columns of a bar for 100 %."""
 
@@ -119,7 +121,8 @@ def _make_head(parts: JobParts, now: datetime) -> Table:
     series = parts.course["loss"]["mean"] if parts.course else ()
     head.add_row("loss", f"{number(job['loss'])}  {sparkline(series)}")
     if job.get("step_s"):
-        head.add_row("rate", f"{rate(job.get('examples_per_s'))} examples/s, {_render_step_time(job, parts.plan)}")
+        head.add_row("rate", _render_rate(job))
+        head.add_row("step time", _render_step_time(job, parts.plan))
     if parts.checkpoints:
         newest = parts.checkpoints[-1]
         head.add_row("checkpoint", f"step {newest['step']}, {size(newest['total_bytes'])}, {ago(newest['at'], now)}")
@@ -133,12 +136,21 @@ def _render_shape(p: int, d: int) -> str:
     return f"{shape(p, d)} ({stages} × {d} replica{'' if d == 1 else 's'})"
 
 
+def _render_rate(job: JobDocument) -> str:
+    steps = job.get("rate_steps") or 0
+    of = f" (over the last {steps} steps)" if steps > 1 else ""
+    return f"{rate(job.get('examples_per_s'))} examples/s{of}"
+
+
 def _render_step_time(job: JobDocument, plan: PlanRecordDocument | None) -> str:
-    """The measured time of a step, next to the predicted one."""
-    if plan is None or plan.get("actual_step_s") is None:
-        return f"{number(job.get('step_s'), 3)} s per step"
+    """The measured step time, its part between steps, and the rest next to what was predicted."""
+    step_s, between_s = job["step_s"] or 0.0, job.get("between_s") or 0.0
+    between = f", {number(between_s, 3)} s of it between steps" if between_s >= _TOLD_SHARE * step_s else ""
+    if plan is None or plan["actual_step_s"] is None:
+        return f"{number(step_s, 3)} s{between}"
     off = f", {plan['error']:+.0%}" if plan.get("error") is not None else ""
-    return f"{number(plan['actual_step_s'], 3)} s per step (predicted {number(plan['predicted_step_s'], 3)} s{off})"
+    of_rest = " for the rest" if between else ""
+    return f"{number(step_s, 3)} s{between} (predicted{of_rest} {number(plan['predicted_step_s'], 3)} s{off})"
 
 
 def _render_cost(cost: JobCostDocument) -> str:
@@ -176,6 +188,8 @@ def _render_generation_reasons(generation: GenerationDocument) -> Text:
     origin = render_morph(generation, generation["plan"]["global_batch"])
     if origin:
         text.append(f"\n{origin}", style="dim")
+    if copies := render_keepers(generation):
+        text.append(f"\n{copies}", style="dim")
     phases = [f"{phase['name'].replace('_', ' ')} {duration(phase['seconds'])}" for phase in generation["phases"]]
     if phases:
         text.append(f"\n{', '.join(phases)}", style="dim")
@@ -204,6 +218,19 @@ def render_morph(generation: Mapping[str, Any], global_batch: int) -> str:
         )
         parts += [f"{size(count)} {text}" for count, text in sources if count]
     return ", ".join(parts)
+
+
+def render_keepers(generation: Mapping[str, Any]) -> str:
+    """Which VMs keep copies, as `stage (the VM that has it → the VM that keeps a copy)`; empty: none do.
+
+    `generation`: with fields of a GenerationDocument.
+    """
+    vm_of = {place["rank"]: place["vm_id"] for place in generation.get("placement") or ()}
+    keepers = generation.get("keepers") or ()
+    if not vm_of:
+        return f"{len(keepers)} stages have copies" if keepers else ""
+    kept = [f"{stage} ({vm_of.get(stage)} → {vm_of.get(keeper)})" for stage, keeper in enumerate(keepers)]
+    return f"copies of stages {', '.join(kept)}" if kept else ""
 
 
 def plan_section(plan: PlanRecordDocument) -> RenderableType:

@@ -166,10 +166,12 @@ def ago(at: Timestamp | None, now: datetime) -> str:
 
 
 def vms_table(vms: Iterable[VmDocument]) -> Table:
-    right = ("GPUS", "MEM/GPU", "$/H")
+    right = ("GPUS", "MEM/GPU", "HELD", "$/H")
     vms = list(vms)
     has_prices = any(vm.get("price_per_hour") is not None for vm in vms)
-    heads = [head for head in ("VM", "STATE", *right, "JOBS", "HEARD", "HOST", "WHY") if head != "$/H" or has_prices]
+    holds = any(vm.get("held_bytes") for vm in vms)
+    left_out = {head for head, is_shown in (("$/H", has_prices), ("HELD", holds)) if not is_shown}
+    heads = [head for head in ("VM", "STATE", *right, "JOBS", "HEARD", "HOST", "WHY") if head not in left_out]
     made = table(*heads, right=right, fold=("WHY",))
     for vm in vms:
         silent_s = vm.get("last_heard_s")
@@ -177,6 +179,7 @@ def vms_table(vms: Iterable[VmDocument]) -> Table:
         jobs = sorted({worker["job_id"] for worker in vm.get("workers") or ()})
         memory = size(vm.get("device_memory_bytes") or 0)
         cells: list[str | Text] = [vm["id"], state(vm["state"]), str(vm["gpus"]), memory]
+        cells += [size(vm.get("held_bytes") or 0)] if holds else []
         cells += [rate(vm.get("price_per_hour"))] if has_prices else []
         made.add_row(*cells, ", ".join(jobs) or "-", heard, vm.get("host") or "-", _why(vm))
     return made

@@ -110,6 +110,9 @@ def _tidy_steps(fact: pb.StepsCompleted) -> None:
     for step in fact.steps:
         step.step_us = min(step.step_us, int(_MOST_MICROSECONDS))
         step.examples = min(step.examples, MOST_INT)
+        between = step.between
+        if between.data_us + between.evaluation_us + between.checkpoint_us + between.script_us > step.step_us:
+            step.ClearField("between")
         if not abs(step.loss) <= MOST_LOSS:
             step.loss = math.nan
 

@@ -27,7 +27,7 @@ from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import CheckpointRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.causes import extract_last_line
-from varuna_manager.domain.reshaping import SURVIVABLE_EXITS
+from varuna_manager.domain.reshaping import HOLDING_EXITS, SURVIVABLE_EXITS
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
     TERMINAL_JOB_STATES,
@@ -45,6 +45,7 @@ from varuna_manager.planning.planning import PlanningService
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_proto.bounds import ERROR_CHARS, clean_text
+from varuna_proto.state_use import OTHER_STAGES
 from varuna_proto.v1 import agent_pb2 as pb
 
 _EXIT_CAUSES = {
@@ -76,6 +77,8 @@ _SETUP_FAILURES_KEPT = 64
 
 _MOST_OBSTACLES = 16
 """Of one job: a script may name any number of them."""
+_MOST_COPIES = 4096
+"""Of one process: two of each rank for which it keeps them."""
 _LONGEST_SAVE_S = 86_400.0
 """Longer times are not believed."""
 
@@ -272,9 +275,11 @@ class ReportService:
             worker.unreached = _unreached(fact)
             if 0.0 < fact.save_s < _LONGEST_SAVE_S:
                 await self._progress.record_save_time(session, fact)
-            if cause in SURVIVABLE_EXITS and fact.HasField("held") and worker.worker_state not in STOPPED_WORKER_STATES:
+            if cause in HOLDING_EXITS and fact.HasField("held") and worker.worker_state not in STOPPED_WORKER_STATES:
                 worker.held_step, worker.held_bytes = fact.held.step, fact.held.bytes
-                worker.held_gives_only = fact.held.gives_only
+                worker.held_gives_only = fact.held.gives_only or cause not in SURVIVABLE_EXITS
+                copies = [[copy.rank, copy.step] for copy in fact.held.copies[:_MOST_COPIES]]
+                worker.held_copies = copies or None
             self.stop_worker(session, worker, cause, exit_code=fact.exit_code, error_text=fact.error_text)
             if fact.script_obstacle:
                 await self._note_obstacle(session, fact)
@@ -286,7 +291,8 @@ class ReportService:
         if reason in known or len(known) >= _MOST_OBSTACLES:
             return
         job.script_obstacles = [*known, reason]
-        text = f"after a loss this job restarts, because its workers cannot go on in place: {reason}"
+        when = "for another shape" if reason.startswith(OTHER_STAGES) else "after a loss"
+        text = f"{when} this job restarts, because its workers cannot go on in place: {reason}"
         self._events.emit_event(
             session,
             "reshape_not_possible",

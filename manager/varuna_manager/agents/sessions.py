@@ -31,6 +31,8 @@ class AgentSession:
         """By job: when the VM was last sent a command to prepare for its workers."""
         self.entrusted: set[str] = set()
         """The jobs that it was sent to run or to prepare for. It may fetch their archives and report on them."""
+        self.newcomers_sent: dict[str, str] = {}
+        """By job: the request for newcomers that was sent last, or "" if their end was."""
         self.stale_sent: frozenset[str] = frozenset()
         """Jobs for which it prepares or keeps something although KeepPrepared was sent without them."""
         self.certificate_ends_at: float | None = None
@@ -49,6 +51,8 @@ class AgentSession:
         kind = message.WhichOneof("body")
         if kind == "launch" or kind == "prepare":
             self.entrusted.add(message.launch.job_id if kind == "launch" else message.prepare.job_id)
+        elif kind == "start_newcomers":
+            self.entrusted.add(message.start_newcomers.launch.job_id)
         if len(self._commands) > _MAX_WAITING:
             self._commands.clear()
             self.close()

@@ -26,6 +26,9 @@ from varuna_manager.domain.actions import (
     StopGeneration,
 )
 from varuna_manager.domain.causes import extract_last_line
+from varuna_manager.domain.keepers import Copies, VmPlace, choose_keepers
+from varuna_manager.domain.reshaping import IN_PLACE_SWITCH
+from varuna_manager.domain.spec import read_spec
 from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, VmState, WorkerState
 from varuna_manager.jobs.checkpoints import newest_committed
 from varuna_manager.jobs.stacks import StackService
@@ -88,6 +91,7 @@ class JobActions:
         port = await self._check_placement(session, action)
         host = await self._host_of(session, first)
         is_training, holders = action.kind is GenerationKind.TRAINING, action.holders
+        keepers = await self._choose_keepers(session, row, action) if is_training else ()
         generation = GenerationRow(
             job_id=row.id,
             number=action.number,
@@ -103,6 +107,7 @@ class JobActions:
             in_place=action.in_place,
             holders_generation=None if holders is None else holders.generation,
             holders=None if holders is None else [holder.to_document() for holder in holders.members],
+            keepers=list(keepers) or None,
             reason=action.reason,
             created_at=now,
         )
@@ -125,14 +130,18 @@ class JobActions:
             row.run_since = row.run_since or now
         plan = action.plan
         given = ""
-        if holders is not None:
+        if holders is not None and action.in_place:
+            new = len(action.placement) - len(holders.members)
+            given = f", with {new} new process{'es' if new > 1 else ''}" if new else " with other stages"
+        elif holders is not None:
             count = len(holders.members)
             given = f", with the state of {count} process{'es' if count > 1 else ''} of generation {holders.generation}"
+        copied = ", with a copy of each stage on another VM" if keepers else ""
         self._events.emit_event(
             session,
             "generation_started",
             f"generation {action.number} ({action.kind.value}) starts{' in place' if action.in_place else ''} as "
-            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}{given}: {action.reason}",
+            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}{given}{copied}: {action.reason}",
             job_id=row.id,
             generation=action.number,
             data={
@@ -143,9 +152,19 @@ class JobActions:
                 "in_place": action.in_place,
                 "holders": [] if holders is None else [holder.rank for holder in holders.members],
                 "holders_generation": None if holders is None else holders.generation,
+                "keepers": list(keepers),
                 "reason": action.reason,
             },
         )
+
+    async def _choose_keepers(self, session: AsyncSession, row: JobRow, action: StartGeneration) -> tuple[int, ...]:
+        spec, _ = read_spec(row.spec)
+        if spec.env.get(IN_PLACE_SWITCH) == "0":
+            return ()
+        vm_ids = [device.vm_id for device in action.placement]
+        found = await session.scalars(select(VmRow).where(VmRow.id.in_(set(vm_ids))))
+        places = {vm.id: VmPlace(vm.host or "", ",".join(map(str, vm.ref.get("zones") or ()))) for vm in found}
+        return choose_keepers(Copies(spec.copies), action.plan.p, vm_ids, places)
 
     async def _host_of(self, session: AsyncSession, vm_id: str) -> str:
         vm = await session.get_one(VmRow, vm_id)

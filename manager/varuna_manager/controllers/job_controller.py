@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 from sqlalchemy import select
@@ -30,6 +31,7 @@ from varuna_manager.controllers.job_view import (
     trained_micro_batch,
     with_health,
 )
+from varuna_manager.controllers.newcomers import NewcomerRequests
 from varuna_manager.controllers.preparations import Preparations, may_grow
 from varuna_manager.controllers.shares import ShareOut, Shares
 from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
@@ -39,9 +41,10 @@ from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.commands import CommandKey, DrainKey, GenerationOnVm, LaunchKey, StopKey, list_commands
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
-from varuna_manager.domain.reshaping import keeps_state, may_stay_in_place
+from varuna_manager.domain.reshaping import keeps_little, keeps_state, may_stay_in_place
 from varuna_manager.domain.starting import decide_in_place
 from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode, VmState
 from varuna_manager.history.morph_spans import MorphSpans
@@ -53,10 +56,13 @@ from varuna_manager.world.events import EventLog
 from varuna_proto.failpoints import failpoint
 from varuna_proto.plan import Device, Plan
 from varuna_proto.state_use import StateUse
+from varuna_proto.v1 import agent_pb2 as pb
 
 _SESSIONS_AT_ONCE = 500
 _NAMED = 5
 """VMs listed in one message."""
+_WITNESSED_LOOK_S = 0.1
+"""Between looks while ranks of a job get no answer from another: its agent's next heartbeat may be overdue by then."""
 _NEWS = 1.5
 """A hazard that has changed by this factor gets an event."""
 
@@ -119,6 +125,7 @@ class JobController:
         """Why a job's commands cannot be sent, by job."""
         self._emitted_stops: dict[str, float] = {}
         self._preparations = Preparations(rules, now, self._note_flaw)
+        self._newcomers = NewcomerRequests(self._registry, rules, now)
 
     async def reconcile_once(self) -> float:
         sessions = self._sessions.list_sessions()  # before the rows, which the Hello of a later one may change
@@ -126,6 +133,7 @@ class JobController:
         job_ids = {job.row.id for job in snapshot.jobs}
         self._stacks.keep_only(job_ids)
         self._preparations.keep_only(job_ids)
+        self._newcomers.keep_only(job_ids)
         self._emitted_stops = {
             job.row.id: self._emitted_stops[job.row.id] for job in snapshot.jobs if job.row.id in self._emitted_stops
         }
@@ -137,6 +145,7 @@ class JobController:
             try:
                 view = await self._complete_view(job, snapshot, pool, shares)
                 decision = decide_job(self._now(), view, snapshot.vms, self._rules)
+                self._newcomers.follow_decision(view, decision)
                 changed |= await self._apply(job, decision)
                 pool.take_devices(decision.claims)
             except StaleDataError:
@@ -149,11 +158,19 @@ class JobController:
         if changed:
             return 0.0
         await self._send_commands(snapshot, shares.places, sessions)
-        return self._period_s
+        # The silence of an agent is no event: where ranks already accuse one, it is looked for.
+        has_witness = any(self._has_witness(job.view) for job in snapshot.jobs)
+        return min(self._period_s, _WITNESSED_LOOK_S) if has_witness else self._period_s
+
+    def _has_witness(self, view: JobView) -> bool:
+        """Whether a rank of its live generation gets no answer from another."""
+        generation = view.generation
+        return generation is not None and generation.live and self._registry.has_witness(view.id, generation.number)
 
     async def _complete_view(self, job: LoadedJob, snapshot: Snapshot, pool: DevicePool, shares: Shares) -> JobView:
         """The view with the devices that earlier jobs left, and the planner's proposal for them."""
         view = shares.with_share(job.view)
+        view = self._newcomers.complete_view(view, job.spec.env)
         view = replace(view, flaw=view.flaw or self._flaws.get(view.id, ""))
         if view.flaw:
             return view
@@ -166,21 +183,22 @@ class JobController:
         stacks = None if job.generation is None else self._stacks.collect_answers(view.id, job.generation.number)
         unfit = pool.count_unfit(resources)
         view = replace(view, devices=devices, quarantined=quarantined, unfit=unfit, stacks=stacks)
-        if stacks is not None:
+        if stacks is not None or self._has_witness(view):
             view = with_health(view, self._registry)
         self._secrets.prefetch_secrets(job.spec.secrets)  # also for a running job: its next launch may be soon
         if job.spec.secrets and (view.generation is None or not view.generation.live):
             view = replace(view, missing_secret=self._secrets.explain_missing(job.spec.secrets))
         survivors = [Device(one.vm_id, one.local_rank) for one in job.workers if one.held_step is not None]
         view = replace(view, survivors=pool.keep_free(survivors))
-        if decide_in_place(self._now(), view, snapshot.vms, self._rules) is not None:
+        in_place = decide_in_place(self._now(), view, snapshot.vms, self._rules)
+        if in_place is not None and not (in_place.actions and keeps_little(view.generation)):
             return view
         devices = choose_devices(self._now(), view, snapshot.vms, self._rules)
         if not wants_plan(view, devices, snapshot.vms):
             return view
         vms = [snapshot.vms[vm_id] for vm_id in {device.vm_id for device in devices}]
         memories = [vm.device_memory_bytes for vm in vms if vm.device_memory_bytes]
-        previous, previous_p = previous_placement(job)
+        previous, previous_plan = previous_placement(job)
         question = PlanQuestion(
             profile_json=job.row.profile_json or "",
             spec=job.spec,
@@ -189,7 +207,8 @@ class JobController:
             gpus_per_vm=min(vm.gpus for vm in vms),
             trained_micro_batch=trained_micro_batch(job),
             previous=previous,
-            previous_p=previous_p,
+            previous_p=None if previous_plan is None else previous_plan.p,
+            previous_starts=() if previous_plan is None else previous_plan.stage_starts,
             present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,
         )
         return replace(view, proposal=await self._planning.propose_plan(question))
@@ -296,17 +315,17 @@ class JobController:
                 self._preparations.send_prepare(
                     session, vm, jobs, planned=planned, running=runs, growing=growing, is_idle=is_idle
                 )
-            if is_idle:
-                continue
-            if session.last_comparison == (parts, running, draining):
-                continue  # its commands are sent
-            wanted = list_commands(parts, running, session.seen, draining=draining)
-            for key in wanted:
-                if key not in session.sent_commands and self._try_send(session, key, jobs, snapshot, leaving):
-                    session.sent_commands.add(key)
-                    failpoint(f"manager.{type(key).__name__}.sent")
-            if session.sent_commands.issuperset(wanted):
-                session.last_comparison = (parts, running, draining)
+            # A comparison that has not changed was answered with commands already.
+            if not is_idle and session.last_comparison != (parts, running, draining):
+                wanted = list_commands(parts, running, session.seen, draining=draining)
+                for key in wanted:
+                    if key not in session.sent_commands and self._try_send(session, key, jobs, snapshot, leaving):
+                        session.sent_commands.add(key)
+                        failpoint(f"manager.{type(key).__name__}.sent")
+                if session.sent_commands.issuperset(wanted):
+                    session.last_comparison = (parts, running, draining)
+            # After a Launch, because that takes newcomers which are not wanted any longer.
+            self._newcomers.send_commands(session, vm, partial(self._make_start_newcomers, session.vm_id, jobs))
 
     def _try_send(
         self,
@@ -330,6 +349,28 @@ class JobController:
             self._defects.log_once(job_id, "a command cannot be sent", error)
             return False
 
+    def _make_start_newcomers(
+        self, vm_id: str, jobs: Mapping[str, LoadedJob], job_id: str, wanted: WantedNewcomers
+    ) -> pb.ManagerMessage | None:
+        """None if the message cannot be made: then the generation starts without them."""
+        job = jobs[job_id]
+        try:
+            return messages.start_newcomers_message(
+                job,
+                wanted,
+                vm_id,
+                secrets=self._secrets.read_values(job.spec.secrets),
+                default_checkpoint_url=self._checkpoint_url(job),
+                profile_cache_url=self._launch_defaults.profile_cache_url,
+            )
+        except (SecretError, *messages.UNSENDABLE) as error:
+            self._defects.log_once(job_id, "processes cannot be started ahead", error)
+            return None
+
+    def _checkpoint_url(self, job: LoadedJob) -> str:
+        # Null in rows of an earlier version.
+        return job.row.checkpoint_url or f"{self._launch_defaults.checkpoint_root}/{job.row.id}"
+
     def _note_flaw(self, job_id: str, error: Exception) -> None:
         self._flaws[job_id] = f"its commands cannot be sent to its agents: {' '.join(str(error).split())}"
 
@@ -350,13 +391,11 @@ class JobController:
             except SecretError as error:
                 self._defects.log_once(key.job_id, "a command cannot be sent", error)
                 return False
-            stored = jobs[key.job_id].row.checkpoint_url  # null in rows of an earlier version
-            url = stored or f"{self._launch_defaults.checkpoint_root}/{key.job_id}"
             message = messages.launch_message(
                 jobs[key.job_id],
                 session.vm_id,
                 secrets=secrets,
-                default_checkpoint_url=url,
+                default_checkpoint_url=self._checkpoint_url(jobs[key.job_id]),
                 profile_cache_url=self._launch_defaults.profile_cache_url,
                 spans=self._spans,
             )
@@ -389,15 +428,23 @@ def _keeps_state(job: LoadedJob | None, number: int) -> bool:
     if newest.number > number:
         # The processes of that generation may be this one's now, or give it their state.
         return newest.in_place or newest.holders_generation is not None
-    is_failing = newest.cause_of_end is None and newest.cause_of_stop is EndCause.SCRIPT_FAILED
-    if is_failing and not job.view.may_restart:
-        return False  # and so is the job
     cause = newest.cause_of_end or newest.cause_of_stop
     return cause is None or keeps_state(cause)
 
 
+def _is_failing(job: LoadedJob | None, number: int) -> bool:
+    """Whether the job ends with the generation, because of an error in its script."""
+    newest = None if job is None else job.generation
+    if job is None or newest is None or newest.number != number or newest.cause_of_end is not None:
+        return False
+    is_running = job.row.job_state is JobState.RUNNING
+    return is_running and newest.cause_of_stop is EndCause.SCRIPT_FAILED and not job.view.may_restart
+
+
 def _choose_state_use(job: LoadedJob | None, key: StopKey, vm: VmView, vms: Vms) -> StateUse:
     """What becomes of the state of the generation's workers on the VM."""
+    if _is_failing(job, key.generation):
+        return StateUse(keep=True, store=True)  # for `varuna retry`: its processes must not keep devices
     keep = _keeps_state(job, key.generation)
     running = None if job is None else job.view.generation
     if job is None or running is None or running.number != key.generation or key.mode is not StopMode.HOLD_FIRST:

@@ -19,8 +19,10 @@ from varuna_manager.domain.fitting import fits_job, is_choosy, render_request
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
 from varuna_manager.domain.limits import JobLimitsView
+from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
 from varuna_manager.domain.observed import GenerationView, JobView, Rules, VmView, WorkerViews
 from varuna_manager.domain.preparing import JobPlaces, WorkdirReadiness
+from varuna_manager.domain.reshaping import IN_PLACE_SWITCH
 from varuna_manager.domain.setups import SetupFailure
 from varuna_manager.domain.spec import JobSpec, Resources
 from varuna_manager.domain.states import GenerationKind, VmState
@@ -33,7 +35,7 @@ from varuna_manager.world.facts import (
     WorkerFacts,
     WorkerGroup,
 )
-from varuna_manager.world.pasts import read_lives_summary
+from varuna_manager.world.pasts import JOBS_LEARNED_FROM, read_fleet_shapes, read_lives_summary
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_manager.world.world import World, WorldView
 from varuna_proto.plan import Device, Plan
@@ -235,6 +237,9 @@ class SnapshotLoader:
         self._costs = JobCosts()
         self._watch = FleetWatch(self._started_at)
         self._has_looked_back = False
+        self._shapes: Mapping[str, tuple[PastShape, ...]] = {}
+        """By job: of those whose morphs were the last."""
+        self._fleet_morphs = MorphEstimate()
         self._defects = Defects()
 
     async def load_snapshot(self) -> Snapshot:
@@ -243,10 +248,12 @@ class SnapshotLoader:
         if not self._has_looked_back:
             async with self._database.read() as session:
                 self._watch.add_past(await read_lives_summary(session, self._now()))
+                self._shapes = await read_fleet_shapes(session)
             self._has_looked_back = True
         self._clock.keep_only(world.jobs.keys())
         limits = await self._load_limits(world)
         fleet = self._watch.observe_vms(world.vm_views, self._now(), self._registry.market_hazard)
+        self._learn_morphs(world)
         returning = self._count_returning(world.vm_views)
         jobs = []
         for job in world.jobs.values():
@@ -259,6 +266,15 @@ class SnapshotLoader:
         return Snapshot(
             jobs=tuple(jobs), vms=world.vm_views, occupied=generations.occupied, presence=generations.presence
         )
+
+    def _learn_morphs(self, world: WorldView) -> None:
+        """What morphs cost, by those of all jobs. Jobs that are over count for a while."""
+        before = self._shapes
+        news = {job_id: past.shapes for job_id, past in world.pasts.items() if past.shapes != before.get(job_id, ())}
+        rest = {job_id: shapes for job_id, shapes in before.items() if job_id not in news}
+        newest = sorted({**rest, **news}.items(), key=lambda one: -max((shape.ended_at for shape in one[1]), default=0))
+        self._shapes = dict(newest[:JOBS_LEARNED_FROM])
+        self._fleet_morphs = estimate_fleet_morphs([shape for shapes in self._shapes.values() for shape in shapes])
 
     async def _load_limits(self, world: WorldView) -> Mapping[str, JobLimitsView]:
         now = self._now()
@@ -311,13 +327,14 @@ class SnapshotLoader:
             setup_exit_code=row.setup_exit_code,
             generation=None if held is None else self._generation_view(held, world.progress[held.facts.key], world),
             setbacks=past.setbacks,
-            morphs=past.morphs,
+            morphs=estimate_morphs(past.shapes, self._fleet_morphs),
             coming_vms=len(fleet.coming_ages_s),
             returning_vms=returning,
             fleet=fleet,
             asks=render_request(spec.resources),
             flaw=job.flaw,
             limits=limits,
+            has_fixed_stages=bool(row.script_obstacles) or spec.env.get(IN_PLACE_SWITCH) == "0",
         )
         failures = {
             vm_id: SetupFailure(times=failure["times"], exit_code=failure["exit_code"])
@@ -373,14 +390,20 @@ class SnapshotLoader:
 
 
 def with_health(view: JobView, registry: VmRegistry) -> JobView:
-    """With each worker's completed and awaited work, which only the search for a hang's suspect needs."""
+    """With each worker's completed and awaited work, which only the searches for a hang's suspect and for a silent rank
+    need."""
     generation = view.generation
     if generation is None:
         return view
     places = {worker.rank: worker.device.vm_id for worker in generation.workers}
     healths = registry.list_healths(view.id, generation.number, places)
     workers = tuple(
-        replace(worker, step=healths[worker.rank].step, waiting_for=healths[worker.rank].waiting_for)
+        replace(
+            worker,
+            step=healths[worker.rank].step,
+            waiting_for=healths[worker.rank].waiting_for,
+            quiet_ranks=healths[worker.rank].quiet_ranks,
+        )
         if worker.rank in healths
         else worker
         for worker in generation.workers
@@ -388,12 +411,12 @@ def with_health(view: JobView, registry: VmRegistry) -> JobView:
     return replace(view, generation=replace(generation, workers=workers))
 
 
-def previous_placement(job: LoadedJob) -> tuple[tuple[Device, ...], int | None]:
-    """Where the ranks of the newest generation are or were, and its P; ((), None) when it did not train."""
+def previous_placement(job: LoadedJob) -> tuple[tuple[Device, ...], Plan | None]:
+    """Where the ranks of the newest generation are or were, and its plan; ((), None) when it did not train."""
     if job.generation is None or job.generation.kind != GenerationKind.TRAINING:
         return (), None
     devices = tuple(Device(worker.vm_id, worker.local_rank) for worker in job.workers)
-    return devices, Plan.from_document(job.generation.plan).p
+    return devices, Plan.from_document(job.generation.plan)
 
 
 def trained_micro_batch(job: LoadedJob) -> int | None:

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
+from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.spec import VmLimits
 from varuna_manager.domain.states import GenerationKind, StopMode
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_proto.environment import is_read_early
-from varuna_proto.plan import Plan
+from varuna_proto.plan import Device, Plan
 from varuna_proto.plan_message import make_plan_spec
 from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2 as pb
@@ -42,19 +43,80 @@ def launch_message(
     message has them."""
     generation = job.generation
     assert generation is not None, f"job {job.row.id} has nothing to launch"
-    holders = None if job.view.generation is None else job.view.generation.holders
+    view = job.view.generation
+    holders = None if view is None else view.holders
     is_calibration = generation.generation_kind is GenerationKind.CALIBRATION  # it has no first step
-    assignments = [
-        pb.WorkerAssignment(rank=worker.rank, local_rank=worker.local_rank)
-        for worker in job.workers
-        if worker.vm_id == vm_id
-    ]
-    launch = pb.Launch(
+    launch = _describe_launch(
+        job,
+        Plan.from_document(generation.plan),
+        {worker.rank: Device(worker.vm_id, worker.local_rank) for worker in job.workers},
+        vm_id,
+        secrets=secrets,
+        default_checkpoint_url=default_checkpoint_url,
+    )
+    launch.MergeFrom(
+        pb.Launch(
+            generation=generation.number,
+            kind=_KINDS[generation.generation_kind],
+            rendezvous_host=generation.rendezvous_host,
+            rendezvous_port=generation.rendezvous_port,
+            profile_cache_url=profile_cache_url,
+            secret=generation.secret or "",
+            committed_step=0 if job.spec.checkpoint.may_start_over else generation.committed_step or 0,
+            traceparent="" if is_calibration else spans.make_traceparent(job.row.id, generation.number),
+            in_place=generation.in_place,
+            holders_generation=0 if holders is None else holders.generation,
+            holders=[] if holders is None else [holder.rank for holder in holders.members],
+            keepers=generation.keepers or (),
+        )
+    )
+    return pb.ManagerMessage(launch=launch)
+
+
+def start_newcomers_message(
+    job: LoadedJob,
+    wanted: WantedNewcomers,
+    vm_id: str,
+    *,
+    secrets: Mapping[str, str],
+    default_checkpoint_url: str,
+    profile_cache_url: str,
+) -> pb.ManagerMessage:
+    """The processes that the VM starts ahead: the Launch that is expected, as far as it is known."""
+    launch = _describe_launch(
+        job,
+        wanted.plan,
+        dict(enumerate(wanted.placement)),
+        vm_id,
+        secrets=secrets,
+        default_checkpoint_url=default_checkpoint_url,
+    )
+    others = [worker for worker in launch.workers if Device(vm_id, worker.local_rank) not in wanted.devices]
+    for worker in others:
+        launch.workers.remove(worker)
+    launch.generation, launch.kind = wanted.number, pb.GENERATION_KIND_TRAINING
+    launch.profile_cache_url = profile_cache_url
+    return pb.ManagerMessage(start_newcomers=pb.StartNewcomers(request=wanted.request, launch=launch))
+
+
+def _describe_launch(
+    job: LoadedJob,
+    plan: Plan,
+    devices: Mapping[int, Device],
+    vm_id: str,
+    *,
+    secrets: Mapping[str, str],
+    default_checkpoint_url: str,
+) -> pb.Launch:
+    """What a Launch says before its generation has begun. `devices`: by rank."""
+    return pb.Launch(
         job_id=job.row.id,
-        generation=generation.number,
-        kind=_KINDS[generation.generation_kind],
-        workers=assignments,
-        plan=make_plan_spec(Plan.from_document(generation.plan)),
+        workers=[
+            pb.WorkerAssignment(rank=rank, local_rank=device.local_rank)
+            for rank, device in sorted(devices.items())
+            if device.vm_id == vm_id
+        ],
+        plan=make_plan_spec(plan),
         command=job.spec.run,
         workdir=job.spec.workdir,
         archive=job.spec.archive or "",
@@ -63,21 +125,11 @@ def launch_message(
         environment=job.spec.env,
         secrets=secrets,
         checkpoint_url=job.spec.checkpoint.url or default_checkpoint_url,
-        rendezvous_host=generation.rendezvous_host,
-        rendezvous_port=generation.rendezvous_port,
-        world_size=len(job.workers),
-        profile_cache_url=profile_cache_url,
+        world_size=len(devices),
         checkpoint_interval_s=job.spec.checkpoint.interval_s or 0.0,
-        stops_per_hour=job.view.fleet.stops_per_hour(len({worker.vm_id for worker in job.workers})),
-        secret=generation.secret or "",
-        committed_step=0 if job.spec.checkpoint.may_start_over else generation.committed_step or 0,
-        traceparent="" if is_calibration else spans.make_traceparent(job.row.id, generation.number),
+        stops_per_hour=job.view.fleet.stops_per_hour(len({device.vm_id for device in devices.values()})),
         limits=_limits(job.spec.vm_limits),
-        in_place=generation.in_place,
-        holders_generation=0 if holders is None else holders.generation,
-        holders=[] if holders is None else [holder.rank for holder in holders.members],
     )
-    return pb.ManagerMessage(launch=launch)
 
 
 def stop_message(
@@ -108,6 +160,7 @@ def stop_message(
         keep_state=state_use.keep,
         in_place=state_use.in_place,
         spare=state_use.spare,
+        store_state=state_use.store,
     )
     return pb.ManagerMessage(stop=stop)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from varuna_manager.controllers.job_view import LoadedJob, Snapshot, is_fitting, trained_micro_batch
-from varuna_manager.domain.better_shape import gpu_limit
+from varuna_manager.domain.better_shape import find_worthwhile_ratio, gpu_limit
 from varuna_manager.domain.fitting import is_choosy
 from varuna_manager.domain.observed import JobView, Rules
 from varuna_manager.domain.preparing import JobPlaces, Tenant, assign_places
@@ -105,6 +105,7 @@ class ShareOut:
     ) -> Contender:
         view, rates = job.view, curves.get(job.row.id)
         has, most = _has(job, snapshot), view.max_gpus
+        vms = 1 if view.generation is None else max(1, len(view.generation.vm_ids))
         if not _trains(job):  # it is being measured: at most one GPU for each example
             most = min(most or view.global_batch, view.global_batch)
         elif rates is None:  # the planner is still working: until then nothing is moved for this job
@@ -120,7 +121,7 @@ class ShareOut:
             has=has,
             runs=view.state is JobState.RUNNING,
             rates=rates,
-            worthwhile_ratio=view.morphs.worthwhile_ratio(self._rules.growth_ratio),
+            worthwhile_ratio=find_worthwhile_ratio(self._now(), view, vms, self._rules.growth_ratio),
             leaving=view.state is JobState.CANCELLING,
         )
 

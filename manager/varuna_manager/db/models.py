@@ -158,6 +158,8 @@ class GenerationRow(_Living, Base):
     """The generation whose processes give it their state. Null: it goes on in place, or from a checkpoint."""
     holders: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
     """Those processes (`domain.observed.Holder`)."""
+    keepers: Mapped[list[int] | None] = mapped_column(JSON(none_as_null=True))
+    """By stage: the rank that keeps a copy of its state (`domain.keepers`). Null: no copies are kept."""
     created_at: Mapped[float]
     ended_at: Mapped[float | None]
     end_cause: Mapped[str | None]
@@ -181,6 +183,8 @@ class GenerationRow(_Living, Base):
     """How long its slowest rank took to save and leave, by its agent's clock. Null: none did."""
     downtime: Mapped[list[dict[str, Any]] | None]
     """How the time without progress was spent (`domain.downtime.Part`). Before the first step: its slowest rank's."""
+    between_s: Mapped[dict[str, float] | None] = mapped_column(JSON(none_as_null=True))
+    """Seconds between its steps after the first, by cause (`domain.accounting.BETWEEN_STEPS`). Null: unknown."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 
@@ -270,6 +274,8 @@ class WorkerRow(_Living, Base):
     held_bytes: Mapped[int | None]
     held_gives_only: Mapped[bool] = mapped_column(Boolean, default=False)
     """Whether its process can only give that state to others, and cannot go on in place."""
+    held_copies: Mapped[list[list[int]] | None] = mapped_column(JSON(none_as_null=True))
+    """The rank and the step of each copy that its process held besides. Null: none."""
     stopped_at: Mapped[float | None]
 
     def render_subject(self) -> str:
@@ -427,9 +433,13 @@ class MetricRow(Base):
     loss: Mapped[float | None]
     """Null if it was not a number: neither SQLite nor JSON can hold a NaN."""
     step_s: Mapped[float]
+    """From the end of the step before."""
     examples: Mapped[int]
     generation: Mapped[int] = mapped_column(Integer)
     at: Mapped[float]
+    between_s: Mapped[float] = mapped_column(default=0.0)
+    """The part of `step_s` in which the script was between two steps. 0 in rows of an earlier version, whose `step_s`
+    leaves it out."""
 
 
 class MetricBlockRow(Base):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -30,6 +30,10 @@ def count_steps_redone(before: Iterable[tuple[int, int]], resumed_step: int) -> 
         lost += max(int(min(last, kept)) - max(resumed, resumed_step), 0)
         kept = min(kept, resumed)
     return lost
+
+
+BETWEEN_STEPS = ("data", "evaluation", "checkpoints", "script")
+"""What a script does between two steps: it makes batches, evaluates, checkpoints, and does all else."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ class GenerationTimes:
     redone: int
     """Those that an earlier generation had completed, too."""
     bubble_share: float
-    """The fraction of a step in which the stages, on average, computed nothing."""
+    """The fraction of the time within steps in which the stages, on average, computed nothing."""
+    between_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds between steps after the first, by cause (`BETWEEN_STEPS`)."""
 
 
 @dataclass(kw_only=True)
@@ -94,6 +100,8 @@ class TimeOfGeneration:
     training_s: float = 0.0
     bubbles_s: float = 0.0
     redone_s: float = 0.0
+    between_s: Mapping[str, float] = field(default_factory=dict)
+    """Between steps that counted, by cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +119,15 @@ class TimeOfJob:
         seconds: list[float] = [getattr(spent, name) for spent in self.generations]
         return sum(seconds)
 
+    def sum_between_steps(self, cause: str) -> float:
+        return sum(spent.between_s.get(cause, 0.0) for spent in self.generations)
+
 
 def account_time(start: float, end: float, generations: Sequence[GenerationTimes]) -> TimeOfJob:
     """`generations`: oldest first. `start`: of the job; `end`: its end, or now.
 
     Time without a generation is waiting. The time before a generation's first step and after its last is morphing. The
-    time between the two is divided among redone steps, bubbles and training.
+    time between the two is divided among redone steps, what the script did between steps, bubbles and training.
     """
     spent: list[TimeOfGeneration] = []
     at, waiting_s = start, 0.0
@@ -146,8 +157,13 @@ def _train(one: TimeOfGeneration, past: GenerationTimes, begins: float, ends: fl
     # The first step counts as morphing because the new generation warms up in it.
     redone = min(max(past.redone - 1, 0), after_first)
     one.redone_s = stepping_s * redone / after_first if after_first else 0.0
-    one.bubbles_s = (stepping_s - one.redone_s) * past.bubble_share
-    one.training_s = stepping_s - one.redone_s - one.bubbles_s
+    useful_s = stepping_s - one.redone_s
+    # Rank 0's clock measures what lies between steps, the manager's the rest: the parts must add up all the same.
+    fitting = useful_s / max(stepping_s, sum(past.between_s.values())) if useful_s else 0.0
+    one.between_s = {cause: seconds * fitting for cause, seconds in past.between_s.items()}
+    in_steps_s = useful_s - sum(one.between_s.values())
+    one.bubbles_s = in_steps_s * past.bubble_share
+    one.training_s = in_steps_s - one.bubbles_s
 
 
 def _within(value: float, low: float, high: float) -> float:

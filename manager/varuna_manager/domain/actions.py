@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, Holders, Suspect
 from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode
 from varuna_proto.plan import Device, Plan
@@ -22,7 +23,7 @@ class StartGeneration:
     in_place: bool = False
     """Whether its ranks are processes of the generation before, which keep their state."""
     holders: Holders | None = None
-    """The processes that give it their state; None: none do."""
+    """The processes that give it their state; None: none do. In place, they are its own, which take other stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,9 @@ class Decision:
     """Devices that jobs behind this one must not take."""
     notable: bool = True
     """Whether a new reason is emitted as an event."""
+    newcomers: WantedNewcomers | None = None
+    """The processes to have ready for the next generation. None: none; while no generation runs, those that are there
+    stay."""
 
     @classmethod
     def stop_generation(cls, generation: GenerationView, mode: StopMode, cause: EndCause, reason: str) -> Decision:

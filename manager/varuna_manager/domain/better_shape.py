@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from varuna_manager.domain.actions import Decision
 from varuna_manager.domain.holders import choose_planned_stop
-from varuna_manager.domain.morphs import round_stable_s
+from varuna_manager.domain.newcomers import WantedNewcomers, judge_newcomers
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
+from varuna_manager.domain.other_stages import may_take_other_stages
 from varuna_manager.domain.quarantine import make_quarantine
-from varuna_manager.domain.states import EndCause, GenerationKind
+from varuna_manager.domain.states import EndCause, GenerationKind, StopMode
+from varuna_planner.liveput.morph_cost import (
+    MorphCost,
+    MorphKind,
+    ShapeOption,
+    choose_shape,
+    expected_life_s,
+    worthwhile_ratio,
+)
 from varuna_proto.plan import Device, Plan
 
 
@@ -22,6 +33,26 @@ def gpu_limit(job: JobView) -> int | None:
     """The most GPUs that the job may have, by its own limit and by its share among all jobs. None: any number."""
     limits = [limit for limit in (job.max_gpus, job.share) if limit is not None]
     return min(limits, default=None)
+
+
+def predict_restart(job: JobView) -> MorphCost:
+    """What the morph to the proposed shape costs, with the state from memories."""
+    moving_s = 0.0 if job.proposal is None else job.proposal.moving_s
+    return MorphCost(kind=MorphKind.FROM_MEMORY, fixed_s=job.morphs.cost_s, moving_s=moving_s)
+
+
+def predict_life_s(now: float, job: JobView, vms: int) -> float:
+    """How long a shape on so many VMs is expected to last."""
+    return expected_life_s(job.fleet.stops_per_hour(vms), job.fleet.stable_s(now))
+
+
+def find_worthwhile_ratio(now: float, job: JobView, vms: int, least: float) -> float:
+    """The least rate of a shape on so many VMs, in units of the present rate, that is worth a morph."""
+    return worthwhile_ratio(predict_restart(job).pause_s, predict_life_s(now, job, vms), least)
+
+
+def count_vms(devices: Iterable[Device]) -> int:
+    return len({device.vm_id for device in devices})
 
 
 def decide_shrinking(job: JobView, generation: GenerationView) -> Decision | None:
@@ -53,7 +84,7 @@ def decide_leaving_slow_vms(
     if proposal is None or proposal.plan is None:
         return None
     present = _slowed_rate(proposal, generation.plan, slow, vms)
-    ratio = job.morphs.worthwhile_ratio(rules.slow_gain, job.fleet.stable_s(now))
+    ratio = find_worthwhile_ratio(now, job, count_vms(proposal.placement), rules.slow_gain)
     if proposal.plan.examples_per_s < ratio * present:
         return None
     slowness = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
@@ -62,10 +93,37 @@ def decide_leaving_slow_vms(
         f"{slowness}; without the slow VMs: {before.p}×{before.d} to {after.p}×{after.d}, "
         f"{present:.1f} to {after.examples_per_s:.1f} examples/s predicted"
     )
+    awaited, note = _await_newcomers(now, job, generation, proposal, rules, reason)
+    if awaited is not None:
+        return awaited
+    reason += note
     quarantine = make_quarantine(now, [vms[vm_id] for vm_id in slow], rules, reason=slowness)
     mode = choose_planned_stop(generation, proposal.placement)
     stop = Decision.stop_generation(generation, mode, EndCause.SLOW_VM, reason)
     return Decision(reason=reason, actions=(quarantine, *stop.actions), claims=stop.claims)
+
+
+def _await_newcomers(
+    now: float, job: JobView, generation: GenerationView, proposal: Proposal, rules: Rules, reason: str
+) -> tuple[Decision | None, str]:
+    """(the decision to train on until the proposal's processes are started ahead; None: the generation may stop; and
+    what to add to the reason of its stop). None are started where the processes that there are may go on."""
+    assert proposal.plan is not None
+    devices = frozenset(proposal.placement)
+    if may_take_other_stages(job, generation, proposal):
+        devices -= generation.devices
+    if not devices:
+        return None, ""
+    wanted = WantedNewcomers(
+        number=generation.number + 1, plan=proposal.plan, placement=proposal.placement, devices=devices
+    )
+    wait_s = rules.newcomers_wait_s if job.starts_ahead else 0.0
+    stand = judge_newcomers(now, wanted, job.newcomers, job.newcomers_obstacle, wait_s)
+    if not stand.is_awaited:
+        return None, f"; its processes start after the stop: {stand.obstacle}" if stand.obstacle else ""
+    text = f"generation {generation.number} is under way while the processes of the next one start: {reason}"
+    claims = generation.devices | frozenset(proposal.placement)
+    return Decision(reason=text, claims=claims, newcomers=wanted), ""
 
 
 def _slowed_rate(proposal: Proposal, plan: Plan, slow: tuple[str, ...], vms: Vms) -> float:
@@ -103,9 +161,9 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     """Grow to `gpus` GPUs in all, when the plan for them is worth a morph.
 
     A generation completes its first step before it grows, so that a stream of new VMs cannot keep a job from making
-    progress.
+    progress. One in place is asked to leave during its first step, which it finishes.
     """
-    may_grow = generation.kind is GenerationKind.TRAINING and generation.last_step is not None
+    may_grow = generation.kind is GenerationKind.TRAINING and generation.has_new_state
     if not may_grow or not _is_worth_growing(now, job, generation, rules):
         return None
     assert job.proposal is not None
@@ -117,10 +175,15 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
         f"{f'growth: {gpus} GPUs instead of {len(generation.workers)}' if is_larger else 'a better shape'}, "
         f"{before.p}×{before.d} to {after.p}×{after.d}, "
         f"{_present_rate(job.proposal, before):.1f} to {after.examples_per_s:.1f} examples/s predicted "
-        f"(a morph costs {job.morphs.cost_s:.1f} s)"
+        f"(a morph costs {predict_restart(job)}; {_compare_rates(now, job, before, after)})"
     )
     mode = choose_planned_stop(generation, job.proposal.placement)
-    return Decision.stop_generation(generation, mode, EndCause.GROWTH, reason)
+    if generation.last_step is None and mode is not StopMode.HOLD_FIRST:
+        return None
+    awaited, note = _await_newcomers(now, job, generation, job.proposal, rules, reason)
+    if awaited is not None:
+        return awaited
+    return Decision.stop_generation(generation, mode, EndCause.GROWTH, reason + note)
 
 
 def _explain_not_growing(now: float, job: JobView, generation: GenerationView, rules: Rules) -> str:
@@ -131,22 +194,30 @@ def _explain_not_growing(now: float, job: JobView, generation: GenerationView, r
         return f"; {len(job.devices)} GPUs are available, but no plan fits them: {job.proposal.reason}"
     if (after.p, after.d) == (generation.plan.p, generation.plan.d):
         return ""
-    stable_s = job.fleet.stable_s(now)
-    ratio = job.morphs.worthwhile_ratio(rules.growth_ratio, stable_s)
-    stable = f", the fleet has been stable for {round_stable_s(stable_s):.0f} s" if round_stable_s(stable_s) else ""
+    ratio = find_worthwhile_ratio(now, job, count_vms(job.proposal.placement), rules.growth_ratio)
+    life_s = predict_life_s(now, job, count_vms(job.proposal.placement))
     return (
         f"; {after.p}×{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
         f"{_present_rate(job.proposal, generation.plan):.1f}, less than "
-        f"{ratio:.2f} times as much (a morph costs {job.morphs.cost_s:.1f} s{stable})"
+        f"{ratio:.2f} times as much (a morph costs {predict_restart(job)}, and the shape should last {life_s:.0f} s)"
     )
 
 
 def _is_worth_growing(now: float, job: JobView, generation: GenerationView, rules: Rules) -> bool:
     if job.proposal is None or job.proposal.plan is None or generation.plan is None:
         return False
-    more = may_improve(generation, len(job.devices))
-    ratio = job.morphs.worthwhile_ratio(rules.growth_ratio, job.fleet.stable_s(now))
-    return more and job.proposal.plan.examples_per_s >= ratio * _present_rate(job.proposal, generation.plan)
+    more, after = may_improve(generation, len(job.devices)), job.proposal.plan
+    ratio = find_worthwhile_ratio(now, job, count_vms(job.proposal.placement), rules.growth_ratio)
+    return more and after.examples_per_s >= ratio * _present_rate(job.proposal, generation.plan)
+
+
+def _compare_rates(now: float, job: JobView, before: Plan, after: Plan) -> str:
+    """What the present and the proposed shape should give until the next loss."""
+    assert job.proposal is not None
+    present = ShapeOption(name=f"{before.p}×{before.d}", examples_per_s=_present_rate(job.proposal, before))
+    proposed = ShapeOption(name=f"{after.p}×{after.d}", examples_per_s=after.examples_per_s, cost=predict_restart(job))
+    _, text = choose_shape((present, proposed), predict_life_s(now, job, count_vms(job.proposal.placement)))
+    return text
 
 
 def _present_rate(proposal: Proposal, plan: Plan) -> float:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from varuna_manager.domain.better_shape import gpu_limit, list_slow_vms
+from varuna_manager.domain.better_shape import count_vms, find_worthwhile_ratio, gpu_limit, list_slow_vms
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.states import GenerationKind
+from varuna_manager.domain.witnesses import list_quiet_vms
 from varuna_proto.plan import Device
 
 
@@ -19,11 +20,19 @@ def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[De
 
     While a generation runs, new devices count when they are `growth_settle_s` old and their agents have prepared for
     the job. Growth waits for younger ones, but not for ever. Between two training generations, devices are left out
-    whose agents need longer to prepare than a morph takes: the job grows into them later.
+    whose agents need longer to prepare than a morph takes: the job grows into them later. Nor does a job grow into a VM
+    whose heartbeat is overdue, or start again where workers of its last generation are silent.
     """
     live = job.generation is not None and job.generation.live
     own = job.generation.devices if job.generation is not None else frozenset()
     devices = sorted(job.devices, key=lambda device: (device not in own, device))
+    if job.generation is not None:
+        silent = list_quiet_vms(now, job.generation, vms, rules)
+        devices = [
+            device
+            for device in devices
+            if (device in own if live else device.vm_id not in silent) or not _is_overdue(now, device, vms, rules)
+        ]
     if live:
         # What the job would do without its slow VMs; where they are all it has, there is nothing to ask.
         slow = list_slow_vms(job.generation, vms)
@@ -40,6 +49,10 @@ def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[De
         if _is_warmed(job, soon, vms) and len(soon) >= job.min_gpus:
             devices = soon
     return tuple(devices[: gpu_limit(job)])
+
+
+def _is_overdue(now: float, device: Device, vms: Vms, rules: Rules) -> bool:
+    return device.vm_id in vms and vms[device.vm_id].is_overdue(now, rules)
 
 
 def _is_warmed(job: JobView, devices: Iterable[Device], vms: Vms) -> bool:
@@ -80,7 +93,7 @@ def explain_waiting_for_vm(now: float, job: JobView, devices: tuple[Device, ...]
     if due_s + prepares_s > job.morphs.cost_s:
         return ""
     gain = (len(devices) + 1) / max(len(devices), 1)
-    if gain < job.morphs.worthwhile_ratio(rules.growth_ratio, job.fleet.stable_s(now)):
+    if gain < find_worthwhile_ratio(now, job, count_vms(devices) + 1, rules.growth_ratio):
         return ""
     return (
         f"waiting for a requested VM: new ones take {job.fleet.join_s:.1f} s, and growing into it later would cost "

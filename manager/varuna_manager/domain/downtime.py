@@ -33,6 +33,8 @@ class MorphMoments:
 
     last_progress_at: float
     """The last step of the previous generation, or the job's start."""
+    is_calibrated: bool = False
+    """Whether the previous generation was a calibration, which makes no step."""
     stop_sent_at: float | None = None
     ended_at: float | None = None
     """When the previous generation had ended. `stop_sent_at` is its, too."""
@@ -50,15 +52,15 @@ def choose_slower_start(one: Sequence[DowntimePart], other: Sequence[DowntimePar
 def split_downtime(moments: MorphMoments, start: Sequence[DowntimePart]) -> tuple[DowntimePart, ...]:
     """The parts of the downtime in order. Together they are the downtime, to within the travel time of messages.
 
-    notice (until the stop of the previous generation was sent), stop (until that had ended), plan (until the new one
-    was decided, including a wait for VMs), launch (until agents had it), the slowest rank's `start`, the first step.
+    notice (until the stop of the previous generation was sent) and stop (until that had ended), or calibration (all of
+    the previous generation, if it was one); plan (until the new one was decided, including a wait for VMs), launch
+    (until agents had it), the slowest rank's `start`, the first step.
     """
     found, at = [], moments.last_progress_at
-    for name, until in (
-        ("notice", moments.stop_sent_at),
-        ("stop", moments.ended_at),
-        ("plan", moments.created_at),
-    ):
+    ends: tuple[tuple[str, float | None], ...] = (("notice", moments.stop_sent_at), ("stop", moments.ended_at))
+    if moments.is_calibrated:
+        ends = (("calibration", moments.ended_at),)
+    for name, until in (*ends, ("plan", moments.created_at)):
         if until is not None and until > at:
             found.append(DowntimePart(name=name, seconds=until - at))
             at = until

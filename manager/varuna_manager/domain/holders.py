@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import GenerationView, Holder, Holders, Rules, Vms, WorkerView
-from varuna_manager.domain.reshaping import LOSES_RANKS, assume_held, keeps_state, list_held_steps
+from varuna_manager.domain.other_stages import find_unmoved
+from varuna_manager.domain.reshaping import LOSES_RANKS, assume_held, is_unmoved, keeps_state, list_held_steps
 from varuna_manager.domain.states import GenerationKind, StopMode, VmState
 from varuna_proto.plan import Device
 
@@ -28,19 +29,31 @@ def choose_planned_stop(generation: GenerationView, placement: Iterable[Device])
 
 
 def find_holders(
-    now: float, ended: GenerationView, placement: Iterable[Device], vms: Vms, rules: Rules
+    now: float,
+    ended: GenerationView,
+    placement: Iterable[Device],
+    vms: Vms,
+    rules: Rules,
+    *,
+    are_in_memory: bool = False,
 ) -> Holders | None:
     """The processes that give their state to a training generation on the devices of `placement`; None: none do.
 
     They are workers of the ended generation or, if that came to nothing, the holders that it had itself.
+
+    `are_in_memory`: the workers have ended, and what they held is in their VMs' memory (a job that failed).
     """
     if ended.kind is not GenerationKind.TRAINING or ended.plan is None or not keeps_state(ended.end_cause):
         return None
     usable = {device.vm_id for device in placement if vms[device.vm_id].state is VmState.READY}
 
-    def is_there(holder: Holder) -> bool:
-        return holder.vm_id in usable and is_within(now, holder.held_at, rules.survivors_kept_s)
+    kept_s = rules.memory_kept_s if are_in_memory else rules.survivors_kept_s
 
+    def is_there(holder: Holder) -> bool:
+        return holder.vm_id in usable and is_within(now, holder.held_at, kept_s)
+
+    if is_unmoved(ended):
+        return find_unmoved(ended, is_there)
     is_fault = ended.last_step is None and ended.end_cause not in LOSES_RANKS
     if any(worker.held_step is not None for worker in ended.workers):
         is_in_vain = is_fault and (ended.in_place or ended.holders is not None)
@@ -69,21 +82,38 @@ def may_find_holders(
 
 
 def _find_members(ended: GenerationView, p: int, is_there: Callable[[Holder], bool]) -> Holders | None:
-    """The ended generation's workers that hold the newest step for which all stages have one."""
-    for step in list_held_steps(ended.workers):
+    """The ended generation's workers that hold the newest step for which all stages have one, or a copy."""
+    there = [
+        worker
+        for worker in sorted(ended.workers, key=lambda worker: worker.rank)
+        if worker.held_step is not None and is_there(_make_holder(worker, p, ()))
+    ]
+    of_copies = {copy.step for worker in there for copy in worker.held_copies}
+    for step in sorted({*list_held_steps(ended.workers), *of_copies}, reverse=True):
         members = tuple(
-            holder
-            for worker in sorted(ended.workers, key=lambda worker: worker.rank)
-            if worker.held_step == step and is_there(holder := _make_holder(worker, p))
+            _make_holder(worker, p, stages) for worker in there if (stages := _list_held_stages(worker, p, step))
         )
         if len(_list_stages(members)) == p:
             return Holders(generation=ended.number, members=members)
     return None
 
 
-def _make_holder(worker: WorkerView, p: int) -> Holder:
-    return Holder(rank=worker.rank, stage=worker.rank % p, vm_id=worker.device.vm_id, held_at=worker.stopped_at or 0.0)
+def _list_held_stages(worker: WorkerView, p: int, step: int) -> tuple[int, ...]:
+    copies = {copy.rank % p for copy in worker.held_copies if copy.step == step}
+    own = {worker.rank % p} if worker.held_step == step else set[int]()
+    return tuple(sorted(own | copies))
+
+
+def _make_holder(worker: WorkerView, p: int, stages: tuple[int, ...]) -> Holder:
+    own = worker.rank % p
+    return Holder(
+        rank=worker.rank,
+        stage=own,
+        vm_id=worker.device.vm_id,
+        held_at=worker.stopped_at or 0.0,
+        stages=() if stages == (own,) else stages,
+    )
 
 
 def _list_stages(members: Iterable[Holder]) -> frozenset[int]:
-    return frozenset(holder.stage for holder in members)
+    return frozenset(stage for holder in members for stage in holder.held_stages)

@@ -48,6 +48,7 @@ from varuna_manager.domain.states import (
     StopMode,
     VmState,
 )
+from varuna_manager.domain.witnesses import find_witnessed_loss
 from varuna_proto.plan import Device
 
 _DEADLINE_MARGIN_S = 1.0
@@ -71,7 +72,7 @@ def _decide(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     if all(worker.stopped for worker in generation.workers):
         return decide_end(job, generation, vms)
     if generation.state is GenerationState.STOPPING:
-        return _decide_while_stopping(job, generation, vms)
+        return _decide_while_stopping(now, job, generation, vms, rules)
     return _decide_while_running(now, job, generation, vms, rules)
 
 
@@ -106,7 +107,7 @@ def _decide_flawed(job: JobView, vms: Vms) -> Decision:
 # ---------------------------------------------------------------- stopping
 
 
-def _decide_while_stopping(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
+def _decide_while_stopping(now: float, job: JobView, generation: GenerationView, vms: Vms, rules: Rules) -> Decision:
     stop = generation.stop
     assert stop is not None, f"generation {generation.number} of {job.id} is stopping, but no stop was requested"
     if job.state is JobState.CANCELLING:
@@ -116,7 +117,7 @@ def _decide_while_stopping(job: JobView, generation: GenerationView, vms: Vms) -
             return Decision.stop_generation(generation, mode, EndCause.CANCELLED, "cancelled by the user")
     root = find_root_cause(generation)
     taken = root if root is not None and is_taken_away(root) else None
-    lost = render_worker_exit(taken) if taken is not None else _describe_lost_vm(generation, vms)
+    lost = render_worker_exit(taken) if taken is not None else _describe_lost_vm(now, generation, vms, rules)
     if lost and stop.cause in (EndCause.SCRIPT_FAILED, EndCause.WORKER_FAILED):
         # A script raised, or a rank left, just before the end of a VM or an agent was known: that end is the cause.
         cause = EndCause.VM_LOST if taken is None else choose_end_cause(taken)
@@ -194,7 +195,7 @@ def _stop_broken(now: float, generation: GenerationView, vms: Vms, rules: Rules)
         if root.cause is ExitCause.SCRIPT_FAILED:
             reason = f"the script failed on rank {root.rank}: {extract_last_line(root.error)}"
         return Decision.stop_generation(generation, StopMode.LEAVE_NOW, choose_end_cause(root), reason)
-    lost = _describe_lost_vm(generation, vms)
+    lost = _describe_lost_vm(now, generation, vms, rules)
     if lost:
         return Decision.stop_generation(generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, lost)
     normal_exit = ExitCause.FINISHED
@@ -228,14 +229,15 @@ def _stop_after_lost_peer(
     return Decision.stop_generation(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, line)
 
 
-def _describe_lost_vm(generation: GenerationView, vms: Vms) -> str:
-    """The VM that is lost while workers of the generation may still run there, and why; empty: none."""
+def _describe_lost_vm(now: float, generation: GenerationView, vms: Vms, rules: Rules) -> str:
+    """The VM that is lost, or given up for this job, while workers of the generation may still run there, and why;
+    empty: none."""
     for vm_id in generation.running_on:
         vm = vms.get(vm_id)
         if vm is None or vm.state in (VmState.LOST, VmState.GONE):
             reason = vm.reason if vm is not None and vm.reason else "it is no longer known"
             return f"VM {vm_id} is lost: {reason}"
-    return ""
+    return find_witnessed_loss(now, generation, vms, rules)
 
 
 def _stop_calibrated(now: float, job: JobView, generation: GenerationView, rules: Rules) -> Decision | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.limits import JobLimitsView
 from varuna_manager.domain.morphs import MorphEstimate
+from varuna_manager.domain.newcomers import NewcomersView
 from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.setups import SetupProgress
 from varuna_manager.domain.states import (
@@ -24,6 +25,10 @@ from varuna_manager.domain.states import (
     WorkerState,
 )
 from varuna_proto.plan import Device, Plan
+
+_OVERDUE_INTERVALS = 2.0
+_OVERDUE_SHARE = 0.4
+"""Who gives VMs more time until they are suspect gives it here, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class Rules:
     """The age that new devices must have before a job grows into them."""
     growth_prepare_s: float = 30.0
     """The longest time that a job waits for the agents of new devices to prepare for its workers."""
+    newcomers_wait_s: float = 120.0
+    """The longest time that a planned morph waits for the processes that are started ahead for it; 0: none are."""
     prepare_again_s: float = 60.0
     """Time after which an agent is asked again to prepare, because a setup that failed may succeed."""
     setup_failures: int = 3
@@ -70,6 +77,10 @@ class Rules:
     """Predicted mini-batches that a replica has to finish its share of the step before its workers leave."""
     survivors_kept_s: float = 60.0
     """Survivors wait in their processes for longer than this; later ones are not counted on."""
+    memory_kept_s: float = 600.0
+    """What workers that have ended left in their VM's memory is kept for longer than this."""
+    agent_returns_s: float = 30.0
+    """Time to wait for an agent that has ended, if its VM's memory has a stage that nobody else holds."""
     profile_exit_wait_s: float = 10.0
     """Time that calibrating workers have to leave after the profile has arrived."""
     stop_grace_s: float = 5.0
@@ -107,6 +118,11 @@ class Rules:
     request_timeout_s: float = 120.0
     """Time that a requested VM has until its agent connects."""
 
+    @property
+    def overdue_s(self) -> float:
+        """Silence that counts where another witness agrees with it: a heartbeat is overdue by a whole interval."""
+        return max(_OVERDUE_INTERVALS * self.heartbeat_interval_s, _OVERDUE_SHARE * self.suspect_after_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
@@ -121,6 +137,8 @@ class Proposal:
     """False: there is no plan for any number of GPUs."""
     present_examples_per_s: float | None = None
     """The rate of the running generation's shape by the same profile; None: none runs, or it does not fit."""
+    moving_s: float = 0.0
+    """The time in which the state goes from the memories of the newest generation to this placement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +208,10 @@ class VmView:
     def silent_s(self, now: float) -> float:
         return 0.0 if self.silent_since is None else now - self.silent_since
 
+    def is_overdue(self, now: float, rules: Rules) -> bool:
+        """Whether its agent was connected to this manager and its heartbeat has not come for too long."""
+        return self.connected_since_start and self.silent_s(now) >= rules.overdue_s
+
     def ready_for_s(self, now: float) -> float:
         return 0.0 if self.ready_since is None else now - self.ready_since
 
@@ -202,6 +224,13 @@ class VmView:
 
 Vms = Mapping[str, VmView]
 """By id."""
+
+
+class KeptCopy(NamedTuple):
+    """A copy of the state of a rank, of the same generation, in the memory of a process."""
+
+    rank: int
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +246,15 @@ class WorkerView:
     """The last step that it completed, by its agent's last heartbeat; None: there was no heartbeat."""
     waiting_for: WaitKind | None = None
     """Where it waits for other ranks, by its agent's last heartbeat; None: nowhere."""
+    quiet_ranks: frozenset[int] = frozenset()
+    """The ranks that do not answer it while it waits, by its agent's last heartbeat."""
     unreached: int | None = None
     """The rank that it could not reach at the rendezvous; None: none is known."""
     held_step: int | None = None
-    """The step of the state that its process holds for the next generation; None: the process is gone."""
+    """The step of the state that its process, or its VM's memory after it, holds for the next generation; None: none
+    does."""
+    held_copies: tuple[KeptCopy, ...] = ()
+    """What its process holds besides, while it is there."""
     gives_only: bool = False
     """Whether the process can only give that state to new ones, and cannot go on in place."""
     lease_over: bool = False
@@ -260,13 +294,20 @@ class Holder:
     vm_id: str
     held_at: float
     """When its agent reported that it holds the state."""
+    stages: tuple[int, ...] = ()
+    """Of which it has the state, its own or a copy; empty: of its own."""
+
+    @property
+    def held_stages(self) -> frozenset[int]:
+        return frozenset(self.stages or (self.stage,))
 
     def to_document(self) -> dict[str, Any]:
-        return {"rank": self.rank, "stage": self.stage, "vm_id": self.vm_id, "held_at": self.held_at}
+        document = {"rank": self.rank, "stage": self.stage, "vm_id": self.vm_id, "held_at": self.held_at}
+        return document | ({"stages": list(self.stages)} if self.stages else {})
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Holder:
-        return cls(**document)
+        return cls(**{**document, "stages": tuple(document.get("stages", ()))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +374,8 @@ class GenerationView:
     in_place: bool = False
     """Whether its ranks are survivors of the generation before, which keep their processes and their state."""
     holders: Holders | None = None
-    """The processes that give it their state; None: it goes on in place, or from a checkpoint."""
+    """The processes that give it their state; None: it goes on with the stages that its processes have, or from a
+    checkpoint. In place, they are its own, by their ranks in it, with the stages that they had before."""
     stop: StopView | None = None
     ended_at: float | None = None
     end_cause: EndCause | None = None
@@ -406,6 +448,12 @@ class JobView:
     fleet: FleetPast = field(default_factory=FleetPast)
     proposal: Proposal | None = None
     """The planner's answer for the devices of `choose_devices`; None: it was not asked."""
+    newcomers: NewcomersView | None = None
+    """The processes that are started ahead for its next generation; None: none are."""
+    starts_ahead: bool = True
+    """Whether its env allows that processes are started ahead."""
+    newcomers_obstacle: str = ""
+    """Why its processes cannot be started ahead; empty: they can."""
     survivors: frozenset[Device] = frozenset()
     """Devices where processes of its newest generation hold its state, and that no other job has or is about to get."""
     quarantined: tuple[Device, ...] = ()
@@ -421,6 +469,8 @@ class JobView:
     setup_error: str = ""
     """The last error of preparing its workdir on a VM."""
     setup_exit_code: int | None = None
+    has_fixed_stages: bool = False
+    """Whether its processes may not go on in place, or could not once, or not with other stages."""
     missing_secret: str = ""
     """Which of its secrets the manager cannot read now, and why; empty: it can read all."""
     limits: JobLimitsView = field(default_factory=JobLimitsView)

@@ -2,12 +2,13 @@
 
 A survivor is a worker that has left its generation and whose process waits with the state of a committed step. If every
 stage has one, the next generation has the same stages with as many replicas as survivors make complete, and nothing is
-loaded. All others restart (other cuts, newcomers, scripts that cannot be carried), with the state that survivors give
-them (`domain.holders`) or from a checkpoint.
+loaded. With other cuts they give one another what they lack (`domain.other_stages`). All others restart (newcomers,
+scripts that cannot be carried), with the state that survivors give them (`domain.holders`) or from a checkpoint.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.plan import Device, Plan
 
+IN_PLACE_SWITCH = "VARUNA_IN_PLACE"
+"""A job's variable; 0: each generation gets new processes, which keep nothing of the one before."""
 LOSES_RANKS = frozenset(
     {
         EndCause.VM_LOST,
@@ -31,10 +34,13 @@ _GOES_ON_AFTER = LOSES_RANKS | {EndCause.WORKER_FAILED, EndCause.UNREACHABLE, En
 """Ends after which the job goes on with fewer devices, perhaps in place. After a hang the processes are not trusted.
 After the others the job is over, waits, or starts new processes."""
 _RESTARTS_FROM_MEMORY = frozenset({EndCause.GROWTH, EndCause.SCRIPT_FAILED})
-"""Ends after which new processes run the script from its beginning. The old ones are sound, but for the rank that
-raised an error, and give their state."""
+"""Ends after which the job has another shape, or its script runs from its beginning. The old processes are sound, but
+for the rank that raised an error: they take other stages (`domain.other_stages`), or give their state to new ones."""
 SURVIVABLE_EXITS = frozenset({ExitCause.GENERATION_ENDED, ExitCause.PEER_LOST})
 """Exits of workers whose processes may stay, with their state."""
+HOLDING_EXITS = SURVIVABLE_EXITS | {ExitCause.SCRIPT_FAILED, ExitCause.AGENT_ENDED}
+"""Exits of workers that may have left their state, in a process or in the VM's memory."""
+_LEAVES_NO_PROCESS = HOLDING_EXITS - SURVIVABLE_EXITS
 _KEEPS_ALL_MICRO_BATCHES = "gpipe"
 """This policy holds the activations of all micro-batches, and with fewer replicas each has more of them."""
 
@@ -61,8 +67,29 @@ def may_reshape(generation: GenerationView) -> bool:
     """
     if generation.kind is not GenerationKind.TRAINING or generation.end_cause not in _GOES_ON_AFTER:
         return False
+    if is_unmoved(generation):
+        return False
     is_vain = generation.in_place and generation.last_step is None
     return not is_vain or generation.end_cause in LOSES_RANKS
+
+
+def count_kept_replicas(plan: Plan, workers: Sequence[WorkerView]) -> int:
+    """Replicas that have lost no worker, and so have finished their share of the step under way."""
+    left = [worker for worker in workers if worker.held_step is not None and worker.cause not in _LEAVES_NO_PROCESS]
+    whole = Counter(worker.rank // plan.p for worker in left)
+    return sum(count == plan.p for count in whole.values())
+
+
+def keeps_little(generation: GenerationView | None) -> bool:
+    """Whether the ended generation keeps less than half of its step under way. Then a restart may be worth more."""
+    if generation is None or generation.plan is None or generation.live:
+        return False
+    return 2 * count_kept_replicas(generation.plan, generation.workers) < generation.plan.d
+
+
+def is_unmoved(generation: GenerationView) -> bool:
+    """Whether its processes were to take other stages in place, and have completed no step there."""
+    return generation.in_place and generation.holders is not None and generation.last_step is None
 
 
 def list_held_steps(workers: Iterable[WorkerView]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -220,6 +220,11 @@ class JobSpec(_Strict):
         le=1000,
         description="how many times the job is restarted from its checkpoint after its script has failed",
     )
+    copies: Literal["auto", "on", "off"] = Field(
+        default="off",
+        description="auto: where one VM alone has a stage, another VM keeps a copy of it in memory, so that the loss "
+        "of a VM costs no section; on: also where several have it; off: never",
+    )
     priority: int = Field(
         default=0,
         ge=-100,
@@ -275,6 +280,12 @@ class JobSpec(_Strict):
                     "manager's operator provides the values"
                 )
         return secrets
+
+    @field_validator("copies", mode="before")
+    @classmethod
+    def _read_yaml_words(cls, copies: Any) -> Any:
+        """YAML reads a bare `on` or `off` as a truth value."""
+        return {True: "on", False: "off"}[copies] if isinstance(copies, bool) else copies
 
     @field_validator("workdir")
     @classmethod

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from varuna_manager.domain.actions import Decision, FinishJob, LiftQuarantine, RequeueJob, StartGeneration
-from varuna_manager.domain.better_shape import gpu_limit
+from varuna_manager.domain.better_shape import count_vms, gpu_limit, predict_life_s, predict_restart
 from varuna_manager.domain.causes import extract_last_line, find_exit_code
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.devices import choose_devices, explain_waiting_for_vm
 from varuna_manager.domain.holders import find_holders, may_find_holders
 from varuna_manager.domain.limits import find_reached_limit
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms, WorkerView
-from varuna_manager.domain.reshaping import SURVIVABLE_EXITS, assume_held, may_reshape, plan_reshape
-from varuna_manager.domain.states import GenerationKind, JobState, VmState
+from varuna_manager.domain.other_stages import find_movers
+from varuna_manager.domain.reshaping import (
+    SURVIVABLE_EXITS,
+    assume_held,
+    count_kept_replicas,
+    keeps_little,
+    may_reshape,
+    plan_reshape,
+)
+from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind, JobState, VmState
+from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, ShapeOption, choose_shape
 from varuna_proto.plan import Device, Plan
 
 
@@ -19,6 +30,9 @@ def decide_start(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     settled = _decide_before_gpus(now, job, rules) or decide_in_place(now, job, vms, rules)
     if settled is not None:
         return settled
+    awaited = _explain_wait_for_agent(now, job, vms, rules)
+    if awaited:
+        return Decision(reason=awaited, notable=False)
     devices = choose_devices(now, job, vms, rules)
     failed = job.setups.find_own_fault(rules.setup_failures) if job.generation is None else ""
     if failed:
@@ -70,8 +84,8 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
         return None
     most = gpu_limit(job)
     reshape = plan_reshape(ended.plan, ended.workers, job.survivors, most)
-    can_stay = not any(worker.gives_only for worker in ended.workers)
-    missing = _list_missing_survivors(job, ended, vms) if can_stay else []
+    can_stay = not any(worker.gives_only and worker.cause in SURVIVABLE_EXITS for worker in ended.workers)
+    missing = _list_missing_survivors(now, job, ended, vms, rules) if can_stay else []
     if missing and (job.returning_vms or is_within(now, ended.ended_at or 0.0, rules.survivors_wait_s + share_s)):
         workers = assume_held(ended.workers, missing, now)
         hoped = plan_reshape(ended.plan, workers, {*job.survivors, *(one.device for one in missing)}, most)
@@ -79,7 +93,7 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
         if hoped is not None and (reshape is None or hoped.placement != reshape.placement):
             text = f"{ended.end_reason}: waiting for workers that may go on in place"
             return Decision(reason=text, claims=ended.devices, notable=False)
-    if reshape is None or len(reshape.placement) < job.min_gpus:
+    if reshape is None or len(reshape.placement) < job.min_gpus or _explain_other_shape(now, job, vms, rules):
         return None
     reason = f"{ended.end_reason}; {len(reshape.placement)} of its workers go on from step {reshape.step}"
     start = StartGeneration(
@@ -94,7 +108,70 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
     return _start(now, start, vms)
 
 
-def _list_missing_survivors(job: JobView, ended: GenerationView, vms: Vms) -> list[WorkerView]:
+def _explain_other_shape(now: float, job: JobView, vms: Vms, rules: Rules) -> str:
+    """Why the job takes the proposed shape, with the state from memory, although it could go on with the stages that
+    its survivors have; empty: it does not.
+
+    With these it would end the step with few replicas, and take the other shape then.
+    """
+    ended, proposal = job.generation, job.proposal
+    if ended is None or ended.plan is None or proposal is None or proposal.plan is None:
+        return ""
+    if job.share_due or not keeps_little(ended):  # survivors do not wait for other jobs
+        return ""
+    reshape = plan_reshape(ended.plan, ended.workers, job.survivors, gpu_limit(job))
+    if reshape is None or find_holders(now, ended, proposal.placement, vms, rules) is None:
+        return ""
+    batch, kept_replicas = ended.plan.global_batch, count_kept_replicas(ended.plan, ended.workers)
+    kept = batch * kept_replicas / ended.plan.d
+    after = proposal.plan
+    cost = predict_restart(job)
+    if find_movers(now, job, ended, proposal, rules) is not None:
+        cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s)
+    better = ShapeOption(name=f"{after.p}×{after.d}", examples_per_s=after.examples_per_s, cost=cost)
+    in_place = ShapeOption(
+        name=f"{reshape.plan.p}×{reshape.plan.d} in place",
+        examples_per_s=reshape.plan.examples_per_s,
+        cost=MorphCost(kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s),
+        kept_examples=kept,
+        step_left=batch - kept,
+        then=better,
+    )
+    best, text = choose_shape((in_place, better), predict_life_s(now, job, count_vms(proposal.placement)))
+    return "" if best is in_place else f"{text}, with {kept_replicas} of {ended.plan.d} shares of the step kept"
+
+
+def _make_move(
+    now: float, job: JobView, ended: GenerationView, proposal: Proposal, rules: Rules
+) -> StartGeneration | None:
+    """The start of the planner's shape in place, in which processes take other stages; None: they cannot."""
+    movers = find_movers(now, job, ended, proposal, rules)
+    if movers is None or proposal.plan is None:
+        return None
+    before, after = ended.plan, proposal.plan
+    assert before is not None
+    shapes = f"{before.p}×{before.d} to {after.p}×{after.d}"
+    stay, new = len(movers.members), len(proposal.placement) - len(movers.members)
+    what = (
+        f"go on, and {new} new {'ones join' if new > 1 else 'one joins'} them"
+        if new
+        else "take the stages of another shape"
+    )
+    return StartGeneration(
+        number=_next_number(job),
+        kind=GenerationKind.TRAINING,
+        placement=proposal.placement,
+        plan=after,
+        candidates=proposal.candidates,
+        reason=f"{ended.end_reason}; {stay} of its workers {what}, {shapes}",
+        in_place=True,
+        holders=movers,
+    )
+
+
+def _list_missing_survivors(
+    now: float, job: JobView, ended: GenerationView, vms: Vms, rules: Rules
+) -> list[WorkerView]:
     """Workers that may still report that they hold their state."""
     missing = []
     for worker in ended.workers:
@@ -107,7 +184,7 @@ def _list_missing_survivors(job: JobView, ended: GenerationView, vms: Vms) -> li
         if worker.stopped:
             may_come = is_returning and worker.held_step is not None
         else:
-            may_come = is_returning or vm.connected
+            may_come = is_returning or (vm.connected and not vm.is_overdue(now, rules))
         if may_come:
             missing.append(worker)
     return missing
@@ -146,6 +223,31 @@ def _render_backoff(job: JobView) -> str:
         f"{failures} generations failed in a row: waiting {setbacks.backoff_s:.0f} s before the next one "
         f"(the last: {last})"
     )
+
+
+def _explain_wait_for_agent(now: float, job: JobView, vms: Vms, rules: Rules) -> str:
+    """Why the job waits for an agent that has ended and may start again; empty: it does not.
+
+    Its VM's memory has a stage of which no other worker of the last generation holds the state.
+    """
+    ended = job.generation
+    if ended is None or ended.live or ended.plan is None or job.state is not JobState.RUNNING:
+        return ""
+    if not is_within(now, ended.ended_at or 0.0, rules.agent_returns_s):
+        return ""
+    p = ended.plan.p
+    held = [worker for worker in ended.workers if worker.held_step is not None]
+    there = {worker.rank % p for worker in held if _is_usable(vms, worker)}
+    for worker in held:
+        if worker.cause is ExitCause.AGENT_ENDED and not _is_usable(vms, worker) and worker.rank % p not in there:
+            vm_id = worker.device.vm_id
+            return f"{ended.end_reason}: waiting for the agent of VM {vm_id} to start again, whose memory has its state"
+    return ""
+
+
+def _is_usable(vms: Vms, worker: WorkerView) -> bool:
+    vm = vms.get(worker.device.vm_id)
+    return vm is not None and vm.usable
 
 
 def _explain_wait_for_gpus(now: float, job: JobView, devices: tuple[Device, ...], vms: Vms, rules: Rules) -> str:
@@ -201,14 +303,22 @@ def _start_calibration(now: float, job: JobView, devices: tuple[Device, ...], vm
 
 def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *, vms: Vms, rules: Rules) -> Decision:
     before, holders = job.generation, None
+    if before is not None and job.state is JobState.QUEUED and before.end_cause is EndCause.SCRIPT_FAILED:
+        holders = find_holders(now, before, proposal.placement, vms, rules, are_in_memory=True)  # it is retried
     if before is not None and job.state is JobState.RUNNING:
+        moved = _make_move(now, job, before, proposal, rules)
+        if moved is not None:
+            return _start(now, moved, vms)
         holders = find_holders(now, before, proposal.placement, vms, rules)
         if holders is None and is_within(now, before.ended_at or 0.0, rules.survivors_wait_s):
-            missing = _list_missing_survivors(job, before, vms)
+            missing = _list_missing_survivors(now, job, before, vms, rules)
             if missing and may_find_holders(now, before, missing, proposal.placement, vms, rules):
                 text = f"{before.end_reason}: waiting for workers that may hold its state"
                 return Decision(reason=text, claims=frozenset(proposal.placement), notable=False)
     reason = before.end_reason if before is not None else "the job was submitted"
+    better = _explain_other_shape(now, job, vms, rules)
+    if better:
+        reason += f"; {better}"
     if before is not None and job.state is JobState.QUEUED:
         reason = f"its turn has come again (the last generation ended: {reason})"
     if before is None or before.kind is GenerationKind.CALIBRATION:

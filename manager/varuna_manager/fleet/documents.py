@@ -12,9 +12,13 @@ from varuna_proto.rest_fleet import VmDocument
 
 
 def make_vm_document(
-    vm: VmRow, workers: Sequence[WorkerRow], last_heard_s: float | None, healths: Sequence[Health] = ()
+    vm: VmRow,
+    workers: Sequence[WorkerRow],
+    last_heard_s: float | None,
+    healths: Sequence[Health] = (),
+    held_bytes: int = 0,
 ) -> VmDocument:
-    """`workers`: those on the VM that have not stopped. `healths`: from its last heartbeat."""
+    """`workers`: those on the VM that have not stopped. `healths`, `held_bytes`: from its last heartbeat."""
     by_rank = {health.key: health for health in healths} if workers else {}
     return {
         "id": vm.id,
@@ -27,6 +31,7 @@ def make_vm_document(
         "ref": vm.ref,
         "generation": max((worker.generation for worker in workers), default=None),
         "workers": [make_worker_document(w, by_rank.get((w.job_id, w.generation, w.rank))) for w in workers],
+        "held_bytes": held_bytes,
         "last_heard_s": last_heard_s,
         "created_at": format_time(vm.created_at),
         "reason": vm.reason,

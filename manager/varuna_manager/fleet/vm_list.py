@@ -181,7 +181,8 @@ class VmList:
 
     def _document(self, row: Any, workers: Sequence[Any]) -> VmDocument:
         healths = self._registry.list_workers(row.id) if workers else ()
-        return make_vm_document(row, workers, self._registry.silence_s(row.id), healths)
+        silence_s, held_bytes = self._registry.silence_s(row.id), self._registry.get_held_bytes(row.id)
+        return make_vm_document(row, workers, silence_s, healths, held_bytes)
 
 
 async def _workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str, list[_WorkerFacts]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import cast
 
 from sqlalchemy import Select, func, select
@@ -16,10 +15,11 @@ from varuna_manager.answers.documents import format_time
 from varuna_manager.answers.errors import MissingError
 from varuna_manager.answers.paging import Order, Page
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow, WorkerRow
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.history.documents import MorphFacts, make_checkpoint_document, make_generation_document
 from varuna_manager.jobs.jobs import find_job_row
+from varuna_manager.jobs.step_rates import StepRate, read_generation_rates
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_proto.rest import (
     CandidateDocument,
@@ -29,8 +29,6 @@ from varuna_proto.rest import (
     PlanRecordDocument,
 )
 
-_JUDGED_STEPS = 100
-"""The number of a generation's newest steps with which its plan is compared."""
 _BY_NUMBER = Order[GenerationRow]((GenerationRow.number,), lambda row: (row.number,), (int,))
 _BY_STEP = Order[CheckpointRow](
     (CheckpointRow.generation, CheckpointRow.step), lambda row: (row.generation, row.step), (int, int)
@@ -93,8 +91,8 @@ class JobHistory:
             job = await find_job_row(session, id_or_name)
             query = _training(job).options(defer(GenerationRow.candidates), defer(GenerationRow.history))
             rows, following = await order.read_page(session, query, cursor, limit)
-            times = await _typical_step_s(session, job, [row.number for row in rows])
-        return Page([_make_plan_record(row, times.get(row.number), candidates=[]) for row in rows], following)
+            rates = await read_generation_rates(session, job.id, [row.number for row in rows])
+        return Page([_make_plan_record(row, rates.get(row.number), candidates=[]) for row in rows], following)
 
     async def find_plan(self, id_or_name: str, number: int | None) -> PlanRecordDocument:
         """The plan of a generation (None: the newest one), with the other candidates. Raises MissingError."""
@@ -111,9 +109,9 @@ class JobHistory:
                     f"job {id_or_name!r} has no plan yet: it is {job.state}"
                     f"{f' ({job.reason})' if job.reason else ''}; its profile is measured first"
                 )
-            times = await _typical_step_s(session, job, [row.number])
+            rates = await read_generation_rates(session, job.id, [row.number])
         candidates = cast(list[CandidateDocument], row.candidates)
-        return _make_plan_record(row, times.get(row.number), candidates)
+        return _make_plan_record(row, rates.get(row.number), candidates)
 
     async def list_checkpoints(
         self, id_or_name: str, *, descending: bool, limit: int, cursor: str | None
@@ -160,10 +158,8 @@ def _training(job: JobRow) -> Select[GenerationRow]:
 
 
 def _make_plan_record(
-    row: GenerationRow, typical: tuple[float, int] | None, candidates: list[CandidateDocument]
+    row: GenerationRow, rate: StepRate | None, candidates: list[CandidateDocument]
 ) -> PlanRecordDocument:
-    """`typical`: the typical time of a step, and the number of steps that it comes from."""
-    actual_s, steps = typical or (None, 0)
     plan = cast(PlanDocument, row.plan)
     predicted_s = plan["predicted_minibatch_s"]
     return {
@@ -173,37 +169,12 @@ def _make_plan_record(
         "plan": plan,
         "candidates": candidates,
         "predicted_step_s": predicted_s,
-        "actual_step_s": actual_s,
-        "actual_examples_per_s": plan["global_batch"] / actual_s if actual_s else None,
-        "steps": steps,
-        "error": (actual_s - predicted_s) / predicted_s if actual_s is not None and predicted_s else None,
+        "actual_step_s": None if rate is None else rate.step_s,
+        "between_s": None if rate is None else rate.between_s,
+        "actual_examples_per_s": None if rate is None else rate.examples_per_s,
+        "steps": 0 if rate is None else rate.steps,
+        "error": None if rate is None or not predicted_s else (rate.step_s - rate.between_s) / predicted_s - 1,
     }
-
-
-async def _typical_step_s(
-    session: AsyncSession, job: JobRow, numbers: Sequence[int]
-) -> Mapping[int, tuple[float, int]]:
-    """By generation with steps: the median time of its newest ones, and their number.
-
-    The first step of a generation counts only if it has no others, because everything warms up in it.
-    """
-    steps = select(GenerationRow.number, GenerationRow.resumed_step, MetricRow.step, MetricRow.step_s).join(
-        MetricRow,
-        (MetricRow.job_id == GenerationRow.job_id)
-        & (MetricRow.step > GenerationRow.last_step - _JUDGED_STEPS)
-        & (MetricRow.step <= GenerationRow.last_step)
-        & (MetricRow.generation == GenerationRow.number),
-    )
-    first: dict[int, float] = {}
-    times: dict[int, list[float]] = {}
-    of_these = steps.where(GenerationRow.job_id == job.id, GenerationRow.number.in_(numbers))
-    for number, resumed_step, step, step_s in await session.execute(of_these):
-        if step == (resumed_step or 0) + 1:
-            first[number] = step_s
-        else:
-            times.setdefault(number, []).append(step_s)
-    alone = {number: (step_s, 1) for number, step_s in first.items()}
-    return alone | {number: (median(each), len(each)) for number, each in times.items()}
 
 
 def _no_generation(id_or_name: str, number: int, job: JobRow) -> MissingError:

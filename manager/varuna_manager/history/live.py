@@ -18,10 +18,10 @@ from varuna_manager.db.engine import StoreAwayError
 from varuna_manager.db.models import EventRow
 from varuna_manager.history.documents import make_event_document
 from varuna_manager.history.event_list import EventList
+from varuna_manager.jobs.step_rates import StepRate
 from varuna_manager.world.bell import wait
 from varuna_manager.world.events import EventLog
 from varuna_proto.rest import ProgressDocument
-from varuna_proto.v1 import agent_pb2 as pb
 
 _QUEUE = 1000
 _PAGE = 500
@@ -36,24 +36,26 @@ class ProgressBoard:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._news: dict[str, ProgressDocument] = {}
-        self._is_watched = False
+        self.is_watched = False
 
-    def record_step(self, job_id: str, generation: int, step: pb.StepResult, loss: float | None) -> None:
-        """`loss`: the step's; None if it is not a number."""
-        if self._is_watched:
+    def record_step(self, job_id: str, generation: int, step: int, *, loss: float | None, rate: StepRate) -> None:
+        """`loss`: the step's; None if it is not a number. `rate`: the generation's."""
+        if self.is_watched:
             self._news[job_id] = {
                 "job_id": job_id,
                 "generation": generation,
-                "step": step.step,
+                "step": step,
                 "loss": loss,
-                "step_s": step.step_us / 1e6,
-                "examples_per_s": step.examples / step.step_us * 1e6 if step.step_us else None,
+                "step_s": rate.step_s,
+                "between_s": rate.between_s,
+                "examples_per_s": rate.examples_per_s,
+                "rate_steps": rate.steps,
                 "at": format_time(self._now()),
             }
 
     def set_watched(self, watched: bool) -> None:
         """`watched`: whether there are followers."""
-        self._is_watched = watched
+        self.is_watched = watched
         self._news = {}
 
     def pop_news(self) -> dict[str, ProgressDocument]:

@@ -32,6 +32,7 @@ _COLUMNS = [
     GenerationRow.ended_at,
     GenerationRow.resumed_step,
     GenerationRow.last_step,
+    GenerationRow.between_s,
 ]
 _Generation = Row[*tuple[Any, ...]]
 
@@ -73,6 +74,7 @@ def _past(row: _Generation, bubble_share: float, best_before: int) -> Generation
         steps=_steps(row),
         redone=max(min(row.last_step or 0, best_before) - (row.resumed_step or 0), 0),
         bubble_share=bubble_share,
+        between_s=row.between_s or {},
     )
 
 
@@ -81,7 +83,8 @@ def _steps(row: _Generation) -> int:
 
 
 def _bubble_shares(profile_json: str | None, rows: Sequence[_Generation], now: float) -> Mapping[int, float]:
-    """By generation: the fraction of a step in which the stages, on average, compute nothing. Runs in a thread.
+    """By generation: the fraction of the time within steps in which the stages, on average, compute nothing. Runs in a
+    thread.
 
     Compute times come from the profile, which heartbeats correct; step times come from the steps.
     """
@@ -94,7 +97,8 @@ def _bubble_shares(profile_json: str | None, rows: Sequence[_Generation], now: f
     for row in rows:
         if row.kind != GenerationKind.TRAINING or row.started_at is None or _steps(row) < 2:
             continue
-        step_us = (row.last_step_at - row.started_at) / (_steps(row) - 1) * 1e6
+        in_steps_s = row.last_step_at - row.started_at - sum((row.between_s or {}).values())
+        step_us = in_steps_s / (_steps(row) - 1) * 1e6
         plan = row.plan
         predicted = profile.measurements_at(plan["micro_batch"])
         bounds = [*plan["stage_starts"], len(predicted)]
@@ -116,6 +120,10 @@ def _make_time_document(found: TimeOfJob) -> JobTimeDocument:
             found.sum_seconds("bubbles_s"),
             "stages waited for each other, for messages and for sums of gradients",
         ),
+        "data": (found.sum_between_steps("data"), "between steps, the script made its next batch"),
+        "evaluation": (found.sum_between_steps("evaluation"), "between steps, the script evaluated"),
+        "checkpoints": (found.sum_between_steps("checkpoints"), "training waited for its state to be copied or saved"),
+        "script": (found.sum_between_steps("script"), "between steps, the script did something else"),
         "redone_steps": (found.sum_seconds("redone_s"), "steps were redone that no checkpoint had"),
         "morphs": (found.sum_seconds("morph_s"), "workers stopped, started and loaded state, up to each first step"),
         "waiting_for_vms": (found.waiting_s, "there were no VMs to run on"),
@@ -141,6 +149,7 @@ def _make_time_document(found: TimeOfJob) -> JobTimeDocument:
                 "training_s": spent.training_s,
                 "bubbles_s": spent.bubbles_s,
                 "redone_s": spent.redone_s,
+                "between_s": sum(spent.between_s.values()),
             }
             for spent in found.generations
         ],

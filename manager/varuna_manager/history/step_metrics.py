@@ -54,8 +54,10 @@ class StepMetrics:
         """The steps after `after_step`, in order."""
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
-            columns = (MetricRow.step, MetricRow.loss, MetricRow.step_s, MetricRow.examples, MetricRow.generation)
-            query = select(*columns, MetricRow.at).where(MetricRow.job_id == job.id, MetricRow.step > after_step)
+            columns = (MetricRow.step, MetricRow.loss, MetricRow.step_s, MetricRow.between_s, MetricRow.examples)
+            query = select(*columns, MetricRow.generation, MetricRow.at).where(
+                MetricRow.job_id == job.id, MetricRow.step > after_step
+            )
             rows = (await session.execute(query.order_by(MetricRow.step).limit(limit))).all()
         return [make_step_document(row) for row in rows]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from varuna_manager.answers.documents import format_time
 from varuna_manager.db.models import JobRow, StackRow, WorkerRow
+from varuna_manager.jobs.step_rates import StepRate
 from varuna_manager.world.vm_registry import Health
 from varuna_proto.rest import JobDocument, JobSpecDocument, PlanDocument, StackDocument, WorkerDocument
 
@@ -27,13 +28,11 @@ class JobProgress:
     plan: PlanDocument | None = None
     """Of the newest training generation."""
     gpus: int = 0
-    step_s: float | None = None
-    examples: int | None = None
-    """Of the newest step, as `step_s`."""
+    rate: StepRate | None = None
 
 
 def make_job_document(job: JobRow, progress: JobProgress) -> JobDocument:
-    step_s, examples = progress.step_s, progress.examples
+    rate = progress.rate
     return {
         "id": job.id,
         "name": job.name,
@@ -51,8 +50,10 @@ def make_job_document(job: JobRow, progress: JobProgress) -> JobDocument:
         "plan": progress.plan,
         "version": job.version,
         "gpus": progress.gpus,
-        "step_s": step_s,
-        "examples_per_s": examples / step_s if examples is not None and step_s else None,
+        "step_s": None if rate is None else rate.step_s,
+        "between_s": None if rate is None else rate.between_s,
+        "examples_per_s": None if rate is None else rate.examples_per_s,
+        "rate_steps": 0 if rate is None else rate.steps,
         "last_step_at": format_time(progress.last_step_at),
     }
 

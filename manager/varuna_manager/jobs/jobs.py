@@ -15,7 +15,7 @@ from sqlalchemy.orm import defer
 from varuna_manager.answers.errors import ChangedError, ConflictError, InvalidError, MissingError
 from varuna_manager.answers.paging import Order, Page
 from varuna_manager.db.engine import Database, after_commit
-from varuna_manager.db.models import ArchiveRow, GenerationRow, JobProgressRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.db.models import ArchiveRow, GenerationRow, JobProgressRow, JobRow, WorkerRow
 from varuna_manager.domain.spec import JobSpec, is_label_key, read_spec
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
@@ -25,6 +25,7 @@ from varuna_manager.domain.states import (
 )
 from varuna_manager.jobs.documents import JobProgress, make_job_document
 from varuna_manager.jobs.secrets import Secrets
+from varuna_manager.jobs.step_rates import read_job_rates
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_proto.rest import DeletedJobDocument, JobDocument, JobSpecDocument
@@ -327,13 +328,7 @@ async def read_progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
     query = select(*columns).join(whole, and_(row.job_id == whole.job_id, is_wanted))
     rows = await session.execute(query.where(whole.job_id.in_(job_ids)))
     generations = {(each.job_id, each.number): each for each in rows}
-    is_last = and_(MetricRow.job_id == whole.job_id, MetricRow.step == whole.step)
-    measured = await session.execute(
-        select(MetricRow.job_id, MetricRow.step_s, MetricRow.examples)
-        .join(whole, is_last)
-        .where(whole.job_id.in_(job_ids))
-    )
-    metrics = {each.job_id: each for each in measured}
+    rates = await read_job_rates(session, job_ids)
     # By state first, as the index is: grouped by job alone, SQLite goes through the workers of all generations.
     alive = select(WorkerRow.state, WorkerRow.job_id, func.count().label("gpus"))
     alive = alive.where(WorkerRow.state.in_(ALIVE), WorkerRow.job_id.in_(job_ids))
@@ -343,7 +338,6 @@ async def read_progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
     found = dict.fromkeys(job_ids, JobProgress())
     for job_id, each in of.items():
         stepped, trained = generations.get((job_id, each.stepped)), generations.get((job_id, each.trained))
-        metric = metrics.get(job_id)
         found[job_id] = JobProgress(
             step=each.step,
             loss=stepped.last_loss if stepped is not None else None,
@@ -351,8 +345,7 @@ async def read_progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
             generation=each.newest,
             plan=trained.plan if trained is not None else None,
             gpus=gpus[job_id],
-            step_s=metric.step_s if metric is not None else None,
-            examples=metric.examples if metric is not None else None,
+            rate=rates.get(job_id),
         )
     return found
 

@@ -23,6 +23,7 @@ from varuna_manager.domain.states import GenerationKind, GenerationState, StopMo
 from varuna_manager.history.live import ProgressBoard
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.history.step_metrics import roll_up
+from varuna_manager.jobs.step_rates import read_generation_rates
 from varuna_manager.world.events import EventLog
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -107,12 +108,20 @@ class Progress:
         if is_first:
             await self._first_step(session, generation, min(steps), now)
         await _set_progress(
-            session, generation, last_step=last.step, last_loss=_number_or_none(last.loss), last_step_at=now
+            session,
+            generation,
+            last_step=last.step,
+            last_loss=_number_or_none(last.loss),
+            last_step_at=now,
+            between_s=_add_between(generation, steps),
         )
         first = min(steps) if generation.last_step is None else generation.last_step + 1
         await roll_up(session, job_id, first, last.step)
-        if self._board is not None:
-            after_commit(session, partial(self._board.record_step, job_id, number, last, _number_or_none(last.loss)))
+        if self._board is not None and self._board.is_watched:
+            rate = (await read_generation_rates(session, job_id, [number])).get(number)
+            loss = _number_or_none(last.loss)
+            if rate is not None:  # else a later generation has done its steps again
+                after_commit(session, partial(self._board.record_step, job_id, number, last.step, loss=loss, rate=rate))
         return is_first
 
     def _note_skipped(
@@ -136,7 +145,7 @@ class Progress:
 
     async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
         row = GenerationRow
-        query = select(row.last_step_at, row.resumed_step, row.last_step, row.stop_requested_at, row.ended_at)
+        query = select(row.last_step_at, row.resumed_step, row.last_step, row.stop_requested_at, row.ended_at, row.kind)
         query = query.where(row.job_id == generation.job_id, row.number < generation.number)
         earlier = (await session.execute(query.order_by(row.number))).all()
         before = earlier[-1] if earlier else None
@@ -150,6 +159,7 @@ class Progress:
         )
         moments = MorphMoments(
             last_progress_at=last_progress_at,
+            is_calibrated=before is not None and before.kind == GenerationKind.CALIBRATION,
             stop_sent_at=None if before is None else before.stop_requested_at,
             ended_at=None if before is None else before.ended_at,
             created_at=generation.created_at,
@@ -231,6 +241,7 @@ async def _write_metrics(
             "examples": step.examples,
             "generation": generation.number,
             "at": now,
+            "between_s": sum(_between_s(step).values()),
         }
         for step in steps
     ]
@@ -238,10 +249,28 @@ async def _write_metrics(
     new = statement.excluded
     statement = statement.on_conflict_do_update(
         index_elements=["job_id", "step"],
-        set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at")},
+        set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at", "between_s")},
         where=new.generation >= MetricRow.generation,
     )
     await session.execute(statement, rows)
+
+
+def _between_s(step: pb.StepResult) -> dict[str, float]:
+    """Seconds by the names of `accounting.BETWEEN_STEPS`."""
+    between = step.between
+    parts_us = (between.data_us, between.evaluation_us, between.checkpoint_us, between.script_us)
+    return {cause: part_us / 1e6 for cause, part_us in zip(accounting.BETWEEN_STEPS, parts_us, strict=True)}
+
+
+def _add_between(generation: GenerationRow, steps: Mapping[int, pb.StepResult]) -> dict[str, float]:
+    """The generation's sums with these steps. What lies before its first step belongs to the morph."""
+    known = min(steps) if generation.last_step is None else generation.last_step
+    sums = {cause: (generation.between_s or {}).get(cause, 0.0) for cause in accounting.BETWEEN_STEPS}
+    for number, step in steps.items():
+        if number > known:
+            for cause, seconds in _between_s(step).items():
+                sums[cause] += seconds
+    return sums
 
 
 def _number_or_none(value: float) -> float | None:

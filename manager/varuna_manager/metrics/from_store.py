@@ -58,7 +58,15 @@ STORE_FAMILIES = (
     ),
     MetricFamily("varuna_job_useful_steps", "Completed steps of a job, each counted once.", _JOB, COUNTER),
     MetricFamily("varuna_job_examples", "Training examples of a job's useful steps.", _JOB, COUNTER),
-    MetricFamily("varuna_job_useful_seconds", "Time of a job's useful steps.", _JOB, COUNTER),
+    MetricFamily(
+        "varuna_job_useful_seconds", "Time of a job's useful steps, without what lies between them.", _JOB, COUNTER
+    ),
+    MetricFamily(
+        "varuna_job_between_steps_seconds",
+        "Time that a job's script spent between useful steps: data, evaluation, checkpoints, all else.",
+        _JOB,
+        COUNTER,
+    ),
     MetricFamily(
         "varuna_job_stalled_seconds", "Time of a job without progress, at its start and its morphs.", _JOB, COUNTER
     ),
@@ -107,6 +115,7 @@ class _CompletedSteps:
     count: int = 0
     examples: int = 0
     seconds: float = 0.0
+    between_s: float = 0.0
 
 
 class StoreMetrics:
@@ -172,14 +181,17 @@ class StoreMetrics:
     ) -> None:
         done = self._done.setdefault(job_id, _CompletedSteps())
         row = MetricRow
-        query = select(func.count(), func.sum(row.examples), func.sum(row.step_s), func.max(row.step))
+        sums = (func.sum(row.examples), func.sum(row.step_s), func.sum(row.between_s))
+        query = select(func.count(), *sums, func.max(row.step))
         new = (await session.execute(query.where(row.job_id == job_id, row.step > done.step))).one()
         if new[0]:
             done.count, done.examples = done.count + new[0], done.examples + int(new[1])
-            done.seconds, done.step = done.seconds + float(new[2]), new[3]
+            done.seconds, done.between_s = done.seconds + float(new[2] - new[3]), done.between_s + float(new[3])
+            done.step = new[4]
         samples.add_sample("varuna_job_useful_steps", done.count, name)
         samples.add_sample("varuna_job_examples", done.examples, name)
         samples.add_sample("varuna_job_useful_seconds", done.seconds, name)
+        samples.add_sample("varuna_job_between_steps_seconds", done.between_s, name)
         if started_at is not None:
             elapsed_s = max(self._now() - started_at, 0.0)
             samples.add_sample("varuna_job_elapsed_seconds", elapsed_s, name)

@@ -24,8 +24,8 @@ _MORPH_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 180.0, 600.0)
 _DETECTION_S = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0)
 _PROVIDER_S = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _LAG_EVERY_S = 0.5
-_PHASES, _START = ("notice", "stop", "plan"), "start"
-"""Phases of a morph. Everything after the first three belongs to the start."""
+_PHASES, _START = ("notice", "stop", "calibration", "plan"), "start"
+"""Phases of a morph. Everything after these belongs to the start."""
 _FROM_ZERO = (
     "checkpoint_passed_over",
     "steps_skipped",
@@ -65,8 +65,8 @@ COUNTED_FAMILIES = (
     MetricFamily(
         "varuna_morph_phase_seconds",
         "Phases of morphs: `notice` (from the last step to the stop command), `stop` (until the old generation has "
-        "ended), `plan` (until the next one is decided; includes waiting for VMs and the planner), `start` (launch, "
-        "loading, first step).",
+        "ended), `calibration` (the generation before, if it was one), `plan` (until the next one is decided; includes "
+        "waiting for VMs and the planner), `start` (launch, loading, first step).",
         ("phase",),
         HISTOGRAM,
     ),
@@ -77,6 +77,11 @@ COUNTED_FAMILIES = (
         kind=HISTOGRAM,
     ),
     MetricFamily("varuna_redone_steps", "Steps computed again after morphs: no checkpoint held them.", kind=COUNTER),
+    MetricFamily(
+        "varuna_redone_micro_batches",
+        "Micro-batches of steps under way that were run again after morphs in place.",
+        kind=COUNTER,
+    ),
     MetricFamily("varuna_events", "Entries of the event log, by kind.", ("kind",), COUNTER),
     MetricFamily(
         "varuna_planner_seconds",
@@ -152,7 +157,8 @@ class Instruments:
         self._detection = histogram("varuna_detection_seconds", _DETECTION_S)
         self._phases = histogram("varuna_morph_phase_seconds", _MORPH_S)
         self._stalls = histogram("varuna_morph_stall_seconds", _MORPH_S)
-        self._redone = counter("varuna_redone_steps")
+        self._redone_steps = counter("varuna_redone_steps")
+        self._redone_micro_batches = counter("varuna_redone_micro_batches")
         self._events = counter("varuna_events")
         self._planner = histogram("varuna_planner_seconds", _PLAN_S)
         self._looks = histogram("varuna_controller_look_seconds", _CALL_S)
@@ -188,7 +194,8 @@ class Instruments:
         match row.kind:
             case "first_step" if row.data["seconds_without_progress"] is not None:
                 self._stalls.observe(row.data["seconds_without_progress"])
-                self._redone.inc(row.data["steps_redone"])
+                self._redone_steps.inc(row.data["steps_redone"])
+                self._redone_micro_batches.inc(row.data["micro_batches_redone"] or 0)
                 self._record_morph(row.data["downtime"])
             case "hang":
                 self._detection.labels("hang").observe(row.data["silent_s"])

@@ -15,6 +15,7 @@ import structlog
 
 from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import ShapeQuestion, load_planner, parsed_profile
+from varuna_planner.liveput.morph_cost import count_moved_bytes
 from varuna_proto.plan import Device, Plan
 
 _REMEMBERED = 256
@@ -46,11 +47,13 @@ class PlanQuestion(ShapeQuestion):
     """Placement of the previous generation; the index is the rank."""
     previous_p: int | None = None
     """Stages of the previous generation."""
+    previous_starts: tuple[int, ...] = ()
+    """The first section of each of them; empty: not known."""
     present: Plan | None = None
     """The plan of the running generation. The answer has its rate by the same profile."""
 
     def answer_key(self) -> Hashable:
-        placed = (self.devices, self.previous, self.previous_p, self.present)
+        placed = (self.devices, self.previous, self.previous_p, self.previous_starts, self.present)
         return self.shape_key(), self.spec.resources.max_gpus, placed
 
 
@@ -182,6 +185,7 @@ def _choose(question: PlanQuestion) -> Proposal:
         candidates=candidates,
         reason=choice.reason,
         present_examples_per_s=present_rate,
+        moving_s=_predict_moving_s(plan, placement, question),
     )
 
 
@@ -190,3 +194,18 @@ def _place(plan: Plan, question: PlanQuestion) -> tuple[Device, ...]:
 
     previous = {device: rank for rank, device in enumerate(question.previous)}
     return place(plan.p, plan.d, question.devices, previous, previous_p=question.previous_p)
+
+
+def _predict_moving_s(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> float:
+    """The time in which new processes take the state from those of the previous generation; 0: there are none."""
+    profile, starts = parsed_profile(question.profile_json), question.previous_starts
+    if not starts or len(starts) != question.previous_p or max((*starts, *plan.stage_starts)) >= len(profile.sections):
+        return 0.0
+    moved = count_moved_bytes(
+        [section.parameter_bytes + section.optimizer_bytes for section in profile.sections],
+        stage_starts=plan.stage_starts,
+        placement=[device.vm_id for device in placement],
+        held_starts=starts,
+        holders=[device.vm_id for device in question.previous],
+    )
+    return moved.predict_s(profile.links.other_vm.bandwidth_bytes_per_s)

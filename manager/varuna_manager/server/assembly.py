@@ -57,6 +57,7 @@ from varuna_manager.providers.measured import MeasuredProvider
 from varuna_manager.server.addresses import ListenPorts
 from varuna_manager.server.security import AccessControl, Security
 from varuna_manager.settings import ManagerSettings, is_wildcard
+from varuna_manager.world.attended_clock import AttendedClock
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.vm_registry import VmRegistry
@@ -114,7 +115,8 @@ class TermParts:
         self._base, self._database = base, database
         settings, rules = base.settings, base.settings.make_rules()
         self.bell, self.sessions, times = Bell(), AgentSessions(), ComputeTimes()
-        registry = VmRegistry(heartbeat_interval_s=settings.heartbeat_interval_s)
+        self._silence_clock = AttendedClock()
+        registry = VmRegistry(self._silence_clock.read_s, heartbeat_interval_s=settings.heartbeat_interval_s)
         world = World(database, registry)
         instruments = base.instruments
         instruments.time_store(database.engine)
@@ -230,7 +232,8 @@ class TermParts:
         """A leader's endless tasks."""
         look = self._base.instruments.time_round
         deciding = [run_controller(controller, self.bell, look) for controller in self._controllers]
-        beside = [run_controller(self._retention, Bell(), look)]  # which no event wakes
+        beside = [self._silence_clock.keep_attending()]
+        beside += [run_controller(self._retention, Bell(), look)]  # which no event wakes
         target = self._base.settings.make_webhook_target()
         if target is not None:
             beside.append(WebhookSender(self._database, self._events, target).run())

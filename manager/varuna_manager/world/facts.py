@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from varuna_manager.db.changes import GenerationKey
 from varuna_manager.domain.commands import GenerationOnVm
-from varuna_manager.domain.observed import Holder, Holders, StopView, WorkerView, WorkerViews
+from varuna_manager.domain.observed import Holder, Holders, KeptCopy, StopView, WorkerView, WorkerViews
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
@@ -81,6 +81,7 @@ class JobFacts(NamedTuple):
     retried_at: float | None
     run_since: float | None
     setup_failures: Mapping[str, Any] | None
+    script_obstacles: Sequence[str] | None = None
 
     @property
     def job_state(self) -> JobState:
@@ -111,6 +112,7 @@ class GenerationFacts(NamedTuple):
     in_place: bool
     holders_generation: int | None
     holders: Sequence[Mapping[str, Any]] | None
+    keepers: Sequence[int] | None
     created_at: float
     ended_at: float | None
     end_cause: str | None
@@ -168,6 +170,7 @@ class WorkerFacts(NamedTuple):
     stopped_at: float | None
     held_step: int | None = None
     held_gives_only: bool = False
+    held_copies: Sequence[Sequence[int]] | None = None
 
     @property
     def worker_state(self) -> WorkerState:
@@ -192,6 +195,7 @@ class WorkerFacts(NamedTuple):
             unreached=self.unreached,
             held_step=self.held_step,
             gives_only=self.held_gives_only,
+            held_copies=tuple(KeptCopy(*copy) for copy in self.held_copies or ()),
             stopped_at=self.stopped_at,
             lease_over=lease_over,
         )

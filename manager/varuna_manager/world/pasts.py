@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
-from varuna_manager.db.models import GenerationRow, VmRow
+from varuna_manager.db.models import GenerationRow, VmRow, WorkerRow
 from varuna_manager.domain.fleet_past import LivesSummary, VmLife, summarize_lives
-from varuna_manager.domain.morphs import LOOKED_BACK, MorphEstimate, PastShape, estimate_morphs
+from varuna_manager.domain.morphs import LOOKED_BACK, PastShape
 from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
 from varuna_manager.domain.states import EndCause, GenerationKind, GenerationState, VmState
 from varuna_proto.plan import Plan
 
+JOBS_LEARNED_FROM = 20
+"""The newest, over or not: what their morphs cost is what a new job's should cost."""
+_NETWORK_BYTES_PER_S = 1.25e9
+"""An ordinary network's, at which a past morph's state is assumed to have moved. A slower one makes what morphs cost
+besides seem larger, for this job as for others."""
 _VMS_LOOKED_BACK = 5000
 """The newest, gone or not: their lifetimes show how long others will last."""
 
@@ -25,12 +31,13 @@ class JobPast:
     """The object is replaced when any of the job's ended generations changes."""
 
     setbacks: Setbacks = field(default_factory=Setbacks)
-    morphs: MorphEstimate = field(default_factory=MorphEstimate)
+    shapes: tuple[PastShape, ...] = ()
+    """The last LOOKED_BACK of them, newest first: what its morphs have cost."""
 
 
 async def read_past(session: AsyncSession, job_id: str, retried_after: int | None) -> JobPast:
     """`retried_after`: generations up to this number do not count against the job."""
-    return JobPast(await _read_setbacks(session, job_id, retried_after or 0), await _read_morphs(session, job_id))
+    return JobPast(await _read_setbacks(session, job_id, retried_after or 0), await _read_shapes(session, job_id))
 
 
 async def _read_setbacks(session: AsyncSession, job_id: str, forgiven: int) -> Setbacks:
@@ -50,7 +57,7 @@ async def _read_setbacks(session: AsyncSession, job_id: str, forgiven: int) -> S
     )
 
 
-async def _read_morphs(session: AsyncSession, job_id: str) -> MorphEstimate:
+async def _read_shapes(session: AsyncSession, job_id: str) -> tuple[PastShape, ...]:
     row = GenerationRow
     query = select(row).options(defer(row.candidates), defer(row.history)).execution_options(populate_existing=True)
     query = query.where(
@@ -58,18 +65,50 @@ async def _read_morphs(session: AsyncSession, job_id: str) -> MorphEstimate:
     )
     rows = (await session.scalars(query.order_by(row.number.desc()).limit(LOOKED_BACK + 1))).all()
     before = {new.number: old for new, old in pairwise(rows)}
-    return estimate_morphs([_past_shape(ended, before.get(ended.number)) for ended in rows[:LOOKED_BACK]])
+    moved = await _read_moved_bytes(session, job_id, [ended.number for ended in rows[:LOOKED_BACK]])
+    return tuple(_past_shape(ended, before.get(ended.number), moved) for ended in rows[:LOOKED_BACK])
 
 
-def _past_shape(row: GenerationRow, before: GenerationRow | None) -> PastShape:
-    """`before`: the previous training generation."""
-    ended_at = row.ended_at or row.created_at
+async def _read_moved_bytes(session: AsyncSession, job_id: str, numbers: Sequence[int]) -> Mapping[int, int]:
+    """Of each generation, the most bytes that one worker took from memories or the store."""
+    taken = func.max(func.coalesce(WorkerRow.peer_bytes, 0) + func.coalesce(WorkerRow.store_bytes, 0))
+    query = select(WorkerRow.generation, taken).group_by(WorkerRow.generation)
+    query = query.where(WorkerRow.job_id == job_id, WorkerRow.generation.in_(numbers))
+    return {number: int(most or 0) for number, most in await session.execute(query)}
+
+
+def _past_shape(row: GenerationRow, before: GenerationRow | None, moved: Mapping[int, int]) -> PastShape:
+    """`before`: the previous training generation; `moved`: bytes by generation."""
     morph_s = None
-    if row.resumed_step and row.seconds_without_progress is not None:  # one that starts at 0 waited for other things
-        waited_s = 0.0 if before is None or before.ended_at is None else row.created_at - before.ended_at
-        one_s = Plan.from_document(row.plan).predicted_minibatch_s
-        morph_s = max(0.0, row.seconds_without_progress - waited_s - one_s)
-    return PastShape(lifetime_s=ended_at - row.created_at, morph_s=morph_s, save_s=row.save_s, in_place=row.in_place)
+    if row.resumed_step and row.started_at is not None:  # one that starts at 0 waited for other things
+        stop_s = 0.0
+        if before is not None and before.ended_at is not None:
+            # A planned stop comes with the end of a step; what a loss cost of the step under way is no part of a morph.
+            stop_s = before.ended_at - max(before.last_step_at or 0.0, before.stop_requested_at or before.ended_at)
+        morph_s = max(0.0, row.started_at - row.created_at - _first_step_s(row)) + max(0.0, stop_s)
+    return PastShape(
+        ended_at=row.ended_at or row.created_at,
+        morph_s=morph_s,
+        moving_s=moved.get(row.number, 0) / _NETWORK_BYTES_PER_S,
+        save_s=row.save_s,
+        in_place=row.in_place,
+    )
+
+
+def _first_step_s(row: GenerationRow) -> float:
+    """The predicted time of its first step, of which a generation in place may have run a part before."""
+    plan = Plan.from_document(row.plan)
+    if not row.in_place or row.micro_batches_redone is None:
+        return plan.predicted_minibatch_s
+    return plan.predicted_minibatch_s * min(1.0, row.micro_batches_redone * plan.micro_batch / plan.global_batch)
+
+
+async def read_fleet_shapes(session: AsyncSession) -> dict[str, tuple[PastShape, ...]]:
+    """The last shapes of the jobs whose training generations were the last to begin. A new leader begins with them."""
+    row = GenerationRow
+    query = select(row.job_id).where(row.kind == GenerationKind.TRAINING.value).group_by(row.job_id)
+    jobs = await session.scalars(query.order_by(func.max(row.id).desc()).limit(JOBS_LEARNED_FROM))
+    return {job_id: await _read_shapes(session, job_id) for job_id in jobs.all()}
 
 
 async def read_lives_summary(session: AsyncSession, now: float) -> LivesSummary:

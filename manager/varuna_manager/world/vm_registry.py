@@ -1,7 +1,8 @@
 """What is known about VMs this minute: in memory, never written.
 
-Silence is measured with the monotonic clock, so a clock that is set cannot lose a VM. After a restart of the manager
-no agent has connected yet: silence then counts from the start.
+Silence is measured with a monotonic clock, so a clock that is set cannot lose a VM; and with one that stands while the
+manager does not listen (`AttendedClock`), so its own stalls cannot, either. After a restart of the manager no agent has
+connected yet: silence then counts from the start.
 """
 
 from __future__ import annotations
@@ -34,11 +35,25 @@ class Health:
     evaluated: int = 0
     """Micro-batches of evaluations since the worker started."""
     waiting_for: WaitKind | None = None
+    quiet_ranks: frozenset[int] = frozenset()
+    """Those that do not answer it while it waits."""
 
     @property
     def key(self) -> tuple[str, int, int]:
         """Job, generation and rank."""
         return self.job_id, self.generation, self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewcomerReport:
+    """A process that was started ahead, as its agent last reported it."""
+
+    job_id: str
+    request: str
+    """The `WantedNewcomers` for which it was started."""
+    local_rank: int
+    at_door: bool
+    fault: str
 
 
 @dataclass(kw_only=True)
@@ -61,6 +76,8 @@ class _Live:
     prepared: frozenset[str] = frozenset()
     setting_up: frozenset[str] = frozenset()
     warm: frozenset[str] = frozenset()
+    newcomers: tuple[NewcomerReport, ...] = ()
+    held_bytes: int = 0
     evaluated: dict[tuple[str, int, int], _Evaluated] = field(default_factory=dict)
     """By job, generation and rank."""
     changed_in: int = 0
@@ -88,6 +105,8 @@ class VmRegistry:
         self._changes = 0
         self._evaluating: set[str] = set()
         """VMs whose workers have reported evaluations: few, if any."""
+        self._witnesses: dict[str, frozenset[tuple[str, int]]] = {}
+        """By VM: the jobs and generations of its workers that get no answer from other ranks: few, if any."""
         self._away: set[str] = set()
         """VMs that were connected once and are not now."""
         self._quarantines: dict[str, tuple[float, float]] = {}
@@ -130,6 +149,7 @@ class VmRegistry:
             workers=workers,
             prepared=live.prepared,
             setting_up=live.setting_up,
+            newcomers=live.newcomers,
         )
 
     def add_heartbeat(
@@ -142,6 +162,7 @@ class VmRegistry:
         prepared: Iterable[str] = (),
         setting_up: Iterable[str] = (),
         warm: Iterable[str] = (),
+        newcomers: Sequence[NewcomerReport] = (),
     ) -> bool:
         """Record that the VM lives. Returns whether a decision may change (a new port, the end of a silence, ...)."""
         live = self._of(vm_id)
@@ -149,6 +170,8 @@ class VmRegistry:
         jobs = frozenset(preparing), frozenset(prepared), frozenset(setting_up), frozenset(warm)
         known = live.preparing, live.prepared, live.setting_up, live.warm
         news = was_silent or live.rendezvous_port != rendezvous_port or known != jobs
+        news = news or live.newcomers != tuple(newcomers)
+        live.newcomers = tuple(newcomers)
         live.preparing, live.prepared, live.setting_up, live.warm = jobs
         if news:
             self._note_change(live)
@@ -159,7 +182,21 @@ class VmRegistry:
             live.running = running
         if live.evaluated or any(worker.evaluated for worker in workers):
             self._note_evaluations(vm_id, live)
-        return news
+        return self._note_witnesses(vm_id, workers) or news
+
+    def _note_witnesses(self, vm_id: str, workers: Sequence[Health]) -> bool:
+        """Returns whether other generations than before have a worker there that gets no answer."""
+        unanswered = frozenset([(worker.job_id, worker.generation) for worker in workers if worker.quiet_ranks])
+        is_new = unanswered != self._witnesses.get(vm_id, frozenset())
+        if unanswered:
+            self._witnesses[vm_id] = unanswered
+        else:
+            self._witnesses.pop(vm_id, None)
+        return is_new
+
+    def has_witness(self, job_id: str, generation: int) -> bool:
+        """Whether a worker of the generation gets no answer from another rank, by the last heartbeats."""
+        return any((job_id, generation) in unanswered for unanswered in self._witnesses.values())
 
     def _note_evaluations(self, vm_id: str, live: _Live) -> None:
         self._evaluating.add(vm_id)
@@ -200,6 +237,7 @@ class VmRegistry:
     def forget_vm(self, vm_id: str) -> None:
         self._live.pop(vm_id, None)
         self._evaluating.discard(vm_id)
+        self._witnesses.pop(vm_id, None)
         self._away.discard(vm_id)
         self._quarantines.pop(vm_id, None)
 
@@ -221,6 +259,20 @@ class VmRegistry:
         """Job and generation of the workers that run there, according to the last heartbeat."""
         live = self._live.get(vm_id)
         return live.running if live is not None else frozenset()
+
+    def list_newcomers(self, vm_id: str) -> tuple[NewcomerReport, ...]:
+        """The processes that were started ahead there, according to the last heartbeat."""
+        live = self._live.get(vm_id)
+        return live.newcomers if live is not None else ()
+
+    def record_held_bytes(self, vm_id: str, held_bytes: int) -> None:
+        """What the VM's heartbeat says of `get_held_bytes`. No decision depends on it."""
+        self._of(vm_id).held_bytes = held_bytes
+
+    def get_held_bytes(self, vm_id: str) -> int:
+        """The state of workers that have ended in the VM's memory, according to the last heartbeat."""
+        live = self._live.get(vm_id)
+        return live.held_bytes if live is not None else 0
 
     def silence_s(self, vm_id: str) -> float | None:
         """Time since its agent's last message; None: its agent has not connected since the manager started."""

@@ -159,7 +159,7 @@ class _Search:
         self.limits = _tables.SearchLimits(
             usable_bytes=usable_bytes(device_memory_bytes),
             policy=policy.code,
-            staged=profile.environment.get("device", "").startswith("cuda"),
+            staged=not profile.environment.get("device", "cpu").startswith("cpu"),
             runs_ahead=policy in (Policy.VARUNA, Policy.WORK_CONSERVING),
             counts_stages=policy is not Policy.GPIPE,
         )

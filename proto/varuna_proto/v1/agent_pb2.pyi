@@ -276,6 +276,8 @@ class ManagerMessage(_message.Message):
     DUMP_STACKS_FIELD_NUMBER: _builtins.int
     PREPARE_FIELD_NUMBER: _builtins.int
     KEEP_PREPARED_FIELD_NUMBER: _builtins.int
+    START_NEWCOMERS_FIELD_NUMBER: _builtins.int
+    END_NEWCOMERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """answers Hello"""
@@ -300,6 +302,10 @@ class ManagerMessage(_message.Message):
     def prepare(self) -> Global___Prepare: ...
     @_builtins.property
     def keep_prepared(self) -> Global___KeepPrepared: ...
+    @_builtins.property
+    def start_newcomers(self) -> Global___StartNewcomers: ...
+    @_builtins.property
+    def end_newcomers(self) -> Global___EndNewcomers: ...
     def __init__(
         self,
         *,
@@ -313,12 +319,14 @@ class ManagerMessage(_message.Message):
         dump_stacks: Global___DumpStacks | None = ...,
         prepare: Global___Prepare | None = ...,
         keep_prepared: Global___KeepPrepared | None = ...,
+        start_newcomers: Global___StartNewcomers | None = ...,
+        end_newcomers: Global___EndNewcomers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "end_newcomers", b"end_newcomers", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "start_newcomers", b"start_newcomers", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "end_newcomers", b"end_newcomers", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "start_newcomers", b"start_newcomers", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused", "dump_stacks", "prepare", "keep_prepared"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused", "dump_stacks", "prepare", "keep_prepared", "start_newcomers", "end_newcomers"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -446,8 +454,12 @@ class Heartbeat(_message.Message):
     PREPARED_JOBS_FIELD_NUMBER: _builtins.int
     WARM_JOBS_FIELD_NUMBER: _builtins.int
     SETTING_UP_JOBS_FIELD_NUMBER: _builtins.int
+    NEWCOMERS_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     rendezvous_port: _builtins.int
+    held_bytes: _builtins.int
+    """state of workers that have ended, in memory that the agent keeps"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerHealth]: ...
     @_builtins.property
@@ -466,6 +478,8 @@ class Heartbeat(_message.Message):
     def setting_up_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """jobs whose folder is being made ready, or waits for its turn"""
 
+    @_builtins.property
+    def newcomers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Newcomer]: ...
     def __init__(
         self,
         *,
@@ -476,14 +490,53 @@ class Heartbeat(_message.Message):
         prepared_jobs: _abc.Iterable[_builtins.str] | None = ...,
         warm_jobs: _abc.Iterable[_builtins.str] | None = ...,
         setting_up_jobs: _abc.Iterable[_builtins.str] | None = ...,
+        newcomers: _abc.Iterable[Global___Newcomer] | None = ...,
+        held_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prepared_jobs", b"prepared_jobs", "preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "setting_up_jobs", b"setting_up_jobs", "warm_jobs", b"warm_jobs", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_bytes", b"held_bytes", "newcomers", b"newcomers", "prepared_jobs", b"prepared_jobs", "preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "setting_up_jobs", b"setting_up_jobs", "warm_jobs", b"warm_jobs", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Newcomer(_message.Message):
+    """a process that was started ahead for a job's next generation"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    LOCAL_RANK_FIELD_NUMBER: _builtins.int
+    AT_DOOR_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    request: _builtins.str
+    """of the StartNewcomers"""
+    local_rank: _builtins.int
+    """the device on which it is to be a worker"""
+    at_door: _builtins.bool
+    """its script has reached Varuna(): it can take a rank at once"""
+    fault: _builtins.str
+    """why it can take none; empty: nothing known"""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        request: _builtins.str = ...,
+        local_rank: _builtins.int = ...,
+        at_door: _builtins.bool = ...,
+        fault: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "fault", b"fault", "job_id", b"job_id", "local_rank", b"local_rank", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Newcomer: _TypeAlias = Newcomer  # noqa: Y015
 
 @_typing.final
 class WorkerHealth(_message.Message):
@@ -499,6 +552,7 @@ class WorkerHealth(_message.Message):
     WAIT_US_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    QUIET_RANKS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
@@ -512,7 +566,11 @@ class WorkerHealth(_message.Message):
     evaluated: _builtins.int
     """micro-batches evaluated since the worker's start; it grows while `step` does not"""
     waiting_for: Global___WaitKind.ValueType
-    """set after one second of waiting"""
+    """set after half a second of waiting"""
+    @_builtins.property
+    def quiet_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ranks of its generation that do not answer the worker while it waits"""
+
     def __init__(
         self,
         *,
@@ -526,10 +584,11 @@ class WorkerHealth(_message.Message):
         wait_us: _builtins.int = ...,
         evaluated: _builtins.int = ...,
         waiting_for: Global___WaitKind.ValueType = ...,
+        quiet_ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "evaluated", b"evaluated", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "rank", b"rank", "step", b"step", "wait_us", b"wait_us", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "evaluated", b"evaluated", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "quiet_ranks", b"quiet_ranks", "rank", b"rank", "step", b"step", "wait_us", b"wait_us", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -762,25 +821,56 @@ class HeldState(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     GIVES_ONLY_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """the committed step"""
     bytes: _builtins.int
     gives_only: _builtins.bool
     """the process takes no rank; it can only give its state to those that do"""
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptCopy]:
+        """what the process keeps besides its own state"""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         bytes: _builtins.int = ...,
         gives_only: _builtins.bool = ...,
+        copies: _abc.Iterable[Global___KeptCopy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "gives_only", b"gives_only", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "copies", b"copies", "gives_only", b"gives_only", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeldState: _TypeAlias = HeldState  # noqa: Y015
+
+@_typing.final
+class KeptCopy(_message.Message):
+    """a copy of the state of a rank of the same generation"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    step: _builtins.int
+    """the committed step"""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptCopy: _TypeAlias = KeptCopy  # noqa: Y015
 
 @_typing.final
 class CheckpointCommitted(_message.Message):
@@ -874,14 +964,20 @@ class StepResult(_message.Message):
     STEP_US_FIELD_NUMBER: _builtins.int
     EXAMPLES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    BETWEEN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1"""
     loss: _builtins.float
     """mean over the global batch"""
     step_us: _builtins.int
+    """as in the worker's StepDone"""
     examples: _builtins.int
     skipped: _builtins.bool
     """the loss or a gradient was not finite, so the step updated nothing"""
+    @_builtins.property
+    def between(self) -> Global___BetweenSteps:
+        """the part of step_us that lies before the passes"""
+
     def __init__(
         self,
         *,
@@ -890,14 +986,49 @@ class StepResult(_message.Message):
         step_us: _builtins.int = ...,
         examples: _builtins.int = ...,
         skipped: _builtins.bool = ...,
+        between: Global___BetweenSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["between", b"between"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["examples", b"examples", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["between", b"between", "examples", b"examples", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class BetweenSteps(_message.Message):
+    """what rank 0's script did between two steps, in µs"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_US_FIELD_NUMBER: _builtins.int
+    EVALUATION_US_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_US_FIELD_NUMBER: _builtins.int
+    SCRIPT_US_FIELD_NUMBER: _builtins.int
+    data_us: _builtins.int
+    """it made batches in Batches"""
+    evaluation_us: _builtins.int
+    """in Varuna.evaluate"""
+    checkpoint_us: _builtins.int
+    """in Varuna.checkpoint, and the snapshots of automatic checkpoints"""
+    script_us: _builtins.int
+    """all else"""
+    def __init__(
+        self,
+        *,
+        data_us: _builtins.int = ...,
+        evaluation_us: _builtins.int = ...,
+        checkpoint_us: _builtins.int = ...,
+        script_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_us", b"checkpoint_us", "data_us", b"data_us", "evaluation_us", b"evaluation_us", "script_us", b"script_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BetweenSteps: _TypeAlias = BetweenSteps  # noqa: Y015
 
 @_typing.final
 class ProfileMeasured(_message.Message):
@@ -1273,6 +1404,7 @@ class Launch(_message.Message):
     IN_PLACE_FIELD_NUMBER: _builtins.int
     HOLDERS_GENERATION_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    KEEPERS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -1302,7 +1434,7 @@ class Launch(_message.Message):
     setup_timeout_s: _builtins.float
     """limit for making the folder ready; 0: no limit"""
     in_place: _builtins.bool
-    """its ranks are processes that hold the job's state; the agent starts no others"""
+    """its ranks are processes that hold the job's state, and new ones that join these"""
     holders_generation: _builtins.int
     """the generation that the holders have left"""
     @_builtins.property
@@ -1321,7 +1453,11 @@ class Launch(_message.Message):
 
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """its ranks whose processes give their state to this generation, on all VMs; not with in_place"""
+        """its ranks whose processes give their state to this generation, on all VMs; with in_place: the ranks of this generation that are no new processes; none: all"""
+
+    @_builtins.property
+    def keepers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by stage: the rank that keeps a copy of the first replica's state; empty: no copies"""
 
     def __init__(
         self,
@@ -1352,14 +1488,63 @@ class Launch(_message.Message):
         in_place: _builtins.bool = ...,
         holders_generation: _builtins.int = ...,
         holders: _abc.Iterable[_builtins.int] | None = ...,
+        keepers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "kind", b"kind", "limits", b"limits", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "keepers", b"keepers", "kind", b"kind", "limits", b"limits", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Launch: _TypeAlias = Launch  # noqa: Y015
+
+@_typing.final
+class StartNewcomers(_message.Message):
+    """ends the job's newcomers on this VM that another request has started"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    LAUNCH_FIELD_NUMBER: _builtins.int
+    request: _builtins.str
+    @_builtins.property
+    def launch(self) -> Global___Launch:
+        """as it is expected, without rendezvous, secret and holders"""
+
+    def __init__(
+        self,
+        *,
+        request: _builtins.str = ...,
+        launch: Global___Launch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["launch", b"launch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch", b"launch", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartNewcomers: _TypeAlias = StartNewcomers  # noqa: Y015
+
+@_typing.final
+class EndNewcomers(_message.Message):
+    """the job's newcomers on this VM are no longer wanted"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndNewcomers: _TypeAlias = EndNewcomers  # noqa: Y015
 
 @_typing.final
 class JobLimits(_message.Message):
@@ -1476,6 +1661,7 @@ class Stop(_message.Message):
     KEEP_STATE_FIELD_NUMBER: _builtins.int
     IN_PLACE_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
+    STORE_STATE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     mode: Global___StopMode.ValueType
@@ -1489,6 +1675,8 @@ class Stop(_message.Message):
     """with HOLD_FIRST: they are to go on in place; where a worker cannot, all save"""
     spare: _builtins.bool
     """with HOLD_FIRST: other VMs hold what this one's workers hold, which end without a save"""
+    store_state: _builtins.bool
+    """with keep_state: the state outlives the processes, in memory that the agent keeps"""
     def __init__(
         self,
         *,
@@ -1500,10 +1688,11 @@ class Stop(_message.Message):
         keep_state: _builtins.bool = ...,
         in_place: _builtins.bool = ...,
         spare: _builtins.bool = ...,
+        store_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "in_place", b"in_place", "job_id", b"job_id", "keep_state", b"keep_state", "mode", b"mode", "spare", b"spare", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "in_place", b"in_place", "job_id", b"job_id", "keep_state", b"keep_state", "mode", b"mode", "spare", b"spare", "store_state", b"store_state", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,7 @@ class WorkerMessage(_message.Message):
     GENERATION_LEFT_FIELD_NUMBER: _builtins.int
     GIVING_STATE_FIELD_NUMBER: _builtins.int
     SCRIPT_OBSTACLE_FIELD_NUMBER: _builtins.int
+    AT_DOOR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """the first message"""
@@ -62,7 +63,7 @@ class WorkerMessage(_message.Message):
 
     @_builtins.property
     def waiting(self) -> Global___Waiting:
-        """sent after one second of waiting, and when the wait ends"""
+        """sent after half a second of waiting, when quiet_ranks change, and when the wait ends"""
 
     @_builtins.property
     def generation_left(self) -> Global___GenerationLeft:
@@ -75,6 +76,10 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def script_obstacle(self) -> Global___ScriptObstacle:
         """sent before the worker leaves"""
+
+    @_builtins.property
+    def at_door(self) -> Global___AtDoor:
+        """follows the hello of a newcomer, which waits for Assigned"""
 
     def __init__(
         self,
@@ -92,12 +97,13 @@ class WorkerMessage(_message.Message):
         generation_left: Global___GenerationLeft | None = ...,
         giving_state: Global___GivingState | None = ...,
         script_obstacle: Global___ScriptObstacle | None = ...,
+        at_door: Global___AtDoor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced", "unreached", "waiting", "generation_left", "giving_state", "script_obstacle"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced", "unreached", "waiting", "generation_left", "giving_state", "script_obstacle", "at_door"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -111,6 +117,7 @@ class AgentToWorker(_message.Message):
     ADMITTED_FIELD_NUMBER: _builtins.int
     ASSIGNED_FIELD_NUMBER: _builtins.int
     GIVE_STATE_FIELD_NUMBER: _builtins.int
+    STORE_STATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def leave(self) -> Global___Leave: ...
     @_builtins.property
@@ -119,11 +126,15 @@ class AgentToWorker(_message.Message):
 
     @_builtins.property
     def assigned(self) -> Global___Assigned:
-        """to a process that has left its generation; it answers with WorkerHello"""
+        """to a process that has left its generation, or to a newcomer; it answers with WorkerHello"""
 
     @_builtins.property
     def give_state(self) -> Global___GiveState:
         """to such a process; it ends when its state has been taken"""
+
+    @_builtins.property
+    def store_state(self) -> Global___StoreState:
+        """to such a process; it puts its state into a memory file and ends"""
 
     def __init__(
         self,
@@ -132,12 +143,13 @@ class AgentToWorker(_message.Message):
         admitted: Global___Admitted | None = ...,
         assigned: Global___Assigned | None = ...,
         give_state: Global___GiveState | None = ...,
+        store_state: Global___StoreState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave", "store_state", b"store_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave", "store_state", b"store_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["leave", "admitted", "assigned", "give_state"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["leave", "admitted", "assigned", "give_state", "store_state"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -153,6 +165,7 @@ class GenerationLeft(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     GIVES_ONLY_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
     """the code with which it would have ended: 75 (on command) or 76 (peer lost)"""
     step: _builtins.int
@@ -161,6 +174,10 @@ class GenerationLeft(_message.Message):
     """parameters, buffers and optimizer state"""
     gives_only: _builtins.bool
     """it can take no rank: its script cannot follow another shape"""
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.KeptCopy]:
+        """what it keeps besides its own state"""
+
     def __init__(
         self,
         *,
@@ -168,10 +185,11 @@ class GenerationLeft(_message.Message):
         step: _builtins.int = ...,
         held_bytes: _builtins.int = ...,
         gives_only: _builtins.bool = ...,
+        copies: _abc.Iterable[_agent_pb2.KeptCopy] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "gives_only", b"gives_only", "held_bytes", b"held_bytes", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "exit_code", b"exit_code", "gives_only", b"gives_only", "held_bytes", b"held_bytes", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +264,101 @@ class GiveState(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GiveState: _TypeAlias = GiveState  # noqa: Y015
+
+@_typing.final
+class StoreState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreState: _TypeAlias = StoreState  # noqa: Y015
+
+@_typing.final
+class MemoryRequest(_message.Message):
+    """A second socket of the agent, beside the first (varuna_proto.environment.memory_socket): what a worker keeps in memory
+    files. The worker sends a MemoryRequest; the agent answers with a byte that carries the descriptors, and MemoryGranted.
+    A worker that stores then fills and seals the file, sends StateStored, and gets a byte and MemoryGranted again: it may end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    STORE_BYTES_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    rank: _builtins.int
+    secret: _builtins.str
+    """the generation's"""
+    store_bytes: _builtins.int
+    """the size of the file that it fills; 0: it takes the files that this generation loads"""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        secret: _builtins.str = ...,
+        store_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "rank", b"rank", "secret", b"secret", "store_bytes", b"store_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryRequest: _TypeAlias = MemoryRequest  # noqa: Y015
+
+@_typing.final
+class MemoryGranted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    refusal: _builtins.str
+    """why there is no file; empty: there is"""
+    def __init__(
+        self,
+        *,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryGranted: _TypeAlias = MemoryGranted  # noqa: Y015
+
+@_typing.final
+class StateStored(_message.Message):
+    """the file is complete"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """the committed step"""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateStored: _TypeAlias = StateStored  # noqa: Y015
 
 @_typing.final
 class GivingState(_message.Message):
@@ -328,10 +441,13 @@ class WorkerHello(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    NEWCOMER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
     pid: _builtins.int
+    newcomer: _builtins.int
+    """the number of a process that has no rank yet (VARUNA_NEWCOMER); 0: it has one"""
     def __init__(
         self,
         *,
@@ -339,14 +455,43 @@ class WorkerHello(_message.Message):
         generation: _builtins.int = ...,
         rank: _builtins.int = ...,
         pid: _builtins.int = ...,
+        newcomer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "newcomer", b"newcomer", "pid", b"pid", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
+
+@_typing.final
+class AtDoor(_message.Message):
+    """the script has reached Varuna(), and goes on as soon as the process has a rank"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READ_VARIABLES_FIELD_NUMBER: _builtins.int
+    OBSTACLE_FIELD_NUMBER: _builtins.int
+    obstacle: _builtins.str
+    """why the process can take no rank; empty: it can"""
+    @_builtins.property
+    def read_variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the worker's environment, that the script has read: they must not change"""
+
+    def __init__(
+        self,
+        *,
+        read_variables: _abc.Iterable[_builtins.str] | None = ...,
+        obstacle: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["obstacle", b"obstacle", "read_variables", b"read_variables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AtDoor: _TypeAlias = AtDoor  # noqa: Y015
 
 @_typing.final
 class WorkerReady(_message.Message):
@@ -402,11 +547,13 @@ class StepDone(_message.Message):
     WAIT_US_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    BETWEEN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1"""
     loss: _builtins.float
     """mean over the global batch"""
     step_us: _builtins.int
+    """from the end of the step before; a process's first: from its own beginning"""
     examples: _builtins.int
     """of the global batch"""
     forward_us: _builtins.int
@@ -416,6 +563,10 @@ class StepDone(_message.Message):
     memory_bytes: _builtins.int
     skipped: _builtins.bool
     """the loss or a gradient was not finite, so the step updated nothing"""
+    @_builtins.property
+    def between(self) -> _agent_pb2.BetweenSteps:
+        """the part of step_us that lies before the passes"""
+
     def __init__(
         self,
         *,
@@ -428,10 +579,11 @@ class StepDone(_message.Message):
         wait_us: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         skipped: _builtins.bool = ...,
+        between: _agent_pb2.BetweenSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["between", b"between"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "examples", b"examples", "forward_us", b"forward_us", "loss", b"loss", "memory_bytes", b"memory_bytes", "skipped", b"skipped", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "between", b"between", "examples", b"examples", "forward_us", b"forward_us", "loss", b"loss", "memory_bytes", b"memory_bytes", "skipped", b"skipped", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -466,15 +618,21 @@ class Waiting(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    QUIET_RANKS_FIELD_NUMBER: _builtins.int
     waiting_for: _agent_pb2.WaitKind.ValueType
+    @_builtins.property
+    def quiet_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """those that do not answer this one, although their connections stand; not all, if many"""
+
     def __init__(
         self,
         *,
         waiting_for: _agent_pb2.WaitKind.ValueType = ...,
+        quiet_ranks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quiet_ranks", b"quiet_ranks", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -573,10 +731,13 @@ class Leave(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     KEEP_STATE_FIELD_NUMBER: _builtins.int
     IN_PLACE_FIELD_NUMBER: _builtins.int
+    STORE_STATE_FIELD_NUMBER: _builtins.int
     mode: _agent_pb2.StopMode.ValueType
     keep_state: _builtins.bool
     """as in Stop"""
     in_place: _builtins.bool
+    """as in Stop"""
+    store_state: _builtins.bool
     """as in Stop"""
     def __init__(
         self,
@@ -584,10 +745,11 @@ class Leave(_message.Message):
         mode: _agent_pb2.StopMode.ValueType = ...,
         keep_state: _builtins.bool = ...,
         in_place: _builtins.bool = ...,
+        store_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "keep_state", b"keep_state", "mode", b"mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "keep_state", b"keep_state", "mode", b"mode", "store_state", b"store_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,7 @@ import pytest
 
 from varuna_agent.notices.metadata import make_metadata_source
 from varuna_agent.notices.notices import Notice, NoticeCancellation
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, POLL_S
 
 
 @dataclass
@@ -60,7 +60,7 @@ def metadata() -> Iterator[Metadata]:
             return
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
     thread.start()
     served.url = f"http://127.0.0.1:{server.server_port}"
     yield served

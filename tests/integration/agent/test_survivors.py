@@ -215,6 +215,7 @@ async def test_a_survivor_that_ends_when_it_is_assigned_has_its_rank_refused(wor
 # ---------------------------------------------------------------- ends of survivors
 
 
+@pytest.mark.slow
 async def test_a_survivor_that_does_not_answer_is_killed(world: InPlaceAgent) -> None:
     (world.folder / "deaf").touch()
     process = await world.survive()

@@ -135,6 +135,7 @@ def world(tmp_path: Path, postgres_url: str) -> Iterator[ContainerHost]:
         yield ContainerHost(tmp_path, postgres_url, ends)
 
 
+@pytest.mark.slow
 def test_the_composed_containers_find_each_other(world: ContainerHost) -> None:
     assert not world.check("manager.Dockerfile", world.data)
     log = world.start("manager", instruction("manager.Dockerfile", "ENTRYPOINT"), data=world.data)

@@ -36,14 +36,18 @@ def registry_of(vm_ids: Iterable[str]) -> VmRegistry:
 
 @asynccontextmanager
 async def controller_over(
-    world: RestWorld, vm_ids: Iterable[str], *, checkpoint_root: str = "file:///checkpoints"
+    world: RestWorld,
+    vm_ids: Iterable[str],
+    *,
+    checkpoint_root: str = "file:///checkpoints",
+    registry: VmRegistry | None = None,
 ) -> AsyncIterator[ControllerWorld]:
-    """`vm_ids`: of the connected agents, whose VMs are in the store."""
+    """`vm_ids`: of the connected agents, whose VMs are in the store. `registry`: with their Hellos."""
     database, bell, sessions, rules = world.database, Bell(), AgentSessions(), Rules()
     for vm_id in vm_ids:
         sessions.add_session(AgentSession(vm_id, "1", ()))
     rates = RateService(bell)
-    loader = SnapshotLoader(database, World(database, registry_of(vm_ids)), rules)
+    loader = SnapshotLoader(database, World(database, registry or registry_of(vm_ids)), rules)
     services = JobControllerServices(
         sessions=sessions,
         planning=PlanningService(),

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import httpx
 
+from forked_manager import ForkedManager, ManagerZygote
 from left_vms import kill_left_vms
 from own_ports import own_ports
 from varuna_proto.v1 import agent_pb2 as pb
@@ -81,6 +82,9 @@ class ScriptedAgent:
         """By rank: the time that every heartbeat reports. With one, each heartbeat also reports a new step."""
         self.evaluating = False
         """Whether every heartbeat reports one more evaluated micro-batch."""
+        self.starts_ahead = True
+        """Whether processes that are started ahead reach Varuna() at once."""
+        self.newcomers: list[pb.Newcomer] = []
         self.seen: list[pb.SeenGeneration] = []
         self.unacked: list[pb.Report] = []
         self._number = 0
@@ -126,6 +130,10 @@ class ScriptedAgent:
                     self.acked = max(self.acked, message.ack.reports_through)
                     self.beats_acked = max(self.beats_acked, message.ack.heartbeat_sequence)
                     self.unacked = [r for r in self.unacked if r.number > self.acked]
+                if message.WhichOneof("body") == "start_newcomers" and self.starts_ahead:
+                    self.reach_door(message.start_newcomers)
+                if message.WhichOneof("body") in ("launch", "end_newcomers"):
+                    self.newcomers = []
                 if message.WhichOneof("body") == "launch":
                     self.port += 1  # the old one belongs to rank 0 now
                     launch = message.launch
@@ -149,7 +157,7 @@ class ScriptedAgent:
                 health.forward_us, health.backward_us = took_us // 3, took_us - took_us // 3
                 health.evaluated = evaluated
                 workers.append(health)
-            beat = pb.Heartbeat(sequence=sequence, rendezvous_port=self.port, workers=workers)
+            beat = pb.Heartbeat(sequence=sequence, rendezvous_port=self.port, workers=workers, newcomers=self.newcomers)
             self._outgoing.put_nowait(pb.AgentMessage(heartbeat=beat))
             await asyncio.sleep(0.1)
 
@@ -169,6 +177,26 @@ class ScriptedAgent:
 
     def commands(self, kind: str) -> list[Any]:
         return [getattr(m, kind) for m in self.received if m.WhichOneof("body") == kind]
+
+    def reach_door(self, ahead: pb.StartNewcomers, fault: str = "") -> None:
+        """The processes that were started ahead wait for their ranks; or there are none, because of `fault`."""
+        self.newcomers = [
+            pb.Newcomer(
+                job_id=ahead.launch.job_id,
+                request=ahead.request,
+                local_rank=worker.local_rank,
+                at_door=not fault,
+                fault=fault,
+            )
+            for worker in ahead.launch.workers
+        ]
+
+    async def start_ahead(self, generation: int) -> pb.StartNewcomers:
+        found: list[pb.StartNewcomers] = await until(
+            lambda: [m for m in self.commands("start_newcomers") if m.launch.generation == generation],
+            f"newcomers of generation {generation} on {self.vm_id}",
+        )
+        return found[-1]
 
     async def launch(self, generation: int) -> pb.Launch:
         """Wait for the launch of this generation."""
@@ -219,11 +247,13 @@ class ScriptedAgent:
 class ScriptedManager:
     """The manager's process, its REST, and the agents of the test."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, zygote: ManagerZygote) -> None:
         self.data_dir = data_dir
         self.real_agents = False
-        self.program: tuple[str, ...] = ("-m", "varuna_manager.main")
-        self.process: subprocess.Popen[bytes] | None = None
+        self.program: tuple[str, ...] = ()
+        """Another than the manager's own, with its arguments."""
+        self.process: subprocess.Popen[bytes] | ForkedManager | None = None
+        self._zygote = zygote
         self.rest = httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S)
         self.agents: dict[str, ScriptedAgent] = {}
 
@@ -239,8 +269,11 @@ class ScriptedManager:
         self.process = await asyncio.to_thread(self._spawn, arguments)
         await until(self._ready, "the manager to be ready")
 
-    def _spawn(self, arguments: list[str]) -> subprocess.Popen[bytes]:
-        with (self.data_dir.parent / "manager.log").open("ab") as log:
+    def _spawn(self, arguments: list[str]) -> subprocess.Popen[bytes] | ForkedManager:
+        path = self.data_dir.parent / "manager.log"
+        if not self.program:
+            return self._zygote.start(arguments, path)
+        with path.open("ab") as log:
             return subprocess.Popen([sys.executable, *self.program, *arguments], stderr=log)
 
     async def _ready(self) -> bool:

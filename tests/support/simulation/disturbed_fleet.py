@@ -8,6 +8,7 @@ from random import Random
 from fleet_world import Disturbances, FleetWorld, fleet_world
 from repository import DATA
 from simulated_manager import Pace
+from simulated_training import Carriage
 from varuna_manager.domain.observed import Rules
 from varuna_manager.providers.replay import ReplaySettings
 from varuna_planner.liveput.spot_trace import SpotTrace, parse_trace
@@ -70,6 +71,41 @@ async def disturbed(folder: Path, seed: int) -> str:
         assert set(world.invariants.job_states().values()) == {"succeeded"}
         for job in jobs:
             books_are_right(world, job)
+        world.nothing_leaked()
+        return world.story()
+
+
+async def reshaped(folder: Path, seed: int) -> str:
+    """One job in place, and what can go wrong with it: in any phase processes and VMs are lost, freeze or come."""
+    chance = Random(seed)
+    disturbances = Disturbances(
+        manager_death_s=chance.choice([0, 100]),
+        manager_away_s=(0.1, 20.0),
+        stream_break_s=60,
+        partition_s=chance.choice([0, 150]),
+        agent_death_s=chance.choice([0, 200]),
+        process_death_s=chance.choice([60, 150]),
+        process_freeze_s=chance.choice([0, 300]),
+    )
+    gpus = chance.choice([1, 1, 2])
+    async with fleet_world(folder, seed, rules=QUICK, disturbances=disturbances, gpus=gpus) as world:
+        await world.replay(market(chance, minutes=15, most=6), ReplaySettings(notice_s=chance.choice([0.0, 30.0])))
+        await world.manager.fleet.set_target(8)
+        layers, carriage = chance.choice([6, 12, 12, 24]), chance.choice([*Carriage, Carriage.IN_PLACE])
+        job = await world.submit(
+            "one", steps=30, global_batch=chance.choice([512, 1024]), save_every=5, layers=layers, carriage=carriage
+        )
+        world.disturb()
+        await world.run(900)
+        world.end_disturbances()
+        await world.run_until_over(50_000)
+        await world.run(200)
+        world.invariants.at_rest()
+        # Not all of them: where all agents of a generation end while none reaches the manager, the steps that only they
+        # knew of are in no book.
+        assert set(world.invariants.steps_of(job)) <= set(range(1, world.training.jobs[job].steps + 1))
+        if world.invariants.job_states()[job] != "succeeded":
+            assert "before they got beyond step" in world.invariants.log(), "the job failed without a reason"
         world.nothing_leaked()
         return world.story()
 

@@ -100,6 +100,8 @@ class Invariants:
         known = {(job_id, generation, rank) for job_id, generation, rank, *_ in rows}
         for worker in self._training.alive():
             key = worker.key
+            if worker.left:  # its exit is reported, and nothing of a survivor is in the store
+                continue
             assert (key.job_id, key.generation, key.rank) in known, f"{key} runs, and the store does not know of it"
 
     def _checkpoints_grow(self) -> None:
@@ -140,6 +142,11 @@ class Invariants:
             f"where job_id = '{job_id}' and number = {generation}"
         )
         return float(str(self._read(query)[0][0]))
+
+    def is_moved(self, job_id: str, generation: int) -> bool:
+        query = f"select in_place, holders from generations where job_id = '{job_id}' and number = {generation}"
+        in_place, holders = self._read(query)[0]
+        return bool(in_place) and holders not in (None, "null")
 
     def all_that_is_decided(self) -> object:
         """What a repeated request must leave as it is."""

@@ -18,7 +18,7 @@ from inline_sqlite import inline_sqlite
 from manager_death import ManagerDiedError
 from simulated_manager import ManagerEnd, Pace
 from simulated_market import SimulatedMarket
-from simulated_training import JobTruth, SimulatedTraining
+from simulated_training import KILLED, Carriage, JobTruth, SimulatedTraining
 from simulated_vm import SimulatedVm
 from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.spec import JobSpec
@@ -47,6 +47,9 @@ class Disturbances:
     stream_break_s: float = 0.0
     partition_s: float = 0.0
     agent_death_s: float = 0.0
+    process_death_s: float = 0.0
+    """Of workers, and of processes that have left their generation."""
+    process_freeze_s: float = 0.0
     partition_lasts_s: tuple[float, float] = (1.0, 100.0)
     manager_away_s: tuple[float, float] = (0.1, 40.0)
     worker_fault_rate: float = 0.0
@@ -66,7 +69,12 @@ class FleetWorld:
         self.calm = False
         """Nothing is disturbed any more."""
         self._folder = folder
-        self.training = SimulatedTraining(self.time, self.chance, lambda job, g: self.invariants.plan_seconds(job, g))
+        self.training = SimulatedTraining(
+            self.time,
+            self.chance,
+            lambda job, number: self.invariants.plan_seconds(job, number),
+            lambda job, number: self.invariants.is_moved(job, number),
+        )
         self.training.fault_rate = disturbances.worker_fault_rate
         self.invariants = Invariants(folder / "manager.db", self.training, self.time.read)
         self.manager = ManagerEnd(folder, self.time, self.chance, rules, self.invariants.check, disturbances.pace)
@@ -110,12 +118,22 @@ class FleetWorld:
 
     # ------------------------------------------------------------ jobs
 
-    async def submit(self, name: str, *, steps: int, global_batch: int = 512, save_every: int = 10, **spec: Any) -> str:
-        """Hand in a job; it takes `steps` steps."""
+    async def submit(
+        self,
+        name: str,
+        *,
+        steps: int,
+        global_batch: int = 512,
+        save_every: int = 10,
+        carriage: Carriage = Carriage.IN_PLACE,
+        layers: int = 24,
+        **spec: Any,
+    ) -> str:
+        """Hand in a job; it takes `steps` steps. `layers`: of the model; the fewer, the fewer stages."""
         self._specs[name] = JobSpec(name=name, workdir="/", run="true", global_batch=global_batch, **spec)
         job_id = await self.handed_in(self.manager, name)
         self.training.jobs[job_id] = JobTruth(
-            job_id=job_id, steps=steps, profile_json=profile_json(), save_every=save_every
+            job_id=job_id, steps=steps, profile_json=profile_json(layers), save_every=save_every, carriage=carriage
         )
         return job_id
 
@@ -131,6 +149,12 @@ class FleetWorld:
         while self.time.next_at <= end:
             await self._step()
         self.time.now = end
+
+    async def run_until(self, condition: Callable[[], bool], deadline_s: float) -> None:
+        """Wait until the condition holds, at most `deadline_s`."""
+        end = self.time.now + deadline_s
+        while not condition() and self.time.now < end:
+            await self.run(1.0)
 
     async def run_until_over(self, deadline_s: float) -> None:
         """Wait until every job is over and nothing runs. Raises AssertionError when that takes longer."""
@@ -186,6 +210,8 @@ class FleetWorld:
             (wanted.stream_break_s, self._break_stream),
             (wanted.partition_s, self._partition),
             (wanted.agent_death_s, self._kill_agent),
+            (wanted.process_death_s, lambda: self.kill_process(self.chance.randrange(1000))),
+            (wanted.process_freeze_s, lambda: self.freeze_process(self.chance.randrange(1000))),
         ):
             if mean_s:
                 self._again(mean_s, what)
@@ -235,6 +261,16 @@ class FleetWorld:
         vm = self._some_vm()
         if vm is not None:
             vm.restart_agent()
+
+    def kill_process(self, pick: int) -> None:
+        """A worker, or one that has left its generation."""
+        if processes := self.training.alive():
+            self.training.end(processes[pick % len(processes)], KILLED)
+
+    def freeze_process(self, pick: int) -> None:
+        """It takes no rank, gives no state, makes no step and does not leave."""
+        if processes := self.training.alive():
+            processes[pick % len(processes)].frozen = True
 
     def _partition(self) -> None:
         vm = self._some_vm()

@@ -34,7 +34,7 @@ from varuna_manager.planning.rates import RateQuestion, RateService
 from varuna_manager.providers.base import EmulatedProvider
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
-from varuna_manager.world.vm_registry import Health, VmRegistry
+from varuna_manager.world.vm_registry import Health, NewcomerReport, VmRegistry
 from varuna_manager.world.world import World
 from varuna_proto.v1 import agent_pb2 as pb
 from virtual_time import VirtualTime
@@ -318,7 +318,16 @@ class ManagerEnd:
         workers = [
             Health(job_id=x.job_id, generation=x.generation, rank=x.rank, step=x.step) for x in heartbeat.workers
         ]
-        if self.registry.add_heartbeat(session.vm_id, rendezvous_port=heartbeat.rendezvous_port, workers=workers):
+        newcomers = [
+            NewcomerReport(
+                job_id=x.job_id, request=x.request, local_rank=x.local_rank, at_door=x.at_door, fault=x.fault
+            )
+            for x in heartbeat.newcomers
+        ]
+        is_news = self.registry.add_heartbeat(
+            session.vm_id, rendezvous_port=heartbeat.rendezvous_port, workers=workers, newcomers=newcomers
+        )
+        if is_news:
             self.bell.notify_listeners()
         session.send(pb.ManagerMessage(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence)))
 

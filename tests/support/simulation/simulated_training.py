@@ -1,7 +1,9 @@
 """Simulates workers without processes: they load, step together at the predicted pace, save, leave, fail and hang.
 
-Training is synchronous: a step is done by all ranks or by none, and ranks that miss a peer leave. It also
-has the truth that the manager's store is compared with: which steps each generation did, and what is saved.
+Training is synchronous: a step is done by all ranks or by none, and ranks that miss a peer leave. Processes may stay
+with the state of their stage, take a rank in place, with the same stages or others, and give their state to new
+processes. It also has the truth that the manager's store is compared with: which steps each generation did, what is
+saved, and who holds what.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from varuna_agent.state import events as ev
 from varuna_agent.state import instructions as ins
-from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST, Mode
+from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST, Mode, WorkerEnvironment
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import worker_pb2 as w
 from virtual_time import VirtualTime
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
     from simulated_vm import SimulatedVm
 
 KILLED = -9
+HOLDERS_WAIT_S = 20.0
+"""How long new processes wait for holders."""
+
+
+class Carriage(StrEnum):
+    """What becomes of a job's processes when they leave a generation."""
+
+    IN_PLACE = "in place"
+    GIVES_ONLY = "gives only"
+    ENDS = "ends"
 
 
 class Fault(StrEnum):
@@ -40,6 +52,7 @@ class JobTruth:
     job_id: str
     steps: int
     profile_json: str
+    carriage: Carriage = Carriage.IN_PLACE
     save_every: int = 10
     saved_step: int = 0
     saved_by: int = 0
@@ -52,6 +65,13 @@ class JobTruth:
     newest_generation: int = 0
 
 
+@dataclass(frozen=True)
+class HeldStages:
+    step: int
+    p: int
+    stages: frozenset[int]
+
+
 @dataclass(kw_only=True, eq=False)
 class SimulatedWorker:
     key: ins.WorkerKey
@@ -61,7 +81,21 @@ class SimulatedWorker:
     ready: bool = False
     leave_mode: int = 0
     """The StopMode of the command to leave; 0: there was none."""
+    keeps_state: bool = True
+    """By the newest command to leave."""
     alive: bool = True
+    frozen: bool = False
+    """It does nothing any more."""
+    held: HeldStages | None = None
+    """What it has in memory; None: nothing yet."""
+    left: bool = False
+    """It has left its generation and stays."""
+    gives_to: int = 0
+    """The generation that was to take its state; 0: none."""
+    asked_at: float = 0.0
+    gives: bool = False
+    """It has answered."""
+    has_freed_device: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,6 +108,8 @@ class Group:
     step_s: float
     members: dict[int, SimulatedWorker] = field(default_factory=dict)
     step: int = 0
+    source: str | None = None
+    """Where its state comes from, when that is known."""
     began: bool = False
     broken: bool = False
     finished: bool = False
@@ -81,12 +117,24 @@ class Group:
 
 
 class SimulatedTraining:
-    """All groups. `step_s` gives the predicted seconds of a mini-batch of (job, generation)."""
+    """All groups.
 
-    def __init__(self, time: VirtualTime, chance: Random, step_s: Callable[[str, int], float]) -> None:
+    Args:
+        step_s: gives the predicted seconds of a mini-batch of (job, generation).
+        is_moved: whether the processes of (job, generation) take other stages in place.
+    """
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        chance: Random,
+        step_s: Callable[[str, int], float],
+        is_moved: Callable[[str, int], bool],
+    ) -> None:
         self._time = time
         self._chance = chance
         self._step_s = step_s
+        self.is_moved = is_moved
         self.jobs: dict[str, JobTruth] = {}
         self.groups: dict[tuple[str, int], Group] = {}
         self.fault_rate = 0.0
@@ -110,34 +158,100 @@ class SimulatedTraining:
     # ------------------------------------------------------------ a worker's life
 
     def start(self, worker: SimulatedWorker) -> None:
-        self.group_of(worker.start).members[worker.key.rank] = worker
+        members = self.group_of(worker.start).members
+        assert worker.key.rank not in members, f"a second process for {worker.key}"
+        members[worker.key.rank] = worker
         self._time.after(self._chance.uniform(0.1, 2.0), lambda: self._connect(worker))
 
     def _connect(self, worker: SimulatedWorker) -> None:
-        if worker.alive and worker.vm.alive:
+        if worker.alive and worker.vm.alive and not worker.frozen:
             worker.connected = True
             worker.vm.handle(ev.WorkerConnected(worker.key, 1000 + worker.key.rank))
             self._time.after(self._chance.uniform(0.5, 6.0), lambda: self._load(worker))
 
-    def _load(self, worker: SimulatedWorker) -> None:
+    def _load(self, worker: SimulatedWorker, since: float | None = None) -> None:
         group = self.group_of(worker.start)
-        if not worker.alive or worker.leave_mode or group.broken:
+        if not worker.alive or worker.frozen or worker.leave_mode or group.broken:
             return
-        if group.step == 0:
-            group.step = group.job.saved_step
+        since = self._time.now if since is None else since
+        if group.source is None and not self._find_source(group, worker.start.environment, since):
+            self._time.after(0.5, lambda: self._load(worker, since))
+            return
         worker.ready = True
         worker.vm.receive_worker_message(worker.key, w.WorkerMessage(ready=w.WorkerReady(resumed_step=group.step)))
         if len(group.members) == group.world_size and all(m.ready for m in group.members.values()):
             self._begin(group, worker.start.environment.mode)
 
+    def _find_source(self, group: Group, environment: WorkerEnvironment, since: float) -> bool:
+        """Whether it is known from which state the group goes on."""
+        members = list(group.members.values())
+        if any(member.held is not None for member in members):  # in place
+            if len(members) < group.world_size:
+                return False
+            steps = {member.held.step for member in members if member.held is not None}
+            assert len(steps) == 1, f"steps {steps} are to go on as generation {group.generation}"
+            assert all(member.held is not None or member.start.environment.joins_survivors for member in members), (
+                "a process without state among survivors"
+            )
+            self._check_stages(group, environment.plan.p)
+            (group.step,) = steps
+            group.source = "kept"
+            return True
+        if environment.holders:
+            if (step := self._find_given_step(group)) is not None:
+                group.step, group.source = step, "peers"
+                return True
+            if self._time.now - since < HOLDERS_WAIT_S:
+                return False
+        group.step, group.source = group.job.saved_step, "store"
+        return True
+
+    def _check_stages(self, group: Group, p: int) -> None:
+        """That the members have every stage, and that those with the same cuts have each its own."""
+        held = {rank: member.held for rank, member in group.members.items() if member.held is not None}
+        before = {one.p for one in held.values()}
+        assert len(before) == 1, f"stages of {before} cuts"
+        is_moved = self.is_moved(group.job.job_id, group.generation)
+        if not is_moved:
+            misplaced = [rank for rank, one in held.items() if rank % p not in one.stages or one.p != p]
+            assert not misplaced, f"ranks {misplaced} of generation {group.generation} have other stages"
+        stages = frozenset().union(*(one.stages for one in held.values()))
+        assert stages == set(range(before.pop())), f"generation {group.generation} lacks stages: {stages}"
+
+    def _find_given_step(self, group: Group) -> int | None:
+        givers = [one for one in self.alive() if one.gives and one.gives_to == group.generation]
+        of_job = [one.held for one in givers if one.key.job_id == group.job.job_id and one.held is not None]
+        for step in sorted({one.step for one in of_job}, reverse=True):
+            held = [one for one in of_job if one.step == step]
+            if frozenset().union(*(one.stages for one in held)) >= set(range(held[0].p)):
+                return step
+        return None
+
     def _begin(self, group: Group, mode: Mode) -> None:
         group.began = True
+        if mode is Mode.TRAIN and group.source != "kept":
+            self._hold(group)
+        self._end_givers(group)
         if mode is Mode.CALIBRATE:
             self._time.after(self._chance.uniform(5.0, 20.0), lambda: self._profiled(group))
         elif group.step == group.job.steps:  # cancelled at its very end, and retried
             self._finish(group)
         else:
             self._next_step(group)
+
+    def _hold(self, group: Group) -> None:
+        """Each rank has the state of its stage at the group's step, and of the stages that it keeps copies of."""
+        for rank, member in group.members.items():
+            environment = member.start.environment
+            p = environment.plan.p
+            copies = {stage for stage, keeper in enumerate(environment.keepers) if keeper == rank}
+            member.held = HeldStages(group.step, p, frozenset({rank % p} | copies))
+
+    def _end_givers(self, group: Group) -> None:
+        """Holders end when their state has been taken."""
+        for one in self.alive():
+            if one.key.job_id == group.job.job_id and one.gives and one.gives_to == group.generation:
+                self._exit_after(one, self._chance.uniform(0.0, 1.0), EXIT_GENERATION_ENDED)
 
     def _profiled(self, group: Group) -> None:
         if not self._is_whole(group):
@@ -153,7 +267,7 @@ class SimulatedTraining:
         return [member for member in members if member.alive and member.vm.alive]
 
     def _is_whole(self, group: Group) -> bool:
-        alive = sum(m.alive and m.vm.alive for m in group.members.values())
+        alive = sum(m.alive and m.vm.alive and not m.left for m in group.members.values())
         return not group.broken and alive == group.world_size
 
     # ------------------------------------------------------------ steps
@@ -165,6 +279,8 @@ class SimulatedTraining:
         if not self._is_whole(group) or any(m.leave_mode == pb.STOP_MODE_LEAVE_NOW for m in group.members.values()):
             return
         if group.fault is Fault.HANG and self._chance.random() < 0.2:
+            return
+        if any(m.frozen for m in group.members.values()):
             return
         if group.fault is Fault.CRASH and self._chance.random() < 0.2:
             self.end(self._chance.choice(list(group.members.values())), KILLED)
@@ -178,14 +294,16 @@ class SimulatedTraining:
         if group.step <= job.done_step:
             job.redone += 1
         job.done_step = max(job.done_step, group.step)
+        self._hold(group)
         self._report_step(group)
-        saves = [m.leave_mode in (pb.STOP_MODE_SAVE_FIRST, pb.STOP_MODE_HOLD_FIRST) for m in group.members.values()]
+        modes = {member.leave_mode for member in group.members.values()}
         if group.step == job.steps:
             self._save(group, group.step)
             job.finished = True
             self._finish(group)
-        elif all(saves):
-            self._save(group, group.step)
+        elif 0 not in modes:
+            if modes != {pb.STOP_MODE_HOLD_FIRST} or job.carriage is Carriage.ENDS:
+                self._save(group, group.step)
             for member in list(group.members.values()):
                 self._leave(member)
         else:
@@ -217,16 +335,62 @@ class SimulatedTraining:
 
     # ------------------------------------------------------------ ends
 
-    def receive_leave(self, worker: SimulatedWorker, mode: int) -> None:
+    def receive_leave(self, worker: SimulatedWorker, mode: int, keeps_state: bool) -> None:
         group = self.group_of(worker.start)
-        worker.leave_mode = mode
+        worker.leave_mode, worker.keeps_state = mode, keeps_state
+        if worker.frozen or worker.left:
+            return
         if group.fault is Fault.STUBBORN or (group.fault is Fault.HANG and self._chance.random() < 0.5):
             return
         if mode == pb.STOP_MODE_LEAVE_NOW or not group.began:
             self._leave(worker)
 
     def _leave(self, worker: SimulatedWorker) -> None:
-        self._exit_after(worker, self._chance.uniform(0.01, 0.5), EXIT_GENERATION_ENDED)
+        self._leave_after(worker, self._chance.uniform(0.01, 0.5), EXIT_GENERATION_ENDED)
+
+    def _leave_after(self, worker: SimulatedWorker, seconds: float, code: int) -> None:
+        """Leave the generation, and stay if it can."""
+        self._time.after(seconds, lambda: self._leave_now(worker, code))
+
+    def _leave_now(self, worker: SimulatedWorker, code: int) -> None:
+        if not worker.alive or worker.frozen or worker.left:
+            return
+        carriage = self.group_of(worker.start).job.carriage
+        if not worker.connected or worker.held is None or not worker.keeps_state or carriage is Carriage.ENDS:
+            self.end(worker, code)
+            return
+        worker.left = True
+        own = worker.key.rank % worker.held.p
+        copies = [pb.KeptCopy(rank=stage, step=worker.held.step) for stage in sorted(worker.held.stages - {own})]
+        left = w.GenerationLeft(
+            exit_code=code,
+            step=worker.held.step,
+            held_bytes=10**6,
+            gives_only=carriage is Carriage.GIVES_ONLY,
+            copies=copies,
+        )
+        worker.vm.receive_worker_message(worker.key, w.WorkerMessage(generation_left=left))
+        self._miss(worker)
+
+    def give(self, worker: SimulatedWorker, generation: int) -> None:
+        """It is asked to give its state to a generation."""
+        assert worker.left
+        worker.gives_to, worker.asked_at, worker.gives = generation, self._time.now, False
+        self._time.after(self._chance.uniform(0.1, 3.0), lambda: self._begin_to_give(worker, generation))
+
+    def _begin_to_give(self, worker: SimulatedWorker, generation: int) -> None:
+        if worker.alive and worker.vm.alive and not worker.frozen and worker.gives_to == generation:
+            worker.gives = worker.has_freed_device = True
+            worker.vm.receive_worker_message(worker.key, w.WorkerMessage(giving_state=w.GivingState(host_bytes=1)))
+
+    def is_awaited(self, worker: SimulatedWorker) -> bool:
+        """Whether a generation that lives is taking the worker's state."""
+        group = self.groups.get((worker.key.job_id, worker.gives_to))
+        if not worker.gives_to or group is None or group.began or group.broken:
+            return False
+        is_newest = group.generation == group.job.newest_generation
+        members = group.members.values()
+        return is_newest and self._is_whole(group) and not any(m.leave_mode or m.frozen for m in members)
 
     def _exit_after(self, worker: SimulatedWorker, seconds: float, code: int) -> None:
         self._time.after(seconds, lambda: self.end(worker, code))
@@ -241,12 +405,15 @@ class SimulatedTraining:
         self.lost(worker)
 
     def lost(self, worker: SimulatedWorker) -> None:
-        """The other ranks miss a peer."""
         worker.alive = False
+        self._miss(worker)
+
+    def _miss(self, worker: SimulatedWorker) -> None:
+        """The other ranks miss a peer."""
         group = self.group_of(worker.start)
         if group.finished or group.broken:
             return
         group.broken = True
         for member in list(group.members.values()):
             if member.alive and member.vm.alive and not member.leave_mode and group.fault is not Fault.STUBBORN:
-                self._exit_after(member, self._chance.uniform(0.02, 1.0), EXIT_PEER_LOST)
+                self._leave_after(member, self._chance.uniform(0.02, 1.0), EXIT_PEER_LOST)

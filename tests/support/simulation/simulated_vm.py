@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from simulated_training import KILLED, SimulatedTraining, SimulatedWorker
-from varuna_agent.state import AgentState, Identity, WorkerKey
+from varuna_agent.state import AgentState, Identity, Timings, WorkerKey
 from varuna_agent.state import events as ev
 from varuna_agent.state import instructions as ins
 from varuna_proto.v1 import agent_pb2 as pb
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MANAGER_SILENT_S = (0.05, 4.0)
 REDIAL_S = (0.05, 5.0)
+TIMINGS = Timings()
 
 
 class Stream:
@@ -93,6 +94,8 @@ class SimulatedVm:
         self.reachable = True
         """Whether there is a network between it and the manager."""
         self.workers: dict[WorkerKey, SimulatedWorker] = {}
+        self.newcomers: set[WorkerKey] = set()
+        """Processes that were started ahead and have not ended."""
         self.stream: Stream | None = None
         self._time, self._chance, self._training, self._manager = time, chance, training, manager
         self._wake_at = float("inf")
@@ -113,7 +116,7 @@ class SimulatedVm:
             device_memory_bytes=16 * 2**30,
             device="cuda",
         )
-        self.state = AgentState(identity, seen=self._remembered)
+        self.state = AgentState(identity, TIMINGS, seen=self._remembered)
 
     # ------------------------------------------------------------ the agent's shell
 
@@ -160,13 +163,28 @@ class SimulatedVm:
         match instruction:
             case ins.SendMessage(message):
                 self._send(message)
+            case ins.StartWorker(key) if key.newcomer:
+                self._start_newcomer(key)
             case ins.StartWorker():
                 self._start(instruction)
-            case ins.KillWorker(key, _):
-                worker = self.workers[key]
-                self._time.after(0.01, lambda: self._training.end(worker, KILLED))
-            case ins.SendLeave(key, mode, _):
-                self._training.receive_leave(self.workers[key], mode)
+            case ins.AssignWorker(process, start):
+                if process in self.newcomers:
+                    self.newcomers.remove(process)
+                    self._start(start)
+                elif process in self.workers:
+                    self._start(start, self.workers.pop(process))
+                else:
+                    self.handle(ev.ProcessNotStarted(start.key, "it has ended"))
+            case ins.AskToGive(key, environment):
+                if key in self.workers:
+                    self._training.give(self.workers[key], environment.generation)
+            case ins.KillWorker(key, _) if key.newcomer:
+                self._time.after(0.01, lambda: self._end_newcomer(key, KILLED))
+            case ins.KillWorker(key, reason):
+                if key in self.workers:  # else its end is about to be handled
+                    self._kill(self.workers[key], reason)
+            case ins.SendLeave(key, mode, _, keeps_state):
+                self._training.receive_leave(self.workers[key], mode, keeps_state)
             case ins.ClaimRendezvousPort():
                 self._time.after(0.0, self._open_rendezvous)
             case ins.HangUp(reason):
@@ -186,16 +204,47 @@ class SimulatedVm:
 
     # ------------------------------------------------------------ workers
 
-    def _start(self, start: ins.StartWorker) -> None:
+    def _start(self, start: ins.StartWorker, survivor: SimulatedWorker | None = None) -> None:
+        """`survivor`: the process that takes the rank; None: a new one."""
         key = start.key
-        running = [worker for worker in self.workers.values() if worker.alive]
+        running = [worker for worker in self.workers.values() if worker.alive and not worker.has_freed_device]
         devices = {worker.start.environment.local_rank for worker in running}
         assert start.environment.local_rank not in devices, f"{key}: device in use on VM {self.vm_id}"
-        others = {worker.key.generation for worker in running if worker.key.job_id == key.job_id}
+        others = {worker.key.generation for worker in running if worker.key.job_id == key.job_id and not worker.left}
         assert others <= {key.generation}, f"{key} beside generations {others} on VM {self.vm_id}"
         worker = SimulatedWorker(key=key, start=start, vm=self)
+        if survivor is not None:
+            assert survivor.left, f"{survivor.key} has not left its generation"
+            survivor.alive = False  # as that worker
+            worker.held, worker.frozen = survivor.held, survivor.frozen
         self.workers[key] = worker
         self._training.start(worker)
+
+    def _kill(self, worker: SimulatedWorker, reason: str) -> None:
+        is_late = self._time.now - worker.asked_at >= min(TIMINGS.keep_survivors_s, TIMINGS.answer_s)
+        is_for_nothing = self._training.is_awaited(worker) and not is_late and not self.state.is_departing
+        assert not is_for_nothing, f"{worker.key} ({reason}) before generation {worker.gives_to} has its state"
+        self._time.after(0.01, lambda: self._training.end(worker, KILLED))
+
+    def _start_newcomer(self, key: WorkerKey) -> None:
+        """Most reach the door; some end before, and some never do anything."""
+        self.newcomers.add(key)
+        fate = self._chance.random()
+        if fate < 0.9:
+            self._time.after(self._chance.uniform(0.5, 8.0), lambda: self._reach_door(key))
+        elif fate < 0.95:
+            self._time.after(self._chance.uniform(0.1, 8.0), lambda: self._end_newcomer(key, 1))
+
+    def _reach_door(self, key: WorkerKey) -> None:
+        if self.alive and key in self.newcomers:
+            self.handle(ev.WorkerConnected(key, 1))
+            at_door = w.WorkerMessage(at_door=w.AtDoor(read_variables=["RANK"]))
+            self.handle(ev.WorkerMessageReceived(key, at_door))
+
+    def _end_newcomer(self, key: WorkerKey, code: int) -> None:
+        if self.alive and key in self.newcomers:
+            self.newcomers.remove(key)
+            self.handle(ev.ProcessEnded(key, code, ""))
 
     def process_ended(self, worker: SimulatedWorker, code: int) -> None:
         del self.workers[worker.key]
@@ -212,6 +261,7 @@ class SimulatedVm:
         for worker in list(self.workers.values()):
             self._training.lost(worker)
         self.workers.clear()
+        self.newcomers.clear()
 
     def restart_agent(self) -> None:
         """SIGKILL to the agent, whose workers go with it; the machine starts another."""
@@ -219,6 +269,7 @@ class SimulatedVm:
         for worker in list(self.workers.values()):
             self._training.lost(worker)
         self.workers.clear()
+        self.newcomers.clear()
         self._events.clear()
         self._begin(f"{self.state.identity.incarnation}+")
         self._wake_at = float("inf")

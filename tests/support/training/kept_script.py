@@ -2,7 +2,8 @@
 
 More in its JSON file: "kills": several faults as `killing_script` has one in "kill"; "p": stages; "op_s": seconds by
 which each op is longer; "slow": {"rank", "op_s"}, the same for one rank; "variant": "frozen" (the first blocks train
-nothing) or "checkpointed" (the model runs each block again in its backward).
+nothing), "checkpointed" (the model runs each block again in its backward) or "ledger" (losses and gradients tell which
+examples were counted, and how often).
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
 """
@@ -19,6 +20,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,9 +28,12 @@ import killing_script
 import training_script
 from killing_script import arm, meet_before
 from small_gpt import SmallGPT, Task
+from varuna.cut_point import CutPoint
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.pass_timer import PassTimer
 from waiting import wait_until
+
+LEDGER_BASE = 4
 
 
 def trace_forwards(path: Path) -> None:
@@ -55,6 +60,59 @@ def slow_ops(op_s: float) -> None:
             yield
 
     PassTimer.measure_op = measure_slowly  # type: ignore[method-assign, assignment]
+
+
+class NumberedExamples(torch.utils.data.Dataset):
+    """As many as a global batch has, so that each step has every one."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"entries": torch.tensor(LEDGER_BASE**index, dtype=torch.float64)}
+
+
+class LedgerBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, entries: Tensor) -> Tensor:
+        return x + self.tally * entries
+
+
+class Ledger(nn.Module):
+    """Its loss and the gradient of each block are the mean entry of the examples that were counted.
+
+    An entry is a power of `LEDGER_BASE`, so that the digits of the sum say how often each example was counted.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LedgerBlock() for _ in range(task.blocks))
+        self.cut_points = [CutPoint() for _ in range(task.blocks - 1)]
+
+    def forward(self, entries: Tensor) -> Tensor:
+        x = torch.zeros_like(entries)
+        for block, cut_point in zip(self.blocks, [*self.cut_points, None], strict=True):
+            x = block(x, entries)
+            if cut_point is not None:
+                x = cut_point(x)
+        return (entries + (x - x.detach())).mean()
+
+
+def make_entries(size: int, device: str = "cpu") -> dict[str, Tensor]:
+    return {"entries": torch.zeros(size, dtype=torch.float64, device=device)}
+
+
+def keep_ledger(task: Task) -> None:
+    """Makes the script train a `Ledger`."""
+    training_script.make_model = Ledger  # type: ignore[assignment]
+    training_script.Examples = lambda _: NumberedExamples(task.global_batch)  # type: ignore[assignment,misc]
+    training_script.example_batch = make_entries  # type: ignore[assignment]
 
 
 def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: int) -> None:
@@ -109,10 +167,13 @@ if __name__ == "__main__":
     slow = wanted.get("slow", {})
     slow_ops(slow["op_s"] if slow.get("rank") == own else wanted.get("op_s", 0.0))
     trace_forwards(Path(wanted["out"]) / f"trace.rank{own}.jsonl")
-    vary_model(wanted.get("variant", ""))
+    if wanted.get("variant") == "ledger":
+        keep_ledger(Task(**wanted["task"]))
+    else:
+        vary_model(wanted.get("variant", ""))
     kills = wanted.get("kills", [])
     meet_before(*(kill["rank"] for kill in kills))
-    if own in [kill["rank"] for kill in kills]:
+    if own in [kill["rank"] for kill in kills if "step" in kill]:
         die_when_others_work(Path(wanted["out"]), kills, own, wanted["p"])
     for kill in kills:
         if kill.pop("rank") == own:

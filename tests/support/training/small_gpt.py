@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from varuna.cut_point import CutPoint
 from varuna.partition import loss_of
@@ -55,6 +56,18 @@ class Task:
     counts: bool = False
     """The model counts in a buffer the examples that it has seen."""
 
+    groups: bool = False
+    """Vectors are in a parameter group of their own, with another learning rate and no weight decay."""
+
+    frozen: bool = False
+    """The second block does not train."""
+
+    checkpointed: bool = False
+    """The blocks run again in the backward (torch.utils.checkpoint)."""
+
+    doubled: bool = False
+    """The model is in float64, in which another order of sums makes no difference that could hide a mistake."""
+
     @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.precision)
@@ -85,7 +98,7 @@ class SmallGPT(nn.Module):
         self.norm = nn.LayerNorm(H)
         self.head = nn.Linear(H, V, bias=False)
         self.skip = nn.Linear(H, H) if task.skip else None
-        self.weighted, self.counts = task.padded, task.counts
+        self.weighted, self.counts, self.checkpointed = task.padded, task.counts, task.checkpointed
         if task.counts:
             self.register_buffer("seen", torch.zeros(()))
         if task.tied:
@@ -100,7 +113,7 @@ class SmallGPT(nn.Module):
             self.get_buffer("seen").add_(tokens.shape[0])
         past = 0 if self.skip is None else self.skip(x)
         for block, cut_point in zip(self.blocks, [*self.cut_points, None], strict=True):
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
             if cut_point is not None:
                 x = cut_point(x)
         loss = F.cross_entropy(self.head(self.norm(x + past)).transpose(1, 2), targets)  # NaN where all is padding
@@ -109,7 +122,10 @@ class SmallGPT(nn.Module):
 
 def make_model(task: Task) -> SmallGPT:
     torch.manual_seed(7)
-    return SmallGPT(task)
+    model = SmallGPT(task)
+    if task.frozen:
+        model.blocks[1].requires_grad_(False)
+    return model.double() if task.doubled else model
 
 
 class Lamb(torch.optim.Optimizer):
@@ -133,7 +149,14 @@ class Lamb(torch.optim.Optimizer):
                 p.add_(update, alpha=-group["lr"] * trust)
 
 
-def make_optimizer(parameters: object, task: Task) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], task: Task) -> torch.optim.Optimizer:
+    if task.groups:
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for parameter in parameters:
+            (matrices if parameter.dim() > 1 else vectors).append(parameter)
+        slow = {"params": vectors, "lr": task.learning_rate / 2, "weight_decay": 0.0}
+        return torch.optim.AdamW([{"params": matrices}, slow], lr=task.learning_rate, weight_decay=task.weight_decay)
     if task.optimizer == "momentum":
         return torch.optim.SGD(parameters, lr=task.learning_rate, momentum=0.9, weight_decay=task.weight_decay)
     if task.optimizer == "lamb":
@@ -210,7 +233,7 @@ def train_plainly(
     for step, examples in Batches(data, global_batch=task.global_batch, last_step=task.steps, environ={}):
         batch = {name: value.to(device) for name, value in examples.items()}
         optimizer.zero_grad()
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         # The casts of the weights last until its end.
         with torch.autocast(device.type, torch.bfloat16, enabled=False):
             for start in range(0, task.global_batch, micro_batch or task.global_batch):
@@ -225,8 +248,9 @@ def train_plainly(
                 (part_loss * share * scale).backward()
                 loss += part_loss.detach() * share
         for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= scale
+            assert (parameter.grad is not None) is parameter.requires_grad
+            if parameter.grad is not None:
+                parameter.grad /= scale
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), task.clip or float("inf"))))
         if step != skipped:
             optimizer.step()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import secrets
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from agent_end import AgentEnd
 from small_gpt import Task
-from training_world import Ranks, Zygote
+from training_world import Outcome, Ranks, Zygote
+from varuna_proto.plan import Plan
+from varuna_proto.v1 import agent_pb2, worker_pb2
 
 
 class SurvivorWorld:
@@ -22,11 +22,16 @@ class SurvivorWorld:
         self, stack: ExitStack, zygote: Zygote, folder: Path, task: Task, p: int, d: int, **more: object
     ) -> None:
         self.ends = {rank: stack.enter_context(AgentEnd(keeps_survivor=True)) for rank in range(p * d)}
-        """By the rank of the first generation."""
+        """By the rank of the first generation; new processes of later ones follow in the order of their start."""
         self.world = stack.enter_context(
             Ranks(zygote, folder, task, p, d, agent_socket=lambda rank: self.ends[rank].path, **more)  # type: ignore[arg-type]
         )
         self._generation = 1
+        self._stack, self._zygote, self._more = stack, zygote, more
+        self._results = {rank: self.world.out / f"rank{rank}" for rank in self.ends}
+        """Where each process leaves its results, without the suffix."""
+        self._others: list[Ranks] = []
+        self.plan = self.world.environment(0).plan
         self.ranks = list(range(p * d))
         """By rank in the present generation: the rank in the first one."""
 
@@ -36,16 +41,35 @@ class SurvivorWorld:
         `lost`, `absent`: by their ranks in the first generation; `absent` have a rank in the next one, but do not come.
         Returns the step that each of its ranks holds.
         """
-        p = self.world.p
-        survivors = [rank for rank in self.ranks if rank not in lost]
-        left = {
+        p = self.plan.p
+        self.wait_until_left(lost)
+        ranks = self._make_replicas(lost)
+        return self.go_on_as(replace(self.plan, d=len(ranks) // p), ranks, absent=absent)
+
+    def leave_at_boundary(self, after: int = 3) -> None:
+        """Makes all ranks leave with their state when `after` steps are done."""
+        self.ends[0].wait_for(lambda message: message.step_done.step >= after)
+        for rank in self.ranks:
+            self.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
+
+    def wait_until_left(self, lost: set[int]) -> dict[int, worker_pb2.GenerationLeft]:
+        """By rank in the first generation."""
+        return {
             rank: self.ends[rank].wait_for_number("generation_left", self._generation).generation_left
-            for rank in survivors
+            for rank in self.ranks
+            if rank not in lost
         }
-        self.ranks = self._make_replicas(lost)
-        d = len(self.ranks) // p
+
+    def go_on_as(self, plan: Plan, ranks: list[int], *, absent: frozenset[int] | set[int] = frozenset()) -> list[int]:
+        """Starts the next generation in place with this plan, when its ranks have left the one before.
+
+        `ranks`: by their ranks in it, the ranks in the first generation; processes without one are ended.
+        """
+        p, d = plan.p, plan.d
+        left = self.wait_until_left({rank for rank in self.ranks if rank not in ranks})
+        others = set(self.ranks) - set(ranks)
+        self.plan, self.ranks = plan, ranks
         self._generation += 1
-        plan = replace(self.world.environment(0).plan, d=d)
         secret = secrets.token_hex()  # tests that run at the same time must not meet
         for rank, first in enumerate(self.ranks):
             environment = replace(
@@ -59,34 +83,83 @@ class SurvivorWorld:
             if first in absent:
                 continue
             self.ends[first].assign(environment, self.world.out / f"generation{self._generation}.rank{rank}.log")
-        for rank in set(survivors) - set(self.ranks):
-            self.ends[rank].hang_up()
+        for first in others:
+            self.ends[first].hang_up()
         return [left[rank].step for rank in self.ranks]
+
+    def grow(self, plan: Plan, ranks: list[int | None], *, wanted: Mapping[str, object] | None = None) -> int:
+        """Starts the next generation in place with this plan and with new processes, when the present ranks have left.
+
+        `ranks`: by rank in it, the rank in the first generation; None: a new process, which no rank has that an earlier
+        one had. `wanted`: more of it, for the new processes. Returns the step that the others hold.
+        """
+        left = self.wait_until_left(set())
+        self._generation += 1
+        survivors = tuple(rank for rank, first in enumerate(ranks) if first is not None)
+        new = [rank for rank, first in enumerate(ranks) if first is None]
+        secret = secrets.token_hex()
+        base = replace(
+            self.world.environment(0),
+            generation=self._generation,
+            world_size=plan.p * plan.d,
+            plan=plan,
+            survivors=survivors,
+            secret=secret,
+        )
+        firsts = {rank: len(self.ends) + number for number, rank in enumerate(new)}
+        self.ends |= {first: self._stack.enter_context(AgentEnd(keeps_survivor=True)) for first in firsts.values()}
+
+        def launch(number: int) -> dict[str, str]:
+            rank = new[number]
+            return replace(base, rank=rank, agent_socket=self.ends[firsts[rank]].path).to_environ()
+
+        more = {**self._more, "wanted": {**self._more.get("wanted", {}), **(wanted or {})}}  # type: ignore[dict-item]
+        others = Ranks(
+            self._zygote,
+            self.world.folder,
+            self.world.task,
+            1,
+            len(new),
+            generation=self._generation,
+            launched=launch,
+            **more,  # type: ignore[arg-type]
+        )
+        self._others.append(self._stack.enter_context(others))
+        port = others.holder_environment().rendezvous_port
+        for rank in survivors:
+            first = ranks[rank]
+            assert first is not None
+            environment = replace(
+                base, rank=rank, agent_socket=self.ends[first].path, rendezvous_port=port, secret=secret
+            )
+            self.ends[first].assign(environment, self.world.out / f"generation{self._generation}.rank{rank}.log")
+        self._results |= {first: others.out / f"rank{rank}" for rank, first in firsts.items()}
+        self.plan = plan
+        self.ranks = [firsts[rank] if first is None else first for rank, first in enumerate(ranks)]
+        (step,) = {one.step for one in left.values()}
+        return step
 
     def _make_replicas(self, lost: set[int]) -> list[int]:
         """The survivors by their next rank, as the manager places them: complete replicas stay together."""
-        p = self.world.p
+        p = self.plan.p
         replicas = [self.ranks[at : at + p] for at in range(0, len(self.ranks), p)]
         left = sorted(([None if rank in lost else rank for rank in ranks] for ranks in replicas), key=_count_lost)
         d = min(sum(ranks[stage] is not None for ranks in left) for stage in range(p))
         spare = [[ranks[stage] for ranks in left[d:] if ranks[stage] is not None] for stage in range(p)]
         return [spare[stage].pop() if rank is None else rank for ranks in left[:d] for stage, rank in enumerate(ranks)]
 
-    def finish(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Waits for the end of all processes. Returns the losses by step and the parameters, equal on all ranks."""
-        self.world.exit_codes()
-        out, p = self.world.out, self.world.p
-        texts = "\n".join(path.read_text() for path in sorted(out.glob("*.log")))
-        assert all((out / f"rank{first}.json").exists() for first in self.ranks), texts
-        results = [json.loads((out / f"rank{first}.json").read_text()) for first in self.ranks]
-        losses = [[step["loss"] for step in result["steps"]] for result in results]
-        assert all(one == losses[0] for one in losses)
-        merged: dict[str, torch.Tensor] = {}
-        for first in self.ranks:
-            for name, tensor in torch.load(out / f"rank{first}.pt").items():
-                assert torch.equal(merged.setdefault(name, tensor), tensor), f"ranks differ in {name}"
-        assert len({first % p for first in self.ranks}) == p
-        return losses[0], merged
+    def finish(self) -> Outcome:
+        """Waits for the end of all processes. Returns what the present ranks wrote."""
+        for world in (self.world, *self._others):
+            world.exit_codes()
+        paths = [self._results[first] for first in self.ranks]
+        assert all(path.with_suffix(".json").exists() for path in paths), self.logs()
+        return Outcome.read(paths)
+
+    def logs(self) -> str:
+        return "\n".join(
+            path.read_text() for world in (self.world, *self._others) for path in sorted(world.out.glob("*.log"))
+        )
 
 
 def _count_lost(ranks: list[int | None]) -> int:

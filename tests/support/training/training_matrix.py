@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from small_gpt import Task, Trained, train_plainly
-from training_world import Outcome, Ranks, Zygote
+from training_world import Outcome, Ranks, Zygote, list_results
 from varuna_planner.schedule.policies import Policy
 
 SHAPES = [(p, d) for p in range(1, 7) for d in range(1, 7) if p * d <= 6]
@@ -190,7 +190,7 @@ def run(
         codes = world.exit_codes()
         assert codes == [0] * (p * d), f"exit codes {codes}\n{world.logs()}"
     for number in range(len(rows)):
-        yield Outcome.read(world.out / str(number), p * d)
+        yield Outcome.read(list_results(world.out / str(number), p * d))
 
 
 def plainly(configuration: Configuration, device: torch.device | None = None) -> Trained:

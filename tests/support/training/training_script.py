@@ -7,6 +7,9 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "misses_agreement": {"rank", "step"}, which loses its peers when it has sent its part and has not received the totals,
 "misses_update": {"rank", "step"}, which loses them when it has the totals and has made no update,
 "copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
+"evaluates_first": bool, before the first step; "trains_other": bool, a model without one of its biases,
+"keeps_parameters": bool, for a script that cannot take another stage; "dies_in_move": the rank that dies when it does,
+by its first rank,
 "pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
@@ -21,13 +24,14 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
 
 import varuna.holdings.held_state
+import varuna.roles.moving
 import varuna.roles.training
 from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
 from varuna import Varuna, get_varuna_config
@@ -96,6 +100,11 @@ def miss_update(out: Path, rank: int, step: int) -> None:
     TrainingRole._update = update_or_miss  # type: ignore[assignment,method-assign]
 
 
+def die(*_: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
 def lose_peers(departure: Departure, out: Path, rank: int, step: int) -> None:
     wait_for_others(out, rank, step)
     time.sleep(0.5)
@@ -109,6 +118,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     plain = make_model(replace(task, tied=task.tied and not task.declared))
     if "cut_points" in wanted:
         plain.cut_points = [nn.Identity() for _ in plain.cut_points]
+    if wanted.get("trains_other"):
+        plain.blocks[0].feed[0].bias = None
     pairs = [("embedding.weight", "head.weight")] if task.declared else None
     before = torch.get_rng_state()
     model = Varuna(
@@ -125,10 +136,13 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     assert torch.equal(before, torch.get_rng_state())
     optimizer = make_optimizer(model.parameters(), task)
     scheduler = make_scheduler(optimizer)
+    own_list = list(model.parameters()) if wanted.get("keeps_parameters") else []
     model.set_optimizer(optimizer, loss_scale=task.loss_scale or "dynamic", init_loss_scale=2**10)
     model.register_state("scheduler", scheduler)
     if wanted.get("dies_before_resume") == rank:
         os.kill(os.getpid(), signal.SIGKILL)
+    if wanted.get("dies_in_move") == rank:
+        setattr(varuna.roles.moving.StageMove, "take_stage", die)  # noqa: B010 - no type of a patch
     first = model.resume() + 1
     note_updates(out, rank)
     if wanted.get("misses_agreement", {}).get("rank") == rank:
@@ -150,6 +164,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         spoilt = [
             p.register_hook(lambda g: g + torch.inf) for p in model.parameters() if wanted.get("overflow") == fault
         ]
+        if wanted.get("evaluates_first"):
+            model.evaluate(batch, batch_size=task.global_batch)
         before = torch.get_rng_state()
         if wanted.get("copies_batches"):
             batch = {**batch}
@@ -176,6 +192,7 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
             failing = pytest.raises(CheckpointError) if wanted["save"].get("fails", False) else nullcontext()
             with failing:
                 assert model.checkpoint(wanted["save"]["url"])
+    assert all(parameter.requires_grad for parameter in own_list)
     evaluated = model.evaluate(batch, batch_size=task.global_batch)
     assert model.training
 

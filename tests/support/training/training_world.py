@@ -8,16 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from small_gpt import Task
+from small_gpt import Task, Trained
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
 from waiting import DEADLINE_S, wait_until
@@ -71,6 +72,7 @@ class Ranks:
     environ: Mapping[str, str] = field(default_factory=dict)
     """More of it, for every rank."""
     holders: tuple[int, ...] = ()
+    keepers: tuple[int, ...] = ()
     launched: Callable[[int], Mapping[str, str]] | None = None
     """By rank: the variables of another launcher, in place of Varuna's."""
 
@@ -101,6 +103,7 @@ class Ranks:
             agent_socket=self.agent_socket(rank),
             device=self.device(rank),
             holders=self.holders,
+            keepers=self.keepers,
         )
 
     def holder_environment(self) -> WorkerEnvironment:
@@ -159,7 +162,12 @@ class Ranks:
         """Waits for all ranks, which must end well, and gathers their results."""
         codes = self.exit_codes()
         assert codes == [0] * len(codes), f"exit codes {codes}\n{self.logs()}"
-        return Outcome.read(self.out, len(codes))
+        return Outcome.read(list_results(self.out, len(codes)))
+
+
+def list_results(out: Path, world_size: int) -> list[Path]:
+    """Where the ranks of a generation leave their results, for `Outcome.read`."""
+    return [out / f"rank{rank}" for rank in range(world_size)]
 
 
 @dataclass(frozen=True)
@@ -171,12 +179,12 @@ class Outcome:
     optimized: list[dict[str, dict[str, Tensor]]]
 
     @classmethod
-    def read(cls, out: Path, world_size: int) -> Outcome:
-        ranks = range(world_size)
+    def read(cls, paths: Collection[Path]) -> Outcome:
+        """`paths`: of each rank's files, without their suffixes."""
         return cls(
-            [json.loads((out / f"rank{rank}.json").read_text()) for rank in ranks],
-            [torch.load(out / f"rank{rank}.pt") for rank in ranks],
-            [torch.load(out / f"rank{rank}.optimizer.pt") for rank in ranks],
+            [json.loads(path.with_suffix(".json").read_text()) for path in paths],
+            [torch.load(path.with_suffix(".pt")) for path in paths],
+            [torch.load(path.with_suffix(".optimizer.pt")) for path in paths],
         )
 
     @property
@@ -190,8 +198,11 @@ class Outcome:
 
     def _same(self, key: str) -> list[float]:
         columns = [[step[key] for step in rank["steps"]] for rank in self.ranks]
-        assert all(column == columns[0] for column in columns), f"ranks differ in {key}: {columns}"
-        return columns[0]
+        longest = max(columns, key=len)  # a process that has joined later lacks the first steps
+        assert all(column == longest[len(longest) - len(column) :] for column in columns), (
+            f"ranks differ in {key}: {columns}"
+        )
+        return longest
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -212,3 +223,23 @@ class Outcome:
                     first = merged.setdefault(name, {}).setdefault(key, tensor)
                     assert torch.equal(first, tensor), f"ranks differ in the optimizer's {key} of {name}"
         return merged
+
+
+def assert_exact(outcome: Outcome, expected: Outcome | Trained, task: Task, *, after: int = 0) -> None:
+    """That losses, gradient norms and parameters differ from the undisturbed training's only by rounding.
+
+    Relative to each loss and norm, and to the largest value of each parameter, and so that the order of sums does not
+    count: 1e-6 in fp32 and 1e-12 in float64. Only the parameters of Adam and LAMB may differ by 2e-5 in fp32, since
+    these divide by the roots of squares, and make as much of a small gradient's rounding as of a large one.
+
+    Args:
+        after: `outcome` has only the steps after this one.
+    """
+    within = 1e-12 if task.doubled else 1e-6
+    assert outcome.losses == pytest.approx(expected.losses[after:], rel=within, abs=0.0)
+    assert outcome.norms == pytest.approx(expected.norms[after:], rel=within, abs=0.0)
+    assert outcome.parameters.keys() == expected.parameters.keys()
+    is_amplified = task.optimizer in ("adamw", "lamb") and not task.doubled
+    for name, value in expected.parameters.items():
+        difference, largest = float((outcome.parameters[name] - value).abs().max()), float(value.abs().max())
+        assert difference <= (2e-5 if is_amplified else within) * largest, f"{name}: {difference:.2g} of {largest:.2g}"

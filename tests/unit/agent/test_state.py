@@ -456,6 +456,26 @@ def test_heartbeats_carry_what_a_worker_waits_for() -> None:
         assert health.waiting_for == kind
 
 
+def test_a_rank_that_does_not_answer_is_reported_before_the_next_heartbeat_is_due() -> None:
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.ready(key())
+    assert len(sent(vm.tick(at=101.0), "heartbeat")) == 1
+    quiet = w.Waiting(waiting_for=pb.WAIT_KIND_STEP, quiet_ranks=[3])
+    vm.tick(at=101.1)
+    vm.receive_worker_message(key(), waiting=quiet)
+    assert sent(vm.tick(at=101.2), "heartbeat") == [], "a worker cannot make its agent send without end"
+    assert vm.state.next_deadline() == pytest.approx(101.25)
+    (health,) = sent(vm.tick(at=101.25), "heartbeat")[0].workers
+    assert list(health.quiet_ranks) == [3]
+    vm.tick(at=102.0)
+    vm.receive_worker_message(key(), waiting=quiet)
+    assert sent(vm.tick(at=102.0), "heartbeat") == [], "it is no news"
+    vm.receive_worker_message(key(), waiting=w.Waiting())
+    (health,) = sent(vm.tick(at=102.0), "heartbeat")[0].workers
+    assert list(health.quiet_ranks) == []
+
+
 def test_steps_go_out_before_the_checkpoint_that_holds_them() -> None:
     vm = Vm()
     vm.receive_message(launch=launch())

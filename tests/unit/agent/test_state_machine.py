@@ -16,6 +16,7 @@ from varuna_proto.v1 import worker_pb2 as w
 GPUS = 3
 LEASE_S = 10.0
 KEEP_S = 5.0
+MEMORY_S = 8.0
 ANSWER_S = 2.0
 JOBS = strategies.sampled_from(["a", "b"])
 GENERATIONS = strategies.integers(1, 5)
@@ -42,7 +43,13 @@ class Agent(RuleBasedStateMachine):
         identity = Identity(
             vm_id="v", incarnation=str(self.incarnation), version="0", host="h", gpus=GPUS, device=self.device
         )
-        timings = Timings(keep_survivors_s=KEEP_S, assignment_s=ANSWER_S, answer_s=ANSWER_S)
+        timings = Timings(
+            keep_survivors_s=KEEP_S,
+            assignment_s=ANSWER_S,
+            answer_s=ANSWER_S,
+            store_s=ANSWER_S,
+            keep_memory_s=MEMORY_S,
+        )
         self.state = AgentState(identity, timings, seen=self.remembered)
         self.leaving: set[WorkerKey] = set()  # got the command to leave at once
         self.processes: dict[WorkerKey, bool] = {}  # running; whether the agent has killed it
@@ -53,7 +60,11 @@ class Agent(RuleBasedStateMachine):
         self.gives: set[WorkerKey] = set()  # of those; they have answered the newest request
         self.freed: set[WorkerKey] = set()  # they have answered one
         self.gives_only: set[WorkerKey] = set()  # of those that left; they can take no rank
+        self.storing: set[WorkerKey] = set()  # of those that left; they put their state into memory
+        self.memories: set[WorkerKey] = set()  # the states there
         self.named: set[WorkerKey] = set()  # holders of the launch that is being handled
+        self.newcomers: dict[WorkerKey, bool] = {}  # processes without a rank; whether the agent has killed it
+        self.at_door: set[WorkerKey] = set()  # of those; they can take one
         self.later: list[ev.Event] = []
         self.ports: set[int] = set()  # of workers that were started
         self.lowest: dict[tuple[str, int], int] = {}
@@ -90,6 +101,31 @@ class Agent(RuleBasedStateMachine):
 
     def carry_out(self, instruction: ins.Instruction) -> None:
         match instruction:
+            case ins.StartWorker(key) if key.newcomer:
+                assert key not in self.newcomers
+                assert key.generation > self.remembered.get(key.job_id, 0), "ahead of a generation that is over"
+                assert not instruction.rendezvous_port
+                self.newcomers[key], self.devices[key] = False, instruction.environment.local_rank
+            case ins.AssignWorker(newcomer, start) if newcomer.newcomer:
+                key = start.key
+                assert key not in self.processes
+                assert key.generation == self.newest[key.job_id]
+                assert newcomer.job_id == key.job_id
+                assert newcomer in self.at_door
+                assert not self.newcomers.pop(newcomer), "a killed process was assigned"
+                self.at_door.remove(newcomer)
+                device = self.devices[newcomer]
+                assert device == start.environment.local_rank
+                holding = self.holding()
+                assert device not in [self.devices[other] for other in holding], "two workers on one device"
+                assert all(o.job_id != key.job_id or o.generation == key.generation for o in holding - self.left), (
+                    "beside an older generation"
+                )
+                self.take_port(start)
+                self.processes[key], self.devices[key] = False, device
+            case ins.KillWorker(key) if key.newcomer:
+                assert not self.newcomers[key], "killed twice"
+                self.newcomers[key] = True
             case ins.StartWorker(key):
                 assert key not in self.processes
                 assert key.generation == self.newest[key.job_id], "an old generation was started"
@@ -137,6 +173,13 @@ class Agent(RuleBasedStateMachine):
                 assert keep_state or mode != pb.STOP_MODE_HOLD_FIRST or not is_needed, "it would lose its state"
                 if mode == pb.STOP_MODE_LEAVE_NOW:
                     self.leaving.add(key)
+            case ins.SendStore(key):
+                assert key in self.connected
+                assert not self.processes[key], "a killed process cannot store"
+                assert key not in self.asked, "one that gives need not"
+                self.storing.add(key)
+            case ins.FreeMemory(key):
+                self.memories.remove(key)
             case ins.SaveSeenGenerations(seen):
                 assert all(seen[job] >= generation for job, generation in self.remembered.items())
                 self.remembered = dict(seen)
@@ -185,6 +228,7 @@ class Agent(RuleBasedStateMachine):
                 workers = {WorkerKey(r.job_id, r.generation, r.rank) for r in message.hello.workers}
                 assert workers >= self.processes.keys() - self.left
                 assert not workers & self.left
+                assert workers == {worker.key for worker in self.state.workers}, "a newcomer is no worker"
             case "heartbeat":
                 assert self.welcome
                 self.sent_at[message.heartbeat.sequence] = self.now
@@ -328,6 +372,7 @@ class Agent(RuleBasedStateMachine):
         """`ranks`: their devices."""
         before = {worker.key for worker in self.state.workers}
         survivors = self.living()
+        holders = holders - self.storing
         self.named = set() if in_place else survivors & holders
         was_asked = set(self.asked)
         workers = [pb.WorkerAssignment(rank=rank, local_rank=device) for rank, device in ranks.items()]
@@ -358,11 +403,72 @@ class Agent(RuleBasedStateMachine):
             assert not self.named, "a holder was not asked"
             for survivor in survivors - (set() if in_place else holders):
                 is_free = survivor.job_id != job and (in_place or self.devices[survivor] not in ranks.values())
-                may_take_rank = survivor.job_id == job and in_place and survivor not in was_asked
+                may_take_rank = survivor.job_id == job and in_place and survivor not in was_asked | self.storing
                 assert is_free or may_take_rank or self.processes[survivor], "a survivor is of no use and lives"
         elif generation > old_newest and not in_place:
             assert all(not self.processes[key] for key in survivors if key in self.processes), "a refusal kills"
         self.named = set()
+        if appeared:
+            assert all(
+                is_killed or (one.job_id != job and self.devices[one] not in ranks.values()) or one in self.to_take(job)
+                for one, is_killed in self.newcomers.items()
+            ), "a newcomer is of no use and lives"
+
+    def to_take(self, job: str) -> set[WorkerKey]:
+        """Newcomers whose rank waits for its device."""
+        waiting = [worker for worker in self.state.workers if worker.phase is WorkerPhase.WAITING]
+        devices = {worker.local_rank for worker in waiting if worker.key.job_id == job and not worker.is_in_place}
+        return {one for one in self.at_door if one.job_id == job and self.devices[one] in devices}
+
+    @precondition(lambda self: self.welcome)
+    @rule(
+        job=JOBS,
+        ranks=strategies.dictionaries(strategies.integers(0, 3), strategies.integers(0, GPUS - 1), max_size=3),
+        further=strategies.sampled_from([1, 1, 1, 0, 2]),
+        request=strategies.sampled_from(["x", "y"]),
+    )
+    def manager_wants_newcomers(self, job: str, ranks: dict[int, int], further: int, request: str) -> None:
+        placed = {device: rank for rank, device in ranks.items()}
+        workers = [pb.WorkerAssignment(rank=rank, local_rank=device) for device, rank in placed.items()]
+        launch = pb.Launch(
+            job_id=job,
+            generation=self.newest.get(job, 0) + further,
+            kind=pb.GENERATION_KIND_TRAINING,
+            workers=workers,
+            plan=pb.PlanSpec(p=1, d=4),
+            world_size=4,
+        )
+        command = pb.StartNewcomers(request=request, launch=launch)
+        self.handle(ev.ManagerMessageReceived(pb.ManagerMessage(start_newcomers=command)))
+
+    @precondition(lambda self: self.welcome)
+    @rule(job=JOBS)
+    def manager_no_longer_wants_newcomers(self, job: str) -> None:
+        end = pb.ManagerMessage(end_newcomers=pb.EndNewcomers(job_id=job))
+        self.handle(ev.ManagerMessageReceived(end))
+        assert all(is_killed for key, is_killed in self.newcomers.items() if key.job_id == job)
+
+    @precondition(lambda self: self.newcomers)
+    @rule(
+        pick=PICK, read=strategies.sampled_from([(), (), ("RANK",)]), obstacle=strategies.sampled_from(["", "", "no"])
+    )
+    def newcomer_reaches_the_door(self, pick: int, read: tuple[str, ...], obstacle: str) -> None:
+        key = sorted(self.newcomers)[pick % len(self.newcomers)]
+        if not self.state.is_expected(key):
+            return
+        self.handle(ev.WorkerConnected(key, 5))
+        if not self.newcomers[key] and not obstacle:
+            self.at_door.add(key)
+        at_door = w.AtDoor(read_variables=read, obstacle=obstacle)
+        self.handle(ev.WorkerMessageReceived(key, w.WorkerMessage(at_door=at_door)))
+
+    @precondition(lambda self: self.newcomers)
+    @rule(pick=PICK, code=strategies.sampled_from([0, 1, -9]))
+    def newcomer_ends(self, pick: int, code: int) -> None:
+        key = sorted(self.newcomers)[pick % len(self.newcomers)]
+        del self.newcomers[key]
+        self.at_door.discard(key)
+        self.handle(ev.ProcessEnded(key, code, ""))
 
     @precondition(lambda self: self.welcome)
     @rule(
@@ -502,9 +608,20 @@ class Agent(RuleBasedStateMachine):
             self.gives.discard(key)
             self.freed.discard(key)
             self.gives_only.discard(key)
+            self.storing.discard(key)
         else:
             self.exited.append(key)
         self.handle(ev.ProcessEnded(key, code, ""))
+
+    @precondition(lambda self: any(not self.processes[key] for key in self.storing))
+    @rule(pick=PICK)
+    def survivor_stores_its_state(self, pick: int) -> None:
+        storing = sorted(key for key in self.storing if not self.processes[key])
+        key = storing[pick % len(storing)]
+        assert self.state.may_store(key, "")
+        self.memories.add(key)
+        self.handle(ev.StateStored(key, 1, 10))
+        self.handle(ev.Tick())
 
     @rule(seconds=strategies.sampled_from([0.5, 1.0, 3.0]))
     def time_passes(self, seconds: float) -> None:
@@ -527,15 +644,19 @@ class Agent(RuleBasedStateMachine):
     def nothing_runs_beyond_the_lease(self) -> None:
         if self.renewed_at is not None and self.now >= self.renewed_at + LEASE_S:
             assert all(is_killed or key in self.unseen for key, is_killed in self.processes.items())
+            assert all(self.newcomers.values())
 
     @invariant()
     def a_drained_agent_keeps_no_survivor(self) -> None:
         assert not self.is_drained or all(self.processes[key] for key in self.left - self.unseen)
+        assert not self.is_drained or all(self.newcomers.values())
 
     @invariant()
     def the_books_agree(self) -> None:
         assert {worker.key for worker in self.state.workers if worker.has_process} == self.processes.keys() - self.left
         assert {survivor.key for survivor in self.state.survivors} == self.left - self.unseen
+        assert {newcomer.key for newcomer in self.state.newcomers if newcomer.has_process} == self.newcomers.keys()
+        assert {memory.key for memory in self.state.memories} == self.memories
         killed = {key for key, is_killed in self.processes.items() if is_killed}
         phases: dict[SurvivorPhase, set[WorkerKey]] = {}
         for survivor in self.state.survivors:
@@ -568,6 +689,8 @@ class Agent(RuleBasedStateMachine):
             self.connected.discard(key)
         while self.processes:
             self.worker_ends(0, -9)
+        while self.newcomers:
+            self.newcomer_ends(0, -9)
         if self.open:
             self.stream_breaks()
         self.stream_opens()

@@ -374,9 +374,22 @@ def test_a_survivor_waits_only_so_long() -> None:
     vm.now = 218.0
     (heartbeat,) = sent(vm.handle(ev.Tick()), "heartbeat")
     vm.receive_message(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence))
-    assert killed(vm.tick(at=219.9)) == []
-    assert killed(vm.tick(at=220.0)) == [key(1)]
-    assert killed(vm.tick(at=221.0)) == []
+    assert of(ins.SendStore, vm.tick(at=219.9)) == []
+    assert of(ins.SendStore, vm.tick(at=220.0)) == [ins.SendStore(key(1))]
+    assert killed(vm.tick(at=249.9)) == []
+    assert killed(vm.tick(at=250.0)) == [key(1)], "it has not stored its state in time"
+    assert killed(vm.tick(at=251.0)) == []
+
+
+def test_a_survivor_that_may_leave_nothing_in_memory_is_killed() -> None:
+    vm = survive(timings=replace(QUIET, keep_memory_s=0.0))
+    for at in (159.0, 200.0):
+        instructions = vm.tick(at=at)
+        assert killed(instructions) == []
+        (heartbeat,) = sent(instructions, "heartbeat")
+        vm.receive_message(ack=pb.Ack(heartbeat_sequence=heartbeat.sequence))
+    instructions = vm.tick(at=220.0)
+    assert (killed(instructions), of(ins.SendStore, instructions)) == ([key(1)], [])
 
 
 def test_no_process_stays_where_none_is_to_be_kept() -> None:

@@ -14,6 +14,12 @@ from varuna_client.rest.exchange import EventStream, pause_s
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("client", "exchange"):
+        monkeypatch.setattr(f"varuna_client.rest.{module}.pause_s", lambda attempt: 0.0)
+
+
 def client_of(handler: Handler) -> Client:
     return Client("http://manager:1", transport=httpx.MockTransport(handler))
 

@@ -58,7 +58,8 @@ PLAN = PlanRecordDocument(
         {"p": 1, "d": 4, "micro_batch": 1, "predicted_minibatch_s": None, "fits": False, "reason": "needs 9 GiB"},
     ],
     predicted_step_s=0.25,
-    actual_step_s=0.3,
+    actual_step_s=0.8,
+    between_s=0.5,
     actual_examples_per_s=33.0,
     steps=7,
     error=0.2,
@@ -83,6 +84,16 @@ def text_of(renderable: RenderableType, width: int = 200) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(renderable)
     return out.getvalue()
+
+
+def test_the_step_time_has_its_parts_and_only_the_part_within_steps_was_predicted() -> None:
+    job = JobDocument(**{**JOB, "step_s": 0.8, "between_s": 0.5, "examples_per_s": 30.0, "rate_steps": 7})  # type: ignore[typeddict-item]
+    shown = text_of(job_page(JobParts(job=job, plan=PLAN), NOW))
+    assert "30 examples/s (over the last 7 steps)" in shown
+    assert "0.800 s, 0.500 s of it between steps (predicted for the rest 0.250 s, +20%)" in shown
+    busy = JobDocument(**{**job, "step_s": 0.3, "between_s": 0.001})  # type: ignore[typeddict-item]
+    shown = text_of(job_page(JobParts(job=busy, plan=PlanRecordDocument(**{**PLAN, "actual_step_s": 0.3})), NOW))  # type: ignore[typeddict-item]
+    assert "0.300 s (predicted 0.250 s, +20%)" in shown
 
 
 @pytest.mark.parametrize("states", [JobState, GenerationState, VmState])

@@ -50,7 +50,7 @@ def generation(number: int, p: int, d: int, kind: str = "training") -> dict[str,
 def metrics(losses: list[float]) -> list[dict[str, Any]]:
     """Two steps to each generation, from generation 2 on."""
     return [
-        {"step": step, "loss": loss, "step_s": 0.25, "generation": 2 + (step - 1) // 2, "at": 1.0}
+        {"step": step, "loss": loss, "step_s": 0.75, "between_s": 0.5, "generation": 2 + (step - 1) // 2, "at": 1.0}
         for step, loss in enumerate(losses, 1)
     ]
 

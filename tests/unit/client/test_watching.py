@@ -29,7 +29,9 @@ def progress(step: int, step_s: float = 0.5, generation: int = 2) -> ProgressDoc
         step=step,
         loss=2.5,
         step_s=step_s,
+        between_s=0.0,
         examples_per_s=20.0,
+        rate_steps=20,
         at="2026-01-01T00:00:01+00:00",
     )
 
@@ -44,8 +46,7 @@ def test_the_time_left_is_that_of_the_steps_to_go_at_the_generations_rate() -> N
     watched = WatchedJob(job())
     assert watched.left_s() is None
     watched.add_progress(progress(9, step_s=9.0, generation=1), 0.0)
-    for step in (10, 20):
-        watched.add_progress(progress(step), float(step))
+    watched.add_progress(progress(20), 20.0)
     assert watched.left_s() == 80 * 0.5
     assert watched.render_figures() == "step 20/100  loss 2.5000  20 ex/s  40 s left"
     unknown = WatchedJob(job(spec=JOB["spec"]))

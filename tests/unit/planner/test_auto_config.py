@@ -185,6 +185,7 @@ networks = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(
     weights=weight_lists,
@@ -235,6 +236,7 @@ def test_the_choice_is_the_best_of_all_shapes(
         assert needed == exhaustive.needed(starts, stage, plan.micro_batch, n, plan.run_ahead, again)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=100)
 @given(
     weights=st.lists(st.integers(1, 9), min_size=1, max_size=14),

@@ -89,6 +89,7 @@ def test_one_row_that_went_wrong_does_not_decide() -> None:
     assert found.observations[2].error < -0.4
 
 
+@pytest.mark.long
 def test_intervals_hold_the_factor_and_narrow_with_what_is_learned() -> None:
     for scale in fitted(observed(v100(), ethernet())).scales:
         low, high = scale.interval
@@ -106,6 +107,7 @@ def test_a_measured_profile_stands_in_the_place_of_the_model() -> None:
     assert predict_observation_s(one, v100(), ethernet(all_reduce_efficiency=0.1), built_in()) > fast * 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_table_7_of_the_paper_is_predicted_from_shapes_alone() -> None:
     found = fitted(list(parse_observations(TABLE_7.read_text(), lambda name: name)))

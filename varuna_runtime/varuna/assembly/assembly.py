@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from varuna.assembly.connections import connect_holders, connect_links, connect_tied, start_links
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.groups import RankGroup
-from varuna.distributed.topology import share_of_batch, stage_sections, tied_over_stages
+from varuna.distributed.topology import Topology, share_of_batch, stage_sections, tied_over_stages
 from varuna.optim.host_parameters import HostParameters
 from varuna.optim.precision import TrainingPrecision
 from varuna.optim.reduction import GradientReducer, TiedGroup, broadcast_from_first
@@ -28,7 +28,7 @@ from varuna.pipeline.stage_setting import StageContext, StageLinks, StagePositio
 from varuna.worker.worker import WorkerProcess
 from varuna_planner.schedule.policies import Policy
 
-__all__ = ["Assembly", "agree_on_seed", "assemble_rank", "connect_stage", "stages_of"]
+__all__ = ["Assembly", "agree_on_seed", "assemble_alone", "assemble_rank", "connect_stage", "stages_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +113,49 @@ def assemble_rank(
 
     Raises ValueError when the plan does not fit the model, PartitionError when the model cannot be cut.
     """
-    environment, topology = worker.environment, worker.topology
+    environment = worker.environment
     if environment.plan.global_batch:
         share_of_batch(0, environment, 0)  # refuses a global batch that is too small for D replicas
-    own = stages_of(worker, len(model_map.sections))[topology.stage]
-    stage = build_stage(model, model_map, own.start, own.stop, device=device, values=values)
-    worker.phases.end_phase("build")
+    stage = _build_own_stage(model, model_map, worker, device, values)
     parts, tied_groups = _connect(stage, model_map, worker, device=device, precision=precision)
     broadcast_from_first(list(stage.parameters.values()), parts.replicas)
     for group in tied_groups:
         broadcast_from_first([stage.parameters[name] for name in group.names], group.group)
     parts.equalize_buffers()
     return parts
+
+
+def assemble_alone(
+    model: nn.Module,
+    model_map: ModelMap,
+    worker: WorkerProcess,
+    *,
+    device: torch.device,
+    precision: TrainingPrecision,
+    values: ValueSource | None = None,
+) -> Assembly:
+    """As `assemble_rank`, but connects this rank to nobody yet. Its stage runs when `connect_stage` has done that."""
+    environment = worker.environment
+    stage = _build_own_stage(model, model_map, worker, device, values)
+    plan = replace(environment.plan, p=1, d=1, stage_starts=(), recompute=())
+    alone = replace(
+        worker, environment=replace(environment, plan=plan, rank=0, world_size=1), topology=Topology(1, 1, 0)
+    )
+    parts, _ = _connect(stage, model_map, alone, device=device, precision=precision)
+    return parts
+
+
+def _build_own_stage(
+    model: nn.Module,
+    model_map: ModelMap,
+    worker: WorkerProcess,
+    device: torch.device,
+    values: ValueSource | None,
+) -> Stage:
+    own = stages_of(worker, len(model_map.sections))[worker.topology.stage]
+    stage = build_stage(model, model_map, own.start, own.stop, device=device, values=values)
+    worker.phases.end_phase("build")
+    return stage
 
 
 def connect_stage(

@@ -11,11 +11,13 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from varuna.devices.accelerator import is_accelerator
+from varuna.devices.cuda_alone import nccl_device_name
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup
 from varuna.distributed.groups import RankGroup
-from varuna.distributed.nccl import NcclGroup, connect_nccl, have_own_devices, nccl_device_name
+from varuna.distributed.nccl import NcclGroup, connect_nccl, have_own_devices
 from varuna.distributed.rendezvous import Rendezvous
 from varuna.distributed.topology import Topology
 from varuna.optim.reduction import TiedGroup
@@ -63,7 +65,7 @@ def start_links(
             group,
             peer=peer,
             peer_in_group=peer_in_group,
-            pinned=device.type == "cuda",
+            pinned=is_accelerator(device),
             departure=departure,
             carries=carries,
             timeline=timeline,

@@ -22,24 +22,18 @@ from varuna.distributed.rendezvous import Rendezvous
 from varuna.optim.precision import TrainingPrecision
 from varuna.partition.cutting.model_map import ModelMap
 
-__all__ = ["describe_trace", "first_difference", "require_same_trace"]
+__all__ = ["describe_trace", "digest_trace", "first_difference", "require_same_trace"]
 
 
-def require_same_trace(
-    model: nn.Module,
-    model_map: ModelMap,
-    inputs: Mapping[str, Any],
-    *,
-    precision: TrainingPrecision,
-    rendezvous: Rendezvous,
-    rank: int,
-) -> None:
-    """To be called by all ranks. Raises ValueError with the first difference on a rank that differs from rank 0."""
-    facts = describe_trace(model, model_map, inputs, precision)
+def require_same_trace(facts: Mapping[str, str], rendezvous: Rendezvous, rank: int) -> None:
+    """To be called by all ranks. Raises ValueError with the first difference on a rank that differs from rank 0.
+
+    `facts`: what `describe_trace` gives.
+    """
     text = json.dumps(facts)
     if rank == 0:  # before the digest, because ranks that differ read it
         rendezvous.exchange_values("trace/facts", (0,), base64.b64encode(zlib.compress(text.encode())).decode())
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = digest_trace(facts)
     (of_first,) = rendezvous.exchange_values("trace/digest", (0,), digest)
     if of_first == digest:
         return
@@ -49,6 +43,11 @@ def require_same_trace(
         f"rank {rank} has traced a different model than rank 0: {what} is {here} on rank {rank} and {there} on rank 0. "
         "All ranks must run the same script, with the same libraries, arguments and example inputs"
     )
+
+
+def digest_trace(facts: Mapping[str, str]) -> str:
+    """Differs where what `describe_trace` gives differs."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def describe_trace(

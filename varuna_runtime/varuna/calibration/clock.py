@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from varuna.devices.accelerator import is_accelerator, wait_for_device
+
 __all__ = ["ComputeClock"]
 
 _SHARING_PERIOD_S = 0.05
@@ -31,9 +33,9 @@ class ComputeClock:
 
     def now_us(self) -> float:
         """The time once all submitted work is done."""
-        if self._device.type == "cpu":
+        if not is_accelerator(self._device):
             return time.thread_time() * 1e6
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device)
         return time.perf_counter() * 1e6
 
     @contextmanager
@@ -58,7 +60,7 @@ class ComputeClock:
         It is the median over periods of a few rounds of the scheduler, because what interrupts a calibration now and
         then does not share the cores with the training.
         """
-        if self._device.type != "cpu":
+        if is_accelerator(self._device):
             return 1.0
         if not self._ratios:
             return max(1.0, self._elapsed_s / self._own_s) if self._own_s > 0 else 1.0

@@ -13,6 +13,8 @@ import torch
 
 from varuna.calibration.links import LinkSample, classify_links, measure_all_reduce, measure_links
 from varuna.calibration.peers import CalibrationPeers
+from varuna.devices.accelerator import is_accelerator
+from varuna.devices.cuda_alone import device_model
 from varuna_planner.profile.document import AllReduceMeasurement, Links, Profile
 
 __all__ = ["FleetNetwork", "device_name", "measure_network"]
@@ -69,8 +71,8 @@ def _describe_environment(device: torch.device, hosts: Sequence[str]) -> dict[st
 
 def device_name(device: torch.device) -> str:
     """Kind and model of the device, such as `cuda: NVIDIA H200`."""
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
+    if is_accelerator(device):
+        return f"{device.type}: {device_model(device)}"
     cpuinfo = Path("/proc/cpuinfo")  # only Linux has it
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -13,6 +13,7 @@ import torch
 from varuna.calibration.clock import ComputeClock
 from varuna.calibration.section_meter import SectionMeter, measure_in_turn, time_stage_overhead
 from varuna.calibration.subject import CalibrationSubject
+from varuna.devices.accelerator import free_memory_bytes, is_accelerator
 from varuna_planner.profile.document import Measurement
 
 __all__ = ["SectionMeters"]
@@ -40,7 +41,7 @@ class SectionMeters:
         self.random_by_micro_batch: dict[str, None] = {}
         """The places where sections draw random numbers for the whole micro-batch, in order."""
         if room_bytes is None:
-            room_bytes = torch.cuda.mem_get_info(device)[0] / 4 if device.type == "cuda" else math.inf
+            room_bytes = free_memory_bytes(device) / 4 if is_accelerator(device) else math.inf
         self._room_bytes = room_bytes
 
     def build_meters(self, sections: Sequence[int]) -> None:

@@ -23,6 +23,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+OWN_PREFIX = "varuna."
+"""How the names of Varuna's own states begin."""
+
+
 class RegisteredStates:
     """The script's own states, by name; each may be registered before or after a checkpoint is loaded."""
 
@@ -48,6 +52,14 @@ class RegisteredStates:
     def schedulers(self) -> dict[str, LRScheduler]:
         """The registered LR schedulers, whose state belongs to parameter groups."""
         return {name: state for name, state in self._registered.items() if isinstance(state, LRScheduler)}
+
+    def list_others(self) -> list[str]:
+        """The names of the script's own states that are no LR schedulers."""
+        return [
+            name
+            for name, state in self._registered.items()
+            if not isinstance(state, LRScheduler) and not name.startswith(OWN_PREFIX)
+        ]
 
     def _load_state(self, name: str, state: Stateful) -> None:
         """Loads the checkpoint's state of this name. Raises CheckpointError when it is another rank's."""

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from varuna.data.sample_cursor import count_samples_before
+from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
 from varuna.distributed.worker_environment import read_process_environment
 from varuna_planner.schedule.batching import micro_batches
 from varuna_proto.environment import Mode, WorkerEnvironment
@@ -162,9 +163,10 @@ class Batches:
 
     def batch(self, step: int) -> dict[str, Any]:
         """This replica's examples of `step`, collated. Raises TypeError when collating gives no dict."""
-        batch = self._collate_items(self.indices(step))
+        with STEP_CLOCK.measure(Activity.DATA):
+            batch = self._collate_items(self.indices(step))
         if self in _followers:
-            _recent.append(_MadeBatch(self, step, batch, self._place))
+            _recent.append(_MadeBatch(self, step, batch, batch, self._place))
         return batch
 
     def _shift_at(self, step: int) -> int:
@@ -194,12 +196,18 @@ class Batches:
 
 
 class _MadeBatch(NamedTuple):
-    """A batch as the script got it, and what it was made from."""
+    """A batch, and what it was made from."""
 
     source: Batches
     step: int
+    given: dict[str, Any]
+    """As the script got it."""
     batch: dict[str, Any]
+    """As it is at `place`."""
     place: _Place
+
+    def is_batch(self, inputs: Mapping[str, Any]) -> bool:
+        return inputs is self.given or inputs is self.batch
 
 
 _followers: weakref.WeakSet[Batches] = weakref.WeakSet()
@@ -211,7 +219,7 @@ _recent: deque[_MadeBatch] = deque(maxlen=2)
 def is_recent_batch(inputs: Mapping[str, Any]) -> bool:
     """Whether `inputs` is a batch that `Batches` made last, the object itself, so that it can be made for another
     place."""
-    return any(made.batch is inputs for made in _recent)
+    return any(made.is_batch(inputs) for made in _recent)
 
 
 def follow_shape(environment: WorkerEnvironment) -> None:
@@ -223,16 +231,18 @@ def follow_shape(environment: WorkerEnvironment) -> None:
 def renew_batch(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """`inputs`; or, if `Batches` made it for an earlier place of this process, the present place's part of its step."""
     for number, made in enumerate(_recent):
-        if made.batch is inputs and made.place != made.source._place:
+        if not made.is_batch(inputs):
+            continue
+        if made.place != made.source._place:
             renewed = made.source._collate_items(made.source.indices(made.step))
-            _recent[number] = made._replace(batch=renewed, place=made.source._place)
-            return renewed
+            _recent[number] = made = made._replace(batch=renewed, place=made.source._place)
+        return made.batch
     return inputs
 
 
 def fetch_examples(inputs: Mapping[str, Any], spans: Iterable[range]) -> Mapping[str, Any]:
     """The examples at these places of a global batch, in order. The recent batch `inputs` is a part of it."""
-    made = next((made for made in _recent if made.batch is inputs), None)
+    made = next((made for made in _recent if made.is_batch(inputs)), None)
     if made is None:
         raise ValueError("these inputs are not one of the batches that varuna.data.Batches made last")
     return made.source._collate_examples(made.step, spans)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
+from varuna.devices.accelerator import is_accelerator, peak_memory_bytes
 from varuna_proto.environment import WorkerEnvironment
 
 __all__ = ["choose_device", "make_device_current", "measure_memory_bytes"]
@@ -32,25 +33,25 @@ def choose_device(
         index = requested.index if ":" in str(requested) else None
     else:
         index = device if device is not None and device >= 0 else None
-    if given.type != "cuda":
+    if not is_accelerator(given):
         return given
     if index is None and ":" in environment.device:
         index = given.index
     if index is None:
         index = local_rank if local_rank >= 0 else environment.local_rank
-    return torch.device("cuda", index)
+    return torch.device(given.type, index)
 
 
 def make_device_current(device: torch.device) -> torch.device:
-    """Makes `device` the target of CUDA calls that name none (of events, synchronisation), and returns it."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    """Makes `device` the target of calls that name no device, and returns it."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
     return device
 
 
 def measure_memory_bytes(device: torch.device) -> int:
-    """The most of a GPU's memory that this process has used; on the CPU, its resident memory now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """The most of an accelerator's memory that this process has used; on the CPU, its resident memory now."""
+    if is_accelerator(device):
+        return peak_memory_bytes(device)
     resident: int = psutil.Process().memory_info().rss
     return resident

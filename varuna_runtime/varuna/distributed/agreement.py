@@ -25,6 +25,8 @@ class BoundaryRequests:
     """Leave the generation with the state in memory."""
     cannot_hold: bool = False
     """The state of a rank ends with its process, so all save before they leave."""
+    copying: bool = False
+    """The copy of a rank's state is not whole on its keeper, so another round of copies must not begin."""
 
 
 @dataclass(frozen=True, kw_only=True)

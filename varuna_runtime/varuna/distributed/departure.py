@@ -29,7 +29,7 @@ LEAVE_GRACE_S = 0.5
 
 _RECHECK_S = 1.0
 """Every wait checks again after this long, so that a lost wake-up costs time and not the job."""
-_LONG_WAIT_S = 1.0
+_LONG_WAIT_S = 0.5
 """A wait that has lasted this long is reported: shorter ones are part of every step."""
 
 
@@ -247,11 +247,13 @@ class Departure:
             if (before == 0) is not (self._waits == 0):
                 self._on_waiting(self._waits > 0)
 
-    def leave_generation(self, exit_: GenerationEnded | PeerLost, *, may_stay: bool = True) -> None:
+    def leave_generation(
+        self, exit_: GenerationEnded | PeerLost, *, may_stay: bool = True, at_once: bool = False
+    ) -> None:
         """Makes every wait raise `exit_` and ends the process after the grace period. The first reason stands.
 
         With `may_stay`, a process that can go on in the next generation is not ended (`offer_to_stay`), and it may
-        finish its share of the step before it leaves (`finish_first`).
+        finish its share of the step before it leaves (`finish_first`), unless it is to leave `at_once`.
         """
         with self.condition:
             if self._is_leaving:
@@ -261,7 +263,7 @@ class Departure:
                 return
             if isinstance(self._failure, RanksDifferError) and isinstance(exit_, PeerLost):
                 return  # the peer is lost because of it, and the script's author must see the cause
-            if may_stay and self._shield is not None and self._shield.defers(exit_):
+            if may_stay and not at_once and self._shield is not None and self._shield.defers(exit_):
                 if self._deferred is None:
                     self._deferred = exit_
                     _log.info("leaving the generation when the share of the step is done", reason=exit_.reason)

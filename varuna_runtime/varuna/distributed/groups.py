@@ -8,6 +8,8 @@ from functools import partial
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from varuna.devices.copy_stream import CopyStream
+from varuna.devices.cuda_alone import takes_device_tensors
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.gloo import NEVER, GlooGroup, Work
@@ -26,6 +28,7 @@ class RankGroup:
         self._group = group
         self._departure = departure
         self._unfinished = 0
+        self._copies = CopyStream()
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sums each tensor over the ranks, in place. Every rank passes the same shapes in the same order."""
@@ -37,7 +40,14 @@ class RankGroup:
             return lambda: None
         options = AllreduceOptions()
         options.timeout = NEVER
-        return self._start([partial(self._group.allreduce, [t], options) for t in tensors])
+        staged = _StagedTensors(tensors, self._copies)
+        wait = self._start([partial(self._group.allreduce, [t], options) for t in staged.on_host])
+
+        def wait_and_return() -> None:
+            wait()
+            staged.return_values()
+
+        return wait_and_return
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Copies each tensor from the group's first rank to the others, in place."""
@@ -46,7 +56,9 @@ class RankGroup:
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = NEVER
-        self._start([partial(self._group.broadcast, [t], options) for t in tensors])()
+        staged = _StagedTensors(tensors, self._copies)
+        self._start([partial(self._group.broadcast, [t], options) for t in staged.on_host])()
+        staged.return_values()
 
     @property
     def is_idle(self) -> bool:
@@ -90,3 +102,21 @@ class RankGroup:
         reason = f"a collective among ranks {self.ranks} failed: {first_line(error)}"
         self._departure.leave_generation(PeerLost(reason, suspects=self.ranks))
         self._departure.raise_if_leaving()
+
+
+class _StagedTensors:
+    """The tensors of a collective as its backend takes them: themselves, or pinned copies of those that it refuses."""
+
+    def __init__(self, tensors: Sequence[Tensor], copies: CopyStream) -> None:
+        self._refused = [tensor for tensor in tensors if not takes_device_tensors(tensor.device)]
+        self._copies = copies
+        self._values, copied = copies.to_host(self._refused)
+        if copied is not None:
+            copied.synchronize()  # such a backend reads host memory as soon as the collective starts
+        values = iter(self._values)
+        self.on_host = [next(values) if not takes_device_tensors(each.device) else each for each in tensors]
+
+    def return_values(self) -> None:
+        """After the collective: copies what it has left in the copies back into the tensors."""
+        if self._refused:
+            self._copies.update_on_device(self._refused, self._values)

@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from varuna.distributed.gloo import NEVER, GlooGroup, Work, keep_alive_forever
 from varuna.distributed.groups import RankGroup
 
-__all__ = ["NcclGroup", "abort_group", "connect_nccl", "have_own_devices", "nccl_device_name"]
+__all__ = ["NcclGroup", "abort_group", "connect_nccl", "have_own_devices"]
 
 _POLL_S = 0.0005
 """How often a wait checks whether the device is done. NCCL wakes no thread; a collective takes milliseconds."""
@@ -24,13 +23,6 @@ _POLL_S = 0.0005
 
 class _DeviceWork(Work, Protocol):
     def is_completed(self) -> bool: ...
-
-
-def nccl_device_name(device: torch.device) -> str:
-    """A name that no other device anywhere has; "" for a device that NCCL cannot use."""
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def have_own_devices(devices: Sequence[str]) -> bool:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
+from varuna.devices.accelerator import default_device_kind, list_accelerators
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
 from varuna_proto.stage_map import StageMap
@@ -111,13 +111,13 @@ class LaunchedRank:
             rendezvous_port=0,
             plan=Plan(p=stage_map.p, d=stage_map.d, micro_batch=micro_batch, global_batch=global_batch),
             checkpoint_url=checkpoint_url,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=default_device_kind(),
             launcher_map=str(stage_map),
         )
 
     def _device_index(self) -> int:
         """The device of this rank. Slurm may show each task only its own device, whose index is then 0."""
-        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = len(list_accelerators())
         number = self.rank if self.local_rank < 0 else self.local_rank
         return number % devices if devices else max(self.local_rank, 0)
 

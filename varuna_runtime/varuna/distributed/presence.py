@@ -4,7 +4,8 @@ Links and collectives notice a dead peer only while they wait for it. But a rank
 saves a checkpoint, waits in the store or for files, where a dead rank looks like a late one. So every rank keeps a
 connection to rank 0, which announces to all others that one closed without a goodbye; when rank 0 dies, all close.
 
-The same connections carry what ranks announce of their calls (`calls.py`): to rank 0, which passes on what is new.
+The same connections carry what ranks announce of their calls (`calls.py`): to rank 0, which passes on what is new. And
+a rank that waits for others asks over them who is there (`roll_call.py`).
 At its end a rank waits until all others know of it, because the next thing that they see is that its links close.
 """
 
@@ -16,7 +17,7 @@ import selectors
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
@@ -25,9 +26,11 @@ from varuna.diagnostics.error_text import first_line
 from varuna.distributed.calls import CallChecker, CallKind, RankCall
 from varuna.distributed.departure import Departure, GenerationEnded, PeerLost
 from varuna.distributed.presence_messages import (
+    ARE_YOU_THERE,
     CALL_KNOWN,
     GOODBYE,
     HELLO_BYTES,
+    HERE,
     RANK_LEFT,
     RANK_LOST,
     PresenceMessage,
@@ -37,6 +40,7 @@ from varuna.distributed.presence_messages import (
     unpack_hello_rank,
 )
 from varuna.distributed.reach import is_out_of_reach
+from varuna.distributed.roll_call import RollCall
 from varuna.distributed.unproven_connections import UnprovenConnections
 from varuna_proto.environment import EXIT_GENERATION_ENDED
 
@@ -69,6 +73,7 @@ class RankPresence(ABC):
         self._sending = threading.Lock()
         self._over = False
         self._has_left = False
+        self._roll_call: RollCall | None = None
         calls.announce = self._announce_call
         departure.add_breaker(self._leave)
         # A forked child (a data loader's worker) must not keep the connections of a parent that is dead.
@@ -92,6 +97,11 @@ class RankPresence(ABC):
         if rank == 0:
             return _ServingPresence(departure, calls, world_size=world_size, store=store, address=address)
         return _ConnectedPresence(departure, rank, calls, store)
+
+    def make_roll_call(self, report: Callable[[tuple[int, ...]], None]) -> RollCall:
+        """`report` is called with the ranks that do not answer while this one waits, when they change."""
+        self._roll_call = RollCall(self._list_askable, self._ask_rank, report)
+        return self._roll_call
 
     def announce_leaving(self) -> None:
         """Announces that the script is over, or that this rank leaves a generation that is over: no loss to the others.
@@ -123,6 +133,21 @@ class RankPresence(ABC):
 
     @abstractmethod
     def _announce_call(self, call: RankCall) -> None: ...
+
+    @abstractmethod
+    def _list_askable(self) -> Collection[int]:
+        """The ranks to which this one has a connection."""
+
+    @abstractmethod
+    def _ask_rank(self, rank: int) -> None: ...
+
+    def _take_part_in_roll_call(self, message: PresenceMessage, rank: int, connection: socket.socket) -> bool:
+        """Answers the question of a rank, or records its answer; False: the message is neither."""
+        if message.kind == ARE_YOU_THERE:
+            self._send_message(connection, PresenceMessage(HERE, self._rank))
+        elif message.kind == HERE and self._roll_call is not None:
+            self._roll_call.record_answer(rank)
+        return message.kind in (ARE_YOU_THERE, HERE)
 
     def _leave_after_loss(self, rank: int, *, has_left: bool = False) -> None:
         """`has_left`: the rank announced that it leaves. Those that depend on it notice that by its connections."""
@@ -157,6 +182,7 @@ class _ConnectedPresence(RankPresence):
 
     def __init__(self, departure: Departure, rank: int, calls: CallChecker, store: Store) -> None:
         super().__init__(departure, rank, calls)
+        self._hears_rank_0 = True
         try:
             token, port, host = store.get(_KEY).decode().split()
             connection = socket.create_connection((host, int(port)), _CONNECT_S)
@@ -176,6 +202,12 @@ class _ConnectedPresence(RankPresence):
     def _announce_call(self, call: RankCall) -> None:
         self._send_to_all(PresenceMessage(call.operation.value, self._rank, call.number, call.steps))
 
+    def _list_askable(self) -> Collection[int]:
+        return (0,) if self._hears_rank_0 else ()
+
+    def _ask_rank(self, rank: int) -> None:
+        self._send_to_all(PresenceMessage(ARE_YOU_THERE, self._rank))
+
     def _receive_messages(self, connection: socket.socket) -> None:
         while (message := receive_message(connection)) is not None and message.kind != GOODBYE:
             if message.kind in (RANK_LEFT, RANK_LOST):
@@ -187,9 +219,10 @@ class _ConnectedPresence(RankPresence):
                     return
             elif message.kind == CALL_KNOWN:
                 self._end_known.set()
-            else:
+            elif not self._take_part_in_roll_call(message, 0, connection):
                 self._calls.receive_call(message.rank, _call_in(message))
                 self._send_message(connection, PresenceMessage(CALL_KNOWN, self._rank, message.number))
+        self._hears_rank_0 = False
         self._end_known.set()  # rank 0 can no longer announce it
         if not self._over and message is None:
             self._leave_after_loss(0)
@@ -222,6 +255,14 @@ class _ServingPresence(RankPresence):
 
     def _announce_call(self, call: RankCall) -> None:
         self._pass_on(0, call)
+
+    def _list_askable(self) -> Collection[int]:
+        return list(self._connections)
+
+    def _ask_rank(self, rank: int) -> None:
+        connection = self._connections.get(rank)
+        if connection is not None:
+            self._send_message(connection, PresenceMessage(ARE_YOU_THERE, self._rank))
 
     def _pass_on(self, rank: int, call: RankCall) -> None:
         """Sends a call that is new to all others. They answer when they know of it."""
@@ -314,7 +355,8 @@ class _ServingPresence(RankPresence):
             self._unaware.get(message.number, set()).discard(rank)
             self._answer_askers(message.number)
         elif message is not None and message.kind not in (GOODBYE, RANK_LEFT):
-            self._pass_on(rank, _call_in(message))
+            if not self._take_part_in_roll_call(message, rank, connection):
+                self._pass_on(rank, _call_in(message))
         else:
             self._selector.unregister(connection)
             self._forget_rank(rank)

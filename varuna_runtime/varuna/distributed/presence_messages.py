@@ -11,9 +11,11 @@ import struct
 from typing import NamedTuple
 
 __all__ = [
+    "ARE_YOU_THERE",
     "CALL_KNOWN",
     "GOODBYE",
     "HELLO_BYTES",
+    "HERE",
     "RANK_LEFT",
     "RANK_LOST",
     "PresenceMessage",
@@ -30,6 +32,10 @@ RANK_LOST = b"l"
 """The process of a rank has ended without a word."""
 CALL_KNOWN = b"a"
 """The call of that number is known: to its sender, or, from rank 0, to all ranks."""
+
+ARE_YOU_THERE = b"q"
+"""From a rank that waits for others; the answer is HERE."""
+HERE = b"y"
 
 _HELLO_KIND = b"h"
 _HELLO = struct.Struct("!cI")

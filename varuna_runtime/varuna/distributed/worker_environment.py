@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
+from varuna.devices.accelerator import default_device_kind
 from varuna.distributed.other_launchers import detect_launched_rank, make_generation_number
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.stage_map import StageMap
@@ -140,7 +139,7 @@ def read_worker_environment(
             "local",
             micro_batch=chunk_size or batch_size or 0,
             global_batch=batch_size or 0,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=default_device_kind(),
         )
     if environment.mode is not Mode.TRAIN:
         return environment  # sizes and shape of the coming plan are not known yet

@@ -8,8 +8,8 @@ import socket
 import struct
 import threading
 import time
-from base64 import b64encode
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from varuna.distributed.rendezvous_protocol import (
 )
 from varuna.distributed.rendezvous_store import RendezvousStore
 from varuna.distributed.unproven_connections import UnprovenConnections
-from varuna.holdings.inventory import HeldFiles, encode_inventory
+from varuna.holdings.inventory import HeldFiles, Inventory, encode_inventories
 from varuna.holdings.transfer_protocol import (
     CHUNK_BYTES,
     CHUNK_HEADER,
@@ -44,7 +44,7 @@ from varuna.holdings.transfer_protocol import (
 )
 from varuna_proto.environment import WorkerEnvironment
 
-__all__ = ["DONE_KEY", "GivenState", "HolderServer", "HolderSession", "inventory_key"]
+__all__ = ["DONE_KEY", "GivenState", "HolderServer", "HolderSession", "StateServer", "inventory_key", "send_chunk"]
 
 _log = structlog.get_logger("varuna")
 
@@ -61,25 +61,23 @@ _LOOK_S = timedelta(seconds=5)
 
 
 def inventory_key(rank: int) -> str:
-    """Where in the new generation's rendezvous store the process publishes its inventory that was `rank` before."""
+    """Where in the new generation's rendezvous store the process publishes its inventories that was `rank` before."""
     return f"holders/{rank}"
 
 
-class HolderServer:
-    """Serves a holder's files to processes that know the generation's secret, from its making until `close`."""
+class StateServer(ABC):
+    """Answers the requests of processes that know the generation's secret, from its making until `close`."""
 
-    def __init__(self, held: HeldFiles, key: MeetingKey, host: str) -> None:
+    largest_request_bytes = LARGEST_MESSAGE_BYTES
+
+    def __init__(self, key: MeetingKey, host: str) -> None:
         """Listens on a free port of this machine's address `host`. Raises OSError when that is not possible."""
-        self._held = held
         self._key = key
         self._lock = threading.Lock()
         self._serving: dict[socket.socket, threading.Thread] = {}
         """The connections that have proven themselves."""
         self._is_closed = False
         self._turned_away: set[str] = set()
-        self.bytes_given = 0
-        self.files_given = 0
-        """Files that were given to their ends, each as often as it was fetched."""
         self._listener = socket.create_server((host, 0), backlog=256)
         self._listener.setblocking(False)
         self._unproven = UnprovenConnections(self._listener, _MOST_STRANGERS, self._evict)
@@ -88,16 +86,24 @@ class HolderServer:
         os.register_at_fork(after_in_child=self._listener.close)
         threading.Thread(target=self._accept_connections, name="varuna-holder", daemon=True).start()
 
-    def close(self) -> None:
-        """Closes the port and all connections. From any thread but the server's own.
+    @abstractmethod
+    def _answer_request(self, connection: socket.socket, kind: int, words: Sequence[bytes]) -> None:
+        """Raises OSError, ValueError or struct.error to end the connection."""
 
-        It waits for the threads that serve, so that all that was given is counted, and nobody reads the held tensors.
-        """
+    def shut_down(self) -> None:
+        """Closes the port and all connections. From any thread."""
         with self._lock:
             self._is_closed = True
             serving = dict(self._serving)
         for connection in (self._listener, *serving):
             _shut_down(connection)
+
+    def close(self) -> None:
+        """As `shut_down`, but not from the server's own threads, for which it waits: all that was given is counted
+        then, and nobody reads what is held."""
+        self.shut_down()
+        with self._lock:
+            serving = dict(self._serving)
         deadline_s = time.monotonic() + _LAST_CHUNK_S
         for thread in serving.values():
             thread.join(max(deadline_s - time.monotonic(), 0.0))
@@ -125,7 +131,7 @@ class HolderServer:
             self._check_proof(connection)
             while True:
                 connection.settimeout(None)
-                kind, words = receive_message(connection, LARGEST_MESSAGE_BYTES)
+                kind, words = receive_message(connection, self.largest_request_bytes)
                 connection.settimeout(SILENCE_S)
                 self._answer_request(connection, kind, words)
         except StrangerError as error:
@@ -156,14 +162,32 @@ class HolderServer:
                 raise ConnectionError("closed")
             self._serving[connection] = threading.current_thread()
 
+
+class HolderServer(StateServer):
+    """Serves the files of the states that a process holds."""
+
+    def __init__(self, held: HeldFiles, key: MeetingKey, host: str, copies: Iterable[HeldFiles] = ()) -> None:
+        """`copies`: what the process keeps besides its own state. Raises OSError as its base does."""
+        self._held = {(one.inventory.rank, one.inventory.step): one for one in (*copies, held)}
+        self.bytes_given = 0
+        self.files_given = 0
+        """Files that were given to their ends, each as often as it was fetched."""
+        super().__init__(key, host)
+
+    @property
+    def inventories(self) -> list[Inventory]:
+        """Of all states that are served, each once."""
+        return [held.inventory for held in self._held.values()]
+
     def _answer_request(self, connection: socket.socket, kind: int, words: Sequence[bytes]) -> None:
-        if kind != FETCH or len(words) != 3:
+        if kind != FETCH or len(words) != 4:
             raise ValueError("no request for a file")
-        rank, name, offset = NUMBER.unpack(words[0])[0], words[1].decode(), NUMBER.unpack(words[2])[0]
-        file = self._held.files.get(name)
+        rank, step, offset = (NUMBER.unpack(words[place])[0] for place in (0, 1, 3))
+        name, held = words[2].decode(), self._held.get((rank, step))
+        file = None if held is None else held.files.get(name)
         fault = ""
-        if rank != self._held.inventory.rank:
-            fault = f"it was rank {self._held.inventory.rank}, not rank {rank}"
+        if held is None:
+            fault = f"it does not hold step {step} of rank {rank}"
         elif file is None:
             fault = f"it has no {name}"
         if file is None or fault:
@@ -171,8 +195,7 @@ class HolderServer:
             return
         connection.sendall(pack_message(AnswerStatus.DONE, [NUMBER.pack(file.bytes)]))
         for chunk in file.iterate_chunks(offset, CHUNK_BYTES):
-            size = sum(map(len, chunk))
-            _send_parts(connection, [memoryview(CHUNK_HEADER.pack(size, sum_chunk(chunk))), *chunk])
+            size = send_chunk(connection, chunk)
             with self._lock:
                 self.bytes_given += size
         with self._lock:
@@ -197,9 +220,11 @@ class _StoppedError(Exception):
 class HolderSession:
     """A holder's part in the start of one new generation."""
 
-    def __init__(self, held: HeldFiles, environment: WorkerEnvironment) -> None:
-        """`environment`: of the new generation, with its secret; its rank is not used."""
+    def __init__(self, held: HeldFiles, environment: WorkerEnvironment, copies: Sequence[HeldFiles] = ()) -> None:
+        """`environment`: of the new generation, with its secret; its rank is not used. `copies`: what the process keeps
+        besides its own state."""
         self._held = held
+        self._copies = copies
         self._environment = environment
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -222,12 +247,12 @@ class HolderSession:
         key = MeetingKey.from_environment(environment)
         try:
             host = address_towards(environment.rendezvous_host, environment.rendezvous_port or 9)
-            server = HolderServer(self._held, key, host)
+            server = HolderServer(self._held, key, host, self._copies)
         except OSError as error:
             return GivenState(0, False, f"no port to give the state from: {first_line(error)}")
         is_taken, reason = False, ""
         try:
-            self._publish_and_wait(key, server.address)
+            self._publish_and_wait(key, server)
             is_taken, reason = True, "all ranks have their state"
         except _StoppedError:
             reason = "stopped"
@@ -239,15 +264,15 @@ class HolderSession:
         _log.info("this process gave its state", bytes=server.bytes_given, files=server.files_given, end=reason)
         return GivenState(server.bytes_given, is_taken, reason)
 
-    def _publish_and_wait(self, key: MeetingKey, address: str) -> None:
+    def _publish_and_wait(self, key: MeetingKey, server: HolderServer) -> None:
         environment = self._environment
         served = RendezvousStore(environment.rendezvous_host, key, RENDEZVOUS_TIMEOUT, self._raise_if_stopped)
         with self._lock:
             self._store = served
         self._raise_if_stopped()
         store: Store = PrefixStore(store_prefix(environment), served)
-        inventory = self._held.inventory.model_copy(update={"address": address})
-        store.set(inventory_key(inventory.rank), b64encode(encode_inventory(inventory)).decode())
+        held = [inventory.model_copy(update={"address": server.address}) for inventory in server.inventories]
+        store.set(inventory_key(self._held.inventory.rank), encode_inventories(held))
         while True:
             self._raise_if_stopped()
             with suppress(dist.DistStoreError):
@@ -264,6 +289,13 @@ class HolderSession:
         if store is not None:
             store.close()
             let_go(store)
+
+
+def send_chunk(connection: socket.socket, chunk: Sequence[memoryview]) -> int:
+    """Sends a chunk after its header; its size. Raises OSError."""
+    size = sum(map(len, chunk))
+    _send_parts(connection, [memoryview(CHUNK_HEADER.pack(size, sum_chunk(chunk))), *chunk])
+    return size
 
 
 def _send_parts(connection: socket.socket, parts: list[memoryview]) -> None:

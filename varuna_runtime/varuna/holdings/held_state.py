@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -29,13 +28,14 @@ from varuna.distributed.rendezvous import RENDEZVOUS_TIMEOUT, store_prefix
 from varuna.distributed.rendezvous_server import RendezvousServer
 from varuna.distributed.rendezvous_store import RendezvousStore
 from varuna.holdings.giving import DONE_KEY, inventory_key
-from varuna.holdings.inventory import Inventory, decode_inventory, encode_inventory
+from varuna.holdings.inventory import Inventory, decode_inventories, encode_inventories
+from varuna.holdings.memory_files import MemoryGivers, take_memory_files
 from varuna.holdings.merging import find_newest_step, merge_inventories
 from varuna.holdings.taking import HeldStateReader
 from varuna.holdings.transfer_plan import RankNeeds, plan_transfers
 from varuna_proto.environment import WorkerEnvironment
 
-__all__ = ["HeldState"]
+__all__ = ["HeldState", "list_needed_files"]
 
 _log = structlog.get_logger("varuna")
 
@@ -94,7 +94,12 @@ class HeldState:
         self._rank = rank
         self._host = host
         self._lone_store: _LoneStore | None = None
-        self._inventories: dict[int, Inventory] = {}
+        self._memory: MemoryGivers | None = None
+        """Gives what ended workers have left on this VM."""
+        self._inventories: dict[int, list[Inventory]] = {}
+        """By holder: its own, and those of the copies that it keeps."""
+        self._givers: dict[int, int] = {}
+        """By the rank of a proposed inventory: the holder that has it."""
         self._excluded: set[int] = set()
         self._first_look_s: float | None = None
         self._began_s = time.monotonic()
@@ -105,7 +110,8 @@ class HeldState:
     def from_environment(cls, environment: WorkerEnvironment, store: InventoryStore) -> HeldState | None:
         """None if there are no holders. `store`: the generation's rendezvous store.
 
-        A generation of one rank has none that others can reach, so one is served here until `announce_end`.
+        A generation of one rank has none that others can reach, so one is served here until `announce_end`. What ended
+        workers have left in this VM's memory is given from here, to this rank as to the others.
         """
         if not environment.holders:
             return None
@@ -121,29 +127,33 @@ class HeldState:
             return None
         held = cls(store, environment.holders, key=key, rank=environment.rank, host=host)
         held._lone_store = lone_store
+        if environment.agent_socket and (taken := take_memory_files(environment)):
+            held._memory = MemoryGivers(taken, environment)
         return held
 
     def propose_state(self) -> HeldStateProposal | None:
         """Rank 0: the newest state that the holders make together; None: there is none."""
         self._wait_for_inventories()
         able = self._list_able()
-        step = find_newest_step(able)
+        step = find_newest_step(able.values())
         if step is None:
             if self._holders:
                 _log.warning(
                     "the processes of the generation before do not hold the whole state",
                     expected=self._holders,
-                    found=[inventory.rank for inventory in able],
+                    found=sorted({holder for holder, _ in able}),
                 )
             return None
-        chosen = [inventory for inventory in able if inventory.step == step]
+        chosen: dict[int, Inventory] = {}
+        for (holder, _), inventory in sorted(able.items(), key=lambda one: (one[0][0] != one[1].rank, one[0])):
+            if inventory.step == step and chosen.setdefault(inventory.rank, inventory) is inventory:
+                self._givers[inventory.rank] = holder
         try:
-            merge_inventories(chosen)
+            merge_inventories(chosen.values())
         except CheckpointError as error:
             _log.warning("the state that processes hold is of no use", step=step, reason=str(error))
             return None
-        texts = [b64encode(encode_inventory(inventory)).decode() for inventory in chosen]
-        return HeldStateProposal(step, json.dumps(texts))
+        return HeldStateProposal(step, encode_inventories(chosen.values()))
 
     def stage_state(
         self, document: str, state: TrainingState, exchange: Callable[[str], list[str]]
@@ -154,13 +164,11 @@ class HeldState:
         """
         self._close_reader()
         try:
-            merged = merge_inventories(
-                decode_inventory(b64decode(text), "an inventory from rank 0") for text in json.loads(document)
-            )
-        except (CheckpointError, ValueError) as error:
+            merged = merge_inventories(decode_inventories(document, "an inventory from rank 0"))
+        except CheckpointError as error:
             exchange(json.dumps(None))
             raise CheckpointError(f"the state that processes hold is of no use: {error}") from error
-        files = [entry.name for entry in _list_needed_files(merged.manifest, state)]
+        files = [entry.name for entry in list_needed_files(merged.manifest, state)]
         needs: dict[int, RankNeeds] = {}
         for rank, text in enumerate(exchange(json.dumps({"host": self._host, "files": files}))):
             if (need := json.loads(text)) is None:
@@ -169,14 +177,15 @@ class HeldState:
         sources = merged.sources
         plan = plan_transfers(sources, needs)
         total = sum(sources[file].bytes for _, file in plan)
-        self._taken = _Taken(merged.manifest.step, total, len(set(plan.values())))
+        address_of = {one.rank: one.address for able in merged.holders.values() for one in able}
+        self._taken = _Taken(merged.manifest.step, total, len({address_of[holder] for holder in plan.values()}))
         own = {file: holder for (rank, file), holder in plan.items() if rank == self._rank}
         self._reader = HeldStateReader(merged, own, self._key, self._host)
         return stage_state(merged.manifest, self._reader, state)
 
     def exclude_holders(self, ranks: Iterable[int]) -> None:
-        """Rank 0: these processes are not asked again."""
-        self._excluded |= set(ranks)
+        """Rank 0: the processes that were to give these ranks' states are not asked again."""
+        self._excluded |= {self._givers[rank] for rank in ranks}
 
     def announce_end(self, *, is_loaded: bool) -> None:
         """Rank 0: all ranks have their state, so the holders may end. `is_loaded`: it is theirs."""
@@ -194,6 +203,9 @@ class HeldState:
     def close(self) -> None:
         """Ends this rank's connections to the holders, and what was served for them."""
         self._close_reader()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if self._lone_store is not None:
             self._lone_store.close()
             self._lone_store = None
@@ -203,11 +215,19 @@ class HeldState:
             self._reader.close()
             self._reader = None
 
-    def _list_able(self) -> list[Inventory]:
-        """The inventories that came from the newest generation, of holders that have not failed."""
-        able = [inventory for rank, inventory in self._inventories.items() if rank not in self._excluded]
-        newest = max((inventory.receipt.generation for inventory in able), default=0)
-        return [inventory for inventory in able if inventory.receipt.generation == newest]
+    def _list_able(self) -> dict[tuple[int, int], Inventory]:
+        """The inventories that came from the newest generation, of holders that have not failed.
+
+        By holder, which is its rank, and the place among its inventories.
+        """
+        able = {
+            (holder, place): inventory
+            for holder, inventories in self._inventories.items()
+            if holder not in self._excluded
+            for place, inventory in enumerate(inventories)
+        }
+        newest = max((inventory.receipt.generation for inventory in able.values()), default=0)
+        return {key: inventory for key, inventory in able.items() if inventory.receipt.generation == newest}
 
     def _wait_for_inventories(self) -> None:
         if self._first_look_s is None:
@@ -218,7 +238,7 @@ class HeldState:
             now_s = time.monotonic()
             if len(self._inventories.keys() | self._excluded) >= len(self._holders):
                 return
-            if whole_since_s is None and find_newest_step(self._list_able()) is not None:
+            if whole_since_s is None and self._is_newest_whole():
                 whole_since_s = now_s
             if whole_since_s is not None and now_s > whole_since_s + _WHOLE_WAIT_S:
                 return
@@ -226,22 +246,27 @@ class HeldState:
                 return
             time.sleep(_LOOK_AGAIN_S)
 
+    def _is_newest_whole(self) -> bool:
+        """Whether the newest step that any holder has is held whole; copies of an older one may be whole before."""
+        able = self._list_able().values()
+        return bool(able) and find_newest_step(able) == max(inventory.step for inventory in able)
+
     def _look_for_inventories(self) -> None:
         for rank in self._holders:
             key = inventory_key(rank)
             if rank in self._inventories or rank in self._excluded or not self._store.check([key]):
                 continue
             try:
-                inventory = decode_inventory(b64decode(self._store.get(key)), f"the inventory of rank {rank}")
-                if inventory.rank != rank:
-                    raise CheckpointError(f"the inventory of rank {rank} claims to be of rank {inventory.rank}")
-                self._inventories[rank] = inventory
-            except (CheckpointError, ValueError) as error:
+                inventories = decode_inventories(self._store.get(key), f"the inventory of rank {rank}")
+                if rank not in (ranks := [inventory.rank for inventory in inventories]):
+                    raise CheckpointError(f"the inventory of rank {rank} claims to be of rank {ranks}")
+                self._inventories[rank] = inventories
+            except CheckpointError as error:
                 _log.warning("a process that holds state is left out", rank=rank, reason=str(error))
                 self._excluded.add(rank)
 
 
-def _list_needed_files(manifest: Manifest, state: TrainingState) -> list[FileEntry]:
+def list_needed_files(manifest: Manifest, state: TrainingState) -> list[FileEntry]:
     """What `stage_state` and `StagedCheckpoint.fill_state` will read."""
     rank = state.position.rank
     own = {copy.file for copies in manifest.rank_states.values() for copy in copies if rank in copy.ranks}

@@ -5,13 +5,14 @@ Nothing is copied where the tensors are in host memory, and no file is written: 
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
-from collections.abc import Iterator
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -23,12 +24,15 @@ from varuna.checkpoint.loading.reader import FileContent
 from varuna.checkpoint.saving.receipts import make_receipt
 from varuna.checkpoint.saving.snapshot import HostBuffers, make_snapshot
 from varuna.checkpoint.state.rank_state import TrainingState
+from varuna.devices.accelerator import is_accelerator, release_cached_memory
 
 __all__ = [
     "HeldFile",
     "HeldFiles",
     "Inventory",
+    "decode_inventories",
     "decode_inventory",
+    "encode_inventories",
     "encode_inventory",
     "free_device_memory",
     "make_inventory",
@@ -44,6 +48,8 @@ class Inventory(SealedDocument):
     schema_: Literal["varuna.inventory/1"] = Field(default="varuna.inventory/1", alias="schema")
     address: str = ""
     """`host:port`, where the holder gives its files."""
+    published_as: int | None = None
+    """The rank that its process has had since, in a generation that was not to begin with this state."""
     receipt: Receipt
     """Its files, as if it had written them as the only replica of its stage. They have no checksums: each chunk gets
     its own on the way."""
@@ -59,8 +65,8 @@ class Inventory(SealedDocument):
 
     @property
     def rank(self) -> int:
-        """Of the holder, in the generation that it has left."""
-        return self.receipt.rank
+        """Of the holder, in the generation that its process was in last."""
+        return self.receipt.rank if self.published_as is None else self.published_as
 
     @property
     def step(self) -> int:
@@ -87,7 +93,7 @@ class Inventory(SealedDocument):
 
 
 def encode_inventory(inventory: Inventory) -> bytes:
-    """As it goes into the rendezvous store, which holds one per holder."""
+    """As it goes to other processes."""
     return zlib.compress(inventory.to_bytes(), level=1)
 
 
@@ -98,6 +104,19 @@ def decode_inventory(data: bytes, where: str) -> Inventory:
     except zlib.error as error:
         raise CheckpointError(f"{where} is no inventory: {error}") from None
     return parse_sealed_document(Inventory, unpacked, where)
+
+
+def encode_inventories(inventories: Iterable[Inventory]) -> str:
+    """As text, for the rendezvous store and for other ranks."""
+    return json.dumps([b64encode(encode_inventory(inventory)).decode() for inventory in inventories])
+
+
+def decode_inventories(text: str | bytes, where: str) -> list[Inventory]:
+    """The inverse of `encode_inventories`. Raises CheckpointError for anything else."""
+    try:
+        return [decode_inventory(b64decode(each), where) for each in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{where} is no inventory: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -150,10 +169,20 @@ class _LiveTensors(HostBuffers):
         return super().copy_tensor(key, tensor)
 
 
-def make_inventory(state: TrainingState, step: int, *, generation: int, rank: int) -> HeldFiles:
+def make_inventory(
+    state: TrainingState,
+    step: int,
+    *,
+    generation: int,
+    rank: int,
+    published_as: int | None = None,
+    buffers: HostBuffers | None = None,
+) -> HeldFiles:
     """What the process that was `rank` of `generation` holds after `step` steps: its whole stage.
 
-    `state` must not change while the files are given. Raises CheckpointError for state that no checkpoint can hold.
+    `published_as`: its rank since then. `buffers`: memory for copies of all tensors; None: the files lie over the
+    tensors themselves, which must not change while they are given. Raises CheckpointError for state that no checkpoint
+    can hold.
     """
     copied = make_snapshot(
         state,
@@ -162,7 +191,7 @@ def make_inventory(state: TrainingState, step: int, *, generation: int, rank: in
         replica=0,
         replicas=1,
         rank=rank,
-        buffers=_LiveTensors(),
+        buffers=_LiveTensors() if buffers is None else buffers,
         has_job_states=True,
     )
     files: dict[str, HeldFile] = {}
@@ -186,6 +215,7 @@ def make_inventory(state: TrainingState, step: int, *, generation: int, rank: in
     position = state.position
     receipt = make_receipt(copied, entries, generation=generation, rank=rank, world_size=position.p * position.d)
     inventory = Inventory(
+        published_as=published_as,
         receipt=receipt,
         p=position.p,
         d=position.d,
@@ -205,6 +235,6 @@ def free_device_memory(state: TrainingState) -> None:
     kept = [value for optimizer in state.optimizers for value in optimizer.state.values()]
     tensors += [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
     for tensor in tensors:
-        if tensor.is_cuda:
+        if is_accelerator(tensor.device):
             tensor.untyped_storage().resize_(0)
-    torch.cuda.empty_cache()  # does nothing in a process without a GPU
+    release_cached_memory(tensor.device for tensor in tensors)

@@ -31,7 +31,7 @@ from varuna.holdings.transfer_protocol import (
     sum_chunk,
 )
 
-__all__ = ["HeldStateReader"]
+__all__ = ["HeldStateReader", "connect_to_server", "receive_chunk"]
 
 _log = structlog.get_logger("varuna")
 
@@ -163,7 +163,7 @@ class HeldStateReader:
                 connection = self._take_connection(inventory)
                 _request_file(connection, inventory, entry, at)
                 while at < entry.bytes:
-                    at += _receive_chunk(connection, data[at:])
+                    at += receive_chunk(connection, data[at:])
             except (OSError, ValueError, struct.error) as error:
                 if connection is not None:
                     connection.close()
@@ -180,20 +180,25 @@ class HeldStateReader:
             idle = self._idle.get(inventory.rank)
             if idle:
                 return idle.pop()
-        host, _, port = inventory.address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), _CONNECT_S)
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greet_server(connection, self._key, SILENCE_S)
-            connection.settimeout(SILENCE_S)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return connect_to_server(inventory.address, self._key)
+
+
+def connect_to_server(address: str, key: MeetingKey) -> socket.socket:
+    """A proven connection to the `StateServer` at `host:port`. Raises OSError, ValueError."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), _CONNECT_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greet_server(connection, key, SILENCE_S)
+        connection.settimeout(SILENCE_S)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _request_file(connection: socket.socket, inventory: Inventory, entry: FileEntry, offset: int) -> None:
-    words = [NUMBER.pack(inventory.rank), entry.name.encode(), NUMBER.pack(offset)]
+    words = [NUMBER.pack(inventory.rank), NUMBER.pack(inventory.step), entry.name.encode(), NUMBER.pack(offset)]
     connection.sendall(pack_message(FETCH, words))
     status, answer = receive_message(connection, LARGEST_MESSAGE_BYTES)
     if status != AnswerStatus.DONE or len(answer) != 1:
@@ -203,8 +208,8 @@ def _request_file(connection: socket.socket, inventory: Inventory, entry: FileEn
         raise ValueError(f"it has {size} bytes of it instead of {entry.bytes}")
 
 
-def _receive_chunk(connection: socket.socket, room: memoryview) -> int:
-    """Receives the next chunk into the beginning of `room`, and verifies it; its size."""
+def receive_chunk(connection: socket.socket, room: memoryview) -> int:
+    """Receives the next chunk into the beginning of `room`, and verifies it; its size. Raises OSError, ValueError."""
     deadline_s = time.monotonic() + _CHUNK_S
     header = bytearray(CHUNK_HEADER.size)
     receive_into(connection, memoryview(header), deadline_s)

@@ -1,7 +1,11 @@
 """The messages between a holder and those that take its state, which follow the handshake on each connection.
 
-    taker:  request: the holder's rank, a file's name, the offset to begin at
+    taker:  request: the rank and the step of a state, a file's name, the offset to begin at
     holder: done: the file's size; then its chunks from there on, each after its length and its checksum
+            refused: the reason
+
+    owner:  copy: the number of its rounds of copies, the step that stays, the inventory; then its files' chunks
+    keeper: done: it has all of them
             refused: the reason
 
 A connection serves one request after the other. The messages are packed as those of the rendezvous store.
@@ -17,6 +21,7 @@ import xxhash
 __all__ = [
     "CHUNK_BYTES",
     "CHUNK_HEADER",
+    "COPY",
     "FETCH",
     "LARGEST_MESSAGE_BYTES",
     "NUMBER",
@@ -25,6 +30,7 @@ __all__ = [
 ]
 
 FETCH = 1
+COPY = 2
 CHUNK_BYTES = 1 << 20
 """Large enough that its header costs nothing, small enough to be in the processor's cache for the checksum."""
 CHUNK_HEADER = struct.Struct("!I16s")

@@ -80,6 +80,15 @@ class ScriptChanges:
         """From now on these are the ranks that agree. They have agreed on the same so far."""
         self._everyone = everyone
 
+    def follow_stage(self, own: Mapping[str, nn.Parameter], given_out: Mapping[str, nn.Parameter]) -> None:
+        """From now on the stage in the same modules has these parameters."""
+        self._own, self._given_out = own, given_out
+
+    @property
+    def trains(self) -> dict[str, bool]:
+        """By first name of the parameter: whether the ranks have agreed that it trains."""
+        return dict(zip(self._names, self._agreed[len(self._paths) :], strict=True))
+
     # The parts of a step, in their order
 
     def begin_step(self) -> None:

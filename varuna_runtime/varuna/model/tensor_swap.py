@@ -9,6 +9,7 @@ effect on the rank that has the layer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,13 +57,8 @@ class TensorSwap:
     def __init__(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
         """`parameters`: those that the optimizer steps, by first name: the stage's own, or their copies on the host."""
         self.module = stage.module
-        self.parameters = dict(parameters)
-        changed = stage.written.homes
-        self.buffers = {name: x for name, x in stage.read.items() if name in stage.buffers or name not in changed}
-        self._whole = stage.is_first and stage.is_last
-        here: dict[int, Tensor] = {id(x): x for x in stage.read.values()}
-        here |= {id(stage.parameters[name]): x for name, x in parameters.items()}
-        self._slots = list(_find_slots(stage.module, here))
+        self._slots: list[_TensorSlot] = []
+        self._fill_slots(stage, parameters)
         self._parts = [
             _ModuleSnapshot(
                 name, part, dict(part._modules), (len(part._parameters), len(part._buffers)), _list_hooks(part)
@@ -70,6 +66,41 @@ class TensorSwap:
             for name, part in stage.module.named_modules()
         ]
         self._show_to_script()
+
+    def _fill_slots(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        changed = stage.written.homes
+        self.buffers = {name: x for name, x in stage.read.items() if name in stage.buffers or name not in changed}
+        self._whole = stage.is_first and stage.is_last
+        here: dict[int, Tensor] = {id(x): x for x in stage.read.values()}
+        here |= {id(stage.parameters[name]): x for name, x in parameters.items()}
+        known = {slot.name: slot.between for slot in self._slots if slot.between.is_meta}
+        self._slots = list(_find_slots(stage.module, here, known))
+
+    # Another stage in the same modules
+
+    def hold_pass_tensors(self) -> None:
+        """Before another stage is cut from the modules: they hold the tensors of passes until `follow_stage`.
+
+        Raises RuntimeError as `use_pass_tensors` does.
+        """
+        self._check_changes()
+        for slot in self._slots:
+            slot.entries[slot.key] = slot.in_pass
+
+    def follow_stage(
+        self, stage: Stage, parameters: Mapping[str, nn.Parameter]
+    ) -> list[tuple[str, weakref.ref[Tensor]]]:
+        """From now on the modules hold the tensors of another stage, and those for the script.
+
+        Returns the tensors that have no place in them any longer, with their names: whoever keeps one has a tensor that
+        nothing trains.
+        """
+        before = {id(x): (slot.name, weakref.ref(x)) for slot in self._slots for x in (slot.in_pass, slot.between)}
+        self._fill_slots(stage, parameters)
+        self._show_to_script()
+        present = {id(x) for slot in self._slots for x in (slot.in_pass, slot.between)}
+        return [left for number, left in before.items() if number not in present]
 
     @contextmanager
     def use_pass_tensors(self) -> Iterator[None]:
@@ -127,8 +158,11 @@ class TensorSwap:
                 slot.between.copy_(now)
 
 
-def _find_slots(module: nn.Module, here: Mapping[int, Tensor]) -> Iterator[_TensorSlot]:
-    """Every place of a parameter or buffer. `here`: what the script sees, by the id of the stage's tensor."""
+def _find_slots(module: nn.Module, here: Mapping[int, Tensor], known: Mapping[str, Tensor]) -> Iterator[_TensorSlot]:
+    """Every place of a parameter or buffer.
+
+    `here`: what the script sees, by the id of the stage's tensor. `known`: what it has seen of other stages, by place.
+    """
     elsewhere: dict[int, Tensor] = {}
     for path, part in module.named_modules():
         held: list[dict[str, Any]] = [part._parameters, part._buffers]
@@ -136,10 +170,11 @@ def _find_slots(module: nn.Module, here: Mapping[int, Tensor]) -> Iterator[_Tens
             for key, tensor in entries.items():
                 if tensor is None:
                     continue
+                name = f"{path}.{key}" if path else key
                 between = here.get(id(tensor))
                 if between is None:
-                    between = elsewhere.setdefault(id(tensor), _on_meta(tensor))
-                yield _TensorSlot(f"{path}.{key}" if path else key, entries, key, tensor, between)
+                    between = elsewhere.setdefault(id(tensor), known[name] if name in known else _on_meta(tensor))
+                yield _TensorSlot(name, entries, key, tensor, between)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

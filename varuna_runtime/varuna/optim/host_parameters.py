@@ -7,9 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from varuna.devices.accelerator import is_accelerator, wait_for_stream
 from varuna.partition.modules.special_parameters import parameter_like
 
-__all__ = ["HostParameters"]
+__all__ = ["HostParameters", "is_own_hook"]
 
 
 class HostParameters:
@@ -25,17 +26,28 @@ class HostParameters:
         """By name, as `on_device`."""
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._gradients: dict[int, Tensor] = {}
-        for name, original in on_device.items():
-            self.parameters[name] = original
-            if original.requires_grad:
-                # With the user's own attributes (no weight decay, say).
-                master = parameter_like(original, _host_memory(original), requires_grad=True)
-                self.parameters[name] = master
-                self._pairs.append((original, master))
-                original.register_hook(partial(_run_hooks, master))  # type: ignore[no-untyped-call]
+        self.follow_stage(on_device)
         if self._pairs:  # a stage may have nothing to train
             with torch.no_grad():
                 torch._foreach_copy_([m for _, m in self._pairs], [p for p, _ in self._pairs])
+
+    def follow_stage(self, on_device: dict[str, nn.Parameter]) -> None:
+        """From now on these are the stage's parameters. Copies of those that it had keep their memory; new ones have no
+        values."""
+        paired = {id(master) for _, master in self._pairs}
+        before = {name: master for name, master in self.parameters.items() if id(master) in paired}
+        self.parameters, self._pairs, self._gradients = {}, [], {}
+        for name, original in on_device.items():
+            self.parameters[name] = original
+            if name not in before and not original.requires_grad:
+                continue
+            # With the user's own attributes (no weight decay, say).
+            memory = before[name].detach() if name in before else _host_memory(original)
+            master = parameter_like(before.get(name, original), memory, requires_grad=original.requires_grad)
+            self.parameters[name] = master
+            self._pairs.append((original, master))
+            if original.requires_grad:
+                original.register_hook(partial(_run_hooks, master))  # type: ignore[no-untyped-call]
 
     def add_trained_parameters(self, module: nn.Module, on_device: dict[str, nn.Parameter]) -> None:
         """Between passes: gives newly trained parameters a copy on the host.
@@ -76,8 +88,13 @@ class HostParameters:
         self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
-        for device in {original.device for original, _ in self._pairs if original.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {original.device for original, _ in self._pairs if is_accelerator(original.device)}:
+            wait_for_stream(device)
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether a gradient hook is of `HostParameters`, not of the script."""
+    return isinstance(hook, partial) and hook.func is _run_hooks
 
 
 def _run_hooks(master: nn.Parameter, gradient: Tensor) -> Tensor | None:
@@ -94,4 +111,4 @@ def _run_hooks(master: nn.Parameter, gradient: Tensor) -> Tensor | None:
 
 def _host_memory(like: Tensor) -> Tensor:
     """Memory with the strides of `like`, pinned if that makes copies faster."""
-    return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.is_cuda)
+    return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=is_accelerator(like.device))

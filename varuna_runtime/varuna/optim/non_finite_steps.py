@@ -44,6 +44,10 @@ class NonFiniteSteps:
     def set_logging(self, *, logs: bool) -> None:
         self._logs = logs
 
+    def count_anew(self) -> None:
+        """Forgets the steps in a row so far, which new ranks do not know. To be called on all ranks."""
+        self.in_a_row = 0
+
     def decide_skip(self, step: int, loss: float, norm: float, scaler: LossScaler | None) -> bool:
         """Whether to skip the update of `step`. Called after every step, with values that all ranks have agreed on.
 

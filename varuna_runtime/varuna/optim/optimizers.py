@@ -7,7 +7,7 @@ missing parameters: a trainable parameter of one zero, whose gradient is zero, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -15,15 +15,18 @@ import structlog
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "Optimizers",
     "allow_empty_stages",
     "check_parameters",
+    "find_foreign_state",
     "left_out",
     "list_optimizers",
     "log_left_out",
     "renew_placeholders",
+    "replace_parameters",
 ]
 
 _log = structlog.get_logger("varuna")
@@ -139,6 +142,51 @@ def _placeholder(device: torch.device) -> nn.Parameter:
     placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
     setattr(placeholder, _MARK, True)
     return placeholder
+
+
+def replace_parameters(
+    optimizers: Sequence[Optimizer],
+    members: Sequence[Sequence[Collection[str]]],
+    before: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
+    device: torch.device,
+) -> None:
+    """Makes the optimizers step `parameters`, by name, in place of those that they had `before`.
+
+    `members`: the names in each optimizer's groups. What an optimizer keeps for a name stays, that of names which leave
+    goes with them, and new ones have nothing. `device`: of placeholders.
+    """
+    for optimizer, groups in zip(optimizers, members, strict=True):
+        for number, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            here = {name: parameter for name, parameter in parameters.items() if name in names}
+            if not here:
+                placeholder = next((p for p in group["params"] if hasattr(p, _MARK)), None)
+                here = {f"varuna.placeholder.{number}": _placeholder(device) if placeholder is None else placeholder}
+            group["params"] = [*here.values()]
+            if "param_names" in group:
+                group["param_names"] = [*here]
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        state = {parameter: kept for parameter, kept in optimizer.state.items() if id(parameter) in held}
+        for name, parameter in parameters.items():
+            if name in before and before[name] in optimizer.state:
+                state[parameter] = optimizer.state[before[name]]
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+
+def find_foreign_state(optimizer: Optimizer) -> str:
+    """What of its state the optimizer keeps elsewhere than in `state` by parameter; empty: nothing.
+
+    Numbers do not count: they are the same on all ranks.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(id(key) not in held for key in optimizer.state):
+        return "state of other things than its parameters"
+    rest = {key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")}
+    for key, value in rest.items():
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+            return f"tensors in {key}"
+    return ""
 
 
 def renew_placeholders(optimizers: Sequence[Optimizer]) -> None:

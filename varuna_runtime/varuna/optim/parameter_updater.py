@@ -69,6 +69,13 @@ class ParameterUpdater:
         for optimizer in optimizers:
             take_over_steps(optimizer, self._handle_script_step)
 
+    def follow_stage(
+        self, stage_parameters: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """From now on these are the parameters. No gradients are accumulated."""
+        self._stage_parameters, self._parameters = stage_parameters, parameters
+        self._read_only = ReadOnlyGradients()
+
     def check_gradients(self) -> None:
         """At the beginning of a step: drops what is accumulated if the script has dropped the gradients.
 

@@ -45,6 +45,12 @@ class WeightAverage:
             if parameter.requires_grad and name not in self.averages:
                 self.averages[name] = parameter.detach().clone()
 
+    def follow_stage(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """From now on these are the stage's parameters. Averages of those that it had stay; new ones start there."""
+        self._parameters = parameters
+        self.averages = {name: average for name, average in self.averages.items() if name in parameters}
+        self.add_trained_parameters()
+
     @torch.no_grad()
     def update_averages(self) -> None:
         """Moves the averages towards the parameters. Called after each step of the optimizer."""

@@ -11,6 +11,7 @@ from varuna.partition.errors import PartitionError
 from varuna.partition.model_io.batch import batch_size_of, take_examples
 from varuna.partition.model_io.loss import loss_of
 from varuna.partition.stages.builder import ValueSource, build_stage
+from varuna.partition.stages.recutting import recut_stage
 from varuna.partition.stages.stage import Stage
 from varuna.partition.tracing.trace import trace
 
@@ -24,6 +25,7 @@ __all__ = [
     "batch_size_of",
     "build_stage",
     "loss_of",
+    "recut_stage",
     "take_examples",
     "trace",
 ]

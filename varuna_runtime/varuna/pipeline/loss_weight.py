@@ -65,6 +65,15 @@ class ExpectedWeight:
         """Whether `estimate_sum` needs no message."""
         return self._per_example is not None
 
+    @property
+    def per_example(self) -> float | None:
+        """None: it is not known."""
+        return self._per_example
+
+    def follow_others(self, per_example: float) -> None:
+        """Expects what the other ranks do."""
+        self._per_example = per_example
+
     def estimate_sum(self, global_batch: int, weight: float, examples: int) -> float:
         """The sum for a batch in which this rank's first micro-batch has this weight. All last stages must call it."""
         if self._per_example is None:

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from varuna.devices.cuda_events import record_event
+from varuna.devices.accelerator import is_accelerator, record_event, wait_for_device
 from varuna.diagnostics.timeline import OPS, Timeline
 
 __all__ = ["OpTimes", "PassTimer"]
@@ -34,21 +34,22 @@ class OpTimes:
 
 
 class PassTimer:
-    """Times the ops of a pass: with the clock on a CPU, with events on a CUDA device, which runs ops asynchronously."""
+    """Times the ops of a pass: with the clock on a CPU, with events on an accelerator, which runs ops later."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._began_ns = time.perf_counter_ns()
         self._ops: list[_TimedOp] = []
-        self._events: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._first = record_event(timed=True) if device.type == "cuda" else None
+        self._events: list[tuple[str, int, torch.Event, torch.Event]] = []
+        self._first = record_event(device, timed=True) if is_accelerator(device) else None
 
     @contextmanager
     def measure_op(self, name: str, micro_batch: int) -> Iterator[None]:
         """Times one op."""
         if self._first is not None:
-            begin = record_event(timed=True)
+            begin = record_event(self._device, timed=True)
             yield
-            self._events.append((name, micro_batch, begin, record_event(timed=True)))
+            self._events.append((name, micro_batch, begin, record_event(self._device, timed=True)))
         else:
             begin_ns = time.perf_counter_ns()
             yield
@@ -57,7 +58,7 @@ class PassTimer:
     def finish_pass(self, timeline: Timeline) -> tuple[OpTimes, int]:
         """(median times of the ops, µs in which no op ran). Waits for the device. The timeline gets every op."""
         if self._first is not None:
-            torch.cuda.synchronize()
+            wait_for_device(self._device)
             self._ops = [
                 _TimedOp(name, micro_batch, self._on_host_clock(begin), self._on_host_clock(end))
                 for name, micro_batch, begin, end in self._events
@@ -74,7 +75,7 @@ class PassTimer:
         )
         return op_times, max(0, round(idle_ns / 1e3))
 
-    def _on_host_clock(self, event: torch.cuda.Event) -> int:
+    def _on_host_clock(self, event: torch.Event) -> int:
         # The device was idle at the beginning of the pass, so its first event happened then.
         assert self._first is not None
         after_ms: float = self._first.elapsed_time(event)

@@ -26,6 +26,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from varuna.devices.accelerator import seed_device_generator
 from varuna.diagnostics.user_code import user_code
 from varuna.partition.cutting.shapes import DrawSpec
 from varuna.pipeline.seed_mixing import mix_seed
@@ -144,9 +145,7 @@ class ExampleStreams:
     def seed_micro_batch(self, func: Any, device: torch.device) -> None:
         """Seeds the device's global generator for an operation that accepts no other. Records the draw."""
         self.record_micro_batch_draw(func)
-        seed = mix_seed(self.new_key() ^ self._first) >> 1
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        seed_device_generator(device, mix_seed(self.new_key() ^ self._first) >> 1)
 
     def record_micro_batch_draw(self, func: Any) -> None:
         place = user_code()

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from varuna.devices.accelerator import get_generator_state, seed_device_generator, set_generator_state
 from varuna.partition.cutting.shapes import DrawSpec
 from varuna.pipeline.micro_batches import MicroBatch
 from varuna.pipeline.random_by_example import ExampleStreams
@@ -38,8 +39,7 @@ def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seeds the generators from which code on `device` draws: the CPU's, and the device's own."""
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    seed_device_generator(device, seed)
 
 
 class _SectionedStage(Protocol):
@@ -100,10 +100,10 @@ class RandomStreams:
 def preserve_generators(device: torch.device) -> Iterator[None]:
     """Restores the state of the generators of CPU and `device` after the block."""
     host = torch.default_generator.get_state()
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    own = get_generator_state(device)
     try:
         yield
     finally:
         torch.default_generator.set_state(host)
         if own is not None:
-            torch.cuda.set_rng_state(own, device)
+            set_generator_state(device, own)

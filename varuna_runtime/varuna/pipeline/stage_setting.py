@@ -67,6 +67,11 @@ class StageLinks:
     gradients_in: LinkReceiver | None = None
     gradients_out: LinkSender | None = None
 
+    @property
+    def are_sending(self) -> bool:
+        """Whether a message to a neighbour is on its way."""
+        return any(link is not None and link.is_sending for link in (self.activations_out, self.gradients_out))
+
     def end(self, within_s: float) -> bool:
         """Ends the links, whose connections are broken. Returns whether each has ended in this time."""
         links = (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out)

@@ -22,11 +22,11 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from varuna.devices.copy_stream import CopyStream
 from varuna.diagnostics.error_text import first_line
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.gloo import NEVER, GlooGroup, Work
-from varuna.pipeline.copy_stream import CopyStream
 
 __all__ = ["LinkReceiver", "LinkSender", "MessageTensor"]
 
@@ -144,7 +144,7 @@ class _QueuedMessage:
     micro_batch: int
     queued_ns: int
     tensors: list[Tensor]
-    copied: torch.cuda.Event | None
+    copied: torch.Event | None
     """Recorded after the copies from the device to `tensors`; None where nothing had to be copied."""
     works: list[Work] | None
     """Set for a message that gloo is already sending."""
@@ -188,6 +188,11 @@ class LinkSender:
         works = self._start_sending(self._queued, host) if inline else None
         self._queue.put(_QueuedMessage(self._queued, micro_batch, queued_ns, host, copied, works))
         self._queued += 1
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a message is on its way."""
+        return self._sent < self._queued
 
     def end(self, within_s: float) -> bool:
         """Ends the link, whose connection is broken. Returns whether its thread has ended in time."""

@@ -30,7 +30,7 @@ from varuna.optim.non_finite_steps import describe_non_finite
 from varuna.optim.parameter_updater import ParameterUpdater
 from varuna.optim.precision import LossScaler
 from varuna.optim.weight_average import AVERAGE_STATE
-from varuna.partition import ModelMap
+from varuna.partition import ModelMap, Stage
 from varuna.roles.wrapped_model import WrappedModel
 from varuna.worker.agent_link import StateSources
 
@@ -70,10 +70,8 @@ class TrainingCheckpoints:
     ) -> None:
         self._worker = wrapped.worker
         self._updater, self._changes, self._progress = updater, changes, progress
-        self._parameters = assembly.stage.parameters if updater.host is None else updater.host.parameters
-        self._hold_state = partial(
-            held_state, stage=assembly.stage, parameters=self._parameters, state_dict=wrapped.tensor_names
-        )
+        self._tensor_names = wrapped.tensor_names
+        self.follow_stage(assembly.stage)
         self.registered = RegisteredStates()
         if updater.average is not None:
             self.registered.register_state(AVERAGE_STATE, updater.average, per=StateScope.JOB)
@@ -85,6 +83,12 @@ class TrainingCheckpoints:
         self.sources = StateSources()
         """Of the state that was loaded."""
         self.follow_ranks(assembly.everyone, wrapped.model_map)
+
+    def follow_stage(self, stage: Stage) -> None:
+        """From now on checkpoints have what this stage holds, when `hold_stage` has been called."""
+        host = self._updater.host
+        self._parameters = stage.parameters if host is None else host.parameters
+        self._hold_state = partial(held_state, stage=stage, parameters=self._parameters, state_dict=self._tensor_names)
 
     def follow_ranks(self, everyone: RankGroup, model_map: ModelMap) -> None:
         """From now on this process saves and loads as its rank among `everyone`. A save under way is not waited for."""
@@ -173,7 +177,7 @@ class TrainingCheckpoints:
                 f"load_checkpoint({step}): other ranks give another iteration (the mean is {mean:g}); "
                 "give every rank the same"
             )
-        self._continue_from(self.checkpointing.load_checkpoint(url, step, self.training_state()))
+        self.continue_from(self.checkpointing.load_checkpoint(url, step, self.training_state()))
 
     def resume_training(self, *, allow_fresh_start: bool) -> None:
         """Loads the newest checkpoint of the job, if there is one."""
@@ -185,11 +189,12 @@ class TrainingCheckpoints:
             allow_fresh_start=allow_fresh_start,
         )
         if loaded is not None:
-            self._continue_from(loaded)
+            self.continue_from(loaded)
         self._worker.phases.end_phase("load")
 
-    def _continue_from(self, loaded: LoadedCheckpoint) -> None:
+    def continue_from(self, loaded: LoadedCheckpoint) -> None:
         """The parameters and the optimizers' state are loaded; the rest follows them."""
+        self.were_loaded = True
         average = self._updater.average
         self.sources = StateSources(peer_bytes=loaded.peer_bytes, store_bytes=loaded.bytes_read - loaded.peer_bytes)
         self._updater.accumulation.drop_gradients()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from varuna.data.batches import is_recent_batch
@@ -25,13 +25,16 @@ from varuna_proto.environment import Mode, WorkerEnvironment
 __all__ = [
     "SurvivorStep",
     "TrainingStep",
+    "add_step",
     "can_hold_state",
     "choose_totals",
     "count_redone",
     "describe_obstacle",
     "describe_script_obstacle",
+    "explain_apart",
     "fits_in_place",
-    "make_survivor_step",
+    "list_old",
+    "must_move",
     "plan_rest",
 ]
 
@@ -48,7 +51,6 @@ class TrainingStep:
 
     inputs: Mapping[str, Any]
     clip_grad_max_norm: float | None
-    began_ns: int
     has_begun: bool = False
     """Whether a pass has."""
     passed: PassResult | None = None
@@ -87,6 +89,17 @@ class SurvivorStep:
     """The micro-batches of that pass that its sums have, as runs [first, end)."""
     expected_weight: float = 0.0
     """The weight by which their backward passes divided; 0 except on the last stage."""
+    sections: Sequence[int] = ()
+    """The first section of its stage, and the one after the last."""
+    is_at_start: bool = False
+    """Whether its script is in the call of a step that nobody has agreed on."""
+    micro_batch: int = 0
+    """Examples in each micro-batch that it has kept."""
+    weight_per_example: float | None = None
+    """What it expects; None: it does not know."""
+    trace_digest: str = ""
+    is_new: bool = False
+    """Whether its process has only just started, and has no state yet."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -100,14 +113,14 @@ class SurvivorStep:
         return cls(**{**fields, "totals": totals})
 
 
-def make_survivor_step(step: TrainingStep | None, committed: int, totals: StepTotals | None) -> SurvivorStep:
-    """`step`: the call under way. `totals`: of the step `committed`."""
+def add_step(survivor: SurvivorStep, step: TrainingStep | None) -> SurvivorStep:
+    """With what it has of the call of `step` that is under way."""
     if step is None or step.totals is not None:
-        return SurvivorStep(committed=committed, totals=totals)
+        return survivor
     kept = step.kept
-    return SurvivorStep(
-        committed=committed,
-        totals=totals,
+    return replace(
+        survivor,
+        is_at_start=True,
         has_begun=step.has_begun,
         kept=() if kept is None else join_spans(kept.numbers),
         expected_weight=0.0 if kept is None else kept.passed.expected_weight,
@@ -122,7 +135,9 @@ def choose_totals(own: SurvivorStep, survivors: Sequence[SurvivorStep], *, is_re
 
     Raises RuntimeError when this rank cannot get to the newest committed step.
     """
-    newest = max(survivors, key=lambda survivor: survivor.committed)
+    newest = max(list_old(survivors), key=lambda survivor: survivor.committed)
+    if own.is_new:
+        return None
     if own.committed == newest.committed:
         return None
     if own.committed + 1 == newest.committed and newest.totals is not None and is_reduced:
@@ -132,11 +147,34 @@ def choose_totals(own: SurvivorStep, survivors: Sequence[SurvivorStep], *, is_re
     )
 
 
+def list_old(survivors: Sequence[SurvivorStep]) -> list[SurvivorStep]:
+    """Without the new processes."""
+    return [survivor for survivor in survivors if not survivor.is_new]
+
+
+def explain_apart(survivors: Sequence[SurvivorStep]) -> str:
+    """Why the script of another process cannot begin where these are in theirs; empty: it can."""
+    old = list_old(survivors)
+    if len({(survivor.is_at_start, survivor.committed) for survivor in old}) > 1 or not old[0].is_at_start:
+        return "ranks are at different places of their scripts"
+    if len({survivor.trace_digest for survivor in survivors}) > 1:
+        return "a new process has traced the model differently"
+    return ""
+
+
 def can_hold_state(environment: WorkerEnvironment) -> bool:
     """Whether a process may keep its state for the next generation when it leaves this one."""
     is_wanted = os.environ.get(_SWITCH, "1") != "0"
     is_managed = bool(environment.agent_socket) and environment.mode is Mode.TRAIN
     return is_wanted and is_managed and can_find_sockets()
+
+
+def must_move(survivors: Sequence[SurvivorStep], stages: Sequence[range]) -> bool:
+    """Whether a rank holds another stage than its own. `survivors`: by rank; `stages`: the sections of each."""
+    own = (stages[rank % len(stages)] for rank in range(len(survivors)))
+    return any(
+        tuple(survivor.sections) != (stage.start, stage.stop) for survivor, stage in zip(survivors, own, strict=True)
+    )
 
 
 def plan_rest(survivors: Sequence[SurvivorStep], environment: WorkerEnvironment) -> StepRest | None:
@@ -145,7 +183,9 @@ def plan_rest(survivors: Sequence[SurvivorStep], environment: WorkerEnvironment)
     All ranks decide alike from the same `survivors`, which are in the order of their ranks.
     """
     plan = environment.plan
-    if len({survivor.committed for survivor in survivors}) > 1:
+    if len({survivor.committed for survivor in list_old(survivors)}) > 1:
+        return None
+    if any(survivor.kept and survivor.micro_batch != plan.micro_batch for survivor in survivors):
         return None
     shares = [frozenset(split_spans(survivor.kept)) for survivor in survivors]
     complete = find_complete(shares, plan.p)
@@ -204,8 +244,5 @@ def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) ->
 
 
 def fits_in_place(now: WorkerEnvironment, before: WorkerEnvironment) -> bool:
-    """Whether a process with the stage that it has can be that rank."""
-    plan, old = now.plan, before.plan
-    same_cuts = (plan.p, plan.stage_starts, plan.micro_batch) == (old.p, old.stage_starts, old.micro_batch)
-    same_batch = plan.global_batch == old.global_batch
-    return same_cuts and same_batch and now.rank % plan.p == before.rank % old.p and now.mode is before.mode
+    """Whether a process can be that rank, perhaps with another stage."""
+    return now.plan.global_batch == before.plan.global_batch and now.mode is before.mode

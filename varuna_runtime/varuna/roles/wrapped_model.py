@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from varuna.assembly.trace_agreement import require_same_trace
+from varuna.assembly.trace_agreement import describe_trace, digest_trace, require_same_trace
 from varuna.calibration.subject import CalibrationSubject
 from varuna.checkpoint.loading.pretrained import PretrainedWeights
 from varuna.checkpoint.state.stage_state import state_dict_names
@@ -22,10 +22,19 @@ from varuna.partition.model_io.example_inputs import GetBatch
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import Mode
 
-__all__ = ["ModelOptions", "WrappedModel", "wrap_model"]
+__all__ = ["ModelOptions", "TracedModel", "WrappedModel", "trace_model", "wrap_model"]
 
 _TRACE_EXAMPLES = 2
 """Examples in the batch of the dry run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    """What the dry run gives."""
+
+    model_map: ModelMap
+    examples: Mapping[str, Any]
+    """Its inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,8 @@ class WrappedModel:
     get_batch: GetBatch
     examples: Mapping[str, Any]
     """The inputs of the dry run."""
+    trace_digest: str
+    """The same on all ranks that have traced the same model."""
     tensor_names: Mapping[str, str]
     """Every name in the model's `state_dict()`, with the name that the tensor is stored under."""
     values: ValueSource | None = None
@@ -59,6 +70,24 @@ class ModelOptions:
     weights: str | os.PathLike[str] | None = None
 
 
+def trace_model(
+    device: torch.device,
+    precision: TrainingPrecision,
+    *,
+    model: nn.Module,
+    get_batch: GetBatch,
+    options: ModelOptions,
+) -> TracedModel:
+    """Runs the model on example inputs to find where it can be cut. Needs no other rank, and no memory of the device.
+
+    Raises PartitionError when the model cannot be cut.
+    """
+    with keep_global_generators(device), precision.dry_run_context():
+        examples = get_batch(_TRACE_EXAMPLES)
+        model_map = trace(model, examples, shared_weights=options.shared_weights, cut_points=options.cut_points)
+    return TracedModel(model_map=replace(model_map, random_by_example=options.random_by_example), examples=examples)
+
+
 def wrap_model(
     worker: WorkerProcess,
     device: torch.device,
@@ -67,26 +96,28 @@ def wrap_model(
     model: nn.Module,
     get_batch: GetBatch,
     options: ModelOptions,
+    traced: TracedModel | None = None,
 ) -> WrappedModel:
-    """Runs the model on example inputs to find where it can be cut. Called by all ranks.
+    """The model with the map that all ranks have of it. Called by all ranks.
+
+    `traced`: what `trace_model` gave before this process had its rank; None: it was not called.
+
+    A rank that joins survivors is not compared here: they know the digest of their trace.
 
     Raises PartitionError when the model cannot be cut, ValueError when this rank's trace differs from rank 0's.
     """
     environment = worker.environment
     try:
-        with keep_global_generators(device), precision.dry_run_context():
-            examples = get_batch(_TRACE_EXAMPLES)
-            model_map = trace(model, examples, shared_weights=options.shared_weights, cut_points=options.cut_points)
+        traced = traced or trace_model(device, precision, model=model, get_batch=get_batch, options=options)
     except PartitionError as error:
         if environment.mode is Mode.INSPECT:
             write_refusal(environment, error)
         raise
-    model_map = replace(model_map, random_by_example=options.random_by_example)
+    model_map, examples = traced.model_map, traced.examples
     worker.phases.end_phase("trace")
-    if environment.world_size > 1:
-        require_same_trace(
-            model, model_map, examples, precision=precision, rendezvous=worker.rendezvous, rank=environment.rank
-        )
+    facts = describe_trace(model, model_map, examples, precision)
+    if environment.world_size > 1 and not environment.joins_survivors:
+        require_same_trace(facts, worker.rendezvous, environment.rank)
     names, values = state_dict_names(model, model_map), None
     if options.weights is not None:
         values = PretrainedWeights(options.weights, model, names, logs_differences=environment.rank == 0)
@@ -98,6 +129,7 @@ def wrap_model(
         model_map=model_map,
         get_batch=get_batch,
         examples=examples,
+        trace_digest=digest_trace(facts),
         tensor_names=names,
         values=values,
     )

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import structlog
 
+from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import Departure, GenerationEnded, end_process
 from varuna_proto import framing
 from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
@@ -29,7 +30,7 @@ from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _log = structlog.get_logger("varuna")
 
-__all__ = ["AgentLink", "Assignment", "GiveCommand", "StateSources", "install_excepthook"]
+__all__ = ["AgentLink", "Assignment", "GiveCommand", "StateSources", "StoreCommand", "install_excepthook"]
 
 
 _EVALUATED_EVERY_S = 1.0
@@ -47,6 +48,10 @@ class GiveCommand(NamedTuple):
 
     environment: WorkerEnvironment
     """Of one of those ranks."""
+
+
+class StoreCommand:
+    """The state of this process is to outlive it, in a memory file (`varuna.holdings.memory_files`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +79,9 @@ class AgentLink:
         """Of the generation."""
         self._evaluated = 0
         self._evaluated_reported_s = -math.inf
-        self._commands: SimpleQueue[worker_pb2.Assigned | worker_pb2.GiveState] = SimpleQueue()
+        self._commands: SimpleQueue[worker_pb2.Assigned | worker_pb2.GiveState | worker_pb2.StoreState] = SimpleQueue()
         self._on_command: Callable[[], None] = lambda: None
+        self._on_failure: Callable[[], None] = lambda: None
         if not environment.agent_socket:
             return
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,27 +96,41 @@ class AgentLink:
             self.secret = _receive_secret(self._socket)
         threading.Thread(target=self._read, args=(self._socket,), name="varuna-agent-link", daemon=True).start()
 
+    def report_at_door(self, read_variables: Iterable[str], obstacle: str) -> None:
+        """Reports that this process waits for a rank, and which of the expected variables its script has read.
+
+        `obstacle`: why it can take no rank; empty: it can.
+        """
+        at_door = worker_pb2.AtDoor(read_variables=read_variables, obstacle=obstacle)
+        self._send(worker_pb2.WorkerMessage(at_door=at_door))
+
     # Going on in the next generation
 
-    def report_generation_left(self, exit_code: int, step: int, held_bytes: int, *, gives_only: bool) -> None:
+    def report_generation_left(
+        self, exit_code: int, step: int, held_bytes: int, *, gives_only: bool, copies: Iterable[tuple[int, int]] = ()
+    ) -> None:
         """Reports that this process has left its generation and keeps the state of `step` for the next one.
 
-        `exit_code`: that of a process that does not stay. `gives_only`: it cannot take a rank.
+        `exit_code`: that of a process that does not stay. `gives_only`: it cannot take a rank. `copies`: the rank and
+        the step of each state that it keeps besides.
         """
         left = worker_pb2.GenerationLeft(exit_code=exit_code, step=step, held_bytes=held_bytes, gives_only=gives_only)
+        left.copies.extend(agent_pb2.KeptCopy(rank=rank, step=of_step) for rank, of_step in copies)
         self._send(worker_pb2.WorkerMessage(generation_left=left))
 
     def report_script_obstacle(self, reason: str) -> None:
         """Reports what the script does because of which this process cannot go on in the next generation."""
         self._send(worker_pb2.WorkerMessage(script_obstacle=worker_pb2.ScriptObstacle(reason=reason)))
 
-    def wait_for_command(self) -> Assignment | GiveCommand:
+    def wait_for_command(self) -> Assignment | GiveCommand | StoreCommand:
         """Waits for this process's part in the next generation. If it is a rank, its output and its environment
         variables follow.
 
         The wait has no limit: the agent ends a process that no generation needs.
         """
         command = self._commands.get()
+        if isinstance(command, worker_pb2.StoreState):
+            return StoreCommand()
         environment = WorkerEnvironment.from_environ(command.environment)
         assert environment is not None, "the agent named no generation"
         environment = replace(environment, secret=command.secret)
@@ -145,7 +165,11 @@ class AgentLink:
 
     def _send_hello(self, environment: WorkerEnvironment) -> None:
         hello = worker_pb2.WorkerHello(
-            job_id=environment.job_id, generation=environment.generation, rank=environment.rank, pid=os.getpid()
+            job_id=environment.job_id,
+            generation=environment.generation,
+            rank=environment.rank,
+            pid=os.getpid(),
+            newcomer=environment.newcomer,
         )
         self._send(worker_pb2.WorkerMessage(hello=hello))
 
@@ -197,9 +221,22 @@ class AgentLink:
         done = worker_pb2.ProfileDone(profile_json=profile_json, from_cache=from_cache)
         self._send(worker_pb2.WorkerMessage(profile_done=done))
 
-    def send_waiting(self, waiting_for: agent_pb2.WaitKind.ValueType) -> None:
-        """Where this worker waits for other ranks now."""
-        self._send(worker_pb2.WorkerMessage(waiting=worker_pb2.Waiting(waiting_for=waiting_for)))
+    def send_waiting(self, waiting_for: agent_pb2.WaitKind.ValueType, quiet_ranks: Iterable[int] = ()) -> None:
+        """Where this worker waits for other ranks now, and which of them do not answer."""
+        waiting = worker_pb2.Waiting(waiting_for=waiting_for, quiet_ranks=quiet_ranks)
+        self._send(worker_pb2.WorkerMessage(waiting=waiting))
+
+    def store_on_failure(self, store_state: Callable[[], None]) -> None:
+        """`store_state` is called when the script has raised an exception. The process then ends in any case."""
+        self._on_failure = store_state
+
+    def handle_failure(self, text: str) -> None:
+        """The script has failed with this traceback, and this process is about to end."""
+        self.report_failure(text)
+        try:
+            self._on_failure()
+        except Exception as error:  # the device or the script's own state may be the reason for the failure
+            _log.warning("the state of this process ends with it", reason=first_line(error))
 
     def report_failure(self, text: str) -> None:
         """Reports the traceback of the script's failure."""
@@ -226,13 +263,17 @@ class AgentLink:
             elif message.HasField("give_state"):
                 self._commands.put(message.give_state)
                 self._on_command()
+            elif message.HasField("store_state"):
+                self._commands.put(message.store_state)
+                self._on_command()
             elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
                 self.departure.request_hold_first(in_place=message.leave.in_place)
             elif message.leave.mode == agent_pb2.STOP_MODE_SAVE_FIRST:
                 self.departure.request_save_first(may_stay=message.leave.keep_state)
             elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:
                 exit_ = GenerationEnded("the agent asked this worker to leave now")
-                self.departure.leave_generation(exit_, may_stay=message.leave.keep_state)
+                leave = message.leave
+                self.departure.leave_generation(exit_, may_stay=leave.keep_state, at_once=leave.store_state)
         end_process(EXIT_GENERATION_ENDED)
 
 
@@ -266,7 +307,7 @@ def install_excepthook(link: AgentLink) -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        link.report_failure("".join(traceback.format_exception(kind, error, trace)))
+        link.handle_failure("".join(traceback.format_exception(kind, error, trace)))
         end_process(1)
 
     sys.excepthook = report

@@ -5,8 +5,15 @@ Imports only: no thread, no device, no random number, so that workers can be for
 
 import importlib
 
+__all__ = ["begin_worker"]
+
 for _name in (
     "torch._dynamo",  # torch's optimizers import it when the first is made
     "varuna.training",
 ):
     importlib.import_module(_name)
+
+
+def begin_worker() -> None:
+    """In a forked worker, when its environment is complete and before its script begins."""
+    importlib.import_module("varuna.worker.newcomer").watch_reads()

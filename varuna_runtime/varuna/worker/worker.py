@@ -12,6 +12,7 @@ import torch
 from varuna.devices.worker_device import measure_memory_bytes
 from varuna.diagnostics.start_phases import StartPhases
 from varuna.diagnostics.start_spans import StartSpans
+from varuna.diagnostics.step_clock import StepTimes
 from varuna.distributed.calls import CallChecker, CallKind
 from varuna.distributed.departure import Departure, GenerationEnded, PeerLost
 from varuna.distributed.presence import RankPresence
@@ -51,13 +52,18 @@ class WorkerProcess:
     """Generations that this process has left without getting rid of all their threads and descriptors."""
 
     @classmethod
-    def join_generation(cls, environment: WorkerEnvironment) -> WorkerProcess:
+    def join_generation(cls, environment: WorkerEnvironment, link: AgentLink | None = None) -> WorkerProcess:
         """Reports to the agent, meets the other ranks, and makes sure that this process never hangs when it ends.
+
+        `link`: of a process that was a newcomer; None: there is no connection to the agent yet.
 
         Raises ConnectionError when the agent is not there, PeerLost when the other ranks do not come.
         """
         departure = Departure()
-        link = AgentLink(environment, departure)
+        if link is None:
+            link = AgentLink(environment, departure)
+        else:
+            link.greet_as(environment, departure)
         # A process that leaves has threads inside gloo, for which interpreter shutdown would wait: it ends before that.
         atexit.register(lambda: leave_interpreter(link.departure))
         departure.set_unreached_callback(link.report_unreached)
@@ -125,7 +131,7 @@ class WorkerProcess:
         *,
         examples: int,
         passed: PassResult,
-        step_ns: int,
+        times: StepTimes,
         device: torch.device,
         skipped: bool = False,
     ) -> None:
@@ -134,16 +140,22 @@ class WorkerProcess:
             worker_pb2.StepDone(
                 step=step,
                 loss=loss,
-                step_us=step_ns // 1000,
+                step_us=times.whole_ns // 1000,
                 examples=examples,
                 forward_us=passed.forward_us,
                 backward_us=passed.backward_us,
                 wait_us=passed.wait_us,
                 memory_bytes=measure_memory_bytes(device),
                 skipped=skipped,
+                between=agent_pb2.BetweenSteps(
+                    data_us=times.data_ns // 1000,
+                    evaluation_us=times.evaluation_ns // 1000,
+                    checkpoint_us=times.checkpoint_ns // 1000,
+                    script_us=times.script_ns // 1000,
+                ),
             )
         )
-        self.spans.end_start(step, step_ns / 1e9)
+        self.spans.end_start(step, times.call_ns / 1e9)
 
 
 class _Meeting(NamedTuple):
@@ -154,7 +166,7 @@ class _Meeting(NamedTuple):
 
 def _meet_ranks(environment: WorkerEnvironment, departure: Departure, link: AgentLink) -> _Meeting:
     calls = CallChecker(environment.rank, departure)
-    departure.report_waiting_to(lambda waits: link.send_waiting(_wait_kind(calls, waits)))
+    departure.report_waiting_to(lambda waits: link.send_waiting(_wait_kind(calls, waits=waits)))
     rendezvous = Rendezvous(environment, departure)
     if environment.world_size == 1:
         return _Meeting(rendezvous, calls, None)
@@ -170,8 +182,26 @@ def _meet_ranks(environment: WorkerEnvironment, departure: Departure, link: Agen
     except BaseException:
         rendezvous.end(links_ended=True)
         raise
+    _follow_waits(departure, link, calls, presence)
     atexit.register(presence.announce_leaving)  # runs before `leave_interpreter`
     return _Meeting(rendezvous, calls, presence)
+
+
+def _follow_waits(departure: Departure, link: AgentLink, calls: CallChecker, presence: RankPresence) -> None:
+    """Reports to the agent where this rank waits, and who does not answer meanwhile."""
+    roll_call = presence.make_roll_call(
+        lambda quiet_ranks: link.send_waiting(_wait_kind(calls, waits=True), quiet_ranks)
+    )
+
+    def report_wait(waits: bool) -> None:
+        if waits:
+            link.send_waiting(_wait_kind(calls, waits=True))
+            roll_call.begin()
+        else:
+            roll_call.end()
+            link.send_waiting(_wait_kind(calls, waits=False))
+
+    departure.report_waiting_to(report_wait)
 
 
 def _end_presence(presence: RankPresence | None) -> None:
@@ -190,5 +220,5 @@ _WAIT_KINDS = {
 }
 
 
-def _wait_kind(calls: CallChecker, waits: bool) -> agent_pb2.WaitKind.ValueType:
+def _wait_kind(calls: CallChecker, *, waits: bool) -> agent_pb2.WaitKind.ValueType:
     return _WAIT_KINDS[calls.operation] if waits else agent_pb2.WAIT_KIND_UNSPECIFIED

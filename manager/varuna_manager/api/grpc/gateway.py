@@ -7,12 +7,13 @@ together. A heartbeat is acknowledged at once, which renews the agent's lease.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import grpc
 import structlog
 
 from varuna_manager.agents.compute_times import ComputeTimes
+from varuna_manager.agents.report_bounds import MOST_STATE_BYTES
 from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
 from varuna_manager.answers.errors import MissingError
@@ -25,8 +26,8 @@ from varuna_manager.fleet.fleet import FleetService
 from varuna_manager.jobs.archives import ArchiveService
 from varuna_manager.metrics.instruments import Instruments
 from varuna_manager.world.bell import Bell
-from varuna_manager.world.vm_registry import Health, VmRegistry
-from varuna_proto.bounds import MOST_EXACT, MOST_STEP
+from varuna_manager.world.vm_registry import Health, NewcomerReport, VmRegistry
+from varuna_proto.bounds import MOST_EXACT, MOST_GPUS_OF_A_VM, MOST_STEP, NAME_CHARS, clean_text
 from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
@@ -213,7 +214,9 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             prepared=heartbeat.prepared_jobs,
             setting_up=heartbeat.setting_up_jobs,
             warm=heartbeat.warm_jobs,
+            newcomers=tuple(_make_newcomers(heartbeat.newcomers)),
         )
+        self._registry.record_held_bytes(session.vm_id, min(heartbeat.held_bytes, MOST_STATE_BYTES))
         if is_news:
             self._bell.notify_listeners()
         session.acknowledge(heartbeat=heartbeat.sequence)
@@ -251,6 +254,18 @@ def _make_healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
             wait_us=min(worker.wait_us, MOST_EXACT),
             evaluated=min(worker.evaluated, MOST_EXACT),
             waiting_for=_WAIT_KINDS.get(worker.waiting_for),
+            quiet_ranks=frozenset(worker.quiet_ranks),
+        )
+
+
+def _make_newcomers(newcomers: Sequence[pb.Newcomer]) -> Iterable[NewcomerReport]:
+    for newcomer in newcomers[:MOST_GPUS_OF_A_VM]:
+        yield NewcomerReport(
+            job_id=newcomer.job_id,
+            request=newcomer.request,
+            local_rank=newcomer.local_rank,
+            at_door=newcomer.at_door,
+            fault=clean_text(newcomer.fault, NAME_CHARS),
         )
 
 

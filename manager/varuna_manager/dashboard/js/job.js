@@ -39,15 +39,14 @@ export function jobPage({ root, signal, may, argument, title }) {
     put(trouble, job.error ? h("pre", { class: "error", tabindex: "0", "aria-label": "Error of the job" }, job.error) : null,
       job.reason ? h("p", { class: "reason" }, job.reason) : null);
     const plan = job.plan;
-    const predicted = plan?.predicted_minibatch_s;
     const over = OVER.includes(job.state);
     put(summary, figures(
       ["Shape P×D", plan ? shape(plan.p, plan.d) : "–", plan ? `micro-batch ${plan.micro_batch} of ${plan.global_batch}` : "not planned yet"],
       ["Step", count(job.step), job.last_step_at ? `last ${age(job.last_step_at)}` : null],
       ["Loss", loss(job.loss)],
-      ["Examples/s", number(job.examples_per_s), over ? "of the last step" : null],
-      ["Examples/s per GPU", job.examples_per_s && plan ? number(job.examples_per_s / (plan.p * plan.d)) : "–", plan ? `${plan.p * plan.d} GPUs` : null],
-      ["Step time", seconds(job.step_s), predicted ? `predicted ${seconds(predicted)}${job.step_s ? ` (${signedPercent(job.step_s / predicted - 1)})` : ""}` : null],
+      ["Examples/s", number(job.examples_per_s), job.rate_steps > 1 ? `over the last ${job.rate_steps} steps` : null],
+      ["Examples/s per GPU", job.examples_per_s && plan ? number(job.examples_per_s / (plan.p * plan.d)) : "–", plan ? plan.p * plan.d === 1 ? "1 GPU" : `${plan.p * plan.d} GPUs` : null],
+      ["Step time", seconds(job.step_s), stepParts(job, plan?.predicted_minibatch_s)],
       ["Generation", count(job.generation), about.current ? `${about.current.kind}, ${about.current.state}` : null],
       [over ? "Ran" : "Running for", seconds(job.started_at ? (over ? secondsSince(job.started_at) - secondsSince(job.finished_at) : secondsSince(job.started_at)) : null),
         `submitted ${clock(job.created_at)}`],
@@ -146,9 +145,17 @@ export function jobPage({ root, signal, may, argument, title }) {
     },
     onProgress(progress) {
       if (progress.job_id !== about.job?.id) return;
-      Object.assign(about.job, { step: progress.step, loss: progress.loss ?? about.job.loss, step_s: progress.step_s, examples_per_s: progress.examples_per_s, last_step_at: progress.at });
+      Object.assign(about.job, { step: progress.step, loss: progress.loss ?? about.job.loss, step_s: progress.step_s, between_s: progress.between_s,
+        examples_per_s: progress.examples_per_s, rate_steps: progress.rate_steps, last_step_at: progress.at });
       onHead();
       onSteps();
     },
   };
+}
+
+/** What of the step time lies between steps, and what was predicted for the rest. */
+function stepParts({ step_s: step, between_s: between }, predicted) {
+  const told = step && between / step >= 0.02;
+  const off = step && predicted ? ` (${signedPercent((step - between) / predicted - 1)})` : "";
+  return [told && `${seconds(between)} between steps`, predicted && `predicted${told ? " for the rest" : ""} ${seconds(predicted)}${off}`].filter(Boolean).join("; ") || null;
 }

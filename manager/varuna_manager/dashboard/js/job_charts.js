@@ -45,7 +45,7 @@ function rateContent(points, training, of, isDownSampled) {
   const morphs = Math.max(0, starts.length - 1);
   return {
     words: newest
-      ? `${count(newest.last)} steps; now ${number(newest.rate[1])} examples/s${gpus(newest) ? `, ${number(newest.rate[1] / gpus(newest))} per GPU` : ""}; ${morphs} ${morphs === 1 ? "morph" : "morphs"}${starts.length ? `: ${starts.slice(-8).map((one) => one.text).join(" → ")}` : ""}.`
+      ? `${count(newest.last)} steps; newest point ${number(newest.rate[1])} examples/s${gpus(newest) ? `, ${number(newest.rate[1] / gpus(newest))} per GPU` : ""}; ${morphs} ${morphs === 1 ? "morph" : "morphs"}${starts.length ? `: ${starts.slice(-8).map((one) => one.text).join(" → ")}` : ""}.`
       : "No steps yet.",
     rows: () => thinned(points.length).map((index) => points[index]).map((point) => [
       clock(point.at), steps(point), of.has(point.generation) ? shape(of.get(point.generation).p, of.get(point.generation).d) : "–",

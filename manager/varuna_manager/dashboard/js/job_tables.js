@@ -4,7 +4,8 @@ import { card, h, put, state, table, vmLink } from "./dom.js";
 import { age, bytes, clock, count, loss, money, number, percent, seconds, shape, signedPercent } from "./format.js";
 
 const CAUSES = {
-  training: "training", bubbles: "pipeline bubbles", redone_steps: "steps done again", morphs: "morphs",
+  training: "training", bubbles: "pipeline bubbles", data: "between steps: data", evaluation: "between steps: evaluation", checkpoints: "checkpoints",
+  script: "between steps: other", redone_steps: "steps done again", morphs: "morphs",
   waiting_for_vms: "waiting for VMs", calibration: "calibration",
 };
 
@@ -12,13 +13,13 @@ const CAUSES = {
 export function plans() {
   const note = h("p", { class: "reason" });
   const actual = table("Predicted and actual step time by generation", [{ title: "Gen.", kind: "num" }, { title: "P×D", kind: "nowrap" }, { title: "m", kind: "num" },
-    { title: "Predicted", kind: "num" }, { title: "Actual", kind: "num" }, { title: "Off by", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Steps", kind: "num" }], { tall: true, empty: "No plan yet." });
+    { title: "Predicted", kind: "num" }, { title: "Actual", kind: "num" }, { title: "Between steps", kind: "num" }, { title: "Off by", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Steps", kind: "num" }], { tall: true, empty: "No plan yet." });
   const candidates = table("What the planner considered for the newest plan", [{ title: "P×D", kind: "nowrap" }, { title: "m", kind: "num" }, { title: "Step time", kind: "num" },
     { title: "Verdict", kind: "nowrap" }, { title: "Why", kind: "wide" }], { tall: true, empty: "Nothing else was considered: the shape is pinned, or only one is possible." });
   return {
     element: h("div", { class: "columns" }, card("Predicted against actual", [], actual.element), card("Plan candidates", [], note, candidates.element)),
     draw(list, newest) {
-      actual.fill(list.map((one) => [one.generation, shape(one.plan.p, one.plan.d), one.plan.micro_batch, seconds(one.predicted_step_s), seconds(one.actual_step_s),
+      actual.fill(list.map((one) => [one.generation, shape(one.plan.p, one.plan.d), one.plan.micro_batch, seconds(one.predicted_step_s), seconds(one.actual_step_s), seconds(one.between_s),
         signedPercent(one.error), number(one.actual_examples_per_s), count(one.steps)]));
       put(note, newest ? `Generation ${newest.generation}: ${newest.reason}` : "");
       const won = (one) => one.p === newest.plan.p && one.d === newest.plan.d && one.micro_batch === newest.plan.micro_batch;

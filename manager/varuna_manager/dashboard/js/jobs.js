@@ -59,7 +59,7 @@ export function jobsPage({ root, signal, may, title }) {
     onProgress: (progress) => {
       const job = jobs.find((one) => one.id === progress.job_id);
       if (!job) return;
-      Object.assign(job, { step: progress.step, loss: progress.loss ?? job.loss, step_s: progress.step_s, examples_per_s: progress.examples_per_s });
+      Object.assign(job, { step: progress.step, loss: progress.loss ?? job.loss, step_s: progress.step_s, between_s: progress.between_s, examples_per_s: progress.examples_per_s, rate_steps: progress.rate_steps });
       redraw();
     },
   };

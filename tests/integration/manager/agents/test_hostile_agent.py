@@ -243,10 +243,12 @@ def test_what_one_agent_says_of_workers_elsewhere_is_not_heard() -> None:
         (pb.EXIT_CAUSE_PEER_LOST, None, (None, None)),
         (pb.EXIT_CAUSE_PEER_LOST, pb.HeldState(step=2**63, bytes=1), (None, None)),
         (pb.EXIT_CAUSE_PEER_LOST, pb.HeldState(step=1, bytes=2**64 - 1), (1, MOST_STATE_BYTES)),
-        (pb.EXIT_CAUSE_SCRIPT_FAILED, pb.HeldState(step=7, bytes=100), (None, None)),
+        (pb.EXIT_CAUSE_SCRIPT_FAILED, pb.HeldState(step=7, bytes=100), (7, 100)),
+        (pb.EXIT_CAUSE_AGENT_ENDED, pb.HeldState(step=7, bytes=100), (7, 100)),
+        (pb.EXIT_CAUSE_KILLED, pb.HeldState(step=7, bytes=100), (None, None)),
     ],
 )
-async def test_only_possible_state_of_processes_that_may_stay_is_counted_on(
+async def test_only_possible_state_is_counted_on(
     world: HostileFleet, cause: int, held: pb.HeldState | None, recorded: tuple[int | None, int | None]
 ) -> None:
     most = 2**64 - 1
@@ -259,6 +261,8 @@ async def test_only_possible_state_of_processes_that_may_stay_is_counted_on(
     await world.reports.apply_reports(OWN, numbered(reports))
     worker = await world.worker(world.own)
     assert (worker.held_step, worker.held_bytes) == recorded
+    ends = (pb.EXIT_CAUSE_SCRIPT_FAILED, pb.EXIT_CAUSE_AGENT_ENDED)
+    assert worker.held_gives_only is (cause in ends), "there is no process that could take a rank"
     assert worker.kept_bytes == worker.peer_bytes == worker.store_bytes == MOST_STATE_BYTES
     assert worker.worker_state is WorkerState.EXITED
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from sqlalchemy import event, insert
+from sqlalchemy import event, insert, select
 
 from rest_world import SPEC, RestWorld, generation, report, rest_world, vm, worker
 from scripted_manager import profile_json
 from varuna_client import AsyncClient, NotFoundError, RefusedError
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import CheckpointRow, EventRow, MetricRow
+from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, MetricRow
 from varuna_proto.v1 import agent_pb2 as pb
 from waiting import DEADLINE_S
 
@@ -131,17 +131,27 @@ async def test_a_job_tells_how_far_it_is(world: RestWorld, client: AsyncClient) 
     job_id = (await client.submit(SPEC))["id"]
     await world.add(
         generation(job_id, 1, 10.0, kind="calibration"),
-        generation(job_id, 2, 20.0, last_step=4, last_loss=1.5, last_step_at=30.0, resumed_step=0),
+        generation(job_id, 2, 20.0, last_step=204, last_loss=1.5, last_step_at=30.0, resumed_step=0),
         generation(job_id, 3, 40.0, state="launching"),
     )
     await world.add(
         worker(job_id, 3, 0, "vm-0", "running"),
         worker(job_id, 3, 1, "vm-1", "assigned"),
-        MetricRow(job_id=job_id, step=4, loss=1.5, step_s=0.5, examples=8, generation=2, at=30.0),
+        *(
+            MetricRow(
+                job_id=job_id, step=step, loss=1.5, step_s=took, between_s=between, examples=8, generation=2, at=30.0
+            )
+            for step, took, between in [
+                *((old, 99.0, 0.0) for old in range(1, 105)),
+                *((new, 0.5, 0.25) for new in range(105, 204)),
+                (204, 50.5, 50.25),  # it evaluated before
+            ]
+        ),
     )
     job = await client.job("gpt")
-    assert (job["step"], job["loss"], job["generation"], job["gpus"]) == (4, 1.5, 3, 2)
-    assert (job["step_s"], job["examples_per_s"]) == (0.5, 16.0)
+    assert (job["step"], job["loss"], job["generation"], job["gpus"]) == (204, 1.5, 3, 2)
+    assert (job["step_s"], job["between_s"], job["examples_per_s"]) == (1.0, 0.75, 8.0)
+    assert job["rate_steps"] == 100
     assert job["plan"] is not None
     assert (await client.jobs())[0] == job
 
@@ -188,13 +198,14 @@ async def test_a_plan_is_compared_with_what_it_turned_out_to_be(world: RestWorld
     times = {1: 9.0, 2: 0.6, 3: 0.7, 4: 0.8, 5: 0.7}  # the first is where all warms up
     await world.add(
         *(
-            MetricRow(job_id=job_id, step=step, loss=1.0, step_s=took, examples=8, generation=1, at=20.0)
+            MetricRow(job_id=job_id, step=step, loss=1.0, step_s=took, between_s=0.2, examples=8, generation=1, at=20.0)
             for step, took in times.items()
         )
     )
     plan = await client.plan("gpt", 1)
     assert (plan["predicted_step_s"], plan["actual_step_s"], plan["steps"]) == (0.5, 0.7, 4)
-    assert plan["error"] == pytest.approx(0.4)
+    assert plan["actual_examples_per_s"] == pytest.approx(8 / 0.7)
+    assert (plan["between_s"], plan["error"]) == (pytest.approx(0.2), pytest.approx(0.0)), "between steps is no error"
     assert [candidate["reason"] for candidate in plan["candidates"]] == ["the fastest", "too large"]
     newest = await client.plan("gpt")
     assert (newest["generation"], newest["actual_step_s"], newest["error"]) == (2, None, None)
@@ -269,6 +280,28 @@ async def test_a_chart_of_many_steps_is_the_same_from_blocks_as_from_steps(
         await client.metric_buckets("gpt", from_step=9, to_step=3)
 
 
+async def test_what_lies_between_steps_is_stored_and_added_up(world: RestWorld, client: AsyncClient) -> None:
+    job_id = (await client.submit(SPEC))["id"]
+    await world.add(generation(job_id, 1, 10.0, state="running"), worker(job_id, 1, 0, "vm", "running"))
+
+    async def send(*steps: int) -> None:
+        between = pb.BetweenSteps(data_us=100_000, evaluation_us=200_000, checkpoint_us=0, script_us=300_000)
+        results = [pb.StepResult(step=step, loss=1.0, step_us=1_000_000, examples=8, between=between) for step in steps]
+        fact = pb.StepsCompleted(job_id=job_id, generation=1, steps=results)
+        await world.reports.apply_reports("vm", [pb.Report(number=1, steps_completed=fact)])
+
+    await send(1, 2)
+    await send(2, 3, 4)
+    await send(3, 4)  # again, and nothing new
+    assert [one["between_s"] for one in await client.metrics("gpt")] == pytest.approx([0.6] * 4)
+    job = await client.job("gpt")
+    assert (job["step_s"], job["examples_per_s"], job["rate_steps"]) == (1.0, 8.0, 3)
+    async with world.database.read() as session:
+        stored = await session.scalar(select(GenerationRow.between_s).where(GenerationRow.job_id == job_id))
+    sums = {"data": 0.3, "evaluation": 0.6, "checkpoints": 0.0, "script": 0.9}  # of steps 2 to 4
+    assert stored == pytest.approx(sums)
+
+
 async def test_time_and_cost_add_up(world: RestWorld, client: AsyncClient) -> None:
     job_id = (await client.submit(SPEC))["id"]
     await world.change(job_id, created_at=0.0, finished_at=7200.0, profile_json=profile_json(8), state="succeeded")
@@ -289,6 +322,7 @@ async def test_time_and_cost_add_up(world: RestWorld, client: AsyncClient) -> No
             resumed_step=50,
             last_step=151,
             steps_redone=51,
+            between_s={"script": 600.0, "evaluation": 0.0},
         ),
     )
     await world.add(
@@ -305,7 +339,10 @@ async def test_time_and_cost_add_up(world: RestWorld, client: AsyncClient) -> No
     assert spent["morphs"] == pytest.approx(40.0 + 10.0 + 50.0 + (7200.0 - 2350.0))
     assert spent["redone_steps"] == pytest.approx(1000.0 / 2)
     busy_s = 4 * 4 * 0.006  # micro-batches, sections, and forward and backward of two examples
-    assert spent["bubbles"] == pytest.approx(1500.0 * (1 - busy_s / 10.0))
+    assert spent["script"] == pytest.approx(600.0 / 2)
+    bubbles_s = 1000.0 * (1 - busy_s / 10.0) + 200.0 * (1 - busy_s / 4.0)
+    assert spent["bubbles"] == pytest.approx(bubbles_s)
+    assert sum(one["between_s"] for one in found["generations"]) == pytest.approx(spent["script"])
     assert found["useful_s"] == pytest.approx(spent["training"]) == pytest.approx(found["goodput"] * 7200.0)
     cost = await client.cost("gpt")
     hours = {one["vm_id"]: one["hours"] for one in cost["by_vm"]}

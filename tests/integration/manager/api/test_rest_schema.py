@@ -12,6 +12,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import status_code_conformance
 
+from forked_manager import ManagerZygote
 from scripted_manager import ScriptedManager
 from waiting import DEADLINE_S
 
@@ -29,11 +30,11 @@ ENDLESS = ["/api/v1/events/stream"]
 
 
 @pytest.fixture
-async def url(tmp_path: Path) -> AsyncIterator[str]:
+async def url(tmp_path: Path, manager_zygote: ManagerZygote) -> AsyncIterator[str]:
     """A manager whose only VM never comes, so that whatever is submitted runs nowhere."""
     hosts = tmp_path / "hosts.yaml"
     hosts.write_text("hosts: [{name: nobody}]\n")
-    manager = ScriptedManager(tmp_path / "data")
+    manager = ScriptedManager(tmp_path / "data", manager_zygote)
     await manager.start("--provider", f"static:{hosts}", "--changes-per-s", "1000")
     await manager.submit(name="known")
     yield str(manager.rest.base_url.copy_with(path="/"))

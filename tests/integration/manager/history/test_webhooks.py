@@ -22,7 +22,7 @@ from rest_world import SPEC, RestWorld, migrated, rest_world
 from scripted_manager import ScriptedManager
 from varuna_manager.domain.webhooks import WebhookTarget
 from varuna_manager.history.webhooks import WebhookSender
-from waiting import DEADLINE_S, until
+from waiting import DEADLINE_S, POLL_S, until
 
 SECRET = b"a secret of the receiver's"
 
@@ -76,7 +76,7 @@ def receiver() -> Iterator[Receiver]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found.url = f"http://127.0.0.1:{server.server_address[1]}/varuna"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
     thread.start()
     yield found
     server.shutdown()

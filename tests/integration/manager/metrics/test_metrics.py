@@ -88,6 +88,7 @@ async def test_a_running_job_has_its_figures(database: Database) -> None:
         "useful_steps_total": 100,
         "examples_total": 800,
         "useful_seconds_total": 50,
+        "between_steps_seconds_total": 0,
         "stalled_seconds_total": 5,
         "redone_steps_total": 4,
         "generations_total": 2,
@@ -179,7 +180,14 @@ async def test_events_are_counted_when_they_are_committed(database: Database) ->
     events = EventLog(database, on_event=service.instruments.record_event)
     went = {"notice": 0.5, "stop": 0.25, "launch": 0.75, "process": 0.5, "step": 0.5}
     parts = [{"name": name, "seconds": seconds, "rank": None} for name, seconds in went.items()]
-    data = {"step": 5, "seconds_without_progress": 2.5, "steps_redone": 3, "downtime": parts}
+    data = {
+        "step": 5,
+        "seconds_without_progress": 2.5,
+        "steps_redone": 3,
+        "micro_batches_redone": None,
+        "downtime": parts,
+    }
+    in_place = {**data, "steps_redone": 0, "micro_batches_redone": 6}
 
     async def fail() -> None:
         async with database.write() as session:
@@ -191,13 +199,15 @@ async def test_events_are_counted_when_they_are_committed(database: Database) ->
     async with database.write() as session:
         session.add(job("one"))
         events.emit_event(session, "first_step", "", job_id="id-one", generation=2, data=data)
+        events.emit_event(session, "first_step", "", job_id="id-one", generation=3, data={**in_place, "downtime": []})
         events.emit_event(session, "vm_lost", "", vm_id="vm-1", data={"silent_s": 11.0})
         events.emit_event(session, "vm_gone", "it was drained", vm_id="vm-2", data={})
     samples = await read(service)
-    assert value(samples, "varuna_events_total", kind="first_step") == 1
+    assert value(samples, "varuna_events_total", kind="first_step") == 2
     assert value(samples, "varuna_events_total", kind="hang") == 0
-    assert value(samples, "varuna_morph_stall_seconds_sum") == 2.5
+    assert value(samples, "varuna_morph_stall_seconds_sum") == 5.0
     assert value(samples, "varuna_redone_steps_total") == 3
+    assert value(samples, "varuna_redone_micro_batches_total") == 6
     phases = {
         name: value(samples, "varuna_morph_phase_seconds_sum", phase=name) for name in ("notice", "stop", "start")
     }

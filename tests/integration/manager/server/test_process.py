@@ -224,6 +224,7 @@ async def test_a_slow_vm_is_left_out_for_a_while(manager: ScriptedManager) -> No
     await others[1].launch(4)
 
 
+@pytest.mark.slow
 async def test_a_long_evaluation_is_no_hang(manager: ScriptedManager) -> None:
     # Heartbeats come every 0.1 s at most, so three times the limit goes by.
     flags, beats = ("--hang-minimum-s", "2.5"), 75
@@ -251,14 +252,15 @@ async def test_a_script_that_raises_fails_the_job_with_its_traceback(manager: Sc
     assert "my own bug" in generations[1]["end_reason"]
 
 
-@pytest.mark.parametrize("restarts", [1, 0], ids=["is restarted", "fails"])
+@pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["is restarted", "fails"])
 async def test_after_an_error_on_one_rank_the_others_hold_the_state_if_the_job_is_restarted(
     manager: ScriptedManager, restarts: int
 ) -> None:
     (first, launch), (second, other) = await start_training(manager, 2, job={"max_restarts_on_errors": restarts})
     first.exited(launch, pb.EXIT_CAUSE_SCRIPT_FAILED, "RuntimeError: CUDA error: an illegal memory access")
     stop = await second.stop(2)
-    assert stop.keep_state is bool(restarts), "the processes of a job that is over are of no use"
+    assert stop.keep_state
+    assert stop.store_state is not bool(restarts), "the processes of a job that is over end, and leave it in memory"
     second.exited(other, pb.EXIT_CAUSE_PEER_LOST, held=pb.HeldState(step=3, bytes=1000) if restarts else None)
     if not restarts:
         await manager.job_in("failed")
@@ -357,9 +359,82 @@ async def test_a_new_vm_makes_the_job_grow_with_the_state_that_is_held(
     assert stop.grace_s > 30, "it may have to save"
     first.exited(launch, pb.EXIT_CAUSE_GENERATION_ENDED, held=held)
     grown = [await first.launch(3), await second.launch(3)]
-    assert {(m.world_size, m.in_place) for m in grown} == {(2, False)}
-    assert {(m.holders_generation, *m.holders) for m in grown} == {(0,) if held is None else (2, 0)}
+    assert {(m.world_size, m.in_place) for m in grown} == {(2, held is not None)}
+    assert {(m.holders_generation, *m.holders) for m in grown} == {(0,) if held is None else (3, 0)}
+    assert [len(agent.commands("start_newcomers")) for agent in (first, second)] == [0, 1]
     assert "growth" in (await manager.get("jobs/train/generations"))[2]["reason"]
+
+
+async def grow(manager: ScriptedManager, *flags: str) -> list[tuple[ScriptedAgent, pb.StartNewcomers]]:
+    """A job on one VM that is to grow into a second one, with new processes on both: the agents, with what they are to
+    start ahead."""
+    ((first, _),) = await start_training(manager, 1, flags=flags, job={"env": {"VARUNA_IN_PLACE": "0"}})
+    first.starts_ahead = False
+    await manager.rest.put("fleet", json={"target": 2})
+    (second,) = await manager.connect_vms(1)
+    second.starts_ahead = False
+    return [(agent, await agent.start_ahead(3)) for agent in (first, second)]
+
+
+async def test_a_job_trains_on_until_the_processes_of_its_next_generation_are_there(manager: ScriptedManager) -> None:
+    (first, here), (second, there) = await grow(manager)
+    assert here.request == there.request
+    ranks = [worker.rank for ahead in (here, there) for worker in ahead.launch.workers]
+    assert sorted(ranks) == [0, 1]
+    assert (here.launch.world_size, here.launch.secret, here.launch.rendezvous_port) == (2, "", 0)
+    first.reach_door(here)
+    beats = first.beats_acked
+    await until(lambda: first.beats_acked > beats + 3, "some heartbeats")
+    assert not first.commands("stop"), "one of the processes is not there yet"
+    second.reach_door(there)
+    assert (await first.stop(2)).mode == pb.STOP_MODE_HOLD_FIRST
+    assert not second.commands("end_newcomers")
+
+
+async def test_processes_that_do_not_come_do_not_keep_a_job_from_growing(manager: ScriptedManager) -> None:
+    (first, here), (second, there) = await grow(manager)
+    first.reach_door(here)
+    second.reach_door(there, fault="it ended with exit code 1 before Varuna(): KeyError: 'x'")
+    await first.stop(2)
+    (event,) = [e for e in await manager.get("jobs/train/events") if e["kind"] == "generation_stopping"][-1:]
+    assert event["message"].endswith(
+        f"; its processes start after the stop: the process for rank {there.launch.workers[0].rank} on VM "
+        f"{second.vm_id}: it ended with exit code 1 before Varuna(): KeyError: 'x'"
+    )
+
+
+async def test_a_process_that_hangs_before_its_door_is_waited_for_only_so_long(manager: ScriptedManager) -> None:
+    (first, here), (second, _) = await grow(manager, "--newcomers-wait-s", "0.5")
+    first.reach_door(here)
+    await first.stop(2)
+    (event,) = [e for e in await manager.get("jobs/train/events") if e["kind"] == "generation_stopping"][-1:]
+    assert f"1 of 2 processes had not reached Varuna() after 0.5 s (first: on VM {second.vm_id})" in event["message"]
+
+
+async def test_processes_that_are_no_longer_wanted_end(manager: ScriptedManager) -> None:
+    (first, here), (second, _) = await grow(manager)
+    first.reach_door(here)
+    await manager.rest.post(f"vms/{second.vm_id}/drain")
+    await until(lambda: first.commands("end_newcomers"), "the end of the processes that were started ahead")
+    assert not first.commands("stop")
+
+
+async def test_a_manager_that_starts_again_finds_the_processes_that_were_started_ahead(
+    manager: ScriptedManager,
+) -> None:
+    (first, here), (second, there) = await grow(manager)
+    first.reach_door(here)
+    manager.kill()
+    for agent in (first, second):
+        await agent.close()
+    first.running = [pb.RunningWorker(job_id=here.launch.job_id, generation=2, rank=0, step=3)]
+    await manager.start()
+    for agent in (first, second):
+        await agent.connect()
+    assert (await second.start_ahead(3)).request == there.request
+    assert not first.commands("end_newcomers")
+    second.reach_door(there)
+    await first.stop(2)
 
 
 async def test_cancel_stops_the_workers_and_ends_the_job(manager: ScriptedManager) -> None:

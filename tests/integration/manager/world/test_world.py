@@ -156,7 +156,7 @@ def contents(world: WorldView) -> dict[str, Any]:
         "progress": dict(world.progress),
         "workers": {key: (one.group.all, one.group.occupied, one.group.alive_on) for key, one in held.items()},
         "generations": {key: one.facts for key, one in held.items()},
-        "pasts": {job_id: (world.find_past(job_id).setbacks, world.find_past(job_id).morphs) for job_id in world.jobs},
+        "pasts": {job_id: (world.find_past(job_id).setbacks, world.find_past(job_id).shapes) for job_id in world.jobs},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import threading
@@ -41,7 +42,7 @@ from varuna.distributed.rendezvous_store import RendezvousStore
 from varuna.holdings import giving, held_state, taking
 from varuna.holdings.giving import GivenState, HolderServer, HolderSession
 from varuna.holdings.held_state import HeldState
-from varuna.holdings.inventory import HeldFile, HeldFiles, encode_inventory, make_inventory
+from varuna.holdings.inventory import HeldFile, HeldFiles, encode_inventories, make_inventory
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
 from waiting import DEADLINE_S, wait_until
@@ -262,8 +263,7 @@ def save(url: str, ranks: Sequence[Rank], step: int) -> None:
 
 def publish(world: NextGeneration, held: HeldFiles, address: str) -> None:
     inventory = held.inventory.model_copy(update={"address": address})
-    text = b64encode(encode_inventory(inventory)).decode()
-    world.connect().set(giving.inventory_key(inventory.rank), text)
+    world.connect().set(giving.inventory_key(inventory.rank), encode_inventories([inventory]))
 
 
 @pytest.mark.parametrize("kind", ["parameters", "optimizer"])
@@ -504,7 +504,7 @@ def test_an_inventory_that_cannot_be_read_is_left_out(monkeypatch: pytest.Monkey
     old = make_holders(1, 3)
     with next_generation(2, 1, range(3)) as world:
         world.connect().set(giving.inventory_key(0), "%%%")
-        world.connect().set(giving.inventory_key(1), b64encode(b"no inventory").decode())
+        world.connect().set(giving.inventory_key(1), json.dumps([b64encode(b"no inventory").decode()]))
         world.give(hold(old[2]))
         new = [Rank(2, 1, rank, MAKE) for rank in range(2)]
         loaded_by(world.resume([rank.state for rank in new]))

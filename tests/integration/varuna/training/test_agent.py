@@ -50,6 +50,23 @@ def test_save_first_reaches_every_rank_and_nothing_is_lost(zygote: Zygote, tmp_p
     assert all(step.forward_us > 0 and step.backward_us > 0 for step in done)
 
 
+def test_a_step_lasts_from_the_one_before_and_says_what_lay_between(zygote: Zygote, tmp_path: Path) -> None:
+    wanted = {"pause_s": 0.2, "save": {"step": 2, "url": str(tmp_path / "store")}}
+    with (
+        AgentEnd() as agent,
+        Ranks(zygote, tmp_path, Task(steps=4), 1, 1, agent_socket=lambda rank: agent.path, wanted=wanted) as world,
+    ):
+        assert world.exit_codes() == [0], world.logs()
+    first, *others = agent.steps()
+    assert first.between == agent_pb2.BetweenSteps(), "nothing lies before the first step"
+    for step in others:
+        between = step.between
+        assert between.data_us > 0
+        assert between.data_us + between.checkpoint_us + between.script_us < step.step_us, "the rest is the step itself"
+    assert max(others, key=lambda step: step.between.checkpoint_us).step == 3, "the script saved after step 2"
+    assert others[-1].between.script_us >= 200_000, "it slept after step 3"
+
+
 def test_an_agent_is_told_which_step_has_updated_nothing(zygote: Zygote, tmp_path: Path) -> None:
     wanted = {"overflow": {"rank": 0, "step": 2}}
     with (

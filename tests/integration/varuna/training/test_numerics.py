@@ -13,7 +13,7 @@ from torch import nn
 
 from small_gpt import IGNORED, Examples, Task, Trained, make_model, make_optimizer, train_plainly
 from training_matrix import SCRIPT, TOLERANCES
-from training_world import Outcome, Ranks, Zygote
+from training_world import Outcome, Ranks, Zygote, list_results
 from varuna.data import Batches
 from varuna.partition import loss_of
 
@@ -29,7 +29,9 @@ ROWS: list[tuple[Task, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(params=[(2, 1, 1), (1, 2, 2), (2, 2, 1)], ids=["2x1", "1x2", "2x2"])
+@pytest.fixture(
+    params=[pytest.param((2, 1, 1), marks=pytest.mark.slow), (1, 2, 2), (2, 2, 1)], ids=["2x1", "1x2", "2x2"]
+)
 def outcomes(request: pytest.FixtureRequest, zygote: Zygote, tmp_path: Path) -> tuple[int, list[Outcome]]:
     """(the micro-batch, the result of each row). The same processes train all rows."""
     p, d, micro_batch = request.param
@@ -41,7 +43,7 @@ def outcomes(request: pytest.FixtureRequest, zygote: Zygote, tmp_path: Path) -> 
     with Ranks(zygote, tmp_path, Task(), p, d, generation=0, script=SCRIPT, wanted={"rows": rows}) as world:
         codes = world.exit_codes()
         assert codes == [0] * (p * d), world.logs()
-    return micro_batch, [Outcome.read(world.out / str(number), p * d) for number in range(len(rows))]
+    return micro_batch, [Outcome.read(list_results(world.out / str(number), p * d)) for number in range(len(rows))]
 
 
 def test_what_is_plain_pytorchs(outcomes: tuple[int, list[Outcome]]) -> None:

@@ -6,11 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
-from agent_end import AgentEnd
-from small_gpt import Task, train_plainly
-from training_world import Outcome, Ranks, Zygote
+from leaving_generation import (
+    LeavingGeneration,
+    assert_as_if_undisturbed,
+    assert_taken_from_memory,
+    replace_steps,
+)
+from small_gpt import Task
+from training_world import Zygote
 from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2
 
@@ -19,66 +23,13 @@ PAUSE_S = 1.0
 """Of each step from the third on. The command to leave comes in one of the pauses, long before the last step."""
 
 
-class LeavingGeneration:
-    """A generation whose ranks have an agent each."""
-
-    def __init__(
-        self, stack: ExitStack, zygote: Zygote, folder: Path, task: Task, p: int, d: int, **more: object
-    ) -> None:
-        self.ends = [stack.enter_context(AgentEnd(keeps_survivor=True)) for _ in range(p * d)]
-        self.world = stack.enter_context(
-            Ranks(zygote, folder, task, p, d, agent_socket=lambda rank: self.ends[rank].path, **more)  # type: ignore[arg-type]
-        )
-
-    def hold_first(self, after: int) -> int:
-        """Makes the ranks leave with their state when `after` steps are done. Returns the step that they hold."""
-        self.ends[0].wait_for(lambda message: message.step_done.step >= after)
-        for end in self.ends:
-            end.send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
-        return self.wait_until_left(set(range(len(self.ends))), EXIT_GENERATION_ENDED)
-
-    def wait_until_left(self, ranks: set[int], exit_code: int) -> int:
-        left = [self.ends[rank].wait_for_number("generation_left", 1).generation_left for rank in sorted(ranks)]
-        assert {one.exit_code for one in left} == {exit_code}
-        assert len({one.step for one in left}) == 1
-        return left[0].step
-
-    def give_to(self, other: LeavingGeneration, ranks: set[int]) -> None:
-        for rank in sorted(ranks):
-            self.ends[rank].give_state(other.world.holder_environment())
-
-    def finish(self) -> Outcome:
-        """Waits for all ranks, which must end well, and for the last report of the first one."""
-        outcome = self.world.finish()
-        self.ends[0].wait_for(lambda message: message.step_done.step == self.world.task.steps)
-        return outcome
-
-    def losses(self) -> dict[int, float]:
-        return {done.step: done.loss for done in self.ends[0].steps()}
-
-
-def assert_as_if_undisturbed(task: Task, generations: list[LeavingGeneration], outcome: Outcome) -> None:
-    expected = train_plainly(task)
-    losses = {step: loss for generation in generations for step, loss in generation.losses().items()}
-    assert [losses[step] for step in sorted(losses)] == pytest.approx(expected.losses, rel=1e-5)
-    for name, tensor in outcome.parameters.items():
-        torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-5)
-
-
-def assert_taken_from_memory(generation: LeavingGeneration, step: int) -> None:
-    ready = [end.wait_for_number("ready", 1).ready for end in generation.ends]
-    assert [one.resumed_step for one in ready] == [step] * len(ready)
-    assert all(one.peer_bytes > 0 for one in ready)
-    assert all(one.store_bytes == one.kept_bytes == 0 for one in ready)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "task"),
     [
         ((2, 2), (1, 3), Task(steps=STEPS, global_batch=12)),
-        ((1, 2), (2, 1), Task(steps=STEPS, optimizer="momentum")),
+        pytest.param((1, 2), (2, 1), Task(steps=STEPS, optimizer="momentum"), marks=pytest.mark.slow),
         pytest.param((2, 1), (4, 1), Task(steps=STEPS, tied=True, clip=0.5), marks=pytest.mark.slow),
-        ((3, 1), (2, 2), Task(steps=STEPS, tied_blocks=(0, 2), optimizer="lamb")),
+        pytest.param((3, 1), (2, 2), Task(steps=STEPS, tied_blocks=(0, 2), optimizer="lamb"), marks=pytest.mark.slow),
         pytest.param((2, 2), (2, 2), Task(steps=STEPS, offload=True, dropout=0.1), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -157,13 +108,6 @@ def test_a_section_that_nobody_holds_comes_from_the_store(zygote: Zygote, tmp_pa
         assert ready.resumed_step >= saved
         assert ready.peer_bytes == 0 < ready.store_bytes
         assert_as_if_undisturbed(task, [replace_steps(first, ready.resumed_step), second], outcome)
-
-
-def replace_steps(generation: LeavingGeneration, through: int) -> LeavingGeneration:
-    """The generation without the steps that were run again."""
-    kept = {step: loss for step, loss in generation.losses().items() if step <= through}
-    generation.losses = lambda: kept  # type: ignore[method-assign]
-    return generation
 
 
 def test_a_rank_that_cannot_hold_makes_all_save(zygote: Zygote, tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
 from small_gpt import Task, train_plainly
 from survivor_world import SurvivorWorld
 from training_kills import SCRIPT, Kill, N, op_kills, phase_kills
-from training_world import Zygote
+from training_world import Zygote, assert_exact
 from varuna_proto.environment import EXIT_PEER_LOST
 from varuna_proto.v1 import agent_pb2
 
@@ -22,11 +21,7 @@ STEPS = 6
 
 
 def assert_as_if_undisturbed(world: SurvivorWorld, task: Task) -> None:
-    losses, parameters = world.finish()
-    expected = train_plainly(task)
-    assert losses == pytest.approx(expected.losses, rel=1e-5)
-    for name, tensor in parameters.items():
-        torch.testing.assert_close(tensor, expected.parameters[name], rtol=1e-4, atol=1e-5)
+    assert_exact(world.finish(), train_plainly(task), task)
 
 
 @pytest.mark.parametrize("lost", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in range(3)), 3])

@@ -10,7 +10,7 @@ import torch
 
 import zoo_training
 from small_gpt import Task
-from training_world import Outcome, Ranks, Zygote
+from training_world import Outcome, Ranks, Zygote, list_results
 from zoo_training import GLOBAL_BATCH, MICRO_BATCH, train_plainly
 
 pytestmark = [pytest.mark.xdist_group("zoo"), pytest.mark.slow]  # one process imports transformers
@@ -39,7 +39,7 @@ def run(zygote: Zygote, folder: Path, p: int, d: int, rows: list[tuple[str, bool
     with Ranks(zygote, folder, Task(), p, d, generation=0, script=script, wanted={"rows": wanted}) as world:
         codes = world.exit_codes()
         assert codes == [0] * (p * d), f"exit codes {codes}\n{world.logs()}"
-    return [Outcome.read(world.out / str(number), p * d) for number in range(len(rows))]
+    return [Outcome.read(list_results(world.out / str(number), p * d)) for number in range(len(rows))]
 
 
 def test_processes_train_models_of_the_zoo_as_plain_pytorch_does(zygote: Zygote, tmp_path: Path) -> None:

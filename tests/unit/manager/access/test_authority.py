@@ -97,6 +97,7 @@ def test_the_certificate_is_for_the_managers_names() -> None:
     assert "127.0.0.1" in everywhere
 
 
+@pytest.mark.long
 async def test_the_managers_certificate_is_renewed_in_time(authority: Authority, tmp_path: Path) -> None:
     tls = ServerTls(authority, ["localhost"], tmp_path, life=timedelta(seconds=2))
     first = x509.load_pem_x509_certificate(tls.find_pair().certificate_pem).serial_number
@@ -115,6 +116,7 @@ async def test_the_managers_certificate_is_renewed_in_time(authority: Authority,
     assert list(tmp_path.glob("server.pem*")) == []  # no key stays on the disk
 
 
+@pytest.mark.long
 async def test_the_operators_certificate_is_shown_and_read_again(authority: Authority, tmp_path: Path) -> None:
     operator = trustme.CA()
     files = OperatorFiles(certificate=tmp_path / "cert.pem", key=tmp_path / "key.pem")

@@ -43,6 +43,19 @@ def test_a_jobs_first_generation_has_nothing_to_stop() -> None:
     assert [(part.name, part.seconds) for part in parts] == [("plan", 1.0), ("launch", 3.0), ("step", 0.0)]
 
 
+def test_the_time_of_a_calibration_is_not_that_of_a_stop() -> None:
+    moments = MorphMoments(
+        last_progress_at=10.0, is_calibrated=True, stop_sent_at=45.0, ended_at=46.0, created_at=47.0, first_step_at=49.0
+    )
+    parts = split_downtime(moments, [])
+    assert [(part.name, part.seconds) for part in parts] == [
+        ("calibration", 36.0),
+        ("plan", 1.0),
+        ("launch", 2.0),
+        ("step", 0.0),
+    ]
+
+
 def test_a_step_that_was_heard_of_late_takes_no_time_away() -> None:
     """A step that ends while the generation is being stopped is reported afterwards."""
     late = MorphMoments(last_progress_at=12.25, stop_sent_at=12.0, ended_at=12.5, created_at=12.5, first_step_at=13.0)

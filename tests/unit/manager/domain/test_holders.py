@@ -9,7 +9,7 @@ import pytest
 from decision_views import NOW, RULES, decide, generation, job, proposal, vm, worker
 from varuna_manager.domain.actions import StartGeneration
 from varuna_manager.domain.holders import choose_planned_stop
-from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, VmView, WorkerView
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, KeptCopy, VmView, WorkerView
 from varuna_manager.domain.reshaping import keeps_state
 from varuna_manager.domain.states import (
     EndCause,
@@ -93,6 +93,55 @@ def test_a_stage_that_no_process_holds_sends_all_to_the_checkpoint() -> None:
     assert start_of(last, vm("a"), vm("c")).holders is None
 
 
+ONE_EACH = replace(PLAN, p=3, d=1)
+
+
+def keeps(rank: int, vm_id: str, step: int, *copies: tuple[int, int]) -> WorkerView:
+    return replace(holds(rank, vm_id, step), held_copies=tuple(KeptCopy(*copy) for copy in copies))
+
+
+def test_a_copy_stands_for_the_stage_that_is_lost() -> None:
+    last = ended(
+        keeps(0, "a", 7, (0, 6), (2, 7), (2, 6)),
+        worker(1, "b", ExitCause.VM_GONE),
+        keeps(2, "c", 7, (1, 7)),
+        plan=ONE_EACH,
+    )
+    start = start_of(last, vm("a"), vm("c"))
+    assert start.holders is not None
+    assert [(one.rank, one.stages) for one in start.holders.members] == [(0, (0, 2)), (2, (1, 2))]
+    assert [Holder.from_document(one.to_document()) for one in start.holders.members] == list(start.holders.members)
+
+
+def test_all_go_back_to_the_step_of_which_every_stage_has_something() -> None:
+    """The copy of rank 1's newest step was half way."""
+    last = ended(
+        keeps(0, "a", 7, (0, 6), (2, 6)),
+        worker(1, "b", ExitCause.VM_GONE),
+        keeps(2, "c", 7, (1, 6), (2, 6)),
+        plan=ONE_EACH,
+    )
+    assert ranks(start_of(last, vm("a"), vm("c"))) == [0, 2]
+    lost_keeper = ended(
+        keeps(0, "a", 7, (0, 6), (2, 6)),
+        worker(1, "b", ExitCause.VM_GONE),
+        worker(2, "c", ExitCause.VM_GONE),
+        plan=ONE_EACH,
+    )
+    assert start_of(lost_keeper, vm("a")).holders is None
+
+
+def test_holders_of_copies_serve_again_only_while_all_stages_are_there() -> None:
+    members = (
+        Holder(rank=0, stage=0, vm_id="a", held_at=NOW - 20.0, stages=(0, 2)),
+        Holder(rank=2, stage=2, vm_id="c", held_at=NOW - 20.0, stages=(1, 2)),
+    )
+    again = replace(VAIN, holders=Holders(generation=1, members=members))
+    assert ranks(start_of(again, vm("a"), vm("c"))) == [0, 2]
+    there = tuple(Device(name, 0) for name in "a")
+    assert start_of(again, vm("a"), proposal=proposal(there)).holders is None
+
+
 def test_only_vms_that_take_part_count() -> None:
     vms = [vm("a"), vm("c"), vm("x")]
     assert start_of(LAST, *vms).holders is None, "rank 3, on VM d, holds the second stage"
@@ -153,7 +202,7 @@ def test_it_does_not_wait_for_reports_that_change_nothing() -> None:
 def test_processes_that_only_give_never_go_on_in_place() -> None:
     last = replace(LAST, workers=tuple(replace(one, gives_only=False) for one in LAST.workers))
     held = frozenset(one.device for one in last.workers if one.held_step is not None)
-    (start,) = decide(view(last, WITHOUT_B, survivors=held), *WITHOUT_B).actions
+    (start,) = decide(view(last, WITHOUT_B, survivors=held, has_fixed_stages=True), *WITHOUT_B).actions
     assert isinstance(start, StartGeneration)
     assert (start.in_place, start.holders) == (True, None)
     assert ranks(start_of(LAST, *WITHOUT_B, survivors=held)) == [0, 2, 3]
@@ -207,3 +256,71 @@ def test_a_planned_stop_saves_where_a_stage_would_be_held_by_no_vm_that_stays() 
 
     assert mode("abcdx") is mode("bcx") is mode("ab") is StopMode.HOLD_FIRST
     assert mode("acx") is mode("x") is StopMode.SAVE_FIRST
+
+
+def left_in_memory(rank: int, vm_id: str, cause: ExitCause, held_s: float = 0.1) -> WorkerView:
+    return replace(holds(rank, vm_id, held_s=held_s), cause=cause)
+
+
+def test_the_rank_that_failed_gives_what_it_has_left() -> None:
+    failed = ended(
+        left_in_memory(0, "a", ExitCause.SCRIPT_FAILED),
+        holds(1, "b"),
+        plan=replace(PLAN, d=1),
+        end_cause=EndCause.SCRIPT_FAILED,
+    )
+    there = (Device("a", 0), Device("b", 0))
+    assert ranks(start_of(failed, vm("a"), vm("b"), proposal=proposal(there))) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("cause", "held_s", "are_asked"),
+    [
+        (EndCause.SCRIPT_FAILED, RULES.memory_kept_s - 1.0, True),
+        (EndCause.SCRIPT_FAILED, RULES.memory_kept_s + 1.0, False),
+        (EndCause.SHRUNK, 1.0, False),
+    ],
+)
+def test_a_job_that_is_retried_takes_what_its_workers_have_left(
+    cause: EndCause, held_s: float, *, are_asked: bool
+) -> None:
+    failed = ended(
+        left_in_memory(0, "a", ExitCause.SCRIPT_FAILED, held_s),
+        left_in_memory(1, "b", ExitCause.SCRIPT_FAILED, held_s),
+        plan=replace(PLAN, d=1),
+        end_cause=cause,
+        ended_at=NOW - held_s,
+    )
+    there = (Device("a", 0), Device("b", 0))
+    start = start_of(failed, vm("a"), vm("b"), proposal=proposal(there), state=JobState.QUEUED)
+    assert ranks(start) == ([0, 1] if are_asked else [])
+
+
+def agent_ended(waited_s: float, *others: WorkerView) -> GenerationView:
+    return ended(
+        left_in_memory(0, "a", ExitCause.AGENT_ENDED),
+        *others,
+        plan=replace(PLAN, d=(1 + len(others)) // 2),
+        end_cause=EndCause.AGENT_ENDED,
+        end_reason="the agent of VM a has ended",
+        ended_at=NOW - waited_s,
+    )
+
+
+def test_a_job_waits_for_an_agent_whose_vm_has_the_only_state_of_a_stage() -> None:
+    away, there = replace(vm("a"), connected=False), (Device("b", 0),)
+    waiting = agent_ended(5.0, holds(1, "b"))
+    decision = decide(view(waiting, (away, vm("b"))), away, vm("b"))
+    assert decision.reason == (
+        "the agent of VM a has ended: waiting for the agent of VM a to start again, whose memory has its state"
+    )
+    assert decision.actions == ()
+    assert ranks(start_of(waiting, vm("a"), vm("b"))) == [0, 1], "it is back"
+    late = agent_ended(RULES.agent_returns_s + 1.0, holds(1, "b"))
+    assert start_of(late, away, vm("b"), proposal=proposal(there)).holders is None
+
+
+def test_a_job_does_not_wait_for_an_agent_if_others_have_all_stages() -> None:
+    away = replace(vm("a"), connected=False)
+    others = (holds(1, "b"), holds(2, "c"), holds(3, "d"))
+    assert ranks(start_of(agent_ended(5.0, *others), away, vm("b"), vm("c"), vm("d"))) == [1, 2, 3]

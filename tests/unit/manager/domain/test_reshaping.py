@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decision_views import NOW, RULES, decide, generation, job, kinds, proposal, vm, worker
+from decision_views import NOW, RULES, decide, decide_when_prepared, generation, job, kinds, proposal, vm, worker
 from varuna_manager.domain.actions import FinishJob, RequeueJob, StartGeneration, StopGeneration
 from varuna_manager.domain.job_decision import wants_plan
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, VmView, WorkerView
-from varuna_manager.domain.reshaping import keeps_state, plan_reshape
+from varuna_manager.domain.reshaping import count_kept_replicas, keeps_little, keeps_state, plan_reshape
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationState, JobState, StopMode, VmState
 from varuna_proto.plan import Device, Plan
 
@@ -150,6 +150,34 @@ def test_survivors_go_on_in_place_without_asking_the_planner() -> None:
     assert "VM b is lost; 2 of its workers go on from step 7" in start.reason
 
 
+def test_a_job_that_keeps_little_of_its_step_takes_the_better_shape_at_once() -> None:
+    """Two replicas of three are hit: one would do what is left of the step, and three VMs could have another shape."""
+    last = ended(2, 3, survivor(0, "a"), survivor(1, "b"), lost(2, "x"), survivor(3, "c"), lost(4, "y"), lost(5, "z"))
+    assert last.plan is not None
+    last = replace(last, plan=replace(last.plan, global_batch=1600, predicted_minibatch_s=100.0))
+    assert count_kept_replicas(last.plan, last.workers) == 1
+    assert keeps_little(last)
+    vms = [vm(name) for name in "abc"]
+    where = tuple(Device(name, 0) for name in "abc")
+    fast = Proposal(plan=plan(3, 1, examples_per_s=14.0), placement=where)
+    start = start_of(view(last, vms, proposal=fast), *vms)
+    assert (start.in_place, start.plan.p) == (True, 3), "each device has a process, which takes another stage"
+    assert start.holders is not None
+    moved = replace(view(last, vms, proposal=fast), has_fixed_stages=True)
+    start = start_of(moved, *vms)
+    assert (start.in_place, start.plan.p) == (False, 3)
+    assert start.holders is not None
+    assert start.reason.startswith("VM b is lost; over ")
+    assert "3×1 gives" in start.reason
+    assert "2×1 in place" in start.reason
+    assert start.reason.endswith("with 1 of 3 shares of the step kept")
+    assert start_of(view(last, vms), *vms).in_place, "without the planner's answer"
+    slow = replace(fast, plan=plan(3, 1, examples_per_s=6.0))
+    assert start_of(view(last, vms, proposal=slow), *vms).in_place
+    nobody = replace(fast, placement=where[2:])
+    assert start_of(view(last, vms, proposal=nobody), *vms).in_place, "a stage would come from the store"
+
+
 def test_a_job_restarts_where_a_stage_has_no_survivor() -> None:
     vms = [vm("a"), vm("c")]
     last = ended(2, 2, survivor(0, "a"), lost(1, "b"), survivor(2, "c"), lost(3, "d"))
@@ -179,7 +207,7 @@ def test_only_after_ends_that_leave_the_processes_sound(cause: EndCause) -> None
     given_ = proposal((Device("a", 0), Device("c", 0)))
     start = start_of(view(last, vms, proposal=given_), *vms)
     assert (start.in_place or start.holders is not None) is keeps_state(cause)
-    runs_script_again = cause in (EndCause.GROWTH, EndCause.SCRIPT_FAILED)
+    runs_script_again = cause is EndCause.SCRIPT_FAILED
     assert start.in_place is (keeps_state(cause) and not runs_script_again)
 
 
@@ -281,10 +309,10 @@ def test_a_job_in_place_moves_to_a_better_shape_and_holds_its_state() -> None:
         current = job(running, devices=found)
         assert wants_plan(current, found, vms)
         offered = Proposal(plan=shape, placement=found, present_examples_per_s=16.0)
-        (stop,) = decide(replace(current, proposal=offered), *vms.values()).actions
+        (stop,) = decide_when_prepared(replace(current, proposal=offered), *vms.values()).actions
         assert isinstance(stop, StopGeneration)
         assert (stop.mode, stop.cause) == (StopMode.HOLD_FIRST, EndCause.GROWTH)
-        assert not decide(
+        assert not decide_when_prepared(
             replace(current, proposal=replace(offered, present_examples_per_s=39.0)), *vms.values()
         ).actions
     other = replace(running, in_place=False)

@@ -6,7 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from decision_views import NOW, RULES, decide, devices, generation, job, kinds, plan_for, proposal, vm, worker
+from decision_views import (
+    NOW,
+    RULES,
+    decide,
+    decide_when_prepared,
+    devices,
+    generation,
+    job,
+    kinds,
+    plan_for,
+    proposal,
+    vm,
+    worker,
+)
 from varuna_manager.domain.actions import (
     Decision,
     LiftQuarantine,
@@ -18,7 +31,7 @@ from varuna_manager.domain.actions import (
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.job_decision import decide_job, wants_plan
-from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_morphs
+from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
 from varuna_manager.domain.observed import Proposal, VmView
 from varuna_manager.domain.states import (
     EndCause,
@@ -40,10 +53,10 @@ def test_growth_needs_settled_devices_and_a_gain() -> None:
     vms["b"] = vm("b")
     assert choose_devices(NOW, view, vms, RULES) == here
     assert wants_plan(view, here, vms)
-    (stop,) = decide(replace(view, proposal=proposal(here)), *vms.values()).actions
+    (stop,) = decide_when_prepared(replace(view, proposal=proposal(here)), *vms.values()).actions
     assert isinstance(stop, StopGeneration)
     assert (stop.mode, stop.cause) == (StopMode.HOLD_FIRST, EndCause.GROWTH)
-    small = decide(replace(view, proposal=proposal(here, rate=8.0 * 1.04)), *vms.values())
+    small = decide_when_prepared(replace(view, proposal=proposal(here, rate=8.0 * 1.04)), *vms.values())
     assert not small.actions
     assert "less than 1.05 times as much" in small.reason
 
@@ -54,36 +67,72 @@ def test_a_generation_makes_a_step_before_it_grows() -> None:
     assert not decide(view, vm("a"), vm("b")).actions
 
 
+def losses(per_vm_hour: float) -> FleetPast:
+    """A fleet of which so many VMs are lost an hour, by a long past."""
+    return FleetPast(removals=per_vm_hour * 1e6, vm_hours=1e6)
+
+
 def test_growth_must_earn_what_a_morph_costs() -> None:
     here = devices("a", "b")
     grown = proposal(here, 8.0 * 1.2)
     cheap = job(
-        generation(worker(0, "a")), devices=here, proposal=grown, morphs=MorphEstimate(cost_s=10.0, lifetime_s=600.0)
+        generation(worker(0, "a")),
+        devices=here,
+        proposal=grown,
+        morphs=MorphEstimate(cost_s=10.0),
+        fleet=losses(7.0),  # a loss each 257 s on two VMs, which counts as 240 s
     )
-    assert kinds(decide(cheap, vm("a"), vm("b"))) == [StopGeneration]
-    dear = replace(cheap, morphs=MorphEstimate(cost_s=60.0, lifetime_s=100.0))
-    decision = decide(dear, vm("a"), vm("b"))
+    (stop,) = decide_when_prepared(cheap, vm("a"), vm("b")).actions
+    assert isinstance(stop, StopGeneration)
+    assert "a morph costs 10.0 s; over 240 s 1×2 gives 2,208 examples, 1×1 1,920" in stop.reason
+    dear = replace(cheap, morphs=MorphEstimate(cost_s=30.0), proposal=replace(grown, moving_s=30.0))
+    decision = decide_when_prepared(dear, vm("a"), vm("b"))
     assert not decision.actions
-    assert "less than 1.30 times as much (a morph costs 60.0 s)" in decision.reason
+    assert (
+        "less than 1.33 times as much (a morph costs 60.0 s: 30.0 s to start and meet, 30.0 s for the state, and the "
+        "shape should last 240 s)" in decision.reason
+    )
+    hopeless = replace(cheap, morphs=MorphEstimate(cost_s=240.0), proposal=proposal(here, 8.0 * 100))
+    assert not decide(hopeless, vm("a"), vm("b")).actions
+
+
+def test_a_generation_in_place_finishes_its_step_and_grows() -> None:
+    """It has fewer devices than there are. Its first step is what survivors have left of the last one."""
+    here = devices("a", "b", "c")
+    first = generation(worker(0, "a"), last_step=None, in_place=True)
+    vms = [vm(name) for name in "abc"]
+    (stop,) = decide_when_prepared(job(first, devices=here, proposal=proposal(here)), *vms).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.mode, stop.cause) == (StopMode.HOLD_FIRST, EndCause.GROWTH)
+    elsewhere = replace(proposal(here), placement=devices("b", "c"))
+    assert not decide(job(first, devices=here, proposal=elsewhere), *vms).actions, "it would have to save"
 
 
 def test_what_a_morph_costs_is_learnt_from_the_recent_ones() -> None:
     assert estimate_morphs([]) == MorphEstimate()
-    one = PastShape(lifetime_s=1000.0, morph_s=4.0)
-    assert estimate_morphs([one]) == MorphEstimate(cost_s=4.0, lifetime_s=MorphEstimate().lifetime_s, measured=True), (
-        "one lifetime shows nothing"
-    )
-    shapes = [*[one] * 3, PastShape(lifetime_s=5.0, morph_s=None), one]
-    assert estimate_morphs(shapes) == MorphEstimate(cost_s=4.0, lifetime_s=1000.0, measured=True)
-    assert estimate_morphs([PastShape(lifetime_s=1.0, morph_s=1.0)] * 5).lifetime_s == 60.0
+    one = PastShape(morph_s=4.0)
+    assert estimate_morphs([one]) == MorphEstimate(cost_s=4.0, measured=True)
+    assert estimate_morphs([PastShape(morph_s=4.0, moving_s=3.0)]).cost_s == 1.0, "moving the state counts apart"
+    shapes = [*[one] * 3, PastShape(morph_s=None), one, PastShape(morph_s=100.0), PastShape(morph_s=100.0)]
+    assert estimate_morphs(shapes) == MorphEstimate(cost_s=4.0, measured=True)
 
 
 def test_what_generations_in_place_cost_says_nothing_of_restarts() -> None:
-    cheap = PastShape(lifetime_s=100.0, morph_s=0.3, in_place=True)
-    dear = PastShape(lifetime_s=500.0, morph_s=8.0)
+    cheap = PastShape(morph_s=0.3, in_place=True)
+    dear = PastShape(morph_s=8.0)
     found = estimate_morphs([*[cheap] * 6, dear])
-    assert (found.cost_s, found.measured, found.lifetime_s) == (8.0, True, 100.0)
+    assert (found.cost_s, found.in_place_s, found.measured) == (8.0, 0.3, True)
     assert not estimate_morphs([cheap] * 6).measured
+
+
+def test_a_job_without_morphs_of_its_own_learns_from_the_fleet() -> None:
+    old = [PastShape(ended_at=100.0 + number, morph_s=9.0, save_s=50.0) for number in range(20)]
+    new = [PastShape(ended_at=500.0 + number, morph_s=3.0) for number in range(11)]
+    fleet = estimate_fleet_morphs([*old, *new, PastShape(ended_at=1.0, morph_s=0.5, in_place=True)])
+    assert fleet == MorphEstimate(cost_s=3.0, in_place_s=0.5, measured=True), "saves are its own"
+    assert estimate_morphs([], fleet) == fleet
+    assert estimate_morphs([PastShape(morph_s=7.0)], fleet).cost_s == 7.0
+    assert estimate_fleet_morphs([]) == MorphEstimate()
 
 
 # ---------------------------------------------------------------- slow VMs
@@ -101,7 +150,7 @@ def with_slow(rate_without: float, slow: VmView, **changes: object) -> Decision:
     without = choose_devices(NOW, view, vms, RULES)
     assert without == devices("a", "c")
     assert wants_plan(view, without, vms)
-    return decide_job(NOW, replace(view, proposal=proposal(without, rate_without)), vms, RULES)
+    return decide_when_prepared(replace(view, proposal=proposal(without, rate_without)), *vms.values())
 
 
 def test_a_slow_vm_is_left_when_the_others_are_faster_without() -> None:
@@ -169,21 +218,21 @@ def storm(*losses_ago_s: float) -> FleetPast:
 def test_a_job_that_runs_does_not_grow_in_a_storm_and_says_why() -> None:
     here = devices("a", "b")
     view = job(generation(worker(0, "a")), devices=here, proposal=proposal(here))
-    assert kinds(decide(replace(view, fleet=storm(1, 2, 3)), vm("a"), vm("b"))) == [StopGeneration]
+    assert kinds(decide_when_prepared(replace(view, fleet=storm(1, 2, 3)), vm("a"), vm("b"))) == [StopGeneration]
     stormy = replace(view, fleet=storm(1, 2, 3, 4))
-    decision = decide(stormy, vm("a"), vm("b"))
+    decision = decide_when_prepared(stormy, vm("a"), vm("b"))
     assert not decision.actions
     assert decision.reason.endswith(
         "4 VMs were lost within 60 s: shapes stay as they are until 15 s pass without a loss"
     )
-    assert kinds(decide(stormy, vm("a"), vm("b"), now=NOW + 14)) == [StopGeneration], "quiet"
+    assert kinds(decide_when_prepared(stormy, vm("a"), vm("b"), now=NOW + 14)) == [StopGeneration], "quiet"
 
 
 def test_a_storm_without_end_is_not_waited_for_without_end() -> None:
     here = devices("a", "b")
     view = job(generation(worker(0, "a")), devices=here, proposal=proposal(here))
     endless = replace(view, fleet=storm(*range(0, 300, 10)))
-    assert kinds(decide(endless, vm("a"), vm("b"))) == [StopGeneration]
+    assert kinds(decide_when_prepared(endless, vm("a"), vm("b"))) == [StopGeneration]
 
 
 def test_a_job_that_does_not_run_starts_in_any_storm() -> None:
@@ -218,20 +267,17 @@ def test_a_vm_that_is_almost_there_is_waited_for_when_that_is_cheaper_than_anoth
 
 
 def test_a_fleet_that_has_been_stable_for_long_is_worth_a_dear_morph() -> None:
-    dear = MorphEstimate(cost_s=300.0, lifetime_s=600.0)
-    assert dear.worthwhile_ratio(1.05) == 1.25
-    assert dear.worthwhile_ratio(1.05, stable_s=500.0) == 1.25
-    assert dear.worthwhile_ratio(1.05, stable_s=2000.0) == 1.0 + 150.0 / 1920.0
-    assert dear.worthwhile_ratio(1.05, stable_s=1e6) == 1.05
     here = devices("a", "b")
-    fleet = FleetPast(stable_since=NOW - 2000)
-    grown = proposal(here, 8.0 * 1.06)
-    view = job(generation(worker(0, "a")), devices=here, proposal=grown, morphs=dear, fleet=fleet)
-    decision = decide(view, vm("a"), vm("b"))
-    assert (
-        "less than 1.08 times as much (a morph costs 300.0 s, the fleet has been stable for 1920 s)" in decision.reason
-    )
-    later = decide(view, vm("a"), vm("b"), now=NOW + 1)
+    dear = MorphEstimate(cost_s=200.0)
+    busy = losses(3.0)
+    view = job(generation(worker(0, "a")), devices=here, proposal=proposal(here, 8.0 * 1.2), morphs=dear, fleet=busy)
+    assert not decide(view, vm("a"), vm("b")).actions
+    calm = replace(view, fleet=replace(busy, stable_since=NOW - 2000))
+    assert kinds(decide_when_prepared(calm, vm("a"), vm("b"))) == [StopGeneration]
+    small = replace(calm, proposal=proposal(here, 8.0 * 1.06))
+    decision = decide(small, vm("a"), vm("b"))
+    assert "less than 1.12 times as much (a morph costs 200.0 s, and the shape should last 1920 s)" in decision.reason
+    later = decide(small, vm("a"), vm("b"), now=NOW + 1)
     assert later.reason == decision.reason, "it is no new event with every look"
 
 

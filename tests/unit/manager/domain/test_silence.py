@@ -14,7 +14,8 @@ from varuna_manager.domain.observed import StackAnswers, VmView
 from varuna_manager.domain.setbacks import Setbacks
 from varuna_manager.domain.silence import find_silent_together
 from varuna_manager.domain.states import ExitCause, GenerationState, VmState
-from varuna_manager.world.vm_registry import VmRegistry
+from varuna_manager.world.attended_clock import AttendedClock
+from varuna_manager.world.vm_registry import Health, VmRegistry
 
 HOUR = 3600.0
 
@@ -89,6 +90,50 @@ def test_a_surplus_vm_that_fell_silent_with_most_others_is_not_drained() -> None
     reached = vm("a"), vm("b")
     assert decide_fleet(NOW, FleetView(target=1, vms=(*lost, *reached)), RULES).drain == ("a",)
     assert decide_fleet(NOW, FleetView(target=2, vms=(*lost, *reached)), RULES).drain == ()
+
+
+# ---------------------------------------------------------------- the manager itself stands still
+
+
+def test_the_time_in_which_the_manager_does_not_listen_is_nobodys_silence() -> None:
+    seconds = [50.0]
+    clock = AttendedClock(lambda: seconds[0])
+    registry = VmRegistry(clock.read_s)
+
+    def attend(for_s: float) -> None:
+        for _ in range(round(for_s / 0.1)):
+            seconds[0] += 0.1
+            clock.beat()
+
+    registry.add_hello("a", rendezvous_port=1, workers=())
+    attend(0.9)
+    assert registry.silence_s("a") == pytest.approx(0.9)
+    seconds[0] += 5.0  # it is stopped, or its machine is too busy
+    assert registry.silence_s("a") == pytest.approx(1.2)
+    clock.beat()
+    attend(0.5)
+    assert registry.silence_s("a") == pytest.approx(1.7)
+    assert registry.silence_s("a") < RULES.overdue_s
+    attend(1.0)
+    assert registry.silence_s("a") > RULES.overdue_s, "from then on it is the agent that is silent"
+
+
+def test_a_rank_without_an_answer_is_news_and_so_is_its_answer() -> None:
+    registry = VmRegistry(lambda: 50.0)
+
+    def beat(*quiet: int) -> bool:
+        health = Health(job_id="j", generation=2, rank=0, step=5, quiet_ranks=frozenset(quiet))
+        return registry.add_heartbeat("a", rendezvous_port=1, workers=[health])
+
+    registry.add_hello("a", rendezvous_port=1, workers=())
+    assert [beat(), beat(3), beat(3)] == [False, True, False]
+    assert registry.has_witness("j", 2)
+    assert not registry.has_witness("j", 1)
+    assert beat()
+    assert not registry.has_witness("j", 2)
+    beat(3)
+    registry.forget_vm("a")
+    assert not registry.has_witness("j", 2)
 
 
 # ---------------------------------------------------------------- the wall clock is set

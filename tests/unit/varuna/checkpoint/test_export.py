@@ -114,7 +114,6 @@ def test_of_a_store_the_newest_that_can_be_read_is_taken(tmp_path: Path, capsys:
     assert "holds no complete checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("checkpoint", "out", "says"),
     [
@@ -124,10 +123,28 @@ def test_of_a_store_the_newest_that_can_be_read_is_taken(tmp_path: Path, capsys:
         ("nonsense://store", "model.safetensors", "checkpoint URL 'nonsense://store'"),
     ],
 )
-def test_the_command_explains_itself_in_one_line(tmp_path: Path, checkpoint: str, out: str, says: str) -> None:
+def test_what_cannot_be_exported_is_said_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: str,
+    out: str,
+    says: str,
+) -> None:
+    trained(tmp_path / "store", 1)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main([checkpoint, "--out", out]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    check_line(printed.err, says)
+
+
+@pytest.mark.processes
+def test_the_command_explains_itself_in_one_line(tmp_path: Path) -> None:
     trained(tmp_path / "store", 1)
     result = subprocess.run(
-        [sys.executable, "-m", "varuna_client.cli", "export", checkpoint, "--out", out],
+        [sys.executable, "-m", "varuna_client.cli", "export", "store/varuna_ckpt_9", "--out", "model.safetensors"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -136,6 +153,10 @@ def test_the_command_explains_itself_in_one_line(tmp_path: Path, checkpoint: str
     )
     assert result.returncode == 1
     assert result.stdout == ""
-    [line] = result.stderr.splitlines()
+    check_line(result.stderr, "varuna_ckpt_9 does not exist")
+
+
+def check_line(text: str, says: str) -> None:
+    [line] = text.splitlines()
     assert line.startswith("varuna: ")
     assert says in line

@@ -66,6 +66,7 @@ def test_the_replicas_joined_are_the_global_batch(shape: tuple[int, int, int], s
     assert all(len(share) % micro_batch == 0 for share in shares[:-1])
 
 
+@pytest.mark.long
 @settings(deadline=None)  # a loaded machine is no failure
 @given(sizes, batches, seeds)
 def test_each_epoch_has_each_example_once(size: int, batch: int, seed: int) -> None:
@@ -75,6 +76,7 @@ def test_each_epoch_has_each_example_once(size: int, batch: int, seed: int) -> N
         assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
+@pytest.mark.long
 @settings(deadline=None)  # a loaded machine is no failure
 @given(st.data(), sizes, batches)
 def test_a_run_that_morphs_sees_what_one_that_does_not_sees(data: st.DataObject, size: int, batch: int) -> None:
@@ -256,16 +258,20 @@ def worker_of(replicas: int, replica: int) -> WorkerEnvironment:
 
 
 def test_a_batch_follows_its_process_through_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the next batch, which the script has fetched already, however often the one before is made again."""
+    """Also the next batch, which the script has fetched already, however often the one before is made again. The script
+    has the dict that it got first, and gives it again, to evaluate() say."""
     monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(3, 0))
     source = Batches(Numbers(), first_step=4)
-    batch: Mapping[str, Any] = source.batch(4)
+    given = source.batch(4)
+    batch: Mapping[str, Any] = given
     following = source.batch(5)
     for replicas, replica in ((2, 1), (3, 2), (1, 0)):
         follow_shape(worker_of(replicas, replica))
         batch = renew_batch(batch)
         assert batch["number"].tolist() == source.indices(4)
+        assert renew_batch(given) is batch
         assert is_recent_batch(batch)
+        assert is_recent_batch(given)
     assert len(batch["number"]) == 12
     assert renew_batch(following)["number"].tolist() == source.indices(5)
 

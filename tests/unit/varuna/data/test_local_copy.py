@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from varuna.data import local_copy
+from waiting import POLL_S
 
 
 class _Bucket(ThreadingHTTPServer):
@@ -82,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Bucket]:
     with _Bucket() as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
         thread.start()
         for name, value in (
             ("AWS_ENDPOINT_URL", server.url),

@@ -13,9 +13,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from varuna.assembly.connections import connect_holders
+from varuna.devices.cuda_alone import nccl_device_name
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
-from varuna.distributed.nccl import NcclGroup, have_own_devices, nccl_device_name
+from varuna.distributed.nccl import NcclGroup, have_own_devices
 from varuna.distributed.rendezvous import Rendezvous
 from varuna.distributed.topology import Topology
 from varuna.distributed.worker_environment import read_worker_environment

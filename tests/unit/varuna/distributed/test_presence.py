@@ -13,6 +13,14 @@ from torch._C._distributed_c10d import HashStore
 
 from varuna.distributed.departure import Departure, GenerationEnded, PeerLost
 from varuna.distributed.presence import RankPresence
+from varuna.distributed.presence_messages import (
+    ARE_YOU_THERE,
+    HERE,
+    PresenceMessage,
+    pack_hello,
+    pack_message,
+    receive_message,
+)
 from waiting import DEADLINE_S, wait_until
 
 
@@ -156,3 +164,55 @@ def test_a_rank_0_that_is_not_there_is_a_lost_peer() -> None:
         store.set("presence", f"{'0' * 32} {held.getsockname()[1]} 127.0.0.1")
         with pytest.raises(PeerLost):
             RankPresence.join_generation(1, 2, store, address="127.0.0.1", departure=departure)
+
+
+# ---------------------------------------------------------------- who answers a rank that waits
+
+
+class SilentRank:
+    """Stands in the place of a rank on a machine that stands still: its connection is open, and nothing is read."""
+
+    def __init__(self, store: HashStore, rank: int) -> None:
+        token, port, host = store.get("presence").decode().split()
+        self.connection = socket.create_connection((host, int(port)), DEADLINE_S)
+        self.connection.sendall(token.encode() + pack_hello(rank))
+
+    def answer(self) -> None:
+        """It goes on, and reads what it was asked."""
+        message = receive_message(self.connection)
+        assert message is not None
+        assert message.kind == ARE_YOU_THERE
+        self.connection.sendall(pack_message(PresenceMessage(HERE, 2)))
+
+
+def test_a_rank_that_waits_hears_who_does_not_answer() -> None:
+    store, reports = HashStore(), list[tuple[int, ...]]()
+    waiting, other = (Rank(number, store) for number in (0, 1))
+    silent = SilentRank(store, 2)
+    wait_for_all([waiting])
+    roll_call = waiting.presence.make_roll_call(reports.append)
+    roll_call.begin()
+    wait_until(lambda: reports == [(2,)], "the report of the silent rank, and of no other")
+    silent.answer()
+    wait_until(lambda: reports == [(2,), ()], "the report that it has answered")
+    roll_call.end()
+    with silent.connection:
+        waiting.presence._over = other.presence._over = True
+
+
+def test_rank_0_is_asked_by_the_others_and_after_the_wait_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reports = HashStore(), list[tuple[int, ...]]()
+    serving = Rank(0, store)
+    waiting = Rank(1, store)
+    SilentRank(store, 2)
+    wait_for_all([serving])
+    answers = threading.Event()
+    # Its machine stands still.
+    monkeypatch.setattr(serving.presence, "_take_part_in_roll_call", lambda *_: answers.wait(DEADLINE_S))
+    roll_call = waiting.presence.make_roll_call(reports.append)
+    roll_call.begin()
+    wait_until(lambda: reports == [(0,)], "the report of rank 0")
+    roll_call.end()
+    answers.set()
+    assert reports == [(0,)]
+    waiting.presence._over = serving.presence._over = True

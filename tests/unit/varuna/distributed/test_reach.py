@@ -74,6 +74,7 @@ def test_a_rank_that_has_ended_is_not_out_of_reach(closed_port: int) -> None:
     own.check_reachable([1])
 
 
+@pytest.mark.long
 def test_a_worker_that_does_not_reach_rank_0_reports_that_and_leaves(silent_port: int) -> None:
     leaving = Leaving()
     alone = read_worker_environment({})

@@ -146,6 +146,7 @@ def test_the_store_does_what_torch_asks_of_one(server: RendezvousServer, key: Me
         assert later.result(DEADLINE_S) == [b"4", b"2", b"1"]
 
 
+@pytest.mark.long
 def test_waiting_in_vain_ends_and_the_connection_is_still_good(server: RendezvousServer, key: MeetingKey) -> None:
     store = RendezvousStore(HOST, key, LIMIT)
     store.set_timeout(timedelta(seconds=0.01))

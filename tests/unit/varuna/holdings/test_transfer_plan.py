@@ -59,6 +59,7 @@ def best_s(case: Case) -> float:
     return min(busiest_s(case, dict(zip(wanted, chosen, strict=True))) for chosen in itertools.product(*choices))
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_every_file_comes_from_a_holder_and_the_busiest_link_is_near_the_optimum(case: Case) -> None:
@@ -74,6 +75,7 @@ def test_every_file_comes_from_a_holder_and_the_busiest_link_is_near_the_optimum
     assert busiest_s(case, giver) <= 1.1 * best_s(case)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(cases(most_transfers=16), st.randoms(use_true_random=False))
 def test_the_plan_does_not_depend_on_the_order_of_what_it_is_made_from(case: Case, chance: random.Random) -> None:

@@ -40,13 +40,16 @@ def train(make: Callable[[], nn.Module], m: int | None, steps: int = 3, **option
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(one, marks=pytest.mark.slow) for one in MODELS if one != "gpt")]
+)
 def test_losses_do_not_depend_on_the_micro_batch(name: str) -> None:
     whole = train(MODELS[name], None)
     for m in (1, 2, 3, 8):
         assert train(MODELS[name], m) == pytest.approx(whole, rel=1e-5), f"m={m}"
 
 
+@pytest.mark.long
 def test_without_it_they_belong_to_micro_batches() -> None:
     whole = train(MODELS["gpt"], 8, random_by_example=False)
     assert train(MODELS["gpt"], None, random_by_example=False) == whole

@@ -18,6 +18,7 @@ from varuna.checkpoint.saving.shares import choose_share
 from varuna.checkpoint.state.group_options import encode_groups
 from varuna.checkpoint.state.rank_state import METADATA_STATE, TrainingState
 from varuna.checkpoint.state.registered import NamedEntries, select_entries, split_state
+from varuna.devices.accelerator import is_accelerator, wait_for_stream
 
 __all__ = ["HostBuffers", "HostFile", "RankSnapshot", "RegisteredCopy", "make_snapshot", "state_file"]
 
@@ -83,9 +84,9 @@ class HostBuffers:
         source = tensor.detach()
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
             self._buffers[key] = buffer
-        if source.is_cuda:
+        if is_accelerator(source.device):
             self._devices.add(source.device)
         buffer.copy_(source, non_blocking=True)
         return buffer
@@ -93,7 +94,7 @@ class HostBuffers:
     def wait_for_copies(self) -> None:
         """Waits until all queued copies have finished."""
         for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+            wait_for_stream(device)
 
 
 def make_snapshot(

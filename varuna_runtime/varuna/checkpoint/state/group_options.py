@@ -139,6 +139,31 @@ class OptionsByName:
             for first, optimizer in enumerate(optimizers)
         ]
 
+    def find_members(self, optimizers: Sequence[Optimizer]) -> list[list[frozenset[str]]]:
+        """For each optimizer and group: the names of the parameters that the group at its place had on any rank.
+
+        Raises MismatchError where the ranks had other groups than these, or other options in the groups at one place.
+        """
+        places = {
+            (first, second): optimizer_name(optimizer)
+            for first, optimizer in enumerate(optimizers)
+            for second in range(len(optimizer.param_groups))
+        }
+        members: dict[tuple[int, int], set[str]] = {place: set() for place in places}
+        first_at: dict[tuple[int, int], _LoadedGroup] = {}
+        for kept in self._kept:
+            place = kept.saved.position
+            if places.get(place) != kept.saved.optimizer:
+                raise MismatchError(f"only some ranks have parameter group {place[1]} of optimizer {place[0]}")
+            found = first_at.setdefault(place, kept)
+            if (difference := _describe_difference(found, kept)) is not None:
+                raise MismatchError(f"parameter group {place[1]} is another on each rank: it differs in {difference}")
+            members[place] |= set(kept.saved.parameters)
+        return [
+            [frozenset(members[first, second]) for second in range(len(optimizer.param_groups))]
+            for first, optimizer in enumerate(optimizers)
+        ]
+
     def scheduler_state(
         self, name: str, scheduler: LRScheduler, state: Mapping[str, Any], optimizers: Sequence[Optimizer]
     ) -> dict[str, Any]:

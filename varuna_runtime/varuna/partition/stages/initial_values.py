@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from varuna.devices.accelerator import fork_generators
 from varuna.partition.errors import PartitionError
 
 __all__ = ["NameSeedingMode", "derived_seed", "initialise"]
@@ -37,8 +38,8 @@ def initialise(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for tensor in tensors.values():
         _spoil(tensor)
     versions = {name: tensor._version for name, tensor in tensors.items()}
-    devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _others_on_meta(module, tensors) as slots:
+    devices = {tensor.device for tensor in tensors.values()}
+    with fork_generators(devices), torch.no_grad(), _others_on_meta(module, tensors) as slots:
         seed = torch.initial_seed()
         with NameSeedingMode(tensors, seed):
             _initialise_modules(

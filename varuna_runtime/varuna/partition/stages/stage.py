@@ -105,6 +105,8 @@ class Stage:
         self.on_section: Callable[[int], None] | None = None
         self._zeros = ZeroTensors(device)
         self._pass: _ForwardRun | None = None
+        self._cut_points: list[CutPoint] = []
+        """Those that know of this stage."""
         self._replacements = ForwardReplacements()
         self.apply_map(model_map)
 
@@ -124,6 +126,13 @@ class Stage:
         self._replace_forwards()
         with self._replacements.recording_changes(self.module):
             place_cut_points(self.module, model_map.cut_places)
+
+    def release_module(self) -> None:
+        """Ends the use of the module, which another stage is to run. This one runs no more."""
+        self._replacements.restore_forwards()
+        for cut_point in self._cut_points:
+            cut_point.again = None
+        self._cut_points.clear()
 
     def forward(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> list[Tensor] | Tensor:
         """Run the stage on one micro-batch.
@@ -180,6 +189,7 @@ class Stage:
         section = running.section = running.section + 1
         if cut_point.again is None:
             cut_point.again = partial(self._cut_point_passed_again, section)
+            self._cut_points.append(cut_point)
         if running.with_grad and not torch.is_grad_enabled() and section in (self.sections.start, self.sections.stop):
             _refuse_reentrant_checkpoint(section)
         return self._at_cut_point(running, section, activation)

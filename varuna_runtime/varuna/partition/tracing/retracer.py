@@ -31,8 +31,13 @@ class Retracer:
     """Keeps what a dry run needs from the time when the model is wrapped, because the script may change it later."""
 
     def __init__(self, model: nn.Module, example_inputs: Mapping[str, Any], stages: Sequence[range]) -> None:
-        self._skeleton = make_skeleton(model)
+        self.skeleton = make_skeleton(model)
+        """The module tree, with parameters on `meta`."""
         self._inputs = example_inputs
+        self._stages = stages
+
+    def follow_stages(self, stages: Sequence[range]) -> None:
+        """From now on these are the stages."""
         self._stages = stages
 
     def trace_state(self, state: ModelState, before: ModelMap) -> ModelMap:
@@ -41,10 +46,10 @@ class Retracer:
         Raises:
             PartitionError: the model cannot be cut there in this state, or a stage would need what it does not hold.
         """
-        set_modes(self._skeleton, state.modes)
-        for name, parameter in self._skeleton.named_parameters(remove_duplicate=False):
+        set_modes(self.skeleton, state.modes)
+        for name, parameter in self.skeleton.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(state.trains[before.first_name[name]])
-        after = trace_again(self._skeleton, self._inputs, before)
+        after = trace_again(self.skeleton, self._inputs, before)
         if len(after.sections) != len(before.sections):
             raise PartitionError(
                 f"forward passes {len(after.sections) - 1} cut-points, but passed "

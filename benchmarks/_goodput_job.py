@@ -1,0 +1,489 @@
+"""A job on the VMs of a trace, in simulated time: what it trains, what it trains again, and where the time went.
+
+A VM has one GPU. Training is synchronous; progress within a step counts by the example. When a generation loses VMs,
+its complete replicas finish their share of the step (where the system has survivors), and then its policy decides. What
+a morph costs comes from `varuna_planner.liveput.morph_cost`, at the model's own state and links. Every second from the
+trace's start to its end is booked once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, count_moved_bytes
+from varuna_planner.liveput.spot_trace import SpotTrace
+from varuna_planner.profile.document import Profile
+from varuna_proto.plan import Plan
+
+ROUNDING_S = 1e-6
+
+
+class Plans(Protocol):
+    """The planner's answers, one GPU a VM."""
+
+    def best(self, gpus: int) -> Plan | None:
+        """The fastest plan on so many GPUs; None: none fits."""
+
+    def shaped(self, p: int, d: int, micro_batch: int) -> Plan | None:
+        """The best plan of this shape; None: it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """What happens at a morph, and how long it takes."""
+
+    fixed_s: Mapping[MorphKind, float]
+    survivors: bool = False
+    """Whether complete replicas keep their share of a step, and processes give their state to new ones."""
+    copies: bool = False
+    """Whether a second VM has each committed section."""
+    sums_copied_s: float | None = None
+    """Gradient sums are copied to a second VM that often, and move to any shape; None: they are not."""
+    prepares: bool = False
+    """Whether the state moves while the generation before still trains, where that is not lost."""
+    detect_s: float = 3.0
+    """The time until a loss is noticed. Replicas that are not hit train meanwhile."""
+    save_stall_s: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The model's state, and the links over which it moves."""
+
+    section_bytes: tuple[int, ...]
+    link_bytes_per_s: float
+
+    @classmethod
+    def of_profile(cls, profile: Profile) -> State:
+        return cls(
+            section_bytes=tuple(one.parameter_bytes + one.optimizer_bytes for one in profile.sections),
+            link_bytes_per_s=profile.links.other_vm.bandwidth_bytes_per_s,
+        )
+
+    def read_store_s(self, plan: Plan) -> float:
+        """The time of the largest stage over its VM's link."""
+        bounds = [*plan.stage_starts, len(self.section_bytes)]
+        stages = [sum(self.section_bytes[first:stop]) for first, stop in itertools.pairwise(bounds)]
+        return max(stages) / self.link_bytes_per_s
+
+    def predict_moving_s(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> float:
+        """The time in which new processes on `vms` take the state of `before` from the memories of `holders`."""
+        moved = count_moved_bytes(
+            self.section_bytes,
+            stage_starts=plan.stage_starts,
+            placement=vms,
+            held_starts=before.stage_starts,
+            holders=holders,
+        )
+        return moved.predict_s(self.link_bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    plan: Plan
+    vms: tuple[str, ...]
+    """The VM of each rank."""
+    in_place: bool = False
+    from_memory: bool = False
+    """Whether processes of the generation before hold the whole state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Leave for another shape: at the end of the step, or at once if gradient sums move."""
+
+
+class Policy(Protocol):
+    @property
+    def looks_after_s(self) -> Sequence[float]:
+        """How long after a VM has come or gone `decide` is to be called again."""
+
+    def every(self, plan: Plan) -> float:
+        """Seconds between saves."""
+
+    def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
+        """What to do now; called again until it returns None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """The examples that count, and the use of time."""
+
+    examples: float
+    morphs: Mapping[str, int]
+    """Generations after the first, by kind."""
+    losses: int
+    """Losses of VMs that a generation used."""
+    kept_s: float
+    redone_s: float
+    """Training that was thrown away, and had to be done again."""
+    launching_s: float
+    detecting_s: float
+    saving_s: float
+    waiting_s: float
+    """Without a generation."""
+    idle_vm_hours: float
+    vm_hours: float
+    dollars: float | None
+    """For all VMs that were there; None: prices are not known."""
+    progress: tuple[tuple[float, float], ...] = field(repr=False)
+    """(seconds, examples that counted then)."""
+
+
+@dataclass(kw_only=True)
+class ReplayedGeneration:
+    plan: Plan
+    vms: tuple[str, ...]
+    """By rank. One that has left stays in it."""
+    number: int
+    kind: MorphKind
+    started_s: float
+    ready_s: float
+    pause_s: float
+    moving_s: float
+    lost: set[int] = field(default_factory=set)
+    """Ranks whose VM has left."""
+    first_loss_s: float | None = None
+    shares_end_s: float = 0.0
+    """When its complete replicas have finished their share."""
+    steps: int = 0
+    stops: bool = False
+    """Whether it leaves at the end of its step."""
+    ended_s: float | None = None
+
+    @property
+    def complete(self) -> int:
+        """Replicas that have lost no rank."""
+        return self.plan.d - len({rank // self.plan.p for rank in self.lost})
+
+    @property
+    def live(self) -> bool:
+        return self.ended_s is None
+
+    def list_alive(self) -> list[int]:
+        return [rank for rank in range(len(self.vms)) if rank not in self.lost]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """The layout that has the newest committed state in its memories."""
+
+    plan: Plan
+    vms: tuple[str, ...]
+
+    def find_holders(self, there: set[str], *, copies: bool) -> bool:
+        """Whether every stage is on a VM that is there."""
+        p = self.plan.p
+        held = {rank % p for rank, vm in enumerate(self.list_holders(there, copies=copies)) if vm}
+        return len(held) == p
+
+    def list_holders(self, there: set[str], *, copies: bool) -> list[str]:
+        """The VM that has each rank's part; empty: none. A copy is on a VM of another stage, half the ranks away."""
+        count = len(self.vms)
+        away = max(1, count // 2)
+        away += self.plan.p > 1 and away % self.plan.p == 0
+        second = [self.vms[(rank + away) % count] if copies else "" for rank in range(count)]
+        return [
+            one if one in there else other if other in there else ""
+            for one, other in zip(self.vms, second, strict=True)
+        ]
+
+
+class ReplayedJob:
+    def __init__(
+        self, trace: SpotTrace, plans: Plans, state: State, system: System, policy: Policy, price: float | None = None
+    ) -> None:
+        """`price`: dollars per VM and hour, where the trace has none."""
+        self.trace, self.plans, self.state, self.system, self.policy = trace, plans, state, system, policy
+        self._price = price
+        self.vms: dict[str, float] = {}
+        """The VMs that the policy knows of, and since when."""
+        self.there: set[str] = set()
+        self.generation: ReplayedGeneration | None = None
+        """The newest one, live or ended."""
+        self.holding: Holding | None = None
+        self.committed = self.done = self._stored = 0.0
+        """Examples: of whole steps, of the step under way, in the newest complete checkpoint."""
+        self._segments: list[tuple[float, float]] = []
+        """(examples, seconds), oldest first: what `committed` and `done` are made of."""
+        self._booked = dict.fromkeys(("trained", "launching", "detecting", "saving", "waiting"), 0.0)
+        self._redone_s = self._idle_s = self._vm_s = self._dollars = 0.0
+        self._losses = self.removals = 0
+        self._morphs = dict.fromkeys((kind.value for kind in MorphKind), 0)
+        self._wakes: list[float] = []
+        self._saved_s = self._stalled_until_s = trace.starts_s
+        self._writing: tuple[float, float] | None = None
+        """(when it is complete, examples that it has). A loss meanwhile does not undo it."""
+        self._progress: list[tuple[float, float]] = []
+
+    # ------------------------------------------------------------ time
+
+    def replay(self) -> Replayed:
+        now, end_s = self.trace.starts_s, self.trace.ends_s
+        bursts = dict(self.trace.iterate_bursts())
+        self._wakes = sorted(bursts)
+        heapq.heapify(self._wakes)
+        while True:
+            if now in bursts:
+                self._see_burst(now, [(event.add, event.node) for event in bursts.pop(now)])
+            self._settle(now)
+            while (action := self.policy.decide(now, self)) is not None:
+                self._act(now, action)
+            self._progress.append((now, self.committed + self.done))
+            if now >= end_s:
+                break
+            until = min(end_s, self._find_next(now))
+            self._pass(now, until)
+            now = until
+        return Replayed(
+            examples=self.committed + self.done,
+            morphs=dict(self._morphs),
+            losses=self._losses,
+            kept_s=self._booked["trained"] - self._redone_s,
+            redone_s=self._redone_s,
+            launching_s=self._booked["launching"],
+            detecting_s=self._booked["detecting"],
+            saving_s=self._booked["saving"],
+            waiting_s=self._booked["waiting"],
+            idle_vm_hours=self._idle_s / 3600,
+            vm_hours=self.vm_hours,
+            dollars=self._dollars if self.trace.prices or self._price is not None else None,
+            progress=tuple(self._progress),
+        )
+
+    @property
+    def vm_hours(self) -> float:
+        """So far, of all VMs that were there."""
+        return self._vm_s / 3600
+
+    def _find_next(self, now: float) -> float:
+        """When something happens."""
+        while self._wakes and self._wakes[0] <= now + ROUNDING_S:
+            heapq.heappop(self._wakes)
+        times = [self._wakes[0]] if self._wakes else []
+        if self._writing is not None:
+            times.append(self._writing[0])
+        generation = self.generation
+        if generation is not None and generation.live:
+            if generation.first_loss_s is not None:
+                times += [generation.first_loss_s + self.system.detect_s, generation.shares_end_s]
+            elif now < generation.ready_s:
+                times.append(generation.ready_s)
+            elif now < self._stalled_until_s:
+                times.append(self._stalled_until_s)
+            else:
+                times.append(now + (generation.plan.global_batch - self.done) / generation.plan.examples_per_s)
+        return min((at_s for at_s in times if at_s > now + ROUNDING_S), default=math.inf)
+
+    def _wake(self, at_s: float) -> None:
+        heapq.heappush(self._wakes, at_s)
+
+    def _pass(self, now: float, until: float) -> None:
+        """Time passes, in which nothing changes."""
+        seconds, used = until - now, 0
+        generation = self.generation
+        what, rate = "waiting", 0.0
+        if generation is not None and generation.live:
+            plan = generation.plan
+            used = len(generation.vms) - len(generation.lost)
+            if generation.first_loss_s is not None:
+                what, used = "detecting", generation.complete * plan.p
+                if now < generation.shares_end_s - ROUNDING_S:
+                    what, rate = "trained", self._share_rate(generation)
+            elif now < generation.ready_s - ROUNDING_S:
+                what = "launching"
+            elif now < self._stalled_until_s - ROUNDING_S:
+                what = "saving"
+            else:
+                what, rate = "trained", plan.examples_per_s
+        self._booked[what] += seconds
+        if rate:
+            self.done += rate * seconds
+            self._segments.append((rate * seconds, seconds))
+        self._idle_s += (len(self.there) - min(used, len(self.there))) * seconds
+        self._vm_s += len(self.there) * seconds
+        price = self.trace.find_price(now)
+        self._dollars += len(self.there) * seconds / 3600 * ((self._price or 0.0) if price is None else price)
+
+    def _share_rate(self, generation: ReplayedGeneration) -> float:
+        """Examples/s of its complete replicas. Never more than the best plan for their GPUs would give."""
+        plan, complete = generation.plan, generation.complete
+        best = self.plans.best(complete * plan.p)
+        rate = plan.examples_per_s * complete / plan.d
+        return rate if best is None else min(rate, best.examples_per_s)
+
+    # ------------------------------------------------------------ what happens to it
+
+    def _see_burst(self, now: float, changes: Sequence[tuple[bool, str]]) -> None:
+        gone = set()
+        for add, node in changes:
+            if add:
+                self.there.add(node)
+                self.vms[node] = now
+            else:
+                self.there.discard(node)
+                self.removals += 1
+                gone.add(node)
+                self._wake(now + self.system.detect_s)
+        for after_s in self.policy.looks_after_s:
+            self._wake(now + after_s)
+        generation = self.generation
+        if generation is not None and generation.live:
+            hit = {rank for rank, vm in enumerate(generation.vms) if vm in gone} - generation.lost
+            if hit:
+                self._lose_ranks(now, generation, hit)
+
+    def _lose_ranks(self, now: float, generation: ReplayedGeneration, hit: set[int]) -> None:
+        self._losses += generation.first_loss_s is None
+        before = generation.complete
+        generation.lost |= hit
+        trains = generation.ready_s <= now + ROUNDING_S
+        if generation.first_loss_s is None:
+            generation.first_loss_s = now
+        # What complete replicas have of the step stays, if the system keeps it.
+        hit_share = 1 - generation.complete / before if before else 0.0
+        if self.system.sums_copied_s is not None:
+            since_s = self.system.sums_copied_s / 2
+            self._throw_away(min(self.done, generation.plan.examples_per_s * since_s) * hit_share)
+            generation.shares_end_s = now
+        elif self.system.survivors and trains and self._can_keep(generation):
+            self._throw_away(self.done * hit_share)
+            left = generation.plan.global_batch * generation.complete / generation.plan.d - self.done
+            rate = self._share_rate(generation) if generation.complete else 0.0
+            generation.shares_end_s = now + max(0.0, left) / rate if rate else now
+        else:
+            generation.shares_end_s = now
+
+    def _can_keep(self, generation: ReplayedGeneration) -> bool:
+        p = generation.plan.p
+        return len({rank % p for rank in generation.list_alive()}) == p
+
+    def _settle(self, now: float) -> None:
+        """What is over by now."""
+        gone_at = {event.node: event.at_s for event in self.trace.events if not event.add and event.at_s <= now}
+        for node in set(self.vms) - self.there:
+            if now >= gone_at[node] + self.system.detect_s - ROUNDING_S:
+                del self.vms[node]
+        if self._writing is not None and now >= self._writing[0] - ROUNDING_S:
+            self._stored, self._writing = self._writing[1], None
+        generation = self.generation
+        if generation is None or not generation.live:
+            return
+        if generation.first_loss_s is not None:
+            noticed_s = max(generation.first_loss_s + self.system.detect_s, generation.shares_end_s)
+            if now >= noticed_s - ROUNDING_S:
+                generation.ended_s = now
+            return
+        if now < generation.ready_s - ROUNDING_S:
+            return
+        self.holding = Holding(plan=generation.plan, vms=generation.vms)
+        if self.done >= generation.plan.global_batch * (1 - 1e-9):
+            self._end_step(now, generation)
+
+    def _end_step(self, now: float, generation: ReplayedGeneration) -> None:
+        self.committed += generation.plan.global_batch
+        self.done = max(0.0, self.done - generation.plan.global_batch)
+        generation.steps += 1
+        if generation.stops:
+            generation.ended_s = now
+            if not self.system.survivors:  # it saves, and all wait for that
+                save_s = self.system.save_stall_s + self.state.read_store_s(generation.plan)
+                self._stored, self._writing, self._stalled_until_s = self.committed, None, now + save_s
+            return
+        if self._writing is None and now - self._saved_s >= self.policy.every(generation.plan):
+            self._saved_s, self._stalled_until_s = now, now + self.system.save_stall_s
+            written_s = self._stalled_until_s + self.state.read_store_s(generation.plan)
+            self._writing = (written_s, self.committed)
+
+    def _throw_away(self, examples: float) -> None:
+        """The newest examples were in vain."""
+        left = examples
+        while left > 1e-9 and self._segments:
+            count, seconds = self._segments.pop()
+            taken = min(count, left)
+            self._redone_s += seconds * taken / count
+            if taken < count:
+                self._segments.append((count - taken, seconds * (1 - taken / count)))
+            left -= taken
+        self.done -= examples
+        if self.done < 0:
+            self.committed += self.done
+            self.done = 0.0
+
+    # ------------------------------------------------------------ what is decided
+
+    def _act(self, now: float, action: Start | Stop) -> None:
+        generation = self.generation
+        if isinstance(action, Stop):
+            assert generation is not None
+            assert generation.live
+            generation.stops = True
+            if now < generation.ready_s or self.system.sums_copied_s is not None:
+                generation.ended_s = now
+            return
+        assert generation is None or not generation.live, "one generation at a time"
+        kind = self._find_kind(action)
+        if kind is MorphKind.FROM_STORE:
+            self._throw_away(self.committed + self.done - self._stored)
+            self._writing = None
+        elif kind is MorphKind.FROM_MEMORY and self.system.sums_copied_s is None:
+            self._throw_away(self.done)
+        moving_s = self._predict_moving_s(action, kind)
+        cost = MorphCost(kind=kind, fixed_s=self.system.fixed_s[kind], moving_s=moving_s)
+        begins_s = max(now, self._stalled_until_s)
+        self._booked_ahead(now, begins_s)
+        self.generation = ReplayedGeneration(
+            plan=action.plan,
+            vms=action.vms,
+            number=1 if generation is None else generation.number + 1,
+            kind=kind,
+            started_s=now,
+            ready_s=begins_s + cost.pause_s,
+            pause_s=cost.pause_s,
+            moving_s=moving_s,
+        )
+        if generation is not None:
+            self._morphs[kind.value] += 1
+        hit = {rank for rank, vm in enumerate(action.vms) if vm not in self.there}
+        if hit:
+            self._lose_ranks(now, self.generation, hit)
+
+    def _booked_ahead(self, now: float, begins_s: float) -> None:
+        """A save before a morph is launching time of the next generation here; it is booked as a save."""
+        self._booked["saving"] += begins_s - now
+        self._booked["launching"] -= begins_s - now
+
+    def _find_kind(self, start: Start) -> MorphKind:
+        if start.in_place:
+            return MorphKind.IN_PLACE
+        holds = self.holding is not None and self.holding.find_holders(self.there, copies=self.system.copies)
+        if self.system.survivors and (start.from_memory or self.system.copies) and holds:
+            return MorphKind.FROM_MEMORY
+        return MorphKind.FROM_STORE
+
+    def _predict_moving_s(self, start: Start, kind: MorphKind) -> float:
+        if kind is MorphKind.IN_PLACE or (self.generation is None and self.committed == 0):
+            return 0.0
+        if kind is MorphKind.FROM_STORE or self.holding is None:
+            return self.state.read_store_s(start.plan)
+        before = self.generation
+        if self.system.prepares and before is not None and before.first_loss_s is None:
+            return 0.0
+        alive = self.holding.list_holders(self.there, copies=self.system.copies)
+        return _predict_from_alive(self.state, start, self.holding.plan, alive)
+
+
+def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> float:
+    """`alive`: the VM that has each old rank's part; empty: none."""
+    by_stage = {
+        stage: [vm for rank, vm in enumerate(alive) if rank % before.p == stage and vm] for stage in range(before.p)
+    }
+    most = max(map(len, by_stage.values()))
+    # Rows of one holder a stage; a stage with fewer repeats its own.
+    rows = [[by_stage[stage][row % len(by_stage[stage])] for stage in range(before.p)] for row in range(most)]
+    return state.predict_moving_s(start.plan, start.vms, before, [vm for row in rows for vm in row])

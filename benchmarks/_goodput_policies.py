@@ -1,0 +1,284 @@
+"""Policies for a job on spot VMs: the manager's own decisions, always the best plan, or the shapes in a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop
+
+from varuna.checkpoint import Cadence
+from varuna_manager.domain.actions import StartGeneration, StopGeneration
+from varuna_manager.domain.devices import choose_devices
+from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.fleet_watch import FleetWatch
+from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.morphs import LOOKED_BACK, PastShape, estimate_morphs
+from varuna_manager.domain.observed import (
+    GenerationView,
+    Holder,
+    Holders,
+    JobView,
+    Proposal,
+    Rules,
+    VmView,
+    WorkerView,
+)
+from varuna_manager.domain.states import (
+    EndCause,
+    ExitCause,
+    GenerationKind,
+    GenerationState,
+    JobState,
+    VmState,
+    WorkerState,
+)
+from varuna_planner.liveput.hazard import removals_per_vm_hour
+from varuna_planner.liveput.morph_cost import MorphKind, expected_life_s, worthwhile_ratio
+from varuna_planner.placement import place
+from varuna_proto.plan import Device, Plan
+
+
+class Saves:
+    """The interval of the runtime's automatic checkpoints. `removals_per_vm_hour`: as the manager would send it."""
+
+    def __init__(self, state: State, stall_s: float, removals_per_vm_hour: float) -> None:
+        self._state, self._stall_s, self._hazard = state, stall_s, removals_per_vm_hour
+
+    def every(self, plan: Plan) -> float:
+        cadence = Cadence(stops_per_hour=self._hazard * plan.p * plan.d)
+        return cadence.interval_s(self._stall_s, self._state.read_store_s(plan), plan.predicted_minibatch_s)
+
+
+class BestPlan:
+    """Always the best plan for the present VMs: a morph at every change that makes another one faster."""
+
+    looks_after_s: Sequence[float] = ()
+
+    def __init__(self, plans: Plans, saves: Saves) -> None:
+        self._plans, self._saves = plans, saves
+
+    def every(self, plan: Plan) -> float:
+        return self._saves.every(plan)
+
+    def choose(self, now: float, vms: int) -> Plan | None:
+        return self._plans.best(vms) if vms else None
+
+    def is_better(self, job: ReplayedJob, plan: Plan, present: ReplayedGeneration) -> bool:
+        return plan.examples_per_s > present.plan.examples_per_s * (1 + 1e-9)
+
+    def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
+        best, generation = self.choose(now, len(job.vms)), job.generation
+        if generation is None or not generation.live:
+            return None if best is None else _start_best(job, best)
+        is_busy = generation.stops or generation.first_loss_s is not None
+        if is_busy or best is None or generation.steps == 0 or not self.is_better(job, best, generation):
+            return None
+        return Stop()
+
+
+class WorthwhilePlan(BestPlan):
+    """The best plan, where its gain is worth another morph like the last (`worthwhile_ratio`)."""
+
+    def is_better(self, job: ReplayedJob, plan: Plan, present: ReplayedGeneration) -> bool:
+        hazard = removals_per_vm_hour(job.removals, job.vm_hours)
+        ratio = worthwhile_ratio(present.pause_s, expected_life_s(hazard * plan.p * plan.d))
+        return plan.examples_per_s >= present.plan.examples_per_s * ratio
+
+
+class TraceDecisions(BestPlan):
+    """The shapes that a trace names, such as Parcae's; the best plan where one does not fit."""
+
+    def __init__(self, plans: Plans, saves: Saves, decisions: Sequence[tuple[float, int, int]]) -> None:
+        super().__init__(plans, saves)
+        self._decisions = decisions
+
+    def choose(self, now: float, vms: int) -> Plan | None:
+        shape = next(((p, d) for at_s, p, d in reversed(self._decisions) if at_s <= now), None)
+        if shape is None or shape[0] * shape[1] > vms or not shape[0] * shape[1]:
+            return super().choose(now, vms)
+        best = self._plans.best(shape[0] * shape[1])
+        sizes = (1, 2, 4) if best is None else (best.micro_batch, 1, 2, 4)
+        plans = [self._plans.shaped(*shape, micro_batch) for micro_batch in sizes]
+        return next((plan for plan in plans if plan is not None), None) or super().choose(now, vms)
+
+    def is_better(self, job: ReplayedJob, plan: Plan, present: ReplayedGeneration) -> bool:
+        return (plan.p, plan.d) != (present.plan.p, present.plan.d)
+
+
+def _start_best(job: ReplayedJob, plan: Plan) -> Start:
+    """Placed as the planner places it, with what each VM held before."""
+    before = job.holding
+    previous = {Device(vm, 0): rank for rank, vm in enumerate(before.vms)} if before is not None else {}
+    devices = place(
+        plan.p,
+        plan.d,
+        [Device(vm, 0) for vm in sorted(job.vms)],
+        previous,
+        previous_p=None if before is None else before.plan.p,
+    )
+    return Start(plan=plan, vms=tuple(device.vm_id for device in devices), from_memory=True)
+
+
+class ManagersRules:
+    """The manager's own decisions: `decide_job` over views of the simulated job and its fleet."""
+
+    def __init__(self, plans: Plans, rules: Rules, saves: Saves, state: State) -> None:
+        self._plans, self._rules, self._saves, self._state = plans, rules, saves, state
+        settle_s = rules.growth_settle_s
+        self.looks_after_s: Sequence[float] = (settle_s, 3 * settle_s, rules.storm_quiet_s, 60.0, 120.0, 240.0)
+        self._watch = FleetWatch(0.0)
+        self._fleet = FleetPast()
+        self._shapes: list[PastShape] = []
+        self._counted = 0
+        self._holders: Holders | None = None
+        self.reasons: list[tuple[float, str]] = []
+
+    def every(self, plan: Plan) -> float:
+        return self._saves.every(plan)
+
+    def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
+        generation = job.generation
+        if generation is not None and generation.live:
+            if generation.first_loss_s is not None or generation.stops:
+                return None
+            if generation.steps and generation.number > max(1, self._counted):
+                self._note_morph(generation)
+        vms = self._view_vms(now, job)
+        self._fleet = self._watch.observe_vms(vms, now)
+        view = self._view(now, job)
+        devices = choose_devices(now, view, vms, self._rules)
+        if wants_plan(view, devices, vms):
+            view = self._view(now, job, self._propose(job, devices))
+        decision = decide_job(now, view, vms, self._rules)
+        for action in decision.actions:
+            if isinstance(action, StartGeneration):
+                self.reasons.append((now, action.reason))
+                return self._start(action)
+            assert isinstance(action, StopGeneration), f"nothing else happens in a replay: {action}"
+            self.reasons.append((now, action.reason))
+            return Stop()
+        return None
+
+    def _note_morph(self, generation: ReplayedGeneration) -> None:
+        """What the manager's store would have of it."""
+        self._counted = generation.number
+        self._shapes.insert(
+            0,
+            PastShape(
+                ended_at=generation.ready_s,
+                morph_s=generation.pause_s,
+                moving_s=generation.moving_s,
+                in_place=generation.kind is MorphKind.IN_PLACE,
+            ),
+        )
+        del self._shapes[LOOKED_BACK:]
+
+    def _start(self, action: StartGeneration) -> Start:
+        plan = action.plan
+        if action.in_place:
+            plan = self._plans.shaped(plan.p, plan.d, plan.micro_batch) or plan
+        self._holders = action.holders
+        return Start(
+            plan=plan,
+            vms=tuple(device.vm_id for device in action.placement),
+            in_place=action.in_place,
+            from_memory=action.holders is not None,
+        )
+
+    def _propose(self, job: ReplayedJob, devices: tuple[Device, ...]) -> Proposal:
+        plan, before = self._plans.best(len(devices)), job.holding
+        if plan is None:
+            return Proposal(plan=None, reason="no plan fits")
+        previous = {} if before is None else {Device(vm, 0): rank for rank, vm in enumerate(before.vms)}
+        previous_p = None if before is None else before.plan.p
+        placement = place(plan.p, plan.d, devices, previous, previous_p=previous_p)
+        moving_s = 0.0
+        if before is not None:
+            vms = [device.vm_id for device in placement]
+            moving_s = self._state.predict_moving_s(plan, vms, before.plan, before.vms)
+        return Proposal(plan=plan, placement=placement, moving_s=moving_s)
+
+    def _view_vms(self, now: float, job: ReplayedJob) -> Mapping[str, VmView]:
+        views = {vm: VmView(id=vm, state=VmState.READY, ready_since=since - 1e-6) for vm, since in job.vms.items()}
+        for vm in job.generation.vms if job.generation is not None else ():
+            views.setdefault(vm, VmView(id=vm, state=VmState.GONE, reason="the provider does not have it any more"))
+        return views
+
+    def _view(self, now: float, job: ReplayedJob, proposal: Proposal | None = None) -> JobView:
+        generation = job.generation
+        ended = generation is not None and not generation.live
+        holds = ended and job.system.survivors and generation is not None and generation.ready_s <= now
+        survivors: frozenset[Device] = frozenset()
+        if holds and generation is not None:
+            alive = {generation.vms[rank] for rank in generation.list_alive()} & job.there
+            survivors = frozenset(Device(vm, 0) for vm in alive)
+        batch = 1 if generation is None else generation.plan.global_batch
+        return JobView(
+            id="replay",
+            name="replay",
+            state=JobState.RUNNING,
+            created_at=0.0,
+            global_batch=batch,
+            profiled_at=0.0,
+            generation=self._view_generation(now, job, survivors),
+            devices=tuple(Device(vm, 0) for vm in sorted(job.vms)),
+            survivors=survivors,
+            proposal=proposal,
+            fleet=self._fleet,
+            morphs=estimate_morphs(self._shapes),
+            # Neither is in the replay: processes that start ahead, and those that take other stages.
+            starts_ahead=False,
+            has_fixed_stages=True,
+        )
+
+    def _view_generation(self, now: float, job: ReplayedJob, survivors: frozenset[Device]) -> GenerationView | None:
+        generation = job.generation
+        if generation is None:
+            return None
+        step = round(job.committed / generation.plan.global_batch)
+        if generation.live:
+            state = GenerationState.RUNNING if generation.ready_s <= now else GenerationState.LAUNCHING
+        else:
+            state = GenerationState.ENDED
+        was_lost = generation.first_loss_s is not None
+        return GenerationView(
+            number=generation.number,
+            kind=GenerationKind.TRAINING,
+            state=state,
+            workers=tuple(_view_worker(now, generation, rank, survivors, step) for rank in range(len(generation.vms))),
+            progress_at=now,  # nothing hangs here
+            plan=generation.plan,
+            last_step=step if generation.steps else None,
+            in_place=generation.kind is MorphKind.IN_PLACE,
+            holders=self._renew_holders(now),
+            ended_at=None if generation.live else now,
+            end_cause=None if generation.live else EndCause.VM_LOST if was_lost else EndCause.GROWTH,
+            end_reason="" if generation.live else "VMs are lost" if was_lost else "growth",
+        )
+
+    def _renew_holders(self, now: float) -> Holders | None:
+        """Simulated launches take minutes in some systems; holders wait."""
+        if self._holders is None:
+            return None
+        members = tuple(
+            Holder(rank=one.rank, stage=one.stage, vm_id=one.vm_id, held_at=now) for one in self._holders.members
+        )
+        return Holders(generation=self._holders.generation, members=members)
+
+
+def _view_worker(
+    now: float, generation: ReplayedGeneration, rank: int, survivors: frozenset[Device], step: int
+) -> WorkerView:
+    device = Device(generation.vms[rank], 0)
+    if generation.live:
+        return WorkerView(rank=rank, device=device, state=WorkerState.RUNNING)
+    if rank in generation.lost:
+        return WorkerView(rank=rank, device=device, state=WorkerState.LOST, cause=ExitCause.VM_GONE, stopped_at=now)
+    return WorkerView(
+        rank=rank,
+        device=device,
+        state=WorkerState.EXITED,
+        cause=ExitCause.GENERATION_ENDED,
+        stopped_at=now,
+        held_step=step if device in survivors else None,
+    )

@@ -1,0 +1,255 @@
+"""Goodput of a training job on traces of spot VMs: examples that count, against a bound that knows the future.
+
+    python benchmarks/goodput.py --trace ../shared/traces/aws-p3-spot.csv --global-batch 8192 512 --json out.json
+    python benchmarks/goodput.py --trace a.csv b.json --charts docs/images
+
+The paper's GPT-2 of 2.5 B parameters on V100s with 16 GB and 10 Gb/s. Time is simulated, event by event; rates come
+from the planner, what a morph costs from `varuna_planner.liveput.morph_cost` at this model's state and links, decisions
+from the manager. `_goodput_job` follows the job, `_goodput_policies` has the policies. Traces are in Bamboo's, Parcae's
+or SkyPilot's format (`varuna_planner.liveput.spot_trace`).
+
+| policy | |
+| --- | --- |
+| varuna-2021 | always the best plan; each morph takes 120 s and restarts from the checkpoint |
+| checkpoint | the manager's decisions; each morph restarts from the checkpoint, as with VARUNA_IN_PLACE=0 |
+| parcae | the shapes that Parcae chose, where the trace has them; a morph takes 36 s, the mean of its 28.8 to 42.9 s |
+| survivors | the manager's decisions, as it is now: survivors go on, a lost replica's share is run again |
+| copies | and a second VM has each committed section |
+| design | not built: gradient sums, too, are copied (each 15 s) and move to any shape; new VMs are prepared ahead |
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from _goodput_charts import draw_goodput, draw_hours, draw_progress
+from _goodput_job import Plans, Policy, ReplayedJob, State, System
+from _goodput_policies import BestPlan, ManagersRules, Saves, TraceDecisions, WorthwhilePlan
+
+from varuna_manager.domain.observed import Rules
+from varuna_planner.hardware.table import built_in
+from varuna_planner.liveput.morph_cost import PRIOR_FIXED_S, MorphKind
+from varuna_planner.liveput.spot_trace import SpotTrace, measure_hazard, parse_trace
+from varuna_planner.profile.document import Profile
+from varuna_planner.profile.shapes import ModelFamily, ModelShape
+from varuna_planner.profile.synthesis import synthesise
+from varuna_planner.search.auto_config import choose_plan
+from varuna_planner.search.pins import NO_PINS, Pins
+from varuna_proto.plan import Plan
+
+TRACE = Path(__file__).parents[2] / "shared" / "traces" / "aws-p3-spot.csv"
+MODEL = ModelShape(family=ModelFamily.GPT2, layers=54, hidden=1920, seq=1024, fused_attention=False)
+"""GPT-2 with 2.5 billion parameters (paper, section 3.2), as its code of 2021 computes it."""
+GPU, NETWORK, MEMORY_BYTES = "v100-16gb", "ethernet-10g", 16 * 2**30
+"""The trace's p3.2xlarge: one V100, up to 10 Gb/s."""
+DOLLARS_PER_VM_HOUR = 0.612
+"""Where a trace has no prices: a fifth of the $3.06 of such a VM, as docs/planner.md reckons."""
+VARUNA_2021_S = 120.0
+"""What its morphs wait before a relaunch."""
+PARCAE_S = (28.8, 42.9)
+"""Its restart on 1 and on 32 nodes."""
+SUMS_COPIED_S = 15.0
+"""The design's interval between copies of gradient sums: 1.1 GB a rank over 10 Gb/s, beside training."""
+
+
+class PlannersAnswers:
+    """`Plans` of a model on a number of GPUs, cached."""
+
+    def __init__(self, profile: Profile, global_batch: int) -> None:
+        self._profile, self._global_batch = profile, global_batch
+        self.best = cache(lambda gpus: self._ask(gpus, NO_PINS))
+        self.shaped = cache(lambda p, d, micro_batch: self._ask(p * d, Pins(p=p, d=d, micro_batch=micro_batch)))
+
+    def _ask(self, gpus: int, pins: Pins) -> Plan | None:
+        try:
+            return choose_plan(
+                self._profile,
+                gpus=gpus,
+                global_batch=self._global_batch,
+                device_memory_bytes=MEMORY_BYTES,
+                pins=pins,
+            ).best
+        except ValueError:  # a shape that no fleet could have
+            return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, nargs="+", default=[TRACE], help="(default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, nargs="+", default=[8192, 2400, 512])
+    parser.add_argument("--detect-s", type=float, default=3.0, help="until a loss is noticed (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--charts", type=Path, help="draw SVGs in this folder")
+    arguments = parser.parse_args()
+    if arguments.detect_s < 0 or min(arguments.global_batch) < 1:
+        parser.error("--detect-s must not be negative, and --global-batch must be 1 or more")
+    try:
+        traces = {path.stem: parse_trace(path.read_text(), name=str(path)) for path in arguments.trace}
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    report = run(traces, arguments.global_batch, arguments.detect_s)
+    print(table(report))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+    if arguments.charts:
+        write_charts(report, arguments.charts)
+
+
+def run(traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: float = 3.0) -> dict[str, Any]:
+    """Replays each trace once for each global batch and policy."""
+    profile = synthesise(MODEL, built_in(), GPU, NETWORK)
+    state = State.of_profile(profile)
+    plans = {batch: PlannersAnswers(profile, batch) for batch in global_batches}
+    replays = []
+    for name, trace in traces.items():
+        for batch in global_batches:
+            bound = find_upper_bound(trace, plans[batch])
+            for policy_name, (system, policy) in list_policies(trace, plans[batch], state, detect_s).items():
+                replayed = ReplayedJob(trace, plans[batch], state, system, policy, DOLLARS_PER_VM_HOUR).replay()
+                dollars = replayed.dollars
+                replays.append(
+                    {
+                        "trace": name,
+                        "global_batch": batch,
+                        "policy": policy_name,
+                        **asdict(replayed),
+                        "upper_bound_examples": bound,
+                        "of_bound": replayed.examples / bound if bound else None,
+                        "dollars_per_million_examples": (
+                            dollars / replayed.examples * 1e6 if dollars and replayed.examples else None
+                        ),
+                    }
+                )
+    return {
+        "setting": {
+            "model": f"GPT-2, {MODEL.parameters / 1e9:.2f} B parameters",
+            "state_bytes": sum(state.section_bytes),
+            "gpu": GPU,
+            "network": NETWORK,
+            "detect_s": detect_s,
+            "traces": {name: _describe(trace) for name, trace in traces.items()},
+        },
+        "replays": replays,
+    }
+
+
+def _describe(trace: SpotTrace) -> dict[str, Any]:
+    return {
+        "hours": (trace.ends_s - trace.starts_s) / 3600,
+        "hazard": asdict(measure_hazard(trace)),
+        "has_prices": bool(trace.prices),
+        "decisions": sorted(trace.decisions),
+        "most_vms": max(len(vms) for _, vms in trace.iterate_fleets()),
+    }
+
+
+def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float) -> dict[str, tuple[System, Policy]]:
+    """By name; a trace without decisions has no `parcae`."""
+    rules = Rules(lost_after_s=detect_s)
+    old = System(fixed_s=dict.fromkeys(MorphKind, VARUNA_2021_S), detect_s=detect_s)
+    parcae_s = sum(PARCAE_S) / 2
+    parcae = System(fixed_s=dict.fromkeys(MorphKind, parcae_s), survivors=True, copies=True, detect_s=detect_s)
+    before = System(fixed_s=PRIOR_FIXED_S, detect_s=detect_s)
+    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, detect_s=detect_s)
+    copies = System(fixed_s=PRIOR_FIXED_S, survivors=True, copies=True, detect_s=detect_s)
+    design = System(
+        fixed_s=dict.fromkeys(MorphKind, PRIOR_FIXED_S[MorphKind.IN_PLACE]),
+        survivors=True,
+        copies=True,
+        sums_copied_s=SUMS_COPIED_S,
+        prepares=True,
+        detect_s=detect_s,
+    )
+    hazard = measure_hazard(trace).removals_per_vm_hour
+    saves = Saves(state, before.save_stall_s, hazard)
+    policies: dict[str, tuple[System, Policy]] = {
+        "varuna-2021": (old, BestPlan(plans, saves)),
+        "checkpoint": (before, ManagersRules(plans, rules, saves, state)),
+    }
+    if trace.decisions:
+        name = "liveput_predict" if "liveput_predict" in trace.decisions else min(trace.decisions)
+        policies["parcae"] = (parcae, TraceDecisions(plans, saves, trace.decisions[name]))
+    return policies | {
+        "survivors": (now, ManagersRules(plans, rules, saves, state)),
+        "copies": (copies, ManagersRules(plans, rules, saves, state)),
+        "design": (design, WorthwhilePlan(plans, saves)),
+    }
+
+
+def find_upper_bound(trace: SpotTrace, plans: Plans) -> float:
+    """Examples that no policy can beat, even one that knows the future.
+
+    At no moment does a job train faster than the best plan for the VMs that are there. So the integral of that rate
+    over the trace is a bound; it is reached if losses cost nothing and every morph is done in no time.
+    """
+    fleets = [*trace.iterate_fleets(), (trace.ends_s, frozenset[str]())]
+    plans_there = [
+        (until_s - at_s, plans.best(len(vms))) for (at_s, vms), (until_s, _) in itertools.pairwise(fleets) if vms
+    ]
+    return sum(seconds * plan.examples_per_s for seconds, plan in plans_there if plan is not None)
+
+
+COLUMNS: Sequence[tuple[str, str, str]] = (
+    ("BATCH", "global_batch", "d"),
+    ("POLICY", "policy", "s"),
+    ("EXAMPLES", "examples", ",.0f"),
+    ("OF BOUND", "of_bound", ".1%"),
+    ("KEPT", "kept_s", "h"),
+    ("REDONE", "redone_s", "h"),
+    ("LAUNCH", "launching_s", "h"),
+    ("NOTICE", "detecting_s", "h"),
+    ("SAVE", "saving_s", "h"),
+    ("WAIT", "waiting_s", "h"),
+    ("IDLE VM-H", "idle_vm_hours", ".1f"),
+    ("$/M", "dollars_per_million_examples", ".2f"),
+)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures as text. Times are in hours."""
+    lines = []
+    for name, facts in report["setting"]["traces"].items():
+        hazard = facts["hazard"]["removals_per_vm_hour"]
+        lines.append(f"{name}: {facts['hours']:.1f} h, {hazard:.2f} removals per VM-hour; times in hours")
+        heads = [*(head for head, _, _ in COLUMNS), "IN PLACE / MEMORY / STORE"]
+        rows = [heads]
+        for replay in report["replays"]:
+            if replay["trace"] == name:
+                kinds = " / ".join(str(replay["morphs"][kind.value]) for kind in MorphKind)
+                rows.append([*(_render(replay[key], form) for _, key, form in COLUMNS), kinds])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            lines.append(
+                "  ".join(
+                    cell.ljust(width) if i == 1 else cell.rjust(width)
+                    for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+                )
+            )
+    return "\n".join(lines)
+
+
+def _render(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 3600:.2f}" if form == "h" else format(value, form)
+
+
+def write_charts(report: dict[str, Any], folder: Path) -> None:
+    """For each trace: how much of the bound is kept, where the hours go, and examples over time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in report["setting"]["traces"]:
+        replays = [replay for replay in report["replays"] if replay["trace"] == name]
+        (folder / f"goodput-{name}.svg").write_text(draw_goodput(replays))
+        (folder / f"goodput-{name}-hours.svg").write_text(draw_hours(replays))
+        (folder / f"goodput-{name}-progress.svg").write_text(draw_progress(replays))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Whether the processes of an ended generation take the planner's shape in place, with other stages or beside new ones.
+
+They give one another, and the new processes that were started ahead, the sections that these lack. Until they complete
+a step, each keeps the state of the stage that it had. So if that comes to nothing, they are holders for a generation of
+new processes (`find_unmoved`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from varuna_manager.domain.clock import is_within
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules
+from varuna_manager.domain.reshaping import is_unmoved, keeps_state
+from varuna_manager.domain.states import EndCause, GenerationKind
+from varuna_proto.plan import Device
+
+
+def may_take_other_stages(job: JobView, generation: GenerationView, proposal: Proposal) -> bool:
+    """Whether the processes of a running generation could take ranks of the proposal's plan in place, when it has
+    stopped. They know more of their script than the manager does."""
+    if job.has_fixed_stages or generation.plan is None:
+        return False
+    placed, p = set(proposal.placement), generation.plan.p
+    stages = {worker.rank % p for worker in generation.workers if worker.device in placed}
+    return generation.kind is GenerationKind.TRAINING and len(stages) == p
+
+
+def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Proposal, rules: Rules) -> Holders | None:
+    """The processes that take the ranks of the proposal's plan in place, by these ranks; None: they cannot.
+
+    All hold the same step, and together they have all of it. A device without one has a process that was started ahead.
+    """
+    if job.has_fixed_stages or ended.plan is None or proposal.plan is None or not _may_move(ended):
+        return None
+    by_device = {worker.device: worker for worker in ended.workers}
+    at_door = _list_newcomers(job, ended)
+    p, members, steps = ended.plan.p, [], set()
+    for rank, device in enumerate(proposal.placement):
+        worker = by_device.get(device)
+        if worker is None and device in at_door:
+            continue
+        if worker is None or worker.held_step is None or worker.gives_only or worker.device not in job.survivors:
+            return None
+        held_at = worker.stopped_at or 0.0
+        if not is_within(now, held_at, rules.survivors_kept_s):
+            return None
+        steps.add(worker.held_step)
+        members.append(Holder(rank=rank, stage=worker.rank % p, vm_id=worker.device.vm_id, held_at=held_at))
+    if len(steps) != 1 or {member.stage for member in members} != set(range(p)):
+        return None
+    return Holders(generation=ended.number + 1, members=tuple(members))
+
+
+def _list_newcomers(job: JobView, ended: GenerationView) -> frozenset[Device]:
+    """Where processes wait that were started ahead for the next generation."""
+    view = job.newcomers
+    return frozenset() if view is None or view.wanted.number != ended.number + 1 else view.at_door
+
+
+def _may_move(ended: GenerationView) -> bool:
+    is_sound = keeps_state(ended.end_cause) and ended.end_cause is not EndCause.SCRIPT_FAILED
+    is_vain = ended.in_place and ended.last_step is None
+    return ended.kind is GenerationKind.TRAINING and is_sound and not is_vain
+
+
+def find_unmoved(ended: GenerationView, is_there: Callable[[Holder], bool]) -> Holders | None:
+    """The holders after a generation with other stages that has completed no step: its own processes, which still have
+    the stages that they had before; None: they lack some."""
+    if not is_unmoved(ended) or ended.holders is None:
+        return None
+    held_at = {worker.rank: worker.stopped_at or 0.0 for worker in ended.workers if worker.held_step is not None}
+    left = tuple(
+        holder
+        for member in ended.holders.members
+        if member.rank in held_at and is_there(holder := _held_since(member, held_at[member.rank]))
+    )
+    is_whole = {one.stage for one in left} == {one.stage for one in ended.holders.members}
+    return Holders(generation=ended.number, members=left) if is_whole else None
+
+
+def _held_since(member: Holder, held_at: float) -> Holder:
+    return Holder(rank=member.rank, stage=member.stage, vm_id=member.vm_id, held_at=held_at)

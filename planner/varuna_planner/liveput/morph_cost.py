@@ -1,0 +1,188 @@
+"""What a morph costs, and which shape is worth one: the manager decides by it, and so does the replay of traces.
+
+A shape is worth its rate times the time for which it is expected to last, less what it costs to get there. Imports
+nothing, because the manager's loop calls it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+__all__ = [
+    "MEMORY_BYTES_PER_S",
+    "PRIOR_FIXED_S",
+    "MorphCost",
+    "MorphKind",
+    "MovedBytes",
+    "ShapeOption",
+    "choose_shape",
+    "count_moved_bytes",
+    "expected_life_s",
+    "worthwhile_ratio",
+]
+
+
+class MorphKind(StrEnum):
+    IN_PLACE = "in place"
+    """The survivors keep processes, stages and state."""
+    FROM_MEMORY = "from memory"
+    """New processes take the state from the memories of the old ones."""
+    FROM_STORE = "from the store"
+    """New processes load the newest checkpoint."""
+
+
+PRIOR_FIXED_S: Final = {MorphKind.IN_PLACE: 0.8, MorphKind.FROM_MEMORY: 1.7, MorphKind.FROM_STORE: 1.7}
+"""What a morph takes besides moving the state, before any was measured: the survivors meet and connect (0.4 to 1.4 s),
+or new workers start, trace and meet (1.0 to 1.8 s); docs/benchmarks.md."""
+MEMORY_BYTES_PER_S: Final = 1.9e9
+"""What a process takes from another one's memory on the same VM, with checksums; docs/benchmarks.md."""
+SHORTEST_LIFE_S: Final = 60.0
+LONGEST_LIFE_S: Final = 24 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedBytes:
+    """The state that a morph moves; each figure is that of the VM (or the pair) with the most."""
+
+    received: int
+    """From other VMs."""
+    given: int
+    """To other VMs, if the holders of a section share its receivers."""
+    local: int
+    """From processes of the same VM."""
+
+    def predict_s(self, link_bytes_per_s: float) -> float:
+        """The time that they take, each VM sending and receiving at once."""
+        return max(self.received, self.given) / link_bytes_per_s + self.local / MEMORY_BYTES_PER_S
+
+
+def count_moved_bytes(
+    section_bytes: Sequence[int],
+    *,
+    stage_starts: Sequence[int],
+    placement: Sequence[Hashable],
+    held_starts: Sequence[int],
+    holders: Sequence[Hashable],
+) -> MovedBytes:
+    """What new processes take from the memories of old ones.
+
+    Args:
+        section_bytes: parameters and optimizer state of each section.
+        stage_starts: first section of each stage of the new shape.
+        placement: the VM of each new rank (rank = replica · P + stage).
+        held_starts, holders: the same of the old shape.
+
+    Raises:
+        ValueError: a section has no holder.
+    """
+    count, held_p, p = len(section_bytes), len(held_starts), len(stage_starts)
+    holding: defaultdict[int, list[Hashable]] = defaultdict(list)
+    for rank, vm in enumerate(holders):
+        for section in _list_sections(held_starts, rank % held_p, count):
+            holding[section].append(vm)
+    received: Counter[Hashable] = Counter()
+    local: Counter[Hashable] = Counter()
+    wanted: Counter[int] = Counter()
+    for rank, vm in enumerate(placement):
+        for section in _list_sections(stage_starts, rank % p, count):
+            if not holding[section]:
+                raise ValueError(f"section {section} has no holder")
+            if vm in holding[section]:
+                local[vm] += section_bytes[section]
+            else:
+                received[vm] += section_bytes[section]
+                wanted[section] += 1
+    given: defaultdict[Hashable, float] = defaultdict(float)
+    for section, times in wanted.items():
+        for vm in holding[section]:
+            given[vm] += times * section_bytes[section] / len(holding[section])
+    return MovedBytes(received=_most(received), given=round(max(given.values(), default=0.0)), local=_most(local))
+
+
+def _list_sections(starts: Sequence[int], stage: int, count: int) -> range:
+    return range(starts[stage], starts[stage + 1] if stage + 1 < len(starts) else count)
+
+
+def _most(counter: Counter[Hashable]) -> int:
+    return max(counter.values(), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MorphCost:
+    """The seconds without training that a morph takes. What is run again is `ShapeOption.kept_examples`' to say."""
+
+    kind: MorphKind
+    fixed_s: float
+    """To meet and connect and, where processes start, to start them."""
+    moving_s: float = 0.0
+    """To move the state."""
+
+    @property
+    def pause_s(self) -> float:
+        return self.fixed_s + self.moving_s
+
+    def __str__(self) -> str:
+        moving = f": {self.fixed_s:.1f} s to start and meet, {self.moving_s:.1f} s for the state"
+        return f"{self.pause_s:.1f} s" + (moving if self.moving_s >= 0.05 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeOption:
+    """A shape that a job could go on with."""
+
+    name: str
+    examples_per_s: float
+    cost: MorphCost | None = None
+    """Of the morph to it; None: it is running."""
+    kept_examples: float = 0.0
+    """Examples of the step under way that need not be run again."""
+    step_left: float = 0.0
+    """Examples until the end of the step under way, after which `then` may follow."""
+    then: ShapeOption | None = None
+    """The shape that it takes at the end of the step; None: it stays."""
+
+    def expected_examples(self, life_s: float) -> float:
+        """The examples that count, `life_s` from now."""
+        pause_s = 0.0 if self.cost is None else self.cost.pause_s
+        stays = self.kept_examples + self.examples_per_s * max(0.0, life_s - pause_s)
+        if self.then is None or self.examples_per_s <= 0:
+            return stays
+        step_s = pause_s + self.step_left / self.examples_per_s
+        if step_s >= life_s:
+            return stays
+        after = self.kept_examples + self.step_left + self.then.expected_examples(life_s - step_s)
+        return max(stays, after)
+
+
+def choose_shape(options: Sequence[ShapeOption], life_s: float) -> tuple[ShapeOption, str]:
+    """The option with the most expected examples, the first of equals, and the figures of all, as text."""
+    best = max(options, key=lambda option: option.expected_examples(life_s))
+    others = [option for option in options if option is not best]
+    text = f"over {life_s:.0f} s {best.name} gives {best.expected_examples(life_s):,.0f} examples"
+    if others:
+        text += ", " + ", ".join(f"{option.name} {option.expected_examples(life_s):,.0f}" for option in others)
+    return best, text
+
+
+def worthwhile_ratio(cost_s: float, life_s: float, least: float = 1.0) -> float:
+    """The least rate of another shape, in units of the present rate, that is worth a morph of `cost_s`.
+
+    It is where rate · (life - cost) of the other one reaches rate · life of the present one. Infinite when the shape is
+    not expected to last longer than the morph takes.
+    """
+    return math.inf if cost_s >= life_s else max(least, life_s / (life_s - cost_s))
+
+
+def expected_life_s(stops_per_hour: float, stable_s: float = 0.0) -> float:
+    """How long a shape is expected to last, rounded down to powers of two of a minute, so that reasons are steady.
+
+    A fleet that has been stable for longer than its hazard says is expected to stay so for as long again.
+    """
+    mean_s = 3600.0 / stops_per_hour if stops_per_hour > 0 else LONGEST_LIFE_S
+    life_s = min(max(mean_s, stable_s, SHORTEST_LIFE_S), LONGEST_LIFE_S)
+    return SHORTEST_LIFE_S * 2.0 ** math.floor(math.log2(life_s / SHORTEST_LIFE_S))

@@ -1,0 +1,240 @@
+"""The product orders streams, host and allocator wherever it must: with one ordering taken out, the device says so.
+
+Each ordering is a line of the product's source. The same small program runs with the module as it is, silently, and
+with a module in which that line does nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+import simulated
+import varuna.checkpoint.saving.snapshot
+import varuna.devices.copy_stream
+import varuna.distributed.groups
+import varuna.optim.host_parameters
+import varuna.pipeline.transport
+from varuna.distributed.departure import Departure
+from varuna.distributed.gloo import GlooGroup, Work, connect_group
+
+Program = Callable[[types.ModuleType], object]
+DEVICE = torch.device("sim", 0)
+
+
+def send_and_receive(copies: types.ModuleType) -> None:
+    """As a stage does: computes, sends, forgets what it sent, receives, computes; several micro-batches."""
+    out = copies.CopyStream()
+    for number in range(3):
+        x = torch.full((32, 32), float(number), device=DEVICE) + 1
+        [host], copied = out.to_host([x])
+        del x
+        torch.zeros(32, 32, device=DEVICE) + 1  # may get the memory of x
+        copied.synchronize()
+        assert float(host[0, 0]) == number + 1
+
+
+def receive(copies: types.ModuleType) -> None:
+    """As the last stage does. The host never waits in between."""
+    into = copies.CopyStream()
+    hosts = [torch.full((32, 32), 2.0).pin_memory() for _ in range(3)]
+    for host in hosts:
+        [received] = into.to_device([host], DEVICE)
+        doubled = received * 2
+        del received, doubled
+
+
+def update(copies: types.ModuleType) -> None:
+    """As a staged collective does: computes, gets new values from the host, computes with them, forgets them."""
+    stream = copies.CopyStream()
+    values = [torch.full((32, 32), 2.0).pin_memory() for _ in range(3)]
+    for value in values:
+        x = torch.zeros(32, 32, device=DEVICE)
+        stream.update_on_device([x], [value])
+        doubled = x * 2
+        del x, doubled
+
+
+def update_and_forget(copies: types.ModuleType) -> None:
+    stream, value = copies.CopyStream(), torch.ones(32, 32).pin_memory()
+    x = torch.zeros(32, 32, device=DEVICE)
+    before = torch.accelerator.current_stream(DEVICE)
+    own = torch.Stream(DEVICE)
+    own.wait_stream(before)
+    with own:  # nothing on the stream that owns x comes after the copy
+        stream.update_on_device([x], [value])
+    del x
+    torch.zeros(32, 32, device=DEVICE)
+
+
+def step_on_host(offload: types.ModuleType) -> None:
+    """The optimizer is on the host; it changes the parameters as soon as they are copied."""
+    layer = nn.Linear(4, 4).to(DEVICE)
+    host = offload.HostParameters(dict(layer.named_parameters()))
+    layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
+    host.move_gradients_to_host()
+    torch.optim.SGD(host.parameters.values(), 0.1, foreach=False).step()
+    host.copy_to_device()
+    with torch.no_grad():
+        host.parameters["bias"].add_(1)
+
+
+def save(snapshot: types.ModuleType) -> None:
+    """A snapshot is written by the host."""
+    buffers = snapshot.HostBuffers()
+    copy = buffers.copy_tensor("weight", torch.full((4, 4), 3.0, device=DEVICE))
+    buffers.wait_for_copies()
+    assert copy.numpy().sum() == 48
+
+
+def connect_two() -> list[GlooGroup]:
+    store, groups = HashStore(), dict[int, GlooGroup]()
+
+    def connect(rank: int) -> None:
+        wait = datetime.timedelta(seconds=120)
+        groups[rank] = connect_group(store, rank, 2, address="127.0.0.1", timeout=wait)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [groups[0], groups[1]]
+
+
+class ReadingGroup:
+    """A group in which the host reads what it sends, as gloo does where a socket is full.
+
+    Where gloo hands closed memory to the system instead, that refuses to read it, and gloo ends the whole process from
+    one of its threads, now and then.
+    """
+
+    def __init__(self, group: GlooGroup) -> None:
+        self._group = group
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
+        for tensor in tensors:
+            tensor.numpy().sum()
+        return self._group.send(tensors, rank, tag)
+
+
+def send_over_link(transport: types.ModuleType) -> None:
+    """Boundaries from one device to another."""
+    groups, departure = connect_two(), Departure(lambda code: None)
+    sender = transport.LinkSender(ReadingGroup(groups[0]), peer=1, peer_in_group=1, departure=departure)
+    receiver = transport.LinkReceiver(groups[1], peer=0, peer_in_group=0, pinned=True, departure=departure)
+    for number in range(3):
+        receiver.post_receive([transport.MessageTensor((128, 128), torch.float32)])
+        x = torch.full((128, 128), float(number), device="sim:0") * 2
+        sender.send_message([x])
+        del x
+        departure.wait_until(lambda n=number: receiver.arrived > n)
+        [received] = receiver.take_message(number, torch.device("sim", 1))
+        assert received.mean().item() == 2 * number
+    sender.wait_until_sent()
+
+
+def sum_gradients(collectives: types.ModuleType) -> None:
+    """Two ranks, each with a device of its own, sum what gloo does not take."""
+    groups, departure = connect_two(), Departure(lambda code: None)
+    ranks = [collectives.RankGroup(group, (0, 1), departure) for group in groups]
+    flats = [torch.full((64,), float(rank + 1), device=f"sim:{rank}") for rank in (0, 1)]
+    waits = [rank.start_all_reduce([flat]) for rank, flat in zip(ranks, flats, strict=True)]
+    for wait, flat in zip(waits, flats, strict=True):
+        wait()
+        assert (flat * 2).tolist() == [6.0] * 64
+
+
+def stage_gradients(collectives: types.ModuleType) -> None:
+    """A backend reads the memory that it gets as soon as the collective starts."""
+    flat = torch.full((64,), 3.0, device=DEVICE) * 2
+    staged = collectives._StagedTensors([flat], varuna.devices.copy_stream.CopyStream())
+    assert staged.on_host[0].numpy().sum() == 6 * 64
+    staged.return_values()
+    assert flat.sum().item() == 6 * 64
+
+
+COPIES, OFFLOAD = varuna.devices.copy_stream, varuna.optim.host_parameters
+TRANSPORT, SNAPSHOT, COLLECTIVES = (
+    varuna.pipeline.transport,
+    varuna.checkpoint.saving.snapshot,
+    varuna.distributed.groups,
+)
+
+
+class Ordering(NamedTuple):
+    """A line of the product, by the text around it that makes it the only one."""
+
+    name: str
+    module: types.ModuleType
+    line: str
+    program: Program
+    before: str = ""
+
+
+ORDERINGS = [
+    Ordering(
+        "a send waits for the op that computes",
+        COPIES,
+        "stream.wait_stream(torch.accelerator.current_stream(device))",
+        send_and_receive,
+    ),
+    Ordering("a sent tensor is kept", COPIES, "tensor.detach().record_stream(stream)", send_and_receive),
+    Ordering("computing waits for what arrives", COPIES, "computing.wait_stream(stream)", receive, "copies = ["),
+    Ordering("an arrived tensor is kept", COPIES, "copy.record_stream(computing)", receive),
+    Ordering("an update waits for earlier ops", COPIES, "stream.wait_stream(computing)", update),
+    Ordering("later ops wait for an update", COPIES, "computing.wait_stream(stream)", update, "tensor.copy_(value"),
+    Ordering(
+        "an updated tensor is kept", COPIES, "tensor.record_stream(stream)", update_and_forget, "tensor.copy_(value"
+    ),
+    Ordering("a message is sent when it is copied", TRANSPORT, "message.copied.synchronize()", send_over_link),
+    Ordering("the optimizer on the host waits for gradients", OFFLOAD, "wait_for_stream(device)", step_on_host),
+    Ordering("a snapshot waits for its copies", SNAPSHOT, "wait_for_stream(device)", save),
+    Ordering("a staged sum starts when it is copied", COLLECTIVES, "copied.synchronize()", stage_gradients),
+]
+PROGRAMS = {**{each.program: each.module for each in ORDERINGS}, sum_gradients: COLLECTIVES}
+
+
+def without(ordering: Ordering) -> types.ModuleType:
+    """The module with the line replaced by `pass`."""
+    assert ordering.module.__file__
+    source = Path(ordering.module.__file__).read_text()
+    begin = source.index(ordering.before) if ordering.before else 0
+    assert ordering.line in source[begin:], f"{ordering.name}: the product no longer has {ordering.line!r}"
+    changed = types.ModuleType(f"{ordering.module.__name__}_without")
+    changed.__dict__["__package__"] = ordering.module.__package__
+    source = source[:begin] + source[begin:].replace(ordering.line, "pass", 1)
+    sys.modules[changed.__name__] = changed
+    exec(compile(source, ordering.module.__file__, "exec"), changed.__dict__)
+    return changed
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_product_has_no_race(program: Program) -> None:
+    program(PROGRAMS[program])
+    torch.accelerator.synchronize()
+    simulated.raise_found()
+
+
+@pytest.mark.parametrize("ordering", ORDERINGS, ids=lambda ordering: ordering.name)
+def test_a_missing_ordering_is_found(ordering: Ordering) -> None:
+    found: list[str] = []
+    try:
+        ordering.program(without(ordering))
+        torch.accelerator.synchronize()
+        simulated.raise_found()
+    except (RuntimeError, SystemExit) as error:
+        found.append(f"{type(error).__name__}: {error}")
+    torch.accelerator.synchronize()
+    found += simulated.take_races()
+    assert any("race" in each for each in found), found

@@ -1,0 +1,49 @@
+"""The checks in `inside/`, each file in a process of its own.
+
+A process must load the device before its first backward, which starts a thread for each device that torch then knows;
+and other tests must not find an accelerator.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SUPPORT = HERE.parent / "support"
+IMPORTS = [HERE, HERE / "entry_points", SUPPORT, SUPPORT / "training"]
+
+pytestmark = pytest.mark.needs("g++")
+
+
+def run_checks(name: str, *, devices: int = 2) -> None:
+    """Runs the tests of `inside/check_{name}.py`; torch loads the simulated device there and in its children."""
+    checks = HERE / "inside" / f"check_{name}.py"
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, IMPORTS)),
+        "SIM_DEVICES": str(devices),
+        "OMP_NUM_THREADS": "1",
+    }
+    environ.pop("PYTEST_PLUGINS", None)
+    # pytest's own handler of faults would come after the device's.
+    command = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:xdist", str(checks)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_races_are_found_and_their_absence_too() -> None:
+    run_checks("races")
+
+
+def test_the_device_computes_as_the_cpu_does() -> None:
+    run_checks("device")
+
+
+@pytest.mark.slow
+def test_each_ordering_of_the_product_is_needed() -> None:
+    run_checks("orderings")

@@ -1,0 +1,94 @@
+"""A job of one replica loses a VM under a real manager, and goes on from the copy that another VM keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from manager_world import all_ready
+from varuna_client import Client
+from varuna_client.demo.processes import DemoProcesses
+from varuna_proto.rest import GenerationDocument
+from waiting import DEADLINE_S, wait_until
+
+SCRIPT = """
+    import time
+
+    import torch
+    from torch import nn
+    from varuna import CutPoint, Varuna
+    from varuna.data import Batches
+
+    torch.set_num_threads(1)
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.cut, self.second = nn.Linear(8, 8), CutPoint(), nn.Linear(8, 8)
+            self.other_cut, self.third = CutPoint(), nn.Linear(8, 1)
+
+        def forward(self, x):
+            x = self.other_cut(self.second(self.cut(self.first(x))))
+            time.sleep(0.05)
+            return self.third(x).square().mean()
+
+    torch.manual_seed(0)
+    data = [{"x": torch.full((8,), float(i))} for i in range(16)]
+    model = Varuna(Small(), get_batch_fn=lambda size, device=None: {"x": torch.ones(size, 8)})
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9))
+    for step, batch in Batches(data, first_step=model.resume() + 1, last_step=100_000):
+        model.step(batch)
+"""
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_vm_costs_no_section(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    folder = tmp_path / "manager"
+    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "4"]
+    with DemoProcesses(folder) as processes:
+        processes.start(["-m", "varuna_client.cli", "manager", *options], tmp_path / "manager.log")
+        document = wait_until(lambda: read_document(folder / "manager.json"), "the manager's address")
+        with Client(f"http://{document['http']}", timeout_s=DEADLINE_S) as client:
+            wait_until(lambda: client.is_ready() and all_ready(client, 4), "the manager and its VMs")
+            spec = {"name": "one", "workdir": str(tmp_path), "run": f"{sys.executable} train.py", "global_batch": 4}
+            job = client.submit({**spec, "plan": {"p": 3, "d": 1}, "copies": "auto"})["id"]  # type: ignore[typeddict-item]
+            first = wait_until(lambda: find_training(client, job, 0, steps=20), "twenty steps")
+            lost = first["placement"][1]["vm_id"]
+            kill_vm(client, lost)
+            second = wait_until(lambda: find_training(client, job, first["number"], steps=1), "a step after the loss")
+            assert lost not in {place["vm_id"] for place in second["placement"]}
+            assert second["state_from"] is not None
+            assert second["state_from"]["peers"] > 0
+            assert second["state_from"]["store"] == 0, second
+            events = client.events(job=job, kind=["generation_started"])
+            [started] = [event for event in events if event["generation"] == first["number"]]
+            keepers = started["data"]["keepers"]
+            assert sorted(keepers) == [0, 1, 2]
+            assert all(keeper != rank for rank, keeper in enumerate(keepers))
+
+
+def read_document(path: Path) -> dict[str, str] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def find_training(client: Client, job: str, after: int, *, steps: int) -> GenerationDocument | None:
+    """The generation after that number, once it has made so many steps."""
+    for generation in client.generations(job):
+        is_later = generation["kind"] == "training" and generation["number"] > after
+        if is_later and (generation["last_step"] or 0) >= (generation["resumed_step"] or 0) + steps:
+            return generation
+    return None
+
+
+def kill_vm(client: Client, vm_id: str) -> None:
+    agent = psutil.Process(next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id))
+    for process in [agent, *agent.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -1,0 +1,144 @@
+"""What workers leave in their VMs' memory: a job whose script fails, is retried, or loses an agent goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+import pytest
+
+from manager_world import all_ready
+from varuna_client import Client
+from varuna_client.demo.processes import DemoProcesses
+from varuna_proto.rest import GenerationDocument
+from waiting import DEADLINE_S, wait_until
+
+SCRIPT = """
+    import os, pathlib, time
+
+    import torch
+    from torch import nn
+    from varuna import CutPoint, Varuna
+    from varuna.data import Batches
+
+    torch.set_num_threads(1)
+    here = pathlib.Path(__file__).parent
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.cut, self.second = nn.Linear(8, 8), CutPoint(), nn.Linear(8, 1)
+
+        def forward(self, x):
+            time.sleep(0.05)
+            return self.second(self.cut(self.first(x))).square().mean()
+
+    torch.manual_seed(0)
+    data = [{"x": torch.full((8,), float(i))} for i in range(16)]
+    model = Varuna(Small(), get_batch_fn=lambda size, device=None: {"x": torch.ones(size, 8)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    model.set_optimizer(optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+    model.register_state("schedule", schedule)
+    for step, batch in Batches(data, first_step=model.resume() + 1, last_step=100_000):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert abs(rates[0] - 1e-4 * 0.999 ** (step - 1)) < 1e-9, (step, rates)
+        model.step(batch)
+        schedule.step()
+        fails = here / f"fails{os.environ['RANK']}"
+        if fails.exists():
+            fails.unlink()
+            raise ValueError(f"it fails after step {step}")
+"""
+
+
+class Managed(NamedTuple):
+    client: Client
+    folder: Path
+    """Of the job's script."""
+
+
+@pytest.fixture
+def managed(tmp_path: Path) -> Iterator[Managed]:
+    """A manager with two VMs."""
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    folder = tmp_path / "manager"
+    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "2"]
+    with DemoProcesses(folder) as processes:
+        processes.start(["-m", "varuna_client.cli", "manager", *options], tmp_path / "manager.log")
+        document = wait_until(lambda: read_document(folder / "manager.json"), "the manager's address")
+        with Client(f"http://{document['http']}", timeout_s=DEADLINE_S) as client:
+            wait_until(lambda: client.is_ready() and all_ready(client, 2), "the manager and its VMs")
+            yield Managed(client, tmp_path)
+
+
+def submit(managed: Managed, **more: object) -> str:
+    """A job whose state is on two VMs, one stage on each, and in no checkpoint after its first step."""
+    run = f"{sys.executable} train.py"
+    spec = {"name": "one", "workdir": str(managed.folder), "run": run, "global_batch": 4, "plan": {"p": 2, "d": 1}}
+    spec |= {"checkpoint": {"interval_s": 3600}, **more}
+    return managed.client.submit(spec)["id"]  # type: ignore[arg-type]
+
+
+def read_document(path: Path) -> dict[str, str] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def find_training(client: Client, job: str, after: int, *, steps: int) -> GenerationDocument | None:
+    """The generation after that number, once it has made so many steps."""
+    for generation in client.generations(job):
+        is_later = generation["kind"] == "training" and generation["number"] > after
+        if is_later and (generation["last_step"] or 0) >= (generation["resumed_step"] or 0) + steps:
+            return generation
+    return None
+
+
+def check_goes_on(managed: Managed, job: str, first: GenerationDocument) -> None:
+    """The next generation begins where the first ended, and reads nothing from the store."""
+    client = managed.client
+    second = wait_until(lambda: find_training(client, job, first["number"], steps=2), "steps after it")
+    earlier = [one for one in client.generations(job) if one["number"] < second["number"]]
+    trained = [one for one in earlier if one["last_step"] is not None]  # one between may have made no step
+    before = max(trained, key=lambda one: one["number"])
+    assert second["state_from"] is not None, second
+    assert second["state_from"]["store"] == 0, second
+    assert second["state_from"]["peers"] > 0
+    assert second["resumed_step"] == before["last_step"], "no committed step is lost"
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_on_one_rank_goes_on_from_memory(managed: Managed) -> None:
+    job = submit(managed, max_restarts_on_errors=1)
+    first = wait_until(lambda: find_training(managed.client, job, 0, steps=5), "five steps")
+    (managed.folder / "fails1").touch()
+    check_goes_on(managed, job, first)
+    wait_until(lambda: all(vm["held_bytes"] == 0 for vm in managed.client.vms()), "the memory to be free")
+
+
+@pytest.mark.slow
+def test_a_job_that_failed_is_retried_from_memory(managed: Managed) -> None:
+    job, client = submit(managed), managed.client
+    first = wait_until(lambda: find_training(client, job, 0, steps=5), "five steps")
+    (managed.folder / "fails0").touch()
+    wait_until(lambda: client.job(job)["state"] == "failed", "the job's end")
+    wait_until(lambda: any(vm["held_bytes"] > 0 for vm in client.vms()), "the memory of the rank that failed")
+    client.retry(job)
+    check_goes_on(managed, job, first)
+    wait_until(lambda: all(vm["held_bytes"] == 0 for vm in client.vms()), "the memory to be free")
+
+
+@pytest.mark.slow
+def test_an_agent_that_starts_again_has_the_memory_of_its_workers(managed: Managed) -> None:
+    job, client = submit(managed), managed.client
+    first = wait_until(lambda: find_training(client, job, 0, steps=5), "five steps")
+    vm_id = first["placement"][1]["vm_id"]
+    pid = next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id)
+    os.kill(pid, signal.SIGUSR2)
+    check_goes_on(managed, job, first)
+    assert next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id) == pid, "in the same process"

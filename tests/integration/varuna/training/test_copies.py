@@ -1,0 +1,105 @@
+"""Each stage has one process, and one is lost: the job goes on from the copies that others keep, with equal losses."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from leaving_generation import LeavingGeneration, assert_as_if_undisturbed, assert_taken_from_memory, replace_steps
+from repository import TRAINING_SCRIPTS
+from small_gpt import Task
+from training_world import Zygote
+from varuna_proto.environment import EXIT_PEER_LOST
+
+SCRIPT = TRAINING_SCRIPTS / "copies_script.py"
+STEPS = 8
+LOST_IN = 6
+KEEPERS = (1, 2, 0)
+
+
+def lose(
+    stack: ExitStack, zygote: Zygote, folder: Path, task: Task, lost: list[dict[str, object]], **more: object
+) -> tuple[LeavingGeneration, set[int], int]:
+    """A generation of 3×1 that loses ranks: the others, and the step that they hold."""
+    wanted = {"lost": lost, "copies_batches": True, **more.pop("wanted", {})}  # type: ignore[dict-item]
+    first = LeavingGeneration(stack, zygote, folder, task, 3, 1, wanted=wanted, script=SCRIPT, keepers=KEEPERS, **more)
+    left = {0, 1, 2} - {one["rank"] for one in lost}
+    return first, left, first.wait_until_left(left, EXIT_PEER_LOST)  # type: ignore[return-value, arg-type]
+
+
+def kept_by(generation: LeavingGeneration, rank: int) -> set[tuple[int, int]]:
+    left = generation.ends[rank].wait_for_number("generation_left", 1).generation_left
+    return {(copy.rank, copy.step) for copy in left.copies}
+
+
+@pytest.mark.parametrize(
+    ("rank", "task", "after"),
+    [
+        pytest.param(0, Task(steps=STEPS, tied=True, clip=0.5), (1, 2), marks=pytest.mark.slow),
+        (1, Task(steps=STEPS), (2, 1)),
+        pytest.param(2, Task(steps=STEPS, offload=True, optimizer="momentum"), (3, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_loss_costs_no_committed_step(
+    rank: int, task: Task, after: tuple[int, int], zygote: Zygote, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        first, left, step = lose(stack, zygote, tmp_path, task, [{"rank": rank, "step": LOST_IN, "at": "whole"}])
+        assert step == LOST_IN - 1
+        assert (rank, step) in kept_by(first, KEEPERS[rank])
+        second = LeavingGeneration(stack, zygote, tmp_path, task, *after, generation=2, holders=tuple(sorted(left)))
+        first.give_to(second, left)
+        outcome = second.finish()
+        assert_taken_from_memory(second, step)
+        assert_as_if_undisturbed(task, [first, second], outcome)
+
+
+def test_a_loss_while_its_copy_is_half_way_costs_one_step(zygote: Zygote, tmp_path: Path) -> None:
+    """All ranks can give the step before that: their own copies of it stay until those of all ranks are whole."""
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        first, left, step = lose(stack, zygote, tmp_path, task, [{"rank": 1, "step": LOST_IN, "at": "half"}])
+        assert step == LOST_IN - 1
+        assert {(1, LOST_IN - 2), (2, LOST_IN - 2)} <= kept_by(first, 2)
+        assert (1, LOST_IN - 1) not in kept_by(first, 2)
+        second = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 2))
+        first.give_to(second, left)
+        outcome = second.finish()
+        assert_taken_from_memory(second, LOST_IN - 2)
+        assert_as_if_undisturbed(task, [replace_steps(first, LOST_IN - 2), second], outcome)
+
+
+@pytest.mark.slow
+def test_owner_and_keeper_lost_together_send_all_to_the_store(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        more = {"checkpoint_url": str(tmp_path / "store"), "environ": {"VARUNA_CHECKPOINT_INTERVAL_S": "0.01"}}
+        lost = [{"rank": rank, "step": LOST_IN, "at": "whole"} for rank in (0, 1)]
+        first, left, _ = lose(stack, zygote, tmp_path, task, lost, **more)
+        second = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(2,), **more)
+        first.give_to(second, left)
+        outcome = second.finish()
+        ready = second.ends[0].wait_for_number("ready", 1).ready
+        assert ready.peer_bytes == 0 < ready.store_bytes
+        assert "do not hold the whole state" in second.world.logs()
+        assert_as_if_undisturbed(task, [replace_steps(first, ready.resumed_step), second], outcome)
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_is_refused_and_sent_again(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        lost = [{"rank": 1, "step": LOST_IN, "at": "whole"}]
+        wanted = {"damages": {"rank": 1, "step": LOST_IN - 1}}
+        first, left, step = lose(stack, zygote, tmp_path, task, lost, wanted=wanted)
+        logs = first.world.logs()
+        assert "a chunk of it came damaged" in logs
+        assert "is sent again" in logs
+        second = LeavingGeneration(stack, zygote, tmp_path, task, 2, 1, generation=2, holders=(0, 2))
+        first.give_to(second, left)
+        outcome = second.finish()
+        assert_taken_from_memory(second, step)
+        assert_as_if_undisturbed(task, [first, second], outcome)

@@ -1,0 +1,121 @@
+"""Processes take other stages in place, in any shape, and the result is that of a run without a change."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from leaving_generation import LeavingGeneration, assert_taken_from_memory
+from small_gpt import Task, train_plainly
+from survivor_world import SurvivorWorld
+from training_world import Ranks, Zygote, assert_exact
+from varuna_proto.state_use import OTHER_STAGES
+
+STEPS = 8
+PAUSE_S = 0.4
+"""Of each step from the third on. The command to leave comes in one of the pauses, long before the last step."""
+
+
+def assert_as_if_undisturbed(world: SurvivorWorld, task: Task) -> None:
+    assert_exact(world.finish(), train_plainly(task), task)
+
+
+CHANGES = [
+    ((2, 2), (3, 1), Task(steps=STEPS, tied=True, clip=0.5, groups=True)),
+    ((2, 1), (1, 2), Task(steps=STEPS, global_batch=11, clip=0.5, counts=True)),
+    ((1, 2), (2, 1), Task(steps=STEPS, optimizer="momentum", offload=True)),
+    ((2, 2), (1, 2), Task(steps=STEPS, tied_blocks=(0, 2), optimizer="lamb")),
+    ((2, 2), (1, 2), Task(steps=STEPS, global_batch=11, padded=True, skip=True)),
+    ((2, 2), (3, 1), Task(steps=STEPS, groups=True, frozen=True, checkpointed=True)),
+    ((1, 3), (3, 1), Task(steps=STEPS, global_batch=23, tied=True, clip=0.5, optimizer="momentum")),
+]
+"""Shapes before and after, and what is trained. Every task has a learning rate that changes."""
+
+
+@pytest.mark.parametrize("doubled", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=pytest.mark.slow if number else ()) for number in range(len(CHANGES))]
+)
+def test_processes_take_the_stages_of_another_shape(number: int, doubled: bool, zygote: Zygote, tmp_path: Path) -> None:
+    before, after, task = CHANGES[number]
+    task = replace(task, doubled=doubled)
+    with ExitStack() as stack:
+        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted={"pause_s": PAUSE_S})
+        world.leave_at_boundary()
+        p, d = after
+        (step,) = set(world.go_on_as(replace(world.plan, p=p, d=d), world.ranks[: p * d]))
+        assert_as_if_undisturbed(world, task)
+        for first in world.ranks:
+            ready = world.ends[first].wait_for_number("ready", 2).ready
+            assert ready.resumed_step == step
+            assert ready.store_bytes == 0
+        taken = [world.ends[first].wait_for_number("ready", 2).ready.peer_bytes for first in world.ranks]
+        assert (sum(taken) > 0) is (before[0] > 1)
+
+
+@pytest.mark.slow
+def test_the_script_keeps_its_random_numbers_and_its_average_in_another_shape(zygote: Zygote, tmp_path: Path) -> None:
+    """Dropout draws the same masks for each example, and more is kept than plain training has."""
+    task = Task(steps=STEPS, dropout=0.2, doubled=True)
+    wanted: dict[str, object] = {"varuna": {"ema": 0.9}}
+    with Ranks(zygote, tmp_path / "undisturbed", task, 1, 1, wanted=wanted) as undisturbed:
+        expected = undisturbed.finish()
+    with ExitStack() as stack:
+        wanted = {**wanted, "pause_s": PAUSE_S}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
+        world.leave_at_boundary()
+        world.go_on_as(replace(world.plan, p=3, d=1, micro_batch=1), world.ranks[1:])
+        assert_exact(world.finish(), expected, task)
+
+
+def test_a_loss_takes_the_others_to_another_shape(zygote: Zygote, tmp_path: Path) -> None:
+    """In the middle of a step, which is run again."""
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={"die": {"rank": 1, "step": 4}})
+        world.wait_until_left({1})
+        (step,) = set(world.go_on_as(replace(world.plan, p=3, d=1), [3, 0, 2]))
+        assert step == 3
+        assert_as_if_undisturbed(world, task)
+        assert world.ends[3].wait_for_number("ready", 2).ready.micro_batches_redone == task.global_batch // 2
+
+
+def finish_in_new_processes(
+    stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, holders: dict[int, int]
+) -> None:
+    """What `holders` have is everything. They are given by their ranks now, with their first ranks."""
+    task = world.world.task
+    left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in holders.values()]
+    assert all(one.gives_only for one in left)
+    (step,) = {one.step for one in left}
+    after = LeavingGeneration(stack, zygote, folder, task, 2, 1, generation=3, holders=tuple(holders))
+    for first in holders.values():
+        world.ends[first].give_state(after.world.holder_environment())
+    outcome = after.finish()
+    assert_taken_from_memory(after, step)
+    assert_exact(outcome, train_plainly(task), task, after=step)
+
+
+def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        wanted = {"pause_s": PAUSE_S, "dies_in_move": 2}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
+        world.leave_at_boundary()
+        world.go_on_as(replace(world.plan, p=4, d=1), [3, 2, 1, 0])
+        finish_in_new_processes(stack, zygote, tmp_path, world, {0: 3, 2: 1, 3: 0})
+
+
+def test_a_script_that_keeps_parameters_restarts_from_memory(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS, optimizer="momentum")
+    with ExitStack() as stack:
+        wanted = {"pause_s": PAUSE_S, "keeps_parameters": True}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 1, wanted=wanted)
+        world.leave_at_boundary()
+        world.go_on_as(replace(world.plan, p=1, d=2), [1, 0])
+        reason = world.ends[0].wait_for_number("script_obstacle", 1).script_obstacle.reason
+        assert reason.startswith(f"{OTHER_STAGES}the script or a module keeps ")
+        finish_in_new_processes(stack, zygote, tmp_path, world, {0: 1, 1: 0})

@@ -1,0 +1,220 @@
+"""The replay of spot traces (benchmarks/): every second is booked once, and no policy beats the upper bound."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from repository import ROOT
+from varuna_planner.liveput.spot_trace import SpotTrace, TraceEvent, parse_trace
+from varuna_proto.plan import Plan
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import _goodput_job as jobs
+import goodput
+
+BATCH = 60
+STATE = jobs.State(section_bytes=(100, 100), link_bytes_per_s=50.0)
+
+
+class TwoStages:
+    """Pairs of GPUs, 2 examples/s each GPU; one alone is too few."""
+
+    @staticmethod
+    @functools.cache
+    def shaped(p: int, d: int, micro_batch: int) -> Plan | None:
+        if p != 2:
+            return None
+        return Plan(
+            p=2,
+            d=d,
+            micro_batch=micro_batch,
+            global_batch=BATCH,
+            stage_starts=(0, 1),
+            policy="work-conserving",
+            run_ahead=0,
+            recompute=(False, False),
+            predicted_minibatch_s=BATCH / (4.0 * d),
+            examples_per_s=4.0 * d,
+            memory_bytes=(1, 1),
+        )
+
+    def best(self, gpus: int) -> Plan | None:
+        return self.shaped(2, gpus // 2, 1) if gpus > 1 else None
+
+
+PLANS = TwoStages()
+
+
+def all_policies(trace: SpotTrace) -> dict[str, Any]:
+    return goodput.list_policies(trace, PLANS, STATE, detect_s=4.0)
+
+
+def replay(trace: SpotTrace, name: str) -> tuple[jobs.Replayed, Any]:
+    system, policy = all_policies(trace)[name]
+    return jobs.ReplayedJob(trace, PLANS, STATE, system, policy, price=2.0).replay(), policy
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> SpotTrace:
+    """Up to eight VMs that come and go, several at once at times."""
+    events = [TraceEvent(at_s=0, add=True, node=node) for node in ("base", "n0", "n1", "n2")]
+    there, at_s = {"n0", "n1", "n2"}, 0.0
+    for _ in range(draw(st.integers(1, 16))):
+        at_s += draw(st.sampled_from([0.0, 1.0, 5.0, 25.0, 70.0, 200.0]))
+        node = f"n{draw(st.integers(0, 6))}"
+        events.append(TraceEvent(at_s=at_s, add=node not in there, node=node))
+        there ^= {node}
+    shapes = tuple((number * 50.0, 2, draw(st.integers(0, 3))) for number in range(4))
+    return SpotTrace(events=tuple(events), until_s=at_s + 100, decisions={"liveput_predict": shapes})
+
+
+def seconds(replayed: jobs.Replayed) -> float:
+    names = ("kept_s", "redone_s", "launching_s", "detecting_s", "saving_s", "waiting_s")
+    return float(sum(getattr(replayed, name) for name in names))
+
+
+@pytest.mark.long
+@settings(max_examples=10, deadline=None)
+@given(traces())
+def test_every_second_is_booked_once_and_no_policy_beats_the_bound(trace: SpotTrace) -> None:
+    bound = goodput.find_upper_bound(trace, PLANS)
+
+    for name in all_policies(trace):
+        replayed, _ = replay(trace, name)
+        assert seconds(replayed) == pytest.approx(trace.ends_s - trace.starts_s, abs=1e-2), name
+        assert -1e-6 <= replayed.examples <= bound + 1e-3, name
+        assert min(replayed.kept_s, replayed.redone_s, replayed.waiting_s, replayed.idle_vm_hours) >= -1e-6, name
+        assert replayed == replay(trace, name)[0], f"{name} is deterministic"
+        assert [at_s for at_s, _ in replayed.progress] == sorted(at_s for at_s, _ in replayed.progress)
+
+
+@settings(max_examples=25, deadline=None)
+@given(traces())
+def test_the_bound_holds_for_any_choice_of_shapes(trace: SpotTrace) -> None:
+    """A job that knows the future, takes any shape for which there are VMs, and morphs for nothing, reaches it."""
+    fleets = [*trace.iterate_fleets(), (trace.ends_s, frozenset[str]())]
+    most = 0.0
+    for (at_s, vms), (until_s, _) in itertools.pairwise(fleets):
+        rates = [plan.examples_per_s for used in range(len(vms) + 1) if (plan := PLANS.best(used)) is not None]
+        most += max(rates, default=0.0) * (until_s - at_s)
+    assert goodput.find_upper_bound(trace, PLANS) == pytest.approx(most)
+
+
+def test_a_fleet_that_stays_keeps_all_but_the_launch() -> None:
+    trace = SpotTrace(events=tuple(TraceEvent(at_s=0, add=True, node=f"n{n}") for n in range(4)), until_s=1000.0)
+    found, _ = replay(replace(trace, events=(*trace.events, TraceEvent(at_s=900, add=True, node="x"))), "survivors")
+    assert found.launching_s == pytest.approx(1.7), "the state of the first generation comes from nowhere"
+    assert (found.redone_s, found.waiting_s, found.detecting_s) == (0, 0, 0)
+    assert found.examples == pytest.approx(8 * (1000 - 1.7 - found.saving_s))
+    assert found.dollars == pytest.approx((4 * 900 + 5 * 100) / 3600 * 2)
+
+
+LOSS = "\n".join([*(f"0,add,n{n}" for n in range(8)), "101700,remove,n7", "300000,add,z"])
+"""Four replicas, 3.75 s a step, from 1.7 s on, with six saves of 0.5 s: the loss is 3.25 s into the 26th step."""
+
+
+def test_a_loss_costs_the_lost_replicas_share_of_the_step() -> None:
+    found, policy = replay(parse_trace(LOSS), "survivors")
+
+    # 3.25 s of one of four replicas are run again. The others end their share 0.5 s later and wait until 4 s have
+    # passed; in place takes 0.8 s.
+    assert found.redone_s == pytest.approx(3.25 / 4, abs=1e-2)
+    assert found.detecting_s == pytest.approx(3.5, abs=1e-2)
+    assert found.morphs["in place"] == 1
+    assert "go on from step 25" in policy.reasons[1][1]
+    assert found.losses == 1
+
+
+def test_without_survivors_a_loss_costs_all_since_the_newest_checkpoint() -> None:
+    found, _ = replay(parse_trace(LOSS), "checkpoint")
+    assert found.redone_s >= 3.25
+    assert found.morphs["in place"] == 0 < found.morphs["from the store"]
+
+
+def test_sums_that_are_copied_are_not_lost() -> None:
+    found, _ = replay(parse_trace(LOSS), "design")
+    assert found.redone_s == pytest.approx(0.4 / 4, abs=1e-2), "it began 0.9 s earlier, and is 0.4 s into a step"
+    assert found.morphs["from memory"] >= 1
+    slow, _ = replay(parse_trace(LOSS), "copies")
+    assert found.examples > slow.examples
+
+
+def test_a_stage_that_nobody_has_comes_from_the_store_or_from_a_copy() -> None:
+    trace = parse_trace(
+        "\n".join([*(f"0,add,n{n}" for n in range(2)), "33000,remove,n1", "50000,add,m", "90000,add,o"])
+    )
+    found, _ = replay(trace, "survivors")
+    assert found.morphs["from the store"] == 1
+    assert found.waiting_s == pytest.approx(50 - 37, abs=0.1)
+    copied, _ = replay(trace, "copies")
+    assert copied.morphs["from memory"] == 1
+    assert copied.redone_s <= found.redone_s
+
+
+def test_growth_ends_the_step_and_loses_nothing() -> None:
+    trace = parse_trace("0,add,a\n0,add,b\n60000,add,c\n60000,add,d\n300000,add,z\n")
+
+    found, policy = replay(trace, "survivors")
+
+    assert found.morphs == {"in place": 0, "from memory": 1, "from the store": 0}
+    assert found.redone_s == pytest.approx(0, abs=1e-3)
+    # Both stages move: one to a new VM each, 100 bytes at 50/s from a holder that gives to one VM, and at once locally.
+    assert found.launching_s == pytest.approx(1.7 + 1.7 + 2.0, abs=0.01)
+    assert "a morph costs 3.7 s: 1.7 s to start and meet, 2.0 s for the state; over" in policy.reasons[1][1]
+
+
+def test_parcaes_decisions_are_followed_where_the_trace_has_them() -> None:
+    lines = [
+        [0, "add", {"nodes": ["a", "b", "c", "d"], "duration": 100000, "liveput_predict_strategy": [1, 2]}],
+        [100000, "no-op", {"nodes": [], "duration": 100000, "liveput_predict_strategy": [2, 2]}],
+    ]
+    trace = parse_trace("\n".join(map(json.dumps, lines)))
+    found, _ = replay(trace, "parcae")
+    assert sum(found.morphs.values()) == 1
+    assert found.idle_vm_hours == pytest.approx((2 * 105 + 2 * 36 - 10) / 3600, rel=0.6), "it used two VMs at first"
+    assert "parcae" not in all_policies(parse_trace(LOSS))
+
+
+def test_the_program_writes_the_share_of_the_bound_and_charts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = tmp_path / "small.json", tmp_path / "out.json"
+    trace.write_text(json.dumps({"metadata": {"gap_seconds": 900}, "data": [12, 12, 9], "prices": [1.0, 1.0, 2.0]}))
+    options = ["--trace", str(trace), "--global-batch", "512", "--json", str(out), "--charts", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["goodput.py", *options])
+    goodput.main()
+    report = json.loads(out.read_text())
+    shares = {one["policy"]: one["of_bound"] for one in report["replays"]}
+    assert set(shares) == {"varuna-2021", "checkpoint", "survivors", "copies", "design"}
+    assert all(0 < share <= 1 for share in shares.values())
+    assert shares["survivors"] > shares["varuna-2021"]
+    assert "survivors" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.glob("*.svg")} == {
+        f"goodput-small{which}.svg" for which in ("", "-hours", "-progress")
+    }
+
+    monkeypatch.setattr(sys, "argv", ["goodput.py", "--trace", "none.csv"])
+    with pytest.raises(SystemExit):
+        goodput.main()
+    assert "none.csv" in capsys.readouterr().err
+
+
+def test_a_copy_is_on_a_vm_of_another_stage() -> None:
+    plan = PLANS.shaped(2, 2, 1)
+    assert plan is not None
+    holding = jobs.Holding(plan=plan, vms=("a", "b", "c", "d"))
+    assert holding.find_holders({"a", "b"}, copies=False)
+    assert not holding.find_holders({"a", "c"}, copies=False)
+    assert holding.find_holders({"a", "c"}, copies=True)
+    assert not holding.find_holders({"a"}, copies=False)

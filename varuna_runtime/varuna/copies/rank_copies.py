@@ -1,0 +1,155 @@
+"""This rank's part in the copies of a generation: what it sends, what it keeps, and when a round begins.
+
+A round begins at the start of a step, on all ranks in the same one. The ranks agree on that in the reduction at the end
+of the step before (`BoundaryRequests.copying`): none begins as long as the copy of one is not whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import torch
+
+from varuna.checkpoint import TrainingState
+from varuna.copies.keeper import CopyKeeper
+from varuna.copies.owner import CopyOwner
+from varuna.distributed.handshake import MeetingKey
+from varuna.holdings.inventory import HeldFiles
+from varuna.worker.worker import WorkerProcess
+
+__all__ = ["RankCopies", "count_available_bytes"]
+
+_log = structlog.get_logger("varuna")
+
+_STATES = 2
+"""In memory for each state that is copied: of the newest round that is whole everywhere, and of the one under way."""
+_LARGEST_PART = 0.7
+"""Of the memory that is available: the script may need more later."""
+
+
+class RankCopies:
+    """The copies of one generation, from its making until `shut_down`."""
+
+    def __init__(
+        self,
+        worker: WorkerProcess,
+        device: torch.device,
+        *,
+        count_state_bytes: Callable[[], int],
+        is_pipeline_sending: Callable[[], bool],
+    ) -> None:
+        """All ranks of a generation whose environment has keepers make one, in the same step.
+
+        `count_state_bytes`: of this rank; 0: not known yet.
+        """
+        environment = worker.environment
+        self._worker, self._device = worker, device
+        self._count_state_bytes = count_state_bytes
+        self._is_pipeline_sending = is_pipeline_sending
+        self._key = MeetingKey.from_environment(environment)
+        self._owners = [rank for rank, keeper in enumerate(environment.keepers) if keeper == environment.rank]
+        self._owner: CopyOwner | None = None
+        self._can_keep: bool | None = None
+        """Whether this rank can take part; None: not known yet."""
+        self._keeper = self._make_keeper() if self._owners else None
+        self._is_free = False
+        self._series = 0
+        worker.departure.add_breaker(lambda _: self.shut_down())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether no rank may begin a round, because of this one."""
+        if self._can_keep is None and (state_bytes := self._count_state_bytes()):
+            self._can_keep = self._is_there_room(state_bytes)
+        return not self._can_keep or (self._owner is not None and self._owner.is_busy)
+
+    def record_agreement(self, *, is_any_busy: bool) -> None:
+        """What all ranks have agreed on at the end of a step."""
+        self._is_free = not is_any_busy
+
+    def begin_round(self, step: int, make_state: Callable[[], TrainingState]) -> None:
+        """Begins to copy the state after `step` steps, if the round before is whole on all ranks."""
+        if not self._is_free:
+            return
+        self._is_free = False
+        rank, keepers = self._worker.environment.rank, self._worker.environment.keepers
+        if rank >= len(keepers):  # another replica of its stage sends the copy
+            return
+        if self._owner is None:
+            self._owner = CopyOwner(
+                self._worker.rendezvous.store.get(_address_key(keepers[rank])).decode(),
+                self._key,
+                generation=self._worker.environment.generation,
+                rank=rank,
+                device=self._device,
+                series=self._series,
+                is_pipeline_sending=self._is_pipeline_sending,
+            )
+        self._owner.begin_round(step, make_state())
+
+    def finish_capture(self) -> None:
+        """Waits until the state may change."""
+        if self._owner is not None:
+            self._owner.finish_capture()
+
+    def list_copies(self) -> list[HeldFiles]:
+        """All states in this process's memory but the live one."""
+        kept = [] if self._keeper is None else self._keeper.list_copies()
+        return kept if self._owner is None else [*kept, *self._owner.list_copies()]
+
+    def forget_copies(self) -> None:
+        """All ranks have loaded another state."""
+        self._series += 1
+        if self._keeper is not None:
+            self._keeper.forget_copies(self._series)
+        if self._owner is not None:
+            self._owner.forget_copies(self._series)
+
+    def shut_down(self) -> None:
+        """Ends all connections. What is held stays. From any thread."""
+        if self._owner is not None:
+            self._owner.shut_down()
+        if self._keeper is not None:
+            self._keeper.shut_down()
+
+    def _make_keeper(self) -> CopyKeeper | None:
+        environment, rendezvous = self._worker.environment, self._worker.rendezvous
+        try:
+            keeper = CopyKeeper(self._owners, environment.generation, self._key, rendezvous.own_address())
+        except OSError as error:
+            _log.warning("no copies of the ranks' states are kept: there is no port for them", reason=str(error))
+            self._can_keep = False
+            return None
+        rendezvous.store.set(_address_key(environment.rank), keeper.address)
+        return keeper
+
+    def _is_there_room(self, state_bytes: int) -> bool:
+        """Stages have about the same size, so this rank's stands for those that it keeps."""
+        states = len(self._owners) + (self._worker.environment.rank < len(self._worker.environment.keepers))
+        needed, available = _STATES * states * state_bytes, count_available_bytes()
+        if available is None or needed <= _LARGEST_PART * available:
+            return True
+        _log.warning(
+            "no copies of the ranks' states are kept: there is not enough host memory on this VM",
+            needed_gib=round(needed / 2**30, 2),
+            available_gib=round(available / 2**30, 2),
+            share=_LARGEST_PART,
+        )
+        return False
+
+
+def count_available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
+    """Host memory that processes can get without swapping; None: not known."""
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _address_key(rank: int) -> str:
+    return f"copies/{rank}"

@@ -1,0 +1,117 @@
+"""The ranks of a generation give one another the sections of a state: each serves what it has, and takes what it lacks.
+
+Nothing is dropped here: every rank keeps what it gives until all have what they need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.format.manifest import FileKind
+from varuna.checkpoint.loading.loader import StagedCheckpoint, stage_state
+from varuna.checkpoint.state.rank_state import TrainingState
+from varuna.distributed.handshake import MeetingKey
+from varuna.holdings.giving import HolderServer
+from varuna.holdings.held_state import list_needed_files
+from varuna.holdings.inventory import HeldFiles, decode_inventories, encode_inventories
+from varuna.holdings.merging import MergedInventories, merge_inventories
+from varuna.holdings.taking import HeldStateReader
+from varuna.holdings.transfer_plan import RankNeeds, plan_transfers
+
+__all__ = ["StateExchange"]
+
+
+class StateExchange:
+    """One rank's part. All ranks make one, and call its methods in the same order, whatever happens to them.
+
+    What keeps one rank from going on keeps all: the methods return its reason on every rank; "" if there is none.
+    """
+
+    def __init__(self, exchange: Callable[[str, str], list[str]], *, key: MeetingKey, rank: int, host: str) -> None:
+        """`exchange`: gathers a text of each rank under a name. `rank`, `host`: of this process."""
+        self._exchange = exchange
+        self._key = key
+        self._rank = rank
+        self._host = host
+        self._server: HolderServer | None = None
+        self._merged: MergedInventories | None = None
+        self._reader: HeldStateReader | None = None
+
+    @property
+    def peer_bytes(self) -> int:
+        """What has come from other ranks."""
+        return 0 if self._reader is None else self._reader.peer_bytes
+
+    def share_inventories(self, held: HeldFiles | None, obstacle: str) -> str:
+        """Tells the others what this rank has, and serves it until `close`. `held`: None: nothing."""
+        text = ""
+        if held is not None and not obstacle:
+            try:
+                self._server = HolderServer(held, self._key, self._host)
+            except OSError as error:
+                obstacle = f"no port to give the state from: {error}"
+            else:
+                inventory = held.inventory.model_copy(update={"address": self._server.address})
+                text = encode_inventories([inventory])
+        shared = self._gather_values("inventory", {"obstacle": obstacle, "inventory": text})
+        if reason := _first_reason([one["obstacle"] for one in shared]):
+            return reason
+        try:
+            self._merged = merge_inventories(
+                inventory
+                for rank, one in enumerate(shared)
+                if one["inventory"]
+                for inventory in decode_inventories(one["inventory"], f"the inventory of rank {rank}")
+            )
+        except CheckpointError as error:
+            return str(error)
+        return _describe_registered(self._merged)
+
+    def stage_state(self, state: TrainingState | None, obstacle: str) -> tuple[StagedCheckpoint | None, str]:
+        """Makes what this rank lacks ready to be loaded into `state`; None: it lacks nothing, or has an `obstacle`."""
+        assert self._merged is not None, "inventories are shared first"
+        manifest = self._merged.manifest
+        files = [] if state is None else [entry.name for entry in list_needed_files(manifest, state)]
+        shared = self._gather_values("needs", {"obstacle": obstacle, "host": self._host, "files": files})
+        if reason := _first_reason([one["obstacle"] for one in shared]):
+            return None, reason
+        if state is None:
+            return None, ""
+        needs = {rank: RankNeeds(str(one["host"]), tuple(one["files"])) for rank, one in enumerate(shared)}
+        try:
+            plan = plan_transfers(self._merged.sources, needs)
+            own = {file: holder for (rank, file), holder in plan.items() if rank == self._rank}
+            self._reader = HeldStateReader(self._merged, own, self._key, self._host)
+            return stage_state(manifest, self._reader, state), ""
+        except CheckpointError as error:  # the others learn it in `agree`
+            return None, str(error)
+
+    def agree(self, obstacle: str) -> str:
+        """Waits until every rank has what it needs."""
+        return _first_reason([one["obstacle"] for one in self._gather_values("prepared", {"obstacle": obstacle})])
+
+    def close(self) -> None:
+        """Ends the connections."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _gather_values(self, name: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self._exchange(f"exchange/{name}", json.dumps(own))]
+
+
+def _first_reason(reasons: Sequence[str]) -> str:
+    return next((reason for reason in reasons if reason), "")
+
+
+def _describe_registered(merged: MergedInventories) -> str:
+    """What the script has registered that belongs to a rank or a section, and stays in another process."""
+    if names := sorted(merged.manifest.rank_states):
+        return f"the registered state {names[0]!r} differs between ranks"
+    if merged.manifest.files_by_name(FileKind.REGISTERED):
+        return "a registered state is keyed by names of parameters"
+    return ""

@@ -1,0 +1,238 @@
+"""Going on with another stage in the same process, or with new processes beside it.
+
+The ranks give one another the sections that they lack (`varuna.holdings.exchange`). Until all have theirs, and have
+agreed on the next step, each keeps the state of the stage that it had, so that a loss in between costs nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from varuna.assembly.assembly import stages_of
+from varuna.checkpoint import CheckpointError, LoadedCheckpoint, TrainingState
+from varuna.checkpoint.loading.loader import StagedCheckpoint
+from varuna.diagnostics.error_text import first_line
+from varuna.distributed.handshake import MeetingKey
+from varuna.holdings.exchange import StateExchange
+from varuna.holdings.inventory import HeldFiles
+from varuna.model.script_changes import ScriptChanges
+from varuna.model.tensor_swap import TensorSwap
+from varuna.optim.host_parameters import is_own_hook
+from varuna.optim.optimizers import allow_empty_stages, find_foreign_state, replace_parameters
+from varuna.optim.parameter_updater import ParameterUpdater
+from varuna.optim.split_check import check_splittable
+from varuna.partition import ModelMap, Stage, recut_stage
+from varuna.partition.tracing.retracer import Retracer
+from varuna.roles.checkpoints import TrainingCheckpoints
+from varuna.roles.giving import hold_state
+from varuna.worker.worker import WorkerProcess
+from varuna_proto.environment import WorkerEnvironment
+
+__all__ = ["StageMove", "StageParts", "find_stage_obstacle", "take_state"]
+
+_NAMED = 3
+"""The most names in a reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """The parts of a training that know its stage."""
+
+    updater: ParameterUpdater
+    swap: TensorSwap
+    changes: ScriptChanges
+    retracer: Retracer
+    checkpoints: TrainingCheckpoints
+
+
+def find_stage_obstacle(parts: StageParts, stage: Stage) -> str:
+    """What the script does because of which its processes cannot take other stages; empty: nothing is known."""
+    for optimizer in parts.updater.optimizers:
+        if kept := find_foreign_state(optimizer):
+            return f"{type(optimizer).__name__} keeps {kept}; state by parameter can move"
+    for name, parameter in [*stage.parameters.items(), *parts.swap.parameters.items()]:
+        if any(not is_own_hook(hook) for hook in (parameter._backward_hooks or {}).values()):
+            return f"{name} has a gradient hook of the script"
+    return ""
+
+
+class StageMove:
+    """One rank's move to another stage. All ranks make one, and call its methods in the same order."""
+
+    def __init__(self, worker: WorkerProcess, parts: StageParts, device: torch.device) -> None:
+        """`worker`: in the generation whose ranks move."""
+        self._worker, self._parts, self._device = worker, parts, device
+        self._exchange = _make_exchange(worker)
+        self._before: dict[str, nn.Parameter] = {}
+        """The parameters that the script had, by name."""
+
+    @property
+    def peer_bytes(self) -> int:
+        return self._exchange.peer_bytes
+
+    def share_state(self, stage: Stage, step: int, before: WorkerEnvironment) -> tuple[HeldFiles | None, str]:
+        """Offers what this rank, with `stage`, holds after `step` steps. Nothing changes.
+
+        `before`: of the rank that this process was. Returns what it holds, and why the ranks cannot move; empty: they
+        can.
+        """
+        state = self._parts.checkpoints.training_state()
+        held: HeldFiles | None = None
+        obstacle = find_stage_obstacle(self._parts, stage)
+        try:
+            if not obstacle:
+                self._check_optimizers()
+                held = hold_state(state, step, own=before, published_as=self._worker.environment.rank)
+        except (CheckpointError, ValueError) as error:
+            obstacle = str(error)
+        return held, self._exchange.share_inventories(held, obstacle)
+
+    def _check_optimizers(self) -> None:
+        environment, parts = self._worker.environment, self._parts
+        sections = parts.checkpoints.held.section_count
+        for optimizer in parts.updater.optimizers:
+            check_splittable(optimizer, environment, sections)
+
+    def take_stage(self, before: Stage, model_map: ModelMap) -> tuple[Stage | None, str]:
+        """Makes another stage of `before`, of which nothing may be in use, and fills it.
+
+        Returns it when all ranks have theirs, or else the reason. Then nothing of either stage is of use here, but what
+        `share_state` has returned.
+        """
+        taken: Stage | None = None
+        state: TrainingState | None = None
+        left: list[tuple[str, weakref.ref[Tensor]]] = []
+        obstacle = ""
+        try:
+            taken, state, left = self._recut(before, model_map)
+        except Exception as error:  # the script's classes may raise anything, and memory may be short
+            obstacle = first_line(error) or type(error).__name__
+        del before
+        staged, reason = self._exchange.stage_state(state, obstacle)
+        if staged is not None:
+            try:
+                reason = self._fill(staged, left)
+            except Exception as error:
+                reason = first_line(error) or type(error).__name__
+        reason = self._exchange.agree(reason)
+        return (None, reason) if reason else (taken, "")
+
+    def keep_stage(self) -> str:
+        """As `take_stage`, where this rank and all that were there before keep their stages, and new ones take theirs.
+
+        Returns why these cannot; empty: they have.
+        """
+        _, reason = self._exchange.stage_state(None, "")
+        return self._exchange.agree(reason)
+
+    def close(self) -> None:
+        """Ends the connections of the exchange."""
+        self._exchange.close()
+
+    def _recut(
+        self, before: Stage, model_map: ModelMap
+    ) -> tuple[Stage, TrainingState, list[tuple[str, weakref.ref[Tensor]]]]:
+        """The new stage, the part of its state that this process lacks, and the tensors that it has no use for."""
+        worker, parts = self._worker, self._parts
+        updater, checkpoints = parts.updater, parts.checkpoints
+        host, average = updater.host, updater.average
+        had = set(checkpoints.held.tensors)
+        self._before = parts.swap.parameters
+        stages = stages_of(worker, len(model_map.sections))
+        for parameter in before.parameters.values():
+            parameter.grad = None
+        parts.swap.hold_pass_tensors()
+        stage = recut_stage(
+            before,
+            parts.retracer.skeleton,
+            model_map,
+            stages[worker.topology.stage],
+            trains=parts.changes.trains,
+        )
+        if worker.topology.p > 1:
+            allow_empty_stages(self._optimizer_device)
+        if host is not None:
+            host.follow_stage(stage.parameters)
+        parameters = stage.parameters if host is None else host.parameters
+        if average is not None:
+            average.follow_stage(parameters)
+        updater.follow_stage(stage.parameters, parameters)
+        left = parts.swap.follow_stage(stage, parameters)
+        parts.changes.follow_stage(stage.parameters, parameters)
+        parts.retracer.follow_stages(stages)
+        checkpoints.follow_stage(stage)
+        checkpoints.hold_stage(model_map)
+        state = checkpoints.training_state()
+        lacking = replace(
+            state,
+            parameters={name: x for name, x in state.parameters.items() if name not in had},
+            buffers={name: x for name, x in state.buffers.items() if name not in had},
+            averages={name: x for name, x in state.averages.items() if name not in had},
+        )
+        return stage, lacking, left
+
+    def _fill(self, staged: StagedCheckpoint, left: Iterable[tuple[str, weakref.ref[Tensor]]]) -> str:
+        """Gives the optimizers the new stage's parameters, and fills what is lacking; returns why that cannot be."""
+        parts = self._parts
+        updater = parts.updater
+        members = staged.loaded.options.find_members(updater.optimizers)
+        replace_parameters(updater.optimizers, members, self._before, parts.swap.parameters, self._optimizer_device)
+        self._before = {}
+        if kept := _find_kept(left):
+            more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
+            return (
+                f"the script or a module keeps {', '.join(kept[:_NAMED])}{more} in variables of its own; without them, "
+                "model.named_parameters() gives the present ones"
+            )
+        staged.fill_state()
+        return ""
+
+    @property
+    def _optimizer_device(self) -> torch.device:
+        return self._device if self._parts.updater.host is None else torch.device("cpu")
+
+
+def take_state(worker: WorkerProcess, state: TrainingState) -> tuple[LoadedCheckpoint | None, str]:
+    """A new process's part where the others make a `StageMove`: fills `state` with what they hold.
+
+    Returns what was loaded, or None and the reason, which all ranks get.
+    """
+    exchange = _make_exchange(worker)
+    loaded: LoadedCheckpoint | None = None
+    try:
+        reason = exchange.share_inventories(None, "")
+        if reason:
+            return None, reason
+        staged, reason = exchange.stage_state(state, "")
+        if staged is not None:
+            try:
+                loaded = staged.fill_state()
+            except CheckpointError as error:
+                reason = str(error)
+        reason = exchange.agree(reason)
+    finally:
+        exchange.close()
+    return (None, reason) if reason else (loaded, "")
+
+
+def _make_exchange(worker: WorkerProcess) -> StateExchange:
+    return StateExchange(
+        lambda name, own: worker.rendezvous.exchange_values(name, worker.topology.everyone, own),
+        key=MeetingKey.from_environment(worker.environment),
+        rank=worker.environment.rank,
+        host=worker.rendezvous.own_address(),
+    )
+
+
+def _find_kept(left: Iterable[tuple[str, weakref.ref[Tensor]]]) -> list[str]:
+    """The names of tensors that somebody keeps, though nothing trains them any longer."""
+    left = list(left)
+    if any(reference() is not None for _, reference in left):
+        gc.collect()  # exceptions of the ended generation may hold frames in cycles
+    return list(dict.fromkeys(name for name, reference in left if reference() is not None))
