@@ -69,13 +69,19 @@ def _list_whole_lines(text: str) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def find_gap(lines: Sequence[StepLine], killed_at: float) -> Gap:
-    """Raises ValueError if there is no step before the kill, or none after it."""
+def find_gap(lines: Sequence[StepLine], killed_at: float, recovered_step: int) -> Gap:
+    """The longest time without a step between a kill and the end of `recovered_step`, the first step after it that
+    training went on with: a machine that stands still in a later step says nothing about the kill.
+
+    Raises ValueError if there is no step before the kill, or that step has not ended after it.
+    """
     before = [line for line in lines if line.at <= killed_at]
     after = [line for line in lines if line.at > killed_at]
-    if not before or not after:
+    # The last worker's line: the first may be of workers that ended this step without the lost one, and do it again.
+    end = max((index for index, line in enumerate(after, 1) if line.step == recovered_step), default=0)
+    if not before or not end:
         raise ValueError("no steps on both sides of the kill")
-    around = [before[-1], *after]
+    around = [before[-1], *after[:end]]
     at = max(range(1, len(around)), key=lambda index: around[index].at - around[index - 1].at)
     last_step = max(line.step for line in [*before, *around[:at]])
     return Gap(around[at].at - around[at - 1].at, last_step, around[at].step, around[at].at)

@@ -75,7 +75,7 @@ def run_peer_trial(peer: Peer, size: ModelSize, options: TrialOptions) -> dict[s
         discarded = folder / "discarded"
         lost = parse_record(discarded.read_text()) if discarded.exists() else []
         processes.end_all()
-    gap = find_gap(lines, killed_at)
+    gap = find_gap(lines, killed_at, last + 1)
     after_s = median_step_s([line for line in lines if line.at > killed_at and line.step >= gap.next_step])
     return {
         "kill_at": options.kill_at,

@@ -192,10 +192,10 @@ class _Trial:
             before_s, killed_at, saved = self._kill_vm(generation)
             follower = wait_for(lambda: self._find_generation(generation["number"]), "training after the kill")
             enough = follower["resumed_step"] + 1 + self._options.steps_after
-            wait_for(lambda: self._has_steps(killed_at, enough), "steps after the kill")
+            wait_for(lambda: self._has_made(enough, killed_at), "steps after the kill")
         lines = self._read_lines()
         waits = parse_activity(self._activity.read_text())
-        gap = find_gap(lines, killed_at)
+        gap = find_gap(lines, killed_at, follower["resumed_step"] + 1)
         loaded = [each for each in self._client.checkpoints(self._job) if each["step"] == follower["resumed_step"]]
         after_s = median_step_s([line for line in lines if line.at > killed_at and line.step >= gap.next_step])
         came_from = follower["state_from"] or {}
@@ -290,6 +290,10 @@ class _Trial:
     def _has_steps(self, since: float, step: int) -> bool:
         """Whether a worker has ended this step or a later one since then."""
         return any(line.step >= step and line.at > since for line in self._read_lines())
+
+    def _has_made(self, step: int, since: float) -> bool:
+        """As `_has_steps`, but this very step: a worker that the kill did not reach may end later ones first."""
+        return any(line.step == step and line.at > since for line in self._read_lines())
 
 
 def _summarize_morph(generation: GenerationDocument) -> dict[str, Any]:

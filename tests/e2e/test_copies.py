@@ -65,7 +65,7 @@ def test_the_loss_of_a_vm_costs_no_section(tmp_path: Path) -> None:
             second = wait_until(lambda: find_training(client, job, first["number"], steps=1), "a step after the loss")
             assert lost not in {place["vm_id"] for place in second["placement"]}
             assert second["state_from"] is not None
-            assert second["state_from"]["peers"] > 0
+            assert second["state_from"]["peers"] > 0, second
             assert second["state_from"]["store"] == 0, second
             events = client.events(job=job, kind=["generation_started"])
             [started] = [event for event in events if event["generation"] == first["number"]]

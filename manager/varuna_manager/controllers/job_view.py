@@ -361,6 +361,7 @@ class SnapshotLoader:
             last_step=progress.last_step,
             in_place=facts.in_place,
             holders=held.holders,
+            keepers=tuple(facts.keepers or ()),
             stop=held.stop,
             ended_at=facts.ended_at,
             end_cause=facts.cause_of_end,

@@ -6,11 +6,13 @@ them, the new ones take the state from them: no committed step is lost, and noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from varuna_manager.domain.clock import is_within
-from varuna_manager.domain.observed import GenerationView, Holder, Holders, Rules, Vms, WorkerView
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, KeptCopy, Rules, Vms, WorkerView
 from varuna_manager.domain.other_stages import find_unmoved
 from varuna_manager.domain.reshaping import LOSES_RANKS, assume_held, is_unmoved, keeps_state, list_held_steps
 from varuna_manager.domain.states import GenerationKind, StopMode, VmState
@@ -43,6 +45,42 @@ def find_holders(
 
     `are_in_memory`: the workers have ended, and what they held is in their VMs' memory (a job that failed).
     """
+    found = _find_held(now, ended, placement, vms, rules, are_in_memory=are_in_memory)
+    return None if found is None else found.holders
+
+
+def may_find_holders(
+    now: float,
+    ended: GenerationView,
+    missing: Collection[WorkerView],
+    placement: Iterable[Device],
+    vms: Vms,
+    rules: Rules,
+) -> bool:
+    """Whether there are holders, of a newer step than without them, if the `missing` workers report what they may hold:
+    the newest state of all, and copies of the steps that others report."""
+    assumed = replace(ended, workers=_assume_copies(ended, assume_held(ended.workers, missing, now), missing))
+    hoped = _find_held(now, assumed, placement, vms, rules)
+    found = _find_held(now, ended, placement, vms, rules)
+    return hoped is not None and (found is None or hoped.step > found.step)
+
+
+class _Held(NamedTuple):
+    step: int
+    """Where it is not known, more than any."""
+    holders: Holders
+
+
+def _find_held(
+    now: float,
+    ended: GenerationView,
+    placement: Iterable[Device],
+    vms: Vms,
+    rules: Rules,
+    *,
+    are_in_memory: bool = False,
+) -> _Held | None:
+    """As `find_holders`."""
     if ended.kind is not GenerationKind.TRAINING or ended.plan is None or not keeps_state(ended.end_cause):
         return None
     usable = {device.vm_id for device in placement if vms[device.vm_id].state is VmState.READY}
@@ -53,7 +91,8 @@ def find_holders(
         return holder.vm_id in usable and is_within(now, holder.held_at, kept_s)
 
     if is_unmoved(ended):
-        return find_unmoved(ended, is_there)
+        unmoved = find_unmoved(ended, is_there)
+        return None if unmoved is None else _Held(sys.maxsize, unmoved)
     is_fault = ended.last_step is None and ended.end_cause not in LOSES_RANKS
     if any(worker.held_step is not None for worker in ended.workers):
         is_in_vain = is_fault and (ended.in_place or ended.holders is not None)
@@ -65,36 +104,44 @@ def find_holders(
         return None
     left = tuple(filter(is_there, earlier.members))
     is_whole = _list_stages(left) == _list_stages(earlier.members)
-    return replace(earlier, members=left) if is_whole else None
+    return _Held(sys.maxsize, replace(earlier, members=left)) if is_whole else None
 
 
-def may_find_holders(
-    now: float,
-    ended: GenerationView,
-    missing: Collection[WorkerView],
-    placement: Iterable[Device],
-    vms: Vms,
-    rules: Rules,
-) -> bool:
-    """Whether there are holders if the `missing` workers report that they hold the newest state."""
-    workers = assume_held(ended.workers, missing, now)
-    return find_holders(now, replace(ended, workers=workers), placement, vms, rules) is not None
+def _assume_copies(
+    ended: GenerationView, workers: Sequence[WorkerView], missing: Collection[WorkerView]
+) -> tuple[WorkerView, ...]:
+    """The workers as they will be if the missing ones, which they stand for by their ranks, hold all copies that they
+    may have: of their own state, if another rank keeps one, and of those that they keep."""
+    ranks = {worker.rank for worker in missing}
+    steps = _list_steps(workers)
+
+    def assume(worker: WorkerView) -> WorkerView:
+        copied = [of for of, keeper in enumerate(ended.keepers) if worker.rank in (of, keeper)]
+        return replace(worker, held_copies=tuple(KeptCopy(of, step) for of in copied for step in steps))
+
+    return tuple(assume(worker) if worker.rank in ranks else worker for worker in workers)
 
 
-def _find_members(ended: GenerationView, p: int, is_there: Callable[[Holder], bool]) -> Holders | None:
+def _list_steps(workers: Iterable[WorkerView]) -> list[int]:
+    """The steps of which they hold something, the newest first."""
+    workers = list(workers)
+    of_copies = {copy.step for worker in workers for copy in worker.held_copies}
+    return sorted({*list_held_steps(workers), *of_copies}, reverse=True)
+
+
+def _find_members(ended: GenerationView, p: int, is_there: Callable[[Holder], bool]) -> _Held | None:
     """The ended generation's workers that hold the newest step for which all stages have one, or a copy."""
     there = [
         worker
         for worker in sorted(ended.workers, key=lambda worker: worker.rank)
         if worker.held_step is not None and is_there(_make_holder(worker, p, ()))
     ]
-    of_copies = {copy.step for worker in there for copy in worker.held_copies}
-    for step in sorted({*list_held_steps(ended.workers), *of_copies}, reverse=True):
+    for step in _list_steps(there):
         members = tuple(
             _make_holder(worker, p, stages) for worker in there if (stages := _list_held_stages(worker, p, step))
         )
         if len(_list_stages(members)) == p:
-            return Holders(generation=ended.number, members=members)
+            return _Held(step, Holders(generation=ended.number, members=members))
     return None
 
 

@@ -376,6 +376,8 @@ class GenerationView:
     holders: Holders | None = None
     """The processes that give it their state; None: it goes on with the stages that its processes have, or from a
     checkpoint. In place, they are its own, by their ranks in it, with the stages that they had before."""
+    keepers: tuple[int, ...] = ()
+    """By stage: the rank that keeps a copy of its first replica's state (`domain.keepers`). Empty: no copies."""
     stop: StopView | None = None
     ended_at: float | None = None
     end_cause: EndCause | None = None

@@ -310,7 +310,7 @@ def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *,
         if moved is not None:
             return _start(now, moved, vms)
         holders = find_holders(now, before, proposal.placement, vms, rules)
-        if holders is None and is_within(now, before.ended_at or 0.0, rules.survivors_wait_s):
+        if is_within(now, before.ended_at or 0.0, rules.survivors_wait_s):
             missing = _list_missing_survivors(now, job, before, vms, rules)
             if missing and may_find_holders(now, before, missing, proposal.placement, vms, rules):
                 text = f"{before.end_reason}: waiting for workers that may hold its state"

@@ -23,26 +23,32 @@ def record(*steps: tuple[int, float]) -> list[figures.StepLine]:
 
 
 def test_a_gap_in_place_redoes_nothing() -> None:
-    gap = figures.find_gap(record((1, 1.0), (2, 2.0), (3, 3.7), (4, 4.7)), killed_at=2.5)
+    gap = figures.find_gap(record((1, 1.0), (2, 2.0), (3, 3.7), (4, 4.7)), killed_at=2.5, recovered_step=3)
     assert gap == pytest.approx((1.7, 2, 3, 3.7))
     assert gap.steps_redone == 0
 
 
 def test_a_restart_redoes_the_steps_after_its_checkpoint() -> None:
-    gap = figures.find_gap(record((1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0), (3, 10.0), (4, 11.0)), killed_at=3.5)
+    lines = record((1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0), (3, 10.0), (4, 11.0))
+    gap = figures.find_gap(lines, killed_at=3.5, recovered_step=2)
     assert gap == pytest.approx((6.0, 3, 2, 9.0))
     assert gap.steps_redone == 2
 
 
 def test_the_step_under_way_may_still_end_after_the_kill() -> None:
-    gap = figures.find_gap(record((1, 1.0), (2, 2.0), (3, 3.0), (3, 9.0)), killed_at=2.9)
+    gap = figures.find_gap(record((1, 1.0), (2, 2.0), (3, 3.0), (3, 9.0)), killed_at=2.9, recovered_step=3)
     assert gap == pytest.approx((6.0, 3, 3, 9.0))
     assert gap.steps_redone == 1
 
 
+def test_a_machine_that_stands_still_later_is_not_the_gap() -> None:
+    gap = figures.find_gap(record((1, 1.0), (2, 2.0), (3, 3.7), (4, 90.0)), killed_at=2.5, recovered_step=3)
+    assert gap == pytest.approx((1.7, 2, 3, 3.7))
+
+
 def test_there_is_no_gap_without_steps_on_both_sides() -> None:
     with pytest.raises(ValueError, match="no steps on both sides"):
-        figures.find_gap(record((1, 1.0)), killed_at=2.0)
+        figures.find_gap(record((1, 1.0)), killed_at=2.0, recovered_step=2)
 
 
 def test_the_duration_of_a_step_is_that_of_the_newest_ones() -> None:

@@ -324,3 +324,48 @@ def test_a_job_does_not_wait_for_an_agent_if_others_have_all_stages() -> None:
     away = replace(vm("a"), connected=False)
     others = (holds(1, "b"), holds(2, "c"), holds(3, "d"))
     assert ranks(start_of(agent_ended(5.0, *others), away, vm("b"), vm("c"), vm("d"))) == [1, 2, 3]
+
+
+COPIED = {"plan": ONE_EACH, "keepers": (1, 2, 0)}
+"""One replica; rank 1 keeps a copy of the first stage, rank 2 of the second, rank 0 of the third."""
+
+
+@pytest.mark.parametrize(
+    "survivors",
+    [
+        (worker(0, "a"), worker(2, "c")),
+        (keeps(0, "a", 7, (0, 6), (2, 6)), worker(2, "c")),
+        (worker(0, "a"), keeps(2, "c", 7, (1, 6), (2, 6))),
+    ],
+)
+def test_it_waits_for_reports_of_copies(survivors: tuple[WorkerView, WorkerView]) -> None:
+    """The manager may see that a VM is gone before the survivors have left their generation."""
+    first, last = survivors
+    lost = ended(first, worker(1, "b", ExitCause.VM_GONE), last, **COPIED)
+    waiting = decide(view(lost, (vm("a"), vm("c"))), vm("a"), vm("c"), now=NOW + 1.0)
+    assert not waiting.actions
+    assert "waiting for workers that may hold its state" in waiting.reason
+
+
+def test_it_does_not_wait_for_copies_that_nobody_keeps() -> None:
+    gone = worker(1, "b", ExitCause.VM_GONE)
+    for lost in (
+        ended(worker(0, "a"), gone, worker(2, "c"), plan=ONE_EACH),
+        ended(worker(0, "a"), gone, worker(2, "c", ExitCause.VM_GONE), **COPIED),
+        ended(keeps(0, "a", 7, (0, 6), (2, 6)), gone, keeps(2, "c", 7), **COPIED),
+    ):
+        assert start_of(lost, vm("a"), vm("c"))
+
+
+def test_it_waits_for_a_newer_step_than_that_of_copies() -> None:
+    lost = ended(
+        keeps(0, "a", 7, (0, 5), (1, 5)),
+        worker(1, "b"),
+        holds(2, "c", 7),
+        worker(3, "d", ExitCause.VM_GONE),
+        keepers=(1, 0),
+    )
+    there = tuple(one for one in FOUR if one.id != "d")
+    waiting = decide(view(lost, there), *there, now=NOW + 1.0)
+    assert not waiting.actions
+    assert ranks(start_of(lost, *there, now=NOW + RULES.survivors_wait_s)) == [0]
