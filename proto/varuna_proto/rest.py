@@ -226,6 +226,8 @@ class GenerationDocument(TypedDict):
     workers: list[WorkerDocument]
     keepers: list[int]
     """By stage: the rank that keeps a copy of the state of its rank in the first replica; empty: no copies are kept."""
+    copied_step: int | None
+    """The newest step of which the keepers have a copy of every stage; null: none is known."""
     reason: str
     kind_of_morph: str | None
     """reshape: its workers are processes of the generation before, which kept their state; restart: they are new

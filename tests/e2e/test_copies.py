@@ -60,6 +60,8 @@ def test_the_loss_of_a_vm_costs_no_section(tmp_path: Path) -> None:
             spec = {"name": "one", "workdir": str(tmp_path), "run": f"{sys.executable} train.py", "global_batch": 4}
             job = client.submit({**spec, "plan": {"p": 3, "d": 1}, "copies": "auto"})["id"]  # type: ignore[typeddict-item]
             first = wait_until(lambda: find_training(client, job, 0, steps=20), "twenty steps")
+            first = wait_until(lambda: find_copied(client, job, first["number"]), "copies of all stages")
+            assert 0 < first["copied_step"] < first["last_step"]  # type: ignore[operator]
             lost = first["placement"][1]["vm_id"]
             kill_vm(client, lost)
             second = wait_until(lambda: find_training(client, job, first["number"], steps=1), "a step after the loss")
@@ -85,6 +87,12 @@ def find_training(client: Client, job: str, after: int, *, steps: int) -> Genera
         if is_later and (generation["last_step"] or 0) >= (generation["resumed_step"] or 0) + steps:
             return generation
     return None
+
+
+def find_copied(client: Client, job: str, number: int) -> GenerationDocument | None:
+    """The generation, once other VMs have copies of all its stages."""
+    [generation] = [one for one in client.generations(job) if one["number"] == number]
+    return generation if generation["copied_step"] else None
 
 
 def kill_vm(client: Client, vm_id: str) -> None:

@@ -513,6 +513,7 @@ class HostedWorkers:
             examples=done.examples,
             skipped=done.skipped,
             between=done.between,
+            copied_step=done.copied_step,
         )
         self._reports.add_step(worker.key, result)
         if not worker.has_reported_step:

@@ -230,7 +230,14 @@ def render_keepers(generation: Mapping[str, Any]) -> str:
     if not vm_of:
         return f"{len(keepers)} stages have copies" if keepers else ""
     kept = [f"{stage} ({vm_of.get(stage)} → {vm_of.get(keeper)})" for stage, keeper in enumerate(keepers)]
-    return f"copies of stages {', '.join(kept)}" if kept else ""
+    return f"copies of stages {', '.join(kept)}: {_render_copied_step(generation)}" if kept else ""
+
+
+def _render_copied_step(generation: Mapping[str, Any]) -> str:
+    copied, last = generation.get("copied_step"), generation.get("last_step")
+    if copied is None:
+        return "none is whole yet"
+    return f"whole at step {copied} of {last}" if generation["state"] == "running" else f"whole at step {copied}"
 
 
 def plan_section(plan: PlanRecordDocument) -> RenderableType:

@@ -175,6 +175,8 @@ class GenerationRow(_Living, Base):
     last_step: Mapped[int | None]
     last_loss: Mapped[float | None]
     last_step_at: Mapped[float | None]
+    copied_step: Mapped[int | None]
+    """The newest step of which other VMs keep a copy of every stage. Null: none is known."""
     seconds_without_progress: Mapped[float | None]
     steps_redone: Mapped[int | None]
     micro_batches_redone: Mapped[int | None]

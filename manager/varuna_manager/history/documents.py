@@ -77,6 +77,7 @@ def make_generation_document(
         "resumed_step": generation.resumed_step,
         "last_step": generation.last_step,
         "last_step_at": format_time(generation.last_step_at),
+        "copied_step": generation.copied_step,
         "last_loss": generation.last_loss,
         "seconds_without_progress": generation.seconds_without_progress,
         "steps_redone": generation.steps_redone,

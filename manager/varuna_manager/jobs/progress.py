@@ -113,6 +113,7 @@ class Progress:
             last_step=last.step,
             last_loss=_number_or_none(last.loss),
             last_step_at=now,
+            copied_step=last.copied_step or None,
             between_s=_add_between(generation, steps),
         )
         first = min(steps) if generation.last_step is None else generation.last_step + 1

@@ -965,6 +965,7 @@ class StepResult(_message.Message):
     EXAMPLES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     BETWEEN_FIELD_NUMBER: _builtins.int
+    COPIED_STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1"""
     loss: _builtins.float
@@ -974,6 +975,8 @@ class StepResult(_message.Message):
     examples: _builtins.int
     skipped: _builtins.bool
     """the loss or a gradient was not finite, so the step updated nothing"""
+    copied_step: _builtins.int
+    """as in the worker's StepDone"""
     @_builtins.property
     def between(self) -> Global___BetweenSteps:
         """the part of step_us that lies before the passes"""
@@ -987,10 +990,11 @@ class StepResult(_message.Message):
         examples: _builtins.int = ...,
         skipped: _builtins.bool = ...,
         between: Global___BetweenSteps | None = ...,
+        copied_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["between", b"between"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["between", b"between", "examples", b"examples", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["between", b"between", "copied_step", b"copied_step", "examples", b"examples", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -548,6 +548,7 @@ class StepDone(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     BETWEEN_FIELD_NUMBER: _builtins.int
+    COPIED_STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1"""
     loss: _builtins.float
@@ -563,6 +564,8 @@ class StepDone(_message.Message):
     memory_bytes: _builtins.int
     skipped: _builtins.bool
     """the loss or a gradient was not finite, so the step updated nothing"""
+    copied_step: _builtins.int
+    """the newest step whose state has a whole copy of each rank's; 0: none"""
     @_builtins.property
     def between(self) -> _agent_pb2.BetweenSteps:
         """the part of step_us that lies before the passes"""
@@ -580,10 +583,11 @@ class StepDone(_message.Message):
         memory_bytes: _builtins.int = ...,
         skipped: _builtins.bool = ...,
         between: _agent_pb2.BetweenSteps | None = ...,
+        copied_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["between", b"between"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "between", b"between", "examples", b"examples", "forward_us", b"forward_us", "loss", b"loss", "memory_bytes", b"memory_bytes", "skipped", b"skipped", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "between", b"between", "copied_step", b"copied_step", "examples", b"examples", "forward_us", b"forward_us", "loss", b"loss", "memory_bytes", b"memory_bytes", "skipped", b"skipped", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from rich.console import Console, RenderableType
 from job_documents import JOB
 from varuna_client.commands.options import render_plain
 from varuna_client.text import render
-from varuna_client.text.pages import JobParts, job_page
+from varuna_client.text.pages import JobParts, job_page, render_keepers
 from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationState, JobState, VmState
 from varuna_proto.rest import (
     END_STATES,
@@ -226,3 +227,18 @@ def test_sizes_and_times_for_people() -> None:
     assert [render.rate(each) for each in (None, 0.1234, 19.27, 4123.4)] == ["-", "0.123", "19.3", "4,123"]
     assert render.clock(None) == "-"
     assert render.clock("2023-11-14T22:13:20+00:00") == render.clock("2023-11-14T23:13:20+01:00")
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"keepers": []}, ""),
+        ({"copied_step": None}, "copies of stages 0 (a → b), 1 (b → a): none is whole yet"),
+        ({"copied_step": 41}, "copies of stages 0 (a → b), 1 (b → a): whole at step 41 of 43"),
+        ({"copied_step": 41, "state": "ended"}, "copies of stages 0 (a → b), 1 (b → a): whole at step 41"),
+    ],
+)
+def test_it_says_who_keeps_which_copy_and_of_which_step(found: dict[str, Any], text: str) -> None:
+    placement = [{"rank": rank, "vm_id": vm_id, "local_rank": 0} for rank, vm_id in enumerate("ab")]
+    generation = {"state": "running", "placement": placement, "keepers": [1, 0], "copied_step": None, "last_step": 43}
+    assert render_keepers({**generation, **found}) == text

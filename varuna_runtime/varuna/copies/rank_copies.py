@@ -55,6 +55,9 @@ class RankCopies:
         """Whether this rank can take part; None: not known yet."""
         self._keeper = self._make_keeper() if self._owners else None
         self._is_free = False
+        self._round_step = 0
+        self.whole_step = 0
+        """The newest step of which the copies of all ranks are known to be whole; 0: there is none."""
         self._series = 0
         worker.departure.add_breaker(lambda _: self.shut_down())
 
@@ -68,12 +71,15 @@ class RankCopies:
     def record_agreement(self, *, is_any_busy: bool) -> None:
         """What all ranks have agreed on at the end of a step."""
         self._is_free = not is_any_busy
+        if self._is_free:
+            self.whole_step = self._round_step
 
     def begin_round(self, step: int, make_state: Callable[[], TrainingState]) -> None:
         """Begins to copy the state after `step` steps, if the round before is whole on all ranks."""
         if not self._is_free:
             return
         self._is_free = False
+        self._round_step = step
         rank, keepers = self._worker.environment.rank, self._worker.environment.keepers
         if rank >= len(keepers):  # another replica of its stage sends the copy
             return
@@ -102,6 +108,7 @@ class RankCopies:
     def forget_copies(self) -> None:
         """All ranks have loaded another state."""
         self._series += 1
+        self._round_step = self.whole_step = 0
         if self._keeper is not None:
             self._keeper.forget_copies(self._series)
         if self._owner is not None:

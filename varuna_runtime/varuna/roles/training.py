@@ -336,6 +336,7 @@ class TrainingRole:
             times=times,
             device=self._device,
             skipped=skipped,
+            copied_step=0 if self._copies is None else self._copies.whole_step,
         )
         self._scalars.write_step(
             number, totals.loss, times.whole_ns / 1e9, examples=totals.examples, optimizers=self._updater.optimizers

@@ -134,8 +134,12 @@ class WorkerProcess:
         times: StepTimes,
         device: torch.device,
         skipped: bool = False,
+        copied_step: int = 0,
     ) -> None:
-        """Reports a finished step to the agent. `skipped`: its gradient was not finite, so it has updated nothing."""
+        """Reports a finished step to the agent. `skipped`: its gradient was not finite, so it has updated nothing.
+
+        `copied_step`: the newest step whose state other VMs have a whole copy of; 0: none.
+        """
         self.link.report_step(
             worker_pb2.StepDone(
                 step=step,
@@ -153,6 +157,7 @@ class WorkerProcess:
                     checkpoint_us=times.checkpoint_ns // 1000,
                     script_us=times.script_ns // 1000,
                 ),
+                copied_step=copied_step,
             )
         )
         self.spans.end_start(step, times.call_ns / 1e9)

@@ -99,6 +99,7 @@ _GENERATION = {
     "placement": [{"rank": 0, "vm_id": "vm-12", "local_rank": 0}],
     "workers": [_WORKER],
     "keepers": [],
+    "copied_step": None,
     "reason": "VM vm-11 is gone: 4 GPUs are left",
     "kind_of_morph": "restart",
     "state_from": {"kept": 0, "peers": 0, "store": 1_500_000_000},

@@ -99,7 +99,7 @@ export function generationsTable() {
       put(note, `${Math.max(0, training - 1)} morphs`);
       list.fill(generations.slice(-200).reverse().map((one) => [one.number, one.kind, state(one.state), shape(one.p, one.d), clock(one.created_at),
         one.resumed_step === null || one.last_step === null ? "–" : `${count(one.resumed_step + 1)}–${count(one.last_step)}`, loss(one.last_loss),
-        downtime(one), one.steps_redone, one.reason + morph(one), one.end_reason ?? (one.stop_cause ? `stopping: ${one.stop_cause.replaceAll("_", " ")}` : "–")]));
+        downtime(one), one.steps_redone, one.reason + morph(one) + copies(one), one.end_reason ?? (one.stop_cause ? `stopping: ${one.stop_cause.replaceAll("_", " ")}` : "–")]));
     },
   };
 }
@@ -110,6 +110,12 @@ function morph(one) {
   const parts = [one.kind_of_morph === "reshape" ? "in place" : one.kind_of_morph, redone(one), kept && `${bytes(kept)} kept in memory`,
     peers && `${bytes(peers)} from memory`, store && `${bytes(store)} from a checkpoint`].filter(Boolean);
   return parts.length ? ` (${parts.join(", ")})` : "";
+}
+
+/** Whether other VMs keep copies of its stages, and of which step. */
+function copies(one) {
+  if (!one.keepers.length) return "";
+  return one.copied_step === null ? "; no copy of its stages is whole yet" : `; copies of its stages are whole at step ${count(one.copied_step)}`;
 }
 
 function redone(one) {
