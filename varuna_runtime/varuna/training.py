@@ -25,7 +25,8 @@ from varuna.partition.model_io.example_inputs import example_maker
 from varuna.roles.calibration import CalibrationRole
 from varuna.roles.inspection import InspectionRole
 from varuna.roles.role import VarunaRole
-from varuna.roles.training import TrainingOptions, TrainingRole
+from varuna.roles.training import TrainingRole
+from varuna.roles.training_parts import TrainingOptions
 from varuna.roles.wrapped_model import ModelOptions, trace_model, wrap_model
 from varuna.worker.newcomer import Newcomer
 from varuna.worker.worker import WorkerProcess
@@ -158,8 +159,7 @@ class Varuna(ModuleView):
                 from_cache=from_cache,
             )
         else:
-            self._role = TrainingRole(wrapped, seed, options, scalars)
-            self._role.follow_surface = self._set_surface
+            self._role = TrainingRole(wrapped, seed, options, scalars=scalars, follow_surface=self._set_surface)
             self.training = self._role.surface.module.training
         self._set_surface(self._role.surface)
 

@@ -40,7 +40,7 @@ from varuna.data import Batches
 from varuna.distributed.agreement import StepTotals
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
-from varuna.roles.reshaping import TrainingStep
+from varuna.roles.progress import TrainingStep
 from varuna.roles.training import TrainingRole
 from waiting import DEADLINE_S, wait_until
 

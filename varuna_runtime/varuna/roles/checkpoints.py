@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -21,7 +21,6 @@ from varuna.checkpoint.saving.shares import count_bytes
 from varuna.checkpoint.script_states import RegisteredStates
 from varuna.checkpoint.state.stage_state import held_state
 from varuna.checkpoint.worker_checkpoints import WorkerCheckpoints
-from varuna.data.sample_cursor import SampleCount
 from varuna.distributed.agreement import BoundaryRequests, StepTotals, agree_on_totals
 from varuna.distributed.groups import RankGroup
 from varuna.holdings.held_state import HeldState
@@ -31,10 +30,11 @@ from varuna.optim.parameter_updater import ParameterUpdater
 from varuna.optim.precision import LossScaler
 from varuna.optim.weight_average import AVERAGE_STATE
 from varuna.partition import ModelMap, Stage
+from varuna.roles.progress import TrainingProgress
 from varuna.roles.wrapped_model import WrappedModel
 from varuna.worker.agent_link import StateSources
 
-__all__ = ["TrainingCheckpoints", "TrainingProgress"]
+__all__ = ["TrainingCheckpoints"]
 
 _log = structlog.get_logger("varuna")
 
@@ -43,17 +43,6 @@ _CHANGES_STATE = "varuna.model.script_changes"
 
 _LOSS_SCALE_STATE = "varuna.loss_scale"
 """The name under which checkpoints keep the state of the loss scale."""
-
-
-@dataclass
-class TrainingProgress:
-    """Where the training is."""
-
-    seed: int
-    """Of all random draws."""
-    step: int = 0
-    """The last step that is done."""
-    samples: SampleCount = field(default_factory=SampleCount)
 
 
 class TrainingCheckpoints:
@@ -82,6 +71,8 @@ class TrainingCheckpoints:
         """Whether the script has loaded a checkpoint, or looked for one."""
         self.sources = StateSources()
         """Of the state that was loaded."""
+        self.state_bytes = 0
+        """Of the state that this process holds, as counted last; 0 before its first update."""
         self.follow_ranks(assembly.everyone, wrapped.model_map)
 
     def follow_stage(self, stage: Stage) -> None:
@@ -102,12 +93,12 @@ class TrainingCheckpoints:
         place = ShapePosition(rank=environment.rank, p=environment.plan.p, d=environment.plan.d)
         self.held = self._hold_state(model_map, place=place)
 
-    def count_bytes(self) -> int:
-        """Bytes of the state that this process holds: parameters, buffers, the optimizers' state, averages."""
+    def count_state(self) -> None:
+        """Counts the bytes of the state that this process holds: parameters, buffers, optimizers' state, averages."""
         average = self._updater.average
         averages = {} if average is None else average.averages
         state = replace(self.held, optimizers=self._updater.optimizers, averages=averages)
-        return sum(count_bytes(name, state) for name in state.tensors)
+        self.state_bytes = sum(count_bytes(name, state) for name in state.tensors)
 
     def hold_scaler(self, scaler: LossScaler) -> None:
         self.registered.register_state(_LOSS_SCALE_STATE, scaler, per=StateScope.JOB, replace=True)

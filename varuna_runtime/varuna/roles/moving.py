@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,37 +21,22 @@ from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.exchange import StateExchange
 from varuna.holdings.inventory import HeldFiles
-from varuna.model.script_changes import ScriptChanges
-from varuna.model.tensor_swap import TensorSwap
 from varuna.optim.host_parameters import is_own_hook
 from varuna.optim.optimizers import allow_empty_stages, find_foreign_state, replace_parameters
-from varuna.optim.parameter_updater import ParameterUpdater
 from varuna.optim.split_check import check_splittable
 from varuna.partition import ModelMap, Stage, recut_stage
-from varuna.partition.tracing.retracer import Retracer
-from varuna.roles.checkpoints import TrainingCheckpoints
 from varuna.roles.giving import hold_state
+from varuna.roles.training_parts import TrainingParts
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import WorkerEnvironment
 
-__all__ = ["StageMove", "StageParts", "find_stage_obstacle", "take_state"]
+__all__ = ["StageMove", "find_stage_obstacle", "take_state"]
 
 _NAMED = 3
 """The most names in a reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageParts:
-    """The parts of a training that know its stage."""
-
-    updater: ParameterUpdater
-    swap: TensorSwap
-    changes: ScriptChanges
-    retracer: Retracer
-    checkpoints: TrainingCheckpoints
-
-
-def find_stage_obstacle(parts: StageParts, stage: Stage) -> str:
+def find_stage_obstacle(parts: TrainingParts, stage: Stage) -> str:
     """What the script does because of which its processes cannot take other stages; empty: nothing is known."""
     for optimizer in parts.updater.optimizers:
         if kept := find_foreign_state(optimizer):
@@ -65,10 +50,10 @@ def find_stage_obstacle(parts: StageParts, stage: Stage) -> str:
 class StageMove:
     """One rank's move to another stage. All ranks make one, and call its methods in the same order."""
 
-    def __init__(self, worker: WorkerProcess, parts: StageParts, device: torch.device) -> None:
-        """`worker`: in the generation whose ranks move."""
-        self._worker, self._parts, self._device = worker, parts, device
-        self._exchange = _make_exchange(worker)
+    def __init__(self, parts: TrainingParts) -> None:
+        """`parts`: of a worker that is in the generation whose ranks move."""
+        self._worker, self._parts = parts.worker, parts
+        self._exchange = _make_exchange(parts.worker)
         self._before: dict[str, nn.Parameter] = {}
         """The parameters that the script had, by name."""
 
@@ -195,7 +180,7 @@ class StageMove:
 
     @property
     def _optimizer_device(self) -> torch.device:
-        return self._device if self._parts.updater.host is None else torch.device("cpu")
+        return self._parts.device if self._parts.updater.host is None else torch.device("cpu")
 
 
 def take_state(worker: WorkerProcess, state: TrainingState) -> tuple[LoadedCheckpoint | None, str]:

@@ -1,4 +1,4 @@
-"""Going on in the next generation without a new process: what that needs, and what the survivors agree on.
+"""Going on in the next generation in the same process: what that needs, and what the ranks agree on.
 
 A survivor keeps its process, its stage and the state of its last committed step. It takes its rank in the next
 generation from its agent, meets the other survivors there, and the call of `step` that was under way goes on.
@@ -17,14 +17,13 @@ from varuna.distributed.agreement import BoundaryRequests, StepTotals
 from varuna.distributed.gloo import list_script_groups
 from varuna.distributed.group_sockets import can_find_sockets
 from varuna.distributed.worker_environment import list_shape_readers
-from varuna.pipeline.pass_state import PassResult
-from varuna.roles.kept_shares import KeptShare, StepRest, deal_evenly, find_complete, join_spans, split_spans
+from varuna.roles.kept_shares import StepRest, deal_evenly, find_complete, join_spans, split_spans
+from varuna.roles.progress import TrainingStep
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.environment import Mode, WorkerEnvironment
 
 __all__ = [
-    "SurvivorStep",
-    "TrainingStep",
+    "GenerationMember",
     "add_step",
     "can_hold_state",
     "choose_totals",
@@ -33,7 +32,6 @@ __all__ = [
     "describe_script_obstacle",
     "explain_apart",
     "fits_in_place",
-    "list_old",
     "must_move",
     "plan_rest",
 ]
@@ -45,39 +43,9 @@ _MOST_UNCLEAN_ENDS = 5
 descriptors. A new process begins without them."""
 
 
-@dataclass(kw_only=True)
-class TrainingStep:
-    """One call of `Varuna.step`, and how far it has come. It may go on in another generation."""
-
-    inputs: Mapping[str, Any]
-    clip_grad_max_norm: float | None
-    has_begun: bool = False
-    """Whether a pass has."""
-    passed: PassResult | None = None
-    kept: KeptShare | None = None
-    """What `.grad` has of the step, while no sum over other ranks has replaced it."""
-    rest: StepRest | None = None
-    """What this rank's replica has to run in the present generation; None: its share of the global batch."""
-    redone: int = 0
-    """The micro-batches that all replicas of the present generation run again."""
-    is_reduced: bool = False
-    """Whether `.grad` holds the sums over all ranks, so that only the totals are missing."""
-    totals: StepTotals | None = None
-    """What all ranks have agreed on: the step is committed."""
-    overflow: bool = False
-    is_updated: bool = False
-    """Whether the update has been made."""
-    was_interrupted: bool = False
-    """Whether this process left a generation after the totals had been agreed on."""
-
-    def drop_share(self) -> None:
-        """Forgets what is kept, because `.grad` no longer has it."""
-        self.kept = None
-
-
 @dataclass(frozen=True, kw_only=True)
-class SurvivorStep:
-    """Where one survivor's training stands, for the others."""
+class GenerationMember:
+    """One rank of a generation that joins in place: where its training stands, for the others."""
 
     committed: int
     """The newest step that this rank knows as committed."""
@@ -105,7 +73,7 @@ class SurvivorStep:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> SurvivorStep:
+    def from_json(cls, text: str) -> GenerationMember:
         fields = json.loads(text)
         totals = fields["totals"]
         if totals is not None:
@@ -113,13 +81,13 @@ class SurvivorStep:
         return cls(**{**fields, "totals": totals})
 
 
-def add_step(survivor: SurvivorStep, step: TrainingStep | None) -> SurvivorStep:
+def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationMember:
     """With what it has of the call of `step` that is under way."""
     if step is None or step.totals is not None:
-        return survivor
+        return member
     kept = step.kept
     return replace(
-        survivor,
+        member,
         is_at_start=True,
         has_begun=step.has_begun,
         kept=() if kept is None else join_spans(kept.numbers),
@@ -127,7 +95,7 @@ def add_step(survivor: SurvivorStep, step: TrainingStep | None) -> SurvivorStep:
     )
 
 
-def choose_totals(own: SurvivorStep, survivors: Sequence[SurvivorStep], *, is_reduced: bool) -> StepTotals | None:
+def choose_totals(own: GenerationMember, members: Sequence[GenerationMember], *, is_reduced: bool) -> StepTotals | None:
     """The totals with which this rank completes the step under way; None when it already stands where all go on.
 
     A step is committed as soon as one rank has seen the agreement on it. All ranks had summed their gradients by then,
@@ -135,7 +103,7 @@ def choose_totals(own: SurvivorStep, survivors: Sequence[SurvivorStep], *, is_re
 
     Raises RuntimeError when this rank cannot get to the newest committed step.
     """
-    newest = max(list_old(survivors), key=lambda survivor: survivor.committed)
+    newest = max(_list_survivors(members), key=lambda member: member.committed)
     if own.is_new:
         return None
     if own.committed == newest.committed:
@@ -147,17 +115,17 @@ def choose_totals(own: SurvivorStep, survivors: Sequence[SurvivorStep], *, is_re
     )
 
 
-def list_old(survivors: Sequence[SurvivorStep]) -> list[SurvivorStep]:
-    """Without the new processes."""
-    return [survivor for survivor in survivors if not survivor.is_new]
+def _list_survivors(members: Sequence[GenerationMember]) -> list[GenerationMember]:
+    """Those that are no new processes."""
+    return [member for member in members if not member.is_new]
 
 
-def explain_apart(survivors: Sequence[SurvivorStep]) -> str:
+def explain_apart(members: Sequence[GenerationMember]) -> str:
     """Why the script of another process cannot begin where these are in theirs; empty: it can."""
-    old = list_old(survivors)
-    if len({(survivor.is_at_start, survivor.committed) for survivor in old}) > 1 or not old[0].is_at_start:
+    old = _list_survivors(members)
+    if len({(member.is_at_start, member.committed) for member in old}) > 1 or not old[0].is_at_start:
         return "ranks are at different places of their scripts"
-    if len({survivor.trace_digest for survivor in survivors}) > 1:
+    if len({member.trace_digest for member in members}) > 1:
         return "a new process has traced the model differently"
     return ""
 
@@ -169,27 +137,25 @@ def can_hold_state(environment: WorkerEnvironment) -> bool:
     return is_wanted and is_managed and can_find_sockets()
 
 
-def must_move(survivors: Sequence[SurvivorStep], stages: Sequence[range]) -> bool:
-    """Whether a rank holds another stage than its own. `survivors`: by rank; `stages`: the sections of each."""
-    own = (stages[rank % len(stages)] for rank in range(len(survivors)))
-    return any(
-        tuple(survivor.sections) != (stage.start, stage.stop) for survivor, stage in zip(survivors, own, strict=True)
-    )
+def must_move(members: Sequence[GenerationMember], stages: Sequence[range]) -> bool:
+    """Whether a rank holds another stage than its own. `members`: by rank; `stages`: the sections of each."""
+    own = (stages[rank % len(stages)] for rank in range(len(members)))
+    return any(tuple(member.sections) != (stage.start, stage.stop) for member, stage in zip(members, own, strict=True))
 
 
-def plan_rest(survivors: Sequence[SurvivorStep], environment: WorkerEnvironment) -> StepRest | None:
+def plan_rest(members: Sequence[GenerationMember], environment: WorkerEnvironment) -> StepRest | None:
     """What this rank's replica runs of the step under way; None: its share, because nothing is kept.
 
-    All ranks decide alike from the same `survivors`, which are in the order of their ranks.
+    All ranks decide alike from the same `members`, which are in the order of their ranks.
     """
     plan = environment.plan
-    if len({survivor.committed for survivor in list_old(survivors)}) > 1:
+    if len({member.committed for member in _list_survivors(members)}) > 1:
         return None
-    if any(survivor.kept and survivor.micro_batch != plan.micro_batch for survivor in survivors):
+    if any(member.kept and member.micro_batch != plan.micro_batch for member in members):
         return None
-    shares = [frozenset(split_spans(survivor.kept)) for survivor in survivors]
+    shares = [frozenset(split_spans(member.kept)) for member in members]
     complete = find_complete(shares, plan.p)
-    expected = max(survivor.expected_weight for survivor in survivors)
+    expected = max(member.expected_weight for member in members)
     if not complete or not expected:
         return None
     left = sorted(set(range(count_micro_batches(plan.global_batch, plan.micro_batch))) - complete)
@@ -201,9 +167,9 @@ def plan_rest(survivors: Sequence[SurvivorStep], environment: WorkerEnvironment)
     )
 
 
-def count_redone(rest: StepRest | None, survivors: Sequence[SurvivorStep], environment: WorkerEnvironment) -> int:
+def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], environment: WorkerEnvironment) -> int:
     """The micro-batches of the step under way that all replicas run again, whole or in part; the same on all ranks."""
-    if not any(survivor.has_begun for survivor in survivors):
+    if not any(member.has_begun for member in members):
         return 0
     plan = environment.plan
     return count_micro_batches(plan.global_batch, plan.micro_batch) if rest is None else rest.count

@@ -23,8 +23,9 @@ __all__ = ["ReportRole", "VarunaRole", "apply_seed", "missing_optimizer", "repor
 class VarunaRole(Protocol):
     """The methods of a role. Each one does what the documentation of `Varuna` promises."""
 
-    surface: ModelSurface
-    """The model as the script sees it."""
+    @property
+    def surface(self) -> ModelSurface:
+        """The model as the script sees it."""
 
     @property
     def loss_scale(self) -> float: ...

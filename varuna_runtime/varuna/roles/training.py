@@ -1,206 +1,103 @@
 """Training: this process trains one stage of one replica, together with all other ranks.
 
+This is what the script calls: steps, evaluation, checkpoints. `GenerationMembership` does what comes between two
+generations of the job.
+
 Letters: P stages, D replicas, B examples in the global batch.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import structlog
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from varuna.assembly.assembly import agree_on_seed, assemble_alone, assemble_rank, connect_stage, stages_of
+from varuna.assembly.assembly import Assembly
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
 from varuna.copies.rank_copies import RankCopies
-from varuna.data.batches import fetch_examples, follow_shape, renew_batch
+from varuna.data.batches import fetch_examples, renew_batch
 from varuna.devices.generators import keep_global_generators
-from varuna.diagnostics.start_phases import StartPhases
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
 from varuna.diagnostics.tensorboard import TensorBoardWriter
-from varuna.distributed.agreement import BoundaryRequests, StepTotals, agree_on_totals
+from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.calls import CallKind
-from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
+from varuna.distributed.departure import GenerationEnded, PeerLost
 from varuna.distributed.topology import share_of_batch, spans_of_micro_batches
-from varuna.holdings.inventory import HeldFiles
 from varuna.model.fixed_module import ModelSurface
-from varuna.model.script_changes import ScriptChanges
-from varuna.model.tensor_swap import TensorSwap
-from varuna.optim.host_parameters import HostParameters
-from varuna.optim.non_finite_steps import NonFiniteSteps, check_max_non_finite_steps, keep_buffers_finite
-from varuna.optim.optimizers import allow_empty_stages, check_parameters, log_left_out
-from varuna.optim.parameter_updater import ParameterUpdater, StepGradient
+from varuna.optim.non_finite_steps import keep_buffers_finite
+from varuna.optim.optimizers import check_parameters, log_left_out
+from varuna.optim.parameter_updater import StepGradient
 from varuna.optim.precision import LossScaler
 from varuna.optim.reduction import clip_factor
 from varuna.optim.split_check import check_splittable
-from varuna.optim.weight_average import WeightAverage, check_decay
-from varuna.partition import Stage
+from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
-from varuna.partition.tracing.retracer import Retracer
-from varuna.pipeline.loss_weight import ExpectedWeight
 from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans
 from varuna.pipeline.pass_state import PassResult
-from varuna.roles.checkpoints import TrainingCheckpoints, TrainingProgress
-from varuna.roles.failing import ScriptHabits, are_finite
-from varuna.roles.giving import end_as_holder, leave_in_memory
-from varuna.roles.kept_shares import KeptShare, StepRest
-from varuna.roles.moving import StageMove, StageParts, take_state
-from varuna.roles.reshaping import (
-    SurvivorStep,
-    TrainingStep,
-    add_step,
-    can_hold_state,
-    choose_totals,
-    count_redone,
-    describe_obstacle,
-    describe_script_obstacle,
-    explain_apart,
-    fits_in_place,
-    must_move,
-    plan_rest,
-)
-from varuna.roles.role import apply_seed, missing_optimizer, report_ready
+from varuna.roles.kept_shares import KeptShare
+from varuna.roles.leaving import StateHolder
+from varuna.roles.membership import GenerationMembership
+from varuna.roles.progress import TrainingStep
+from varuna.roles.reshaping import can_hold_state
+from varuna.roles.role import missing_optimizer
+from varuna.roles.training_parts import TrainingOptions, TrainingParts
 from varuna.roles.wrapped_model import WrappedModel
-from varuna.worker.agent_link import GiveCommand, StateSources, StoreCommand
-from varuna_proto.environment import EXIT_GENERATION_ENDED, EXIT_PEER_LOST, WorkerEnvironment
-from varuna_proto.state_use import OTHER_STAGES
 
-__all__ = ["TrainingOptions", "TrainingRole"]
-
-_log = structlog.get_logger("varuna")
+__all__ = ["TrainingRole"]
 
 _ACTIVITIES = {CallKind.EVALUATE: Activity.EVALUATION, CallKind.CHECKPOINT: Activity.CHECKPOINT}
 _LEAST_PATIENCE_S = 5.0
 """How long a replica that finishes its share waits for one of its ranks at least, before it leaves the share undone."""
-_LINKS_END_S = 2.0
-"""How long to wait for the threads of links whose connections are broken: they end within milliseconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """How to train: the arguments of `Varuna` with these names. Raises ValueError for a bad value."""
-
-    offload_optimizer: bool = False
-    ema: float | None = None
-    max_non_finite_steps: int = 10
-    accumulate: bool = False
-
-    def __post_init__(self) -> None:
-        check_decay(self.ema)
-        check_max_non_finite_steps(self.max_non_finite_steps)
 
 
 class TrainingRole:
     """Trains this rank's stage. All ranks call the same methods in the same order."""
 
-    def __init__(self, wrapped: WrappedModel, seed: int, options: TrainingOptions, scalars: TensorBoardWriter) -> None:
-        """`seed`: the job's, if this is rank 0. `scalars`: where each step's figures go for TensorBoard."""
-        self._worker, self._device, self._precision = wrapped.worker, wrapped.device, wrapped.precision
-        environment = self._worker.environment
-        self._non_finite = NonFiniteSteps(options.max_non_finite_steps, logs=environment.rank == 0)
-        self._scalars = scalars
-        joins = environment.joins_survivors
-        assemble = assemble_alone if joins else assemble_rank
-        with keep_global_generators(self._device):
-            self.assembly = assemble(
-                wrapped.model,
-                wrapped.model_map,
-                self._worker,
-                device=self._device,
-                precision=self._precision,
-                values=wrapped.values,
-            )
-        stage, everyone = self.assembly.stage, self.assembly.everyone
-        self._expected_weight = ExpectedWeight(self.assembly.replicas, self._device)
-        self._progress = TrainingProgress(seed if joins else agree_on_seed(seed, everyone))
-        host = HostParameters(stage.parameters) if options.offload_optimizer else None
-        if self._worker.topology.p > 1:
-            allow_empty_stages(self._device if host is None else torch.device("cpu"))
-        self.parameters = stage.parameters if host is None else host.parameters
-        self.average = None if options.ema is None else WeightAverage(self.parameters, options.ema)
-        self._updater = ParameterUpdater(
-            stage.parameters, self.parameters, host=host, average=self.average, accumulate=options.accumulate
-        )
-        self._swap = TensorSwap(stage, self.parameters)
-        self.surface = ModelSurface(
-            module=stage.module,
-            parameters=self._swap.parameters,
-            buffers=self._swap.buffers,
-            device=self._device,
-            seed=lambda: apply_seed(self._progress.seed, self._progress.step),
-        )
-        self._wrapped_map = self._map = wrapped.model_map
-        self._trace_digest = wrapped.trace_digest
-        self._retracer = Retracer(wrapped.model, wrapped.examples, stages_of(self._worker, self._section_count))
-        self._changes = ScriptChanges(
-            wrapped.model,
-            stage.module,
-            stage.parameters,
-            given_out=self.parameters,
-            model_map=wrapped.model_map,
-            everyone=everyone,
-        )
-        self.checkpoints = TrainingCheckpoints(
-            wrapped, self.assembly, self._updater, changes=self._changes, progress=self._progress
-        )
+    def __init__(
+        self,
+        wrapped: WrappedModel,
+        seed: int,
+        options: TrainingOptions,
+        *,
+        scalars: TensorBoardWriter,
+        follow_surface: Callable[[ModelSurface], None],
+    ) -> None:
+        """`seed`: the job's, if this is rank 0. `scalars`: where each step's figures go for TensorBoard.
+
+        `follow_surface` is called with what the script sees of the model when that is another stage.
+        """
+        self._parts = parts = TrainingParts(wrapped, seed, options, scalars=scalars, follow_surface=follow_surface)
+        self._worker, self._device, self._precision = parts.worker, parts.device, parts.precision
+        self._progress, self._expected_weight = parts.progress, parts.expected_weight
+        self._updater, self._swap, self._changes = parts.updater, parts.swap, parts.changes
+        self.checkpoints = parts.checkpoints
         STEP_CLOCK.restart()
-        self._stage_parts = StageParts(
-            updater=self._updater,
-            swap=self._swap,
-            changes=self._changes,
-            retracer=self._retracer,
-            checkpoints=self.checkpoints,
-        )
-        self.follow_surface: Callable[[ModelSurface], None] = lambda surface: None
-        """Called with what the script sees of the model when that is another stage."""
-        self._held: HeldFiles | None = None
-        """The state before this process moved to its stage, until all ranks have agreed on a step there."""
-        self._unmoved: WorkerEnvironment | None = None
-        """Of the rank that it was, while it moves to another stage, or when it could not: it can take no rank."""
-        self._is_between_stages = False
-        """Whether it has only the state before, and no stage."""
-        self._awaited_in = CallKind.RESUME if joins else None
-        """The call of the script in which survivors wait for this new process; None: it is one of them."""
-        self._first_rest: StepRest | None = None
-        """What this new process runs of the step in which it begins; None: its share."""
-        self._has_left = False
-        self._is_ready = False
-        self._is_broken = False
-        self._newest_step: TrainingStep | None = None
-        self._counting_steps = threading.Lock()
-        self._committed_totals: StepTotals | None = None
-        """Of the newest committed step."""
-        self._held_bytes = 0
-        self._other_call: CallKind | None = None
-        """The call under way, unless it is a step."""
-        self._copies: RankCopies | None = None
-        """Of the present generation; None: before its first step here, or no copies are kept."""
-        self._give_command: GiveCommand | StoreCommand | None = None
-        """Given when the step under way had been agreed on: the script's next call gives the state."""
-        self._habits = ScriptHabits()
-        if can_hold_state(environment):
-            self._worker.departure.offer_to_stay(self._try_to_stay, self._find_obstacle)
-            self._worker.link.store_on_failure(self._store_after_failure)
-        if not joins:
+        self._holder = StateHolder(parts)
+        self._membership = GenerationMembership(parts, self._holder)
+        if not self._worker.environment.joins_survivors:
             self._worker.phases.end_phase("connect")
+
+    @property
+    def surface(self) -> ModelSurface:
+        return self._parts.surface
+
+    @property
+    def assembly(self) -> Assembly:
+        return self._parts.assembly
+
+    @property
+    def average(self) -> WeightAverage | None:
+        return self._updater.average
 
     @property
     def loss_scale(self) -> float:
         return self._updater.loss_scale
-
-    @property
-    def _section_count(self) -> int:
-        return len(self._wrapped_map.sections)
 
     def set_mode(self, training: bool) -> None:
         self._changes.pull_modes()
@@ -214,11 +111,11 @@ class TrainingRole:
                 "set_optimizer was called before, with other optimizers: give it all of them at once, in a list: "
                 "set_optimizer([first, second])"
             )
-        check_parameters(optimizers, self.parameters)
+        check_parameters(optimizers, self._parts.parameters)
         for optimizer in optimizers:
-            check_splittable(optimizer, self._worker.environment, self._section_count)
+            check_splittable(optimizer, self._worker.environment, self._parts.section_count)
         if self._worker.topology.replica == 0:
-            log_left_out(optimizers, self.parameters)
+            log_left_out(optimizers, self._parts.parameters)
         self._updater.set_optimizers(optimizers)
         if scaler is not None:
             self._updater.scaler = scaler
@@ -227,15 +124,15 @@ class TrainingRole:
     # Steps
 
     def train_step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None) -> tuple[float, bool, float]:
-        step = TrainingStep(inputs=inputs, clip_grad_max_norm=clip_grad_max_norm, rest=self._first_rest)
-        self._first_rest = None
+        rest = self._membership.take_first_rest()
+        step = TrainingStep(inputs=inputs, clip_grad_max_norm=clip_grad_max_norm, rest=rest)
         while True:
             try:
                 return self._run_step(step)
             except (GenerationEnded, PeerLost):
                 if not self._worker.departure.stays:
                     raise
-            self._go_on(step)  # when the exception is gone, whose frames hold parts of the stage
+            self._membership.join_next(step)  # when the exception is gone, whose frames hold parts of the stage
 
     def _run_step(self, step: TrainingStep) -> tuple[float, bool, float]:
         """Runs what is left of the step."""
@@ -246,40 +143,39 @@ class TrainingRole:
                 self._changes.exchange_changes()
                 self._follow_changes()
                 totals = self._pass_and_agree(step)
-            step.totals = self._committed_totals = totals
+            step.totals = self._progress.committed_totals = totals
         gradient = self._step_gradient(step.totals)
         if not step.is_updated:
             self._update(step, step.totals, gradient)
             if not step.was_interrupted:  # else they have been equal since the ranks connected
                 self.assembly.equalize_buffers()
         self._updater.watch_gradients()
-        self._is_broken = False
+        self._progress.is_broken = False
         self.checkpoints.set_boundary_requests(step.totals.requests)
-        if self._copies is not None:
-            self._copies.record_agreement(is_any_busy=step.totals.requests.copying)
+        if self._parts.copies is not None:
+            self._parts.copies.record_agreement(is_any_busy=step.totals.requests.copying)
         self._report_step(step, step.totals)
-        self._habits.end_step(self._updater.optimizers, self.checkpoints.registered)
+        self._parts.habits.end_step(self._updater.optimizers, self.checkpoints.registered)
         return step.totals.loss, step.overflow, gradient.norm
 
     def _begin_step(self, step: TrainingStep) -> None:
         """All that comes before the passes of a step."""
         self._check_optimizers("step")
-        if self._is_broken:
+        if self._progress.is_broken:
             raise RuntimeError("an earlier step failed half-way, so the ranks may disagree: end the script")
         self._updater.check_gradients()
         clip_factor(0.0, step.clip_grad_max_norm)  # refuses a bad bound before any work is done
-        self._newest_step = step
-        self._habits.begin_step(self._updater.optimizers, self.checkpoints.registered)
+        self._progress.newest_step = step
+        self._parts.habits.begin_step(self._updater.optimizers, self.checkpoints.registered)
         self._worker.departure.raise_if_leaving()
-        self._check_awaited(CallKind.STEP)
-        self._awaited_in = None
+        self._membership.check_call(CallKind.STEP)
         self._worker.calls.enter_call(CallKind.STEP, self._progress.step)
         self._updater.accumulation.inspect_script(self._updater.optimizers)
         with STEP_CLOCK.measure(Activity.CHECKPOINT):
             self.checkpoints.save_automatic_checkpoint()
         STEP_CLOCK.begin_step()
-        self._report_ready()
-        self._is_broken = True
+        self._membership.report_ready()
+        self._progress.is_broken = True
         self._changes.begin_step()
         self._follow_changes()
         self._begin_copies()
@@ -287,29 +183,26 @@ class TrainingRole:
     def _begin_copies(self) -> None:
         """Begins to copy the state to its keeper, if it is time for that. The step's passes do not change it."""
         worker = self._worker
-        if self._copies is None and worker.environment.keepers and can_hold_state(worker.environment):
-            self._copies = RankCopies(
+        if self._parts.copies is None and worker.environment.keepers and can_hold_state(worker.environment):
+            self._parts.copies = RankCopies(
                 worker,
                 self._device,
-                count_state_bytes=lambda: self._held_bytes,
+                count_state_bytes=lambda: self.checkpoints.state_bytes,
                 is_pipeline_sending=lambda: self.assembly.links.are_sending,
             )
-        elif self._copies is not None and not self._updater.accumulation.is_pending:
-            self._copies.begin_round(self._progress.step, self.checkpoints.training_state)
+        elif self._parts.copies is not None and not self._updater.accumulation.is_pending:
+            self._parts.copies.begin_round(self._progress.step, self.checkpoints.training_state)
 
     def _update(self, step: TrainingStep, totals: StepTotals, gradient: StepGradient) -> None:
         """Makes the update of an agreed step: from here on the state is that after the step."""
-        self._held = None
+        self._holder.drop_state_before()
         # The norm covers every gradient of the model and is the same on all ranks, so all ranks decide alike.
-        step.overflow = self._non_finite.decide_skip(
+        step.overflow = self._parts.non_finite.decide_skip(
             self._progress.step + 1, totals.loss, gradient.norm, self._updater.scaler
         )
         self._expected_weight.learn_from_batch(totals.weight, totals.examples)
         self._updater.finish_step(gradient, step.clip_grad_max_norm, skip=step.overflow)
-        with self._counting_steps:
-            self._progress.step += 1
-            self._progress.samples.add_step(self._worker.environment.plan.global_batch or totals.examples)
-            step.is_updated = True
+        self._progress.count_step(step, self._worker.environment.plan.global_batch or totals.examples)
 
     def _step_gradient(self, totals: StepTotals) -> StepGradient:
         """Backwards were divided by the expected weight of the batch; its true weight may be another."""
@@ -324,9 +217,9 @@ class TrainingRole:
 
     def _report_step(self, step: TrainingStep, totals: StepTotals) -> None:
         assert step.passed is not None
-        if not self._held_bytes and not step.overflow:  # the optimizer's state is there after its first update
-            self._held_bytes = self.checkpoints.count_bytes()
-        number, skipped = self._progress.step, step.overflow and self._non_finite.in_a_row > 0
+        if not self.checkpoints.state_bytes and not step.overflow:
+            self.checkpoints.count_state()  # the optimizer's state is there after its first update
+        number, skipped = self._progress.step, step.overflow and self._parts.non_finite.in_a_row > 0
         times = STEP_CLOCK.end_step()
         self._worker.report_step(
             number,
@@ -338,7 +231,7 @@ class TrainingRole:
             skipped=skipped,
             copied_step=0 if self._copies is None else self._copies.whole_step,
         )
-        self._scalars.write_step(
+        self._parts.scalars.write_step(
             number, totals.loss, times.whole_ns / 1e9, examples=totals.examples, optimizers=self._updater.optimizers
         )
 
@@ -360,8 +253,8 @@ class TrainingRole:
                     accumulation.add_held_gradients(scale / self._expect_weight(global_batch, 0.0, 0))
                 # What the passes have written counts only once all ranks agree; without such buffers nothing is open.
                 step.is_reduced = not stage.written.homes
-                if self._copies is not None:
-                    self._copies.finish_capture()
+                if self._parts.copies is not None:
+                    self._parts.copies.finish_capture()
                 totals = self._agree_on(step.passed)
             except (GenerationEnded, PeerLost):
                 stage.written.discard_writes()
@@ -420,7 +313,7 @@ class TrainingRole:
             self._worker.topology.d > 1
             and self._worker.departure.can_stay
             and not self.assembly.stage.written.homes
-            and not self._find_obstacle()
+            and not self._holder.find_obstacle()
         )
 
     def _finishing_share(self) -> AbstractContextManager[None]:
@@ -429,14 +322,6 @@ class TrainingRole:
             return nullcontext()
         patience_s = _LEAST_PATIENCE_S + 3 * self.assembly.engine.longest_bubble_s
         return self._worker.departure.finish_first(self._worker.topology.mates, patience_s)
-
-    def _find_obstacle(self) -> str:
-        """Why this process cannot go on in place; empty: it can."""
-        return describe_obstacle(
-            None if self._newest_step is None else self._newest_step.inputs,
-            accumulates=self._updater.accumulation.is_active,
-            unclean_ends=self._worker.unclean_ends,
-        )
 
     def _agree_on(self, passed: PassResult) -> StepTotals:
         is_first_replica = self._worker.topology.replica == 0
@@ -449,7 +334,8 @@ class TrainingRole:
                 expected_weight=passed.expected_weight if is_first_replica else 0.0,
                 squared_norm=self.assembly.reducer.squared_norm(),
                 requests=replace(
-                    self.checkpoints.boundary_requests(), copying=self._copies is not None and self._copies.is_busy
+                    self.checkpoints.boundary_requests(),
+                    copying=self._parts.copies is not None and self._parts.copies.is_busy,
                 ),
                 changed=self._changes.are_pending,
             ),
@@ -466,7 +352,8 @@ class TrainingRole:
         if not self._changes.needs_trace:
             return
         with keep_global_generators(self._device), self._precision.dry_run_context():
-            self._map = model_map = self._changes.trace_model(self._retracer, self._wrapped_map)
+            model_map = self._changes.trace_model(self._parts.retracer, self._parts.wrapped_map)
+            self._parts.model_map = model_map
         self._precision.check_parameters(self.assembly.stage.parameters.items())
         with self._swap.change_pass_tensors():
             self.assembly.apply_map(model_map, self._updater.host)
@@ -527,372 +414,36 @@ class TrainingRole:
 
     def resume(self, *, allow_fresh_start: bool) -> int:
         self._check_optimizers("resume")
-        if self._awaited_in is CallKind.RESUME:
-            self._join_survivors()
+        if self._membership.is_awaited_in_resume:
+            self._membership.join_survivors()
             return self._progress.step
         with self._calling(CallKind.RESUME):
             self.checkpoints.resume_training(allow_fresh_start=allow_fresh_start)
             self._forget_copies()
-        self._report_ready()
+        self._membership.report_ready()
         return self._progress.step
 
     def _forget_copies(self) -> None:
         """All ranks have another state now, perhaps of an older step."""
-        if self._copies is not None:
-            self._copies.forget_copies()
+        if self._parts.copies is not None:
+            self._parts.copies.forget_copies()
 
     @contextmanager
     def _calling(self, kind: CallKind) -> Iterator[None]:
         """Around a call that all ranks make together and that is no step. A process that has to leave while it is under
         way ends; one that has left before goes on first."""
         if self._worker.departure.stays:
-            self._go_on(None)
-        self._check_awaited(kind)
-        self._other_call = kind
+            self._membership.join_next(None)
+        self._membership.check_call(kind)
+        self._progress.other_call = kind
         try:
             self._worker.departure.raise_if_leaving()
             self._worker.calls.enter_call(kind, self._progress.step)
             with STEP_CLOCK.measure(_ACTIVITIES[kind]) if kind in _ACTIVITIES else nullcontext():
                 yield
         finally:
-            self._other_call = None
-
-    # Going on in the next generation
-
-    def _try_to_stay(self, exit_: GenerationEnded | PeerLost) -> bool:
-        """Whether this process goes on in the next generation. Any thread calls it when the worker leaves this one."""
-        if not self._is_ready:
-            return False
-        self._report_script_obstacle()
-        if self._updater.accumulation.is_pending:
-            return False
-        if self._other_call is not None:
-            _log.info(f"this process ends with its generation: it is in {self._other_call.name.lower()}()")
-            return False
-        newest = self._newest_step
-        with self._counting_steps:
-            step, self._has_left = self._committed(newest), True
-            is_moving = self._unmoved is not None
-        obstacle = "it was to take another stage" if is_moving else self._find_obstacle()
-        if obstacle:
-            _log.info(f"this process takes no part in the next generation and only gives its state: {obstacle}")
-        self._worker.link.report_generation_left(
-            int(str(exit_.code)),
-            step,
-            self._held_bytes,
-            gives_only=bool(obstacle),
-            copies=[(held.inventory.rank, held.inventory.step) for held in self._list_copies()],
-        )
-        return True
-
-    def _report_script_obstacle(self) -> None:
-        newest, accumulates = self._newest_step, self._updater.accumulation.is_active
-        if newest is not None and (reason := describe_script_obstacle(newest.inputs, accumulates=accumulates)):
-            self._worker.link.report_script_obstacle(reason)
-
-    def _go_on(self, step: TrainingStep | None) -> None:
-        """Takes part in the next generation, with the state of the newest committed step. `step`: the call under way.
-
-        Returns when all ranks of that generation stand there, or when this process has to complete a step before it can
-        give its state. Raises as a worker that leaves when that cannot be done.
-        """
-        while True:
-            try:
-                self._rejoin(step)
-            except (GenerationEnded, PeerLost):
-                if not self._worker.departure.stays:
-                    raise
-            except (RuntimeError, TimeoutError, ValueError) as error:
-                _log.warning("this process cannot go on in the next generation: it ends", reason=str(error))
-                end_process(EXIT_PEER_LOST)
-            else:
-                return
-
-    def _rejoin(self, step: TrainingStep | None) -> None:
-        worker, before, phases = self._worker, self._worker.environment, StartPhases()
-        if self._give_command is not None:
-            self._give_state(self._give_command, step)
-        self._is_broken = False
-        worker.end_membership(links_ended=self._is_between_stages or self.assembly.disconnect(_LINKS_END_S))
-        if self._copies is not None:
-            self._copies.finish_capture()
-        self.checkpoints.checkpointing.abandon_saves()
-        phases.end_phase("leave")
-        command = worker.link.wait_for_command()
-        if isinstance(command, GiveCommand | StoreCommand):
-            self._give_state(command, step)
-            return
-        environment = command.environment
-        if self._unmoved is not None or not fits_in_place(environment, before):
-            raise RuntimeError(f"rank {environment.rank} of the next generation needs another process")
-        phases.end_phase("wait")
-        with self._counting_steps:
-            self._has_left = False
-        worker.join_next(environment, phases, self._try_to_stay, self._find_obstacle)
-        survivors = self._catch_up(step, before.plan.micro_batch)
-        self._held, peer_bytes, stage = None, 0, self.assembly.stage
-        if must_move(survivors, self._own_stages):
-            del stage  # nothing may keep it but the assembly
-            stage, peer_bytes = self._move(survivors, before)
-            phases.end_phase("load")
-        elif environment.survivors:
-            self._give_to_new(survivors, before)
-            phases.end_phase("load")
-        self._connect_anew(stage)
-        sources = StateSources(kept_bytes=max(self._held_bytes - peer_bytes, 0), peer_bytes=peer_bytes)
-        redone = 0 if step is None else step.redone
-        worker.link.report_ready(self._committed(step), phases.durations_s, sources, micro_batches_redone=redone)
-        _log.info(
-            "this process goes on in the next generation",
-            generation=environment.generation,
-            rank=environment.rank,
-            step=self._committed(step),
-            micro_batches_redone=redone,
-        )
-
-    def _give_state(self, command: GiveCommand | StoreCommand, step: TrainingStep | None) -> None:
-        """Gives the state to new processes, which begin where this script is in its call of `step`, or leaves it to
-        them in memory, and ends this one.
-
-        Returns only if that step has been agreed on, so that the script has to follow it first.
-        """
-        if step is None:
-            raise RuntimeError("the script is between two steps, where no other process can begin")
-        if step.totals is not None:
-            self._give_command, step.was_interrupted = command, True
-            return
-        state, worker = self.checkpoints.training_state(), self._worker
-        if isinstance(command, StoreCommand):
-            leave_in_memory(
-                state,
-                self._progress.step,
-                own=self._unmoved or worker.environment,
-                published_as=worker.environment,
-                held=self._held,
-            )
-            end_process(EXIT_GENERATION_ENDED)
-            return
-        end_as_holder(
-            state,
-            self._progress.step,
-            own=self._unmoved or worker.environment,
-            published_as=worker.environment.rank,
-            command=command,
-            link=worker.link,
-            held=self._held,
-            copies=self._list_copies(),
-        )
-
-    def _store_after_failure(self) -> None:
-        """The script has raised an exception: leaves the state in memory if it is that after a step, for a script that
-        begins with the next one."""
-        step, environment = self._newest_step, self._worker.environment
-        if step is None or self._worker.departure.exit_code is not None:
-            return
-        if self._is_broken:
-            is_whole = step.totals is None  # no update has begun
-        else:
-            is_whole = self._habits.is_between_steps(self._updater.optimizers, self.checkpoints.registered)
-        is_whole &= self._other_call is None and not self._updater.accumulation.is_pending
-        is_whole &= self._held is None and self._unmoved is None and not self._is_between_stages
-        if not is_whole or not are_finite(self.parameters.values()):
-            _log.warning("the script failed where its state is of no use to another process")
-            return
-        leave_in_memory(
-            self.checkpoints.training_state(), self._progress.step, own=environment, published_as=environment
-        )
-
-    def _list_copies(self) -> list[HeldFiles]:
-        """What this process keeps for others; nothing once it was to take another stage, with other ranks."""
-        return [] if self._copies is None or self._unmoved is not None else self._copies.list_copies()
-
-    def _connect_anew(self, stage: Stage) -> None:
-        """Connects this rank, with its state, to the others of its generation."""
-        with keep_global_generators(self._device):
-            self.assembly = connect_stage(stage, self._map, self._worker, self._device, self._precision)
-        self._follow_generation()
-        self._worker.phases.end_phase("connect")
-
-    def _give_to_new(self, survivors: Sequence[SurvivorStep], before: WorkerEnvironment) -> None:
-        """Gives new processes the state of their stages, while all others keep theirs. `before`: as for `_move`.
-
-        If one cannot take it, all leave again, and new processes take the state.
-        """
-        self._require_together(survivors)
-        move = StageMove(self._worker, self._stage_parts, self._device)
-        try:
-            _, reason = move.share_state(self.assembly.stage, self._progress.step, before)
-            self._require_success(reason or move.keep_stage())
-        finally:
-            move.close()
-
-    def _join_survivors(self) -> None:
-        """Takes part in a generation of survivors with this new process, whose script resumes: it takes the state of
-        its stage from them, and goes on where they are in their scripts: at the beginning of a step.
-
-        If that cannot be, all leave again, and new processes take the state.
-        """
-        worker, stage = self._worker, self.assembly.stage
-        worker.phases.end_phase("script")
-        survivors = self._catch_up(None, 0)
-        self._require_together(survivors)
-        loaded, reason = take_state(worker, self.checkpoints.training_state())
-        self._require_success(reason)
-        assert loaded is not None
-        self.checkpoints.continue_from(loaded)
-        self._changes.begin_step()  # what was loaded of them is agreed on by the others
-        for survivor in survivors:
-            if survivor.weight_per_example is not None:
-                self._expected_weight.follow_others(survivor.weight_per_example)
-        if not must_move(survivors, self._own_stages):
-            self._first_rest = plan_rest(survivors, worker.environment)
-        worker.phases.end_phase("load")
-        self.assembly.disconnect(_LINKS_END_S)
-        self._connect_anew(stage)
-        self._awaited_in = CallKind.STEP
-        self._report_ready()
-
-    def _check_awaited(self, kind: CallKind) -> None:
-        """Leaves, together with the survivors, where the script of this new process makes another call than theirs."""
-        if self._awaited_in not in (None, kind):
-            awaited = self._awaited_in.name.lower()
-            self._require_success(
-                f"a new process calls {kind.name.lower()}() before {awaited}(), where the others wait for it"
-            )
-
-    def _move(self, survivors: Sequence[SurvivorStep], before: WorkerEnvironment) -> tuple[Stage, int]:
-        """Takes another stage, together with all other ranks. `before`: of the rank that this process was.
-
-        Returns the stage, and the bytes that came from other processes. If one rank cannot move, all leave again, with
-        the state of the stages that they had. New processes take it.
-        """
-        worker = self._worker
-        with self._counting_steps:
-            self._unmoved, has_left = before, self._has_left
-        if has_left:
-            worker.departure.wait_until(lambda: False)
-        self._require_together(survivors)
-        move = StageMove(worker, self._stage_parts, self._device)
-        try:
-            held, reason = move.share_state(self.assembly.stage, self._progress.step, before)
-            self._require_success(reason)
-            self._held, self._is_between_stages = held, True
-            self._show_surface({}, {})
-            with keep_global_generators(self._device):
-                stage, reason = move.take_stage(self._release_stage(), self._map)
-            self._require_success(reason)
-            assert stage is not None
-        finally:
-            move.close()
-        self._show_surface(self._swap.parameters, self._swap.buffers)
-        self._held_bytes = self.checkpoints.count_bytes()
-        self._unmoved, self._is_between_stages = None, False
-        return stage, move.peer_bytes
-
-    def _require_together(self, survivors: Sequence[SurvivorStep]) -> None:
-        if reason := explain_apart(survivors):
-            self._leave_unmoved(reason)
-
-    def _require_success(self, reason: str) -> None:
-        """`reason`: why ranks cannot take their stages in place, which is the script's; empty: they have."""
-        if reason:
-            self._worker.link.report_script_obstacle(OTHER_STAGES + reason)
-            self._leave_unmoved(reason)
-
-    def _leave_unmoved(self, reason: str) -> None:
-        """Leaves the generation, whose ranks cannot take their stages, so that new processes take the state."""
-        departure = self._worker.departure
-        departure.leave_generation(GenerationEnded(f"the ranks cannot take other stages in place: {reason}"))
-        departure.raise_if_leaving()
-
-    def _release_stage(self) -> Stage:
-        """The stage, whose connections have ended; nothing else here keeps it."""
-        stage = self.assembly.stage
-        del self.assembly
-        return stage
-
-    def _show_surface(self, parameters: dict[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.surface = replace(self.surface, parameters=parameters, buffers=buffers)
-        self.follow_surface(self.surface)
-
-    @property
-    def _own_stages(self) -> tuple[range, ...]:
-        """The sections of each stage of the present generation."""
-        return stages_of(self._worker, self._section_count)
-
-    def _committed(self, step: TrainingStep | None) -> int:
-        """The newest step that this rank knows as committed."""
-        is_agreed = step is not None and step.totals is not None and not step.is_updated
-        return self._progress.step + is_agreed
-
-    def _catch_up(self, step: TrainingStep | None, micro_batch: int) -> list[SurvivorStep]:
-        """Agrees with the other survivors on the newest committed step; returns where all of them stand.
-
-        `micro_batch`: the examples in each of those that are kept of the step.
-        """
-        worker = self._worker
-        sections = self.assembly.stage.sections
-        own = SurvivorStep(
-            committed=self._committed(step),
-            totals=self._committed_totals,
-            sections=(sections.start, sections.stop),
-            micro_batch=micro_batch,
-            weight_per_example=self._expected_weight.per_example,
-            trace_digest=self._trace_digest,
-            is_new=self._awaited_in is not None,
-        )
-        own = add_step(own, step)
-        everyone = worker.topology.everyone
-        texts = worker.rendezvous.exchange_values("survivor", everyone, own.to_json())
-        survivors = [SurvivorStep.from_json(text) for text in texts]
-        totals = choose_totals(own, survivors, is_reduced=step is not None and step.is_reduced)
-        if step is None:
-            return survivors
-        step.redone = 0
-        if totals is not None:
-            step.totals = self._committed_totals = totals
-        if step.totals is None:  # it is run again
-            step.is_reduced = False
-            moves = must_move(survivors, self._own_stages)
-            step.rest = None if moves else plan_rest(survivors, worker.environment)
-            step.redone = count_redone(step.rest, survivors, worker.environment)
-            if step.rest is None or not step.rest.keeps_share:
-                step.drop_share()
-                for parameter in self.assembly.stage.parameters.values():
-                    parameter.grad = None
-        else:  # a rank that has begun the next step has dropped them, so no rank may follow them
-            step.totals = replace(step.totals, requests=BoundaryRequests())
-            step.was_interrupted = True
-        return survivors
-
-    def _follow_generation(self) -> None:
-        """Everything that knows the other ranks knows those of the new generation from now on."""
-        environment, assembly = self._worker.environment, self.assembly
-        if self._copies is not None:
-            self._copies.finish_capture()
-            self._copies = None
-        self._expected_weight.follow_replicas(assembly.replicas)
-        self._changes.follow_ranks(assembly.everyone)
-        self._non_finite.set_logging(logs=environment.rank == 0)
-        if environment.survivors:
-            self._non_finite.count_anew()
-        self._scalars = TensorBoardWriter(environment, os.environ)
-        self.checkpoints.follow_ranks(assembly.everyone, self._map)
-        follow_shape(environment)
+            self._progress.other_call = None
 
     def _check_optimizers(self, caller: str) -> None:
         if not self._updater.optimizers:
             raise missing_optimizer(caller)
-
-    def _report_ready(self) -> None:
-        """Reports once that the script has prepared everything."""
-        if self._is_ready:
-            return
-        self._is_ready = True
-        environment = self._worker.environment
-        if environment.checkpoint_url and environment.generation > 1 and not self.checkpoints.were_loaded:
-            _log.warning("the script trains from step 0 again: call resume() after set_optimizer() to continue")
-        if self._progress.step:
-            self._held_bytes = self.checkpoints.count_bytes()
-        report_ready(self._worker, self._progress.step, self.checkpoints.sources)

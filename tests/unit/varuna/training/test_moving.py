@@ -19,7 +19,7 @@ from varuna.optim.host_parameters import HostParameters
 from varuna.optim.optimizers import find_foreign_state, replace_parameters
 from varuna.partition import ModelMap, Stage, build_stage, recut_stage, trace
 from varuna.partition.tracing.retracer import Retracer
-from varuna.roles.reshaping import SurvivorStep, must_move
+from varuna.roles.reshaping import GenerationMember, must_move
 
 CPU = torch.device("cpu")
 
@@ -31,11 +31,12 @@ def test_a_job_moves_where_any_rank_has_another_stage(p: int, d: int, data: st.D
     others = data.draw(st.lists(st.tuples(st.integers(0, p * d - 1), st.integers(0, 7), st.integers(1, 8)), max_size=2))
     for rank, first, end in others:
         held[rank] = range(first, end)
-    survivors = [
-        SurvivorStep.from_json(SurvivorStep(committed=3, sections=(one.start, one.stop)).to_json()) for one in held
+    members = [
+        GenerationMember.from_json(GenerationMember(committed=3, sections=(one.start, one.stop)).to_json())
+        for one in held
     ]
     expected = any((one.start, one.stop) != (stages[r % p].start, stages[r % p].stop) for r, one in enumerate(held))
-    assert must_move(survivors, stages) is expected
+    assert must_move(members, stages) is expected
 
 
 # ---------------------------------------------------------------- modules

@@ -1,0 +1,173 @@
+"""What a process does with its state when it leaves its generation.
+
+If it can, it stays with the state for its part in the next generation: a rank, or to give the state to new processes.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+
+from varuna.diagnostics.start_phases import StartPhases
+from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
+from varuna.holdings.inventory import HeldFiles
+from varuna.roles.failing import are_finite
+from varuna.roles.giving import end_as_holder, leave_in_memory
+from varuna.roles.reshaping import can_hold_state, describe_obstacle, describe_script_obstacle
+from varuna.roles.training_parts import TrainingParts
+from varuna.worker.agent_link import GiveCommand, StoreCommand
+from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
+
+__all__ = ["StateHolder"]
+
+_log = structlog.get_logger("varuna")
+
+
+class StateHolder:
+    """This process with what it holds: the state of its stage or, while it moves to another one, that of the stage
+    before.
+    """
+
+    def __init__(self, parts: TrainingParts) -> None:
+        """Offers the worker's `Departure` to stay, if the process may hold its state."""
+        self._parts = parts
+        self._held: HeldFiles | None = None
+        """The state before this process moved to its stage, until all ranks have agreed on a step there."""
+        self._unmoved: WorkerEnvironment | None = None
+        """Of the rank that it was, while it moves to another stage, or when it could not: it can take no rank."""
+        self.is_between_stages = False
+        """Whether it has only the state before, and no stage."""
+        self._has_left = False
+        self._leaving = threading.Lock()
+        """Held while it is settled which came first: that this process left, or that it began to move."""
+        worker = parts.worker
+        if can_hold_state(worker.environment):
+            worker.departure.offer_to_stay(self._try_to_stay, self.find_obstacle)
+            worker.link.store_on_failure(self._store_after_failure)
+
+    # Leaving
+
+    def find_obstacle(self) -> str:
+        """Why this process cannot go on in place; empty: it can."""
+        newest = self._parts.progress.newest_step
+        return describe_obstacle(
+            None if newest is None else newest.inputs,
+            accumulates=self._parts.updater.accumulation.is_active,
+            unclean_ends=self._parts.worker.unclean_ends,
+        )
+
+    def _try_to_stay(self, exit_: GenerationEnded | PeerLost) -> bool:
+        """Whether this process goes on in the next generation. Any thread calls it when the worker leaves this one."""
+        progress, accumulation = self._parts.progress, self._parts.updater.accumulation
+        if not progress.is_ready:
+            return False
+        self._report_script_obstacle()
+        if accumulation.is_pending:
+            return False
+        if progress.other_call is not None:
+            _log.info(f"this process ends with its generation: it is in {progress.other_call.name.lower()}()")
+            return False
+        step = progress.find_committed(progress.newest_step)
+        with self._leaving:
+            self._has_left, is_moving = True, self._unmoved is not None
+        obstacle = "it was to take another stage" if is_moving else self.find_obstacle()
+        if obstacle:
+            _log.info(f"this process takes no part in the next generation and only gives its state: {obstacle}")
+        self._parts.worker.link.report_generation_left(
+            int(str(exit_.code)),
+            step,
+            self._parts.checkpoints.state_bytes,
+            gives_only=bool(obstacle),
+            copies=[(held.inventory.rank, held.inventory.step) for held in self._list_copies()],
+        )
+        return True
+
+    def _report_script_obstacle(self) -> None:
+        newest, accumulates = self._parts.progress.newest_step, self._parts.updater.accumulation.is_active
+        if newest is not None and (reason := describe_script_obstacle(newest.inputs, accumulates=accumulates)):
+            self._parts.worker.link.report_script_obstacle(reason)
+
+    def join_next(self, environment: WorkerEnvironment, phases: StartPhases) -> None:
+        """Joins the next generation, as `WorkerProcess.join_next`. This process may leave that in the same way."""
+        with self._leaving:
+            self._has_left = False
+        self._parts.worker.join_next(environment, phases, self._try_to_stay, self.find_obstacle)
+
+    # Moving to another stage
+
+    @property
+    def can_take_rank(self) -> bool:
+        """Whether it has not begun a move to another stage that it could not end."""
+        return self._unmoved is None
+
+    def begin_move(self, before: WorkerEnvironment) -> None:
+        """This process begins to take another stage. `before`: of the rank that it was.
+
+        Raises GenerationEnded, PeerLost when it has left the generation, with its stage, already.
+        """
+        with self._leaving:
+            self._unmoved, has_left = before, self._has_left
+        if has_left:
+            self._parts.worker.departure.wait_until(lambda: False)
+
+    def release_stage(self, held: HeldFiles | None) -> None:
+        """From now on this process has no stage, but `held`, the state of that before."""
+        self._held, self.is_between_stages = held, True
+
+    def end_move(self) -> None:
+        """This process has its stage, and keeps the state of that before until `drop_state_before`."""
+        self._unmoved, self.is_between_stages = None, False
+
+    def drop_state_before(self) -> None:
+        """The state before a move is of no use: all ranks have agreed on a step, or leave with their stages."""
+        self._held = None
+
+    # Giving
+
+    def give_state(self, command: GiveCommand | StoreCommand) -> None:
+        """Gives the state to new processes, or leaves it to them in memory, and ends this process."""
+        state, step, worker = self._parts.checkpoints.training_state(), self._parts.progress.step, self._parts.worker
+        if isinstance(command, StoreCommand):
+            leave_in_memory(
+                state,
+                step,
+                own=self._unmoved or worker.environment,
+                published_as=worker.environment,
+                held=self._held,
+            )
+            end_process(EXIT_GENERATION_ENDED)
+            return
+        end_as_holder(
+            state,
+            step,
+            own=self._unmoved or worker.environment,
+            published_as=worker.environment.rank,
+            command=command,
+            link=worker.link,
+            held=self._held,
+            copies=self._list_copies(),
+        )
+
+    def _store_after_failure(self) -> None:
+        """The script has raised an exception: leaves the state in memory if it is that after a step, for a script that
+        begins with the next one."""
+        parts, progress = self._parts, self._parts.progress
+        step, environment = progress.newest_step, parts.worker.environment
+        if step is None or parts.worker.departure.exit_code is not None:
+            return
+        if progress.is_broken:
+            is_whole = step.totals is None  # no update has begun
+        else:
+            is_whole = parts.habits.is_between_steps(parts.updater.optimizers, parts.checkpoints.registered)
+        is_whole &= progress.other_call is None and not parts.updater.accumulation.is_pending
+        is_whole &= self._held is None and self._unmoved is None and not self.is_between_stages
+        if not is_whole or not are_finite(parts.parameters.values()):
+            _log.warning("the script failed where its state is of no use to another process")
+            return
+        leave_in_memory(parts.checkpoints.training_state(), progress.step, own=environment, published_as=environment)
+
+    def _list_copies(self) -> list[HeldFiles]:
+        """What this process keeps for others; nothing once it was to take another stage, with other ranks."""
+        copies = self._parts.copies
+        return [] if copies is None or self._unmoved is not None else copies.list_copies()

@@ -1,0 +1,324 @@
+"""Taking part in the next generation: in the middle of the script's call, with the state that this process holds.
+
+The ranks of the next generation agree on the newest committed step, give one another the sections of the state that
+they lack, and connect. A new process among them does the same in its script's `resume`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import structlog
+
+from varuna.assembly.assembly import connect_stage
+from varuna.data.batches import follow_shape
+from varuna.devices.generators import keep_global_generators
+from varuna.diagnostics.start_phases import StartPhases
+from varuna.diagnostics.tensorboard import TensorBoardWriter
+from varuna.distributed.agreement import BoundaryRequests
+from varuna.distributed.calls import CallKind
+from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
+from varuna.partition import Stage
+from varuna.roles.kept_shares import StepRest
+from varuna.roles.leaving import StateHolder
+from varuna.roles.moving import StageMove, take_state
+from varuna.roles.progress import TrainingStep
+from varuna.roles.reshaping import (
+    GenerationMember,
+    add_step,
+    choose_totals,
+    count_redone,
+    explain_apart,
+    fits_in_place,
+    must_move,
+    plan_rest,
+)
+from varuna.roles.role import report_ready
+from varuna.roles.training_parts import TrainingParts
+from varuna.worker.agent_link import GiveCommand, StateSources, StoreCommand
+from varuna_proto.environment import EXIT_PEER_LOST, WorkerEnvironment
+from varuna_proto.state_use import OTHER_STAGES
+
+__all__ = ["GenerationMembership"]
+
+_log = structlog.get_logger("varuna")
+
+_LINKS_END_S = 2.0
+"""How long to wait for the threads of links whose connections are broken: they end within milliseconds."""
+
+
+class GenerationMembership:
+    """This process as a member of one generation after another."""
+
+    def __init__(self, parts: TrainingParts, holder: StateHolder) -> None:
+        self._parts = parts
+        self._holder = holder
+        self._awaited_in = CallKind.RESUME if parts.worker.environment.joins_survivors else None
+        """The call of the script in which survivors wait for this new process; None: it is one of them."""
+        self._first_rest: StepRest | None = None
+        """What this new process runs of the step in which it begins; None: its share."""
+        self._give_command: GiveCommand | StoreCommand | None = None
+        """Given when the step under way had been agreed on: the script's next call gives the state."""
+
+    def report_ready(self) -> None:
+        """Reports once that the script has prepared everything."""
+        parts = self._parts
+        if parts.progress.is_ready:
+            return
+        parts.progress.is_ready = True
+        environment = parts.worker.environment
+        if environment.checkpoint_url and environment.generation > 1 and not parts.checkpoints.were_loaded:
+            _log.warning("the script trains from step 0 again: call resume() after set_optimizer() to continue")
+        if parts.progress.step:
+            parts.checkpoints.count_state()
+        report_ready(parts.worker, parts.progress.step, parts.checkpoints.sources)
+
+    # A new process among survivors
+
+    @property
+    def is_awaited_in_resume(self) -> bool:
+        """Whether this is a new process and survivors wait for it (`join_survivors`)."""
+        return self._awaited_in is CallKind.RESUME
+
+    def join_survivors(self) -> None:
+        """Takes part in a generation of survivors with this new process, whose script resumes: it takes the state of
+        its stage from them, and goes on where they are in their scripts: at the beginning of a step.
+
+        If that cannot be, all leave again, and new processes take the state.
+        """
+        parts = self._parts
+        worker, stage = parts.worker, parts.assembly.stage
+        worker.phases.end_phase("script")
+        members = self._catch_up(None, 0)
+        self._require_together(members)
+        loaded, reason = take_state(worker, parts.checkpoints.training_state())
+        self._require_success(reason)
+        assert loaded is not None
+        parts.checkpoints.continue_from(loaded)
+        parts.changes.begin_step()  # what was loaded of them is agreed on by the others
+        for member in members:
+            if member.weight_per_example is not None:
+                parts.expected_weight.follow_others(member.weight_per_example)
+        if not must_move(members, parts.stages):
+            self._first_rest = plan_rest(members, worker.environment)
+        worker.phases.end_phase("load")
+        parts.assembly.disconnect(_LINKS_END_S)
+        self._connect_anew(stage)
+        self._awaited_in = CallKind.STEP
+        self.report_ready()
+
+    def check_call(self, kind: CallKind) -> None:
+        """Leaves, together with the survivors, where the script of this new process makes another call than theirs."""
+        if self._awaited_in not in (None, kind):
+            awaited = self._awaited_in.name.lower()
+            self._require_success(
+                f"a new process calls {kind.name.lower()}() before {awaited}(), where the others wait for it"
+            )
+        self._awaited_in = None
+
+    def take_first_rest(self) -> StepRest | None:
+        """What this process runs of the step that begins; None: its share. Only a new process's first step has one."""
+        rest, self._first_rest = self._first_rest, None
+        return rest
+
+    # Going on in the next generation
+
+    def join_next(self, step: TrainingStep | None) -> None:
+        """Takes part in the next generation, with the state of the newest committed step. `step`: the call under way.
+
+        Returns when all ranks of that generation stand there, or when this process has to complete a step before it can
+        give its state. Raises as a worker that leaves when that cannot be done.
+        """
+        while True:
+            try:
+                self._rejoin(step)
+            except (GenerationEnded, PeerLost):
+                if not self._parts.worker.departure.stays:
+                    raise
+            except (RuntimeError, TimeoutError, ValueError) as error:
+                _log.warning("this process cannot go on in the next generation: it ends", reason=str(error))
+                end_process(EXIT_PEER_LOST)
+            else:
+                return
+
+    def _rejoin(self, step: TrainingStep | None) -> None:
+        parts, worker, holder = self._parts, self._parts.worker, self._holder
+        before, phases = worker.environment, StartPhases()
+        if self._give_command is not None:
+            self._give_state(self._give_command, step)
+        parts.progress.is_broken = False
+        worker.end_membership(links_ended=holder.is_between_stages or parts.assembly.disconnect(_LINKS_END_S))
+        if parts.copies is not None:
+            parts.copies.finish_capture()
+        parts.checkpoints.checkpointing.abandon_saves()
+        phases.end_phase("leave")
+        command = worker.link.wait_for_command()
+        if isinstance(command, GiveCommand | StoreCommand):
+            self._give_state(command, step)
+            return
+        environment = command.environment
+        if not holder.can_take_rank or not fits_in_place(environment, before):
+            raise RuntimeError(f"rank {environment.rank} of the next generation needs another process")
+        phases.end_phase("wait")
+        holder.join_next(environment, phases)
+        members = self._catch_up(step, before.plan.micro_batch)
+        holder.drop_state_before()
+        peer_bytes, stage = 0, parts.assembly.stage
+        if must_move(members, parts.stages):
+            del stage  # nothing may keep it but the assembly
+            stage, peer_bytes = self._move(members, before)
+            phases.end_phase("load")
+        elif environment.survivors:
+            self._give_to_new(members, before)
+            phases.end_phase("load")
+        self._connect_anew(stage)
+        kept_bytes = max(parts.checkpoints.state_bytes - peer_bytes, 0)
+        sources = StateSources(kept_bytes=kept_bytes, peer_bytes=peer_bytes)
+        committed, redone = parts.progress.find_committed(step), 0 if step is None else step.redone
+        worker.link.report_ready(committed, phases.durations_s, sources, micro_batches_redone=redone)
+        _log.info(
+            "this process goes on in the next generation",
+            generation=environment.generation,
+            rank=environment.rank,
+            step=committed,
+            micro_batches_redone=redone,
+        )
+
+    def _give_state(self, command: GiveCommand | StoreCommand, step: TrainingStep | None) -> None:
+        """Gives the state to new processes, which begin where this script is in its call of `step`, or leaves it to
+        them in memory, and ends this one.
+
+        Returns only if that step has been agreed on, so that the script has to follow it first.
+        """
+        if step is None:
+            raise RuntimeError("the script is between two steps, where no other process can begin")
+        if step.totals is not None:
+            self._give_command, step.was_interrupted = command, True
+            return
+        self._holder.give_state(command)
+
+    def _catch_up(self, step: TrainingStep | None, micro_batch: int) -> list[GenerationMember]:
+        """Agrees with the other members on the newest committed step; returns where all of them stand.
+
+        `micro_batch`: the examples in each of those that are kept of the step.
+        """
+        parts, worker, progress = self._parts, self._parts.worker, self._parts.progress
+        sections = parts.assembly.stage.sections
+        own = GenerationMember(
+            committed=progress.find_committed(step),
+            totals=progress.committed_totals,
+            sections=(sections.start, sections.stop),
+            micro_batch=micro_batch,
+            weight_per_example=parts.expected_weight.per_example,
+            trace_digest=parts.trace_digest,
+            is_new=self._awaited_in is not None,
+        )
+        own = add_step(own, step)
+        everyone = worker.topology.everyone
+        texts = worker.rendezvous.exchange_values("member", everyone, own.to_json())
+        members = [GenerationMember.from_json(text) for text in texts]
+        totals = choose_totals(own, members, is_reduced=step is not None and step.is_reduced)
+        if step is None:
+            return members
+        step.redone = 0
+        if totals is not None:
+            step.totals = progress.committed_totals = totals
+        if step.totals is None:  # it is run again
+            step.is_reduced = False
+            moves = must_move(members, parts.stages)
+            step.rest = None if moves else plan_rest(members, worker.environment)
+            step.redone = count_redone(step.rest, members, worker.environment)
+            if step.rest is None or not step.rest.keeps_share:
+                step.drop_share()
+                for parameter in parts.assembly.stage.parameters.values():
+                    parameter.grad = None
+        else:  # a rank that has begun the next step has dropped them, so no rank may follow them
+            step.totals = replace(step.totals, requests=BoundaryRequests())
+            step.was_interrupted = True
+        return members
+
+    def _give_to_new(self, members: Sequence[GenerationMember], before: WorkerEnvironment) -> None:
+        """Gives new processes the state of their stages, while all others keep theirs. `before`: as for `_move`.
+
+        If one cannot take it, all leave again, and new processes take the state.
+        """
+        self._require_together(members)
+        move = StageMove(self._parts)
+        try:
+            _, reason = move.share_state(self._parts.assembly.stage, self._parts.progress.step, before)
+            self._require_success(reason or move.keep_stage())
+        finally:
+            move.close()
+
+    def _move(self, members: Sequence[GenerationMember], before: WorkerEnvironment) -> tuple[Stage, int]:
+        """Takes another stage, together with all other ranks. `before`: of the rank that this process was.
+
+        Returns the stage, and the bytes that came from other processes. If one rank cannot move, all leave again, with
+        the state of the stages that they had. New processes take it.
+        """
+        parts = self._parts
+        self._holder.begin_move(before)
+        self._require_together(members)
+        move = StageMove(parts)
+        try:
+            held, reason = move.share_state(parts.assembly.stage, parts.progress.step, before)
+            self._require_success(reason)
+            self._holder.release_stage(held)
+            parts.show_tensors({}, {})
+            with keep_global_generators(parts.device):
+                stage, reason = move.take_stage(self._release_stage(), parts.model_map)
+            self._require_success(reason)
+            assert stage is not None
+        finally:
+            move.close()
+        parts.show_tensors(parts.swap.parameters, parts.swap.buffers)
+        parts.checkpoints.count_state()
+        self._holder.end_move()
+        return stage, move.peer_bytes
+
+    def _release_stage(self) -> Stage:
+        """The stage, whose connections have ended; nothing else here keeps it."""
+        stage = self._parts.assembly.stage
+        del self._parts.assembly
+        return stage
+
+    def _require_together(self, members: Sequence[GenerationMember]) -> None:
+        if reason := explain_apart(members):
+            self._leave_unmoved(reason)
+
+    def _require_success(self, reason: str) -> None:
+        """`reason`: why ranks cannot take their stages in place, which is the script's; empty: they have."""
+        if reason:
+            self._parts.worker.link.report_script_obstacle(OTHER_STAGES + reason)
+            self._leave_unmoved(reason)
+
+    def _leave_unmoved(self, reason: str) -> None:
+        """Leaves the generation, whose ranks cannot take their stages, so that new processes take the state."""
+        departure = self._parts.worker.departure
+        departure.leave_generation(GenerationEnded(f"the ranks cannot take other stages in place: {reason}"))
+        departure.raise_if_leaving()
+
+    def _connect_anew(self, stage: Stage) -> None:
+        """Connects this rank, with its state, to the others of its generation."""
+        parts = self._parts
+        with keep_global_generators(parts.device):
+            parts.assembly = connect_stage(stage, parts.model_map, parts.worker, parts.device, parts.precision)
+        self._follow_generation()
+        parts.worker.phases.end_phase("connect")
+
+    def _follow_generation(self) -> None:
+        """Everything that knows the other ranks knows those of the new generation from now on."""
+        parts, environment = self._parts, self._parts.worker.environment
+        if parts.copies is not None:
+            parts.copies.finish_capture()
+            parts.copies = None
+        parts.expected_weight.follow_replicas(parts.assembly.replicas)
+        parts.changes.follow_ranks(parts.assembly.everyone)
+        parts.non_finite.set_logging(logs=environment.rank == 0)
+        if environment.survivors:
+            parts.non_finite.count_anew()
+        parts.scalars = TensorBoardWriter(environment, os.environ)
+        parts.checkpoints.follow_ranks(parts.assembly.everyone, parts.model_map)
+        follow_shape(environment)

@@ -1,0 +1,84 @@
+"""Where a rank's training is: the steps that are done, and the call of the script that is under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from varuna.data.sample_cursor import SampleCount
+from varuna.distributed.agreement import StepTotals
+from varuna.distributed.calls import CallKind
+from varuna.pipeline.pass_state import PassResult
+from varuna.roles.kept_shares import KeptShare, StepRest
+
+__all__ = ["TrainingProgress", "TrainingStep"]
+
+
+@dataclass(kw_only=True)
+class TrainingStep:
+    """One call of `Varuna.step`, and how far it has come. It may go on in another generation."""
+
+    inputs: Mapping[str, Any]
+    clip_grad_max_norm: float | None
+    has_begun: bool = False
+    """Whether a pass has."""
+    passed: PassResult | None = None
+    kept: KeptShare | None = None
+    """What `.grad` has of the step, while no sum over other ranks has replaced it."""
+    rest: StepRest | None = None
+    """What this rank's replica has to run in the present generation; None: its share of the global batch."""
+    redone: int = 0
+    """The micro-batches that all replicas of the present generation run again."""
+    is_reduced: bool = False
+    """Whether `.grad` holds the sums over all ranks, so that only the totals are missing."""
+    totals: StepTotals | None = None
+    """What all ranks have agreed on: the step is committed."""
+    overflow: bool = False
+    is_updated: bool = False
+    """Whether the update has been made."""
+    was_interrupted: bool = False
+    """Whether this process left a generation after the totals had been agreed on."""
+
+    def drop_share(self) -> None:
+        """Forgets what is kept, because `.grad` no longer has it."""
+        self.kept = None
+
+
+class TrainingProgress:
+    """Where the training is.
+
+    Attributes:
+        seed: of all random draws.
+        step: the last step that is done.
+        is_ready: the script has prepared everything.
+        is_broken: a step is half-way, or has failed there.
+        newest_step: the newest call of `step`; None before the first one.
+        committed_totals: of the newest committed step.
+        other_call: the call under way, unless it is a step.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.samples = SampleCount()
+        self.is_ready = False
+        self.is_broken = False
+        self.newest_step: TrainingStep | None = None
+        self.committed_totals: StepTotals | None = None
+        self.other_call: CallKind | None = None
+        self._counting = threading.Lock()
+
+    def count_step(self, step: TrainingStep, examples: int) -> None:
+        """Counts the step, whose update has been made, with so many examples in its global batch."""
+        with self._counting:
+            self.step += 1
+            self.samples.add_step(examples)
+            step.is_updated = True
+
+    def find_committed(self, step: TrainingStep | None) -> int:
+        """The newest step that this rank knows as committed. `step`: the call under way. From any thread."""
+        with self._counting:
+            is_agreed = step is not None and step.totals is not None and not step.is_updated
+            return self.step + is_agreed

@@ -1,0 +1,140 @@
+"""What one rank trains with. Its steps use it, and so does a change of generation, which gives it other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from varuna.assembly.assembly import agree_on_seed, assemble_alone, assemble_rank, stages_of
+from varuna.copies.rank_copies import RankCopies
+from varuna.devices.generators import keep_global_generators
+from varuna.diagnostics.tensorboard import TensorBoardWriter
+from varuna.model.fixed_module import ModelSurface
+from varuna.model.script_changes import ScriptChanges
+from varuna.model.tensor_swap import TensorSwap
+from varuna.optim.host_parameters import HostParameters
+from varuna.optim.non_finite_steps import NonFiniteSteps, check_max_non_finite_steps
+from varuna.optim.optimizers import allow_empty_stages
+from varuna.optim.parameter_updater import ParameterUpdater
+from varuna.optim.weight_average import WeightAverage, check_decay
+from varuna.partition.tracing.retracer import Retracer
+from varuna.pipeline.loss_weight import ExpectedWeight
+from varuna.roles.checkpoints import TrainingCheckpoints
+from varuna.roles.failing import ScriptHabits
+from varuna.roles.progress import TrainingProgress
+from varuna.roles.role import apply_seed
+from varuna.roles.wrapped_model import WrappedModel
+
+__all__ = ["TrainingOptions", "TrainingParts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How to train: the arguments of `Varuna` with these names. Raises ValueError for a bad value."""
+
+    offload_optimizer: bool = False
+    ema: float | None = None
+    max_non_finite_steps: int = 10
+    accumulate: bool = False
+
+    def __post_init__(self) -> None:
+        check_decay(self.ema)
+        check_max_non_finite_steps(self.max_non_finite_steps)
+
+
+class TrainingParts:
+    """The parts of one rank's training.
+
+    Attributes:
+        assembly: the rank with its stage, connected to the others of its generation.
+        wrapped_map: of the model as the script has wrapped it.
+        model_map: by which the stage runs: that of the newest trace.
+        surface: what the script sees of the model.
+        scalars: where each step's figures go for TensorBoard.
+        copies: of the present generation; None: before its first step here, or no copies are kept.
+    """
+
+    def __init__(
+        self,
+        wrapped: WrappedModel,
+        seed: int,
+        options: TrainingOptions,
+        *,
+        scalars: TensorBoardWriter,
+        follow_surface: Callable[[ModelSurface], None],
+    ) -> None:
+        """As for `TrainingRole`."""
+        self.worker, self.device, self.precision = wrapped.worker, wrapped.device, wrapped.precision
+        environment = self.worker.environment
+        self.non_finite = NonFiniteSteps(options.max_non_finite_steps, logs=environment.rank == 0)
+        self.scalars = scalars
+        joins = environment.joins_survivors
+        assemble = assemble_alone if joins else assemble_rank
+        with keep_global_generators(self.device):
+            self.assembly = assemble(
+                wrapped.model,
+                wrapped.model_map,
+                self.worker,
+                device=self.device,
+                precision=self.precision,
+                values=wrapped.values,
+            )
+        stage, everyone = self.assembly.stage, self.assembly.everyone
+        self.expected_weight = ExpectedWeight(self.assembly.replicas, self.device)
+        self.progress = TrainingProgress(seed if joins else agree_on_seed(seed, everyone))
+        host = HostParameters(stage.parameters) if options.offload_optimizer else None
+        if self.worker.topology.p > 1:
+            allow_empty_stages(self.device if host is None else torch.device("cpu"))
+        parameters = stage.parameters if host is None else host.parameters
+        average = None if options.ema is None else WeightAverage(parameters, options.ema)
+        self.updater = ParameterUpdater(
+            stage.parameters, parameters, host=host, average=average, accumulate=options.accumulate
+        )
+        self.swap = TensorSwap(stage, parameters)
+        progress = self.progress
+        self.surface = ModelSurface(
+            module=stage.module,
+            parameters=self.swap.parameters,
+            buffers=self.swap.buffers,
+            device=self.device,
+            seed=lambda: apply_seed(progress.seed, progress.step),
+        )
+        self._follow_surface = follow_surface
+        self.wrapped_map = self.model_map = wrapped.model_map
+        self.trace_digest = wrapped.trace_digest
+        self.retracer = Retracer(wrapped.model, wrapped.examples, self.stages)
+        self.changes = ScriptChanges(
+            wrapped.model,
+            stage.module,
+            stage.parameters,
+            given_out=parameters,
+            model_map=wrapped.model_map,
+            everyone=everyone,
+        )
+        self.checkpoints = TrainingCheckpoints(
+            wrapped, self.assembly, self.updater, changes=self.changes, progress=self.progress
+        )
+        self.habits = ScriptHabits()
+        self.copies: RankCopies | None = None
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Those that the script sees and the optimizer steps, by first name."""
+        return self.surface.parameters
+
+    @property
+    def section_count(self) -> int:
+        return len(self.wrapped_map.sections)
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The sections of each stage of the present generation."""
+        return stages_of(self.worker, self.section_count)
+
+    def show_tensors(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+        """Makes the script see these of the model from now on."""
+        self.surface = replace(self.surface, parameters=parameters, buffers=buffers)
+        self._follow_surface(self.surface)
