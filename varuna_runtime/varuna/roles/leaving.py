@@ -14,7 +14,7 @@ from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.holdings.inventory import HeldFiles
 from varuna.roles.failing import are_finite
 from varuna.roles.giving import end_as_holder, leave_in_memory
-from varuna.roles.reshaping import can_hold_state, describe_obstacle, describe_script_obstacle
+from varuna.roles.reshaping import can_hold_state, describe_script_obstacle
 from varuna.roles.training_parts import TrainingParts
 from varuna.worker.agent_link import GiveCommand, StoreCommand
 from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
@@ -22,6 +22,10 @@ from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
 __all__ = ["StateHolder"]
 
 _log = structlog.get_logger("varuna")
+
+_MOST_UNCLEAN_ENDS = 5
+"""gloo sometimes leaves a thread in a receive whose connection is gone; with it stay some fifteen threads and
+descriptors. A new process begins without them."""
 
 
 class StateHolder:
@@ -49,20 +53,26 @@ class StateHolder:
     # Leaving
 
     def find_obstacle(self) -> str:
-        """Why this process cannot go on in place; empty: it can."""
-        newest = self._parts.progress.newest_step
-        return describe_obstacle(
-            None if newest is None else newest.inputs,
-            accumulates=self._parts.updater.accumulation.is_active,
-            unclean_ends=self._parts.worker.unclean_ends,
-        )
+        """Why this process cannot take a rank in the next generation, and only gives its state to it; empty: it can."""
+        unclean_ends = self._parts.worker.unclean_ends
+        if self._parts.progress.newest_step is None:
+            return "it has not begun to train"
+        if unclean_ends >= _MOST_UNCLEAN_ENDS:
+            return f"connections of {unclean_ends} earlier generations could not be ended in it"
+        return self._find_script_obstacle()
+
+    def _find_script_obstacle(self) -> str:
+        """What the script does because of which its processes cannot go on in place; empty: nothing is known."""
+        newest, accumulates = self._parts.progress.newest_step, self._parts.updater.accumulation.is_active
+        return "" if newest is None else describe_script_obstacle(newest.inputs, accumulates=accumulates)
 
     def _try_to_stay(self, exit_: GenerationEnded | PeerLost) -> bool:
         """Whether this process goes on in the next generation. Any thread calls it when the worker leaves this one."""
         progress, accumulation = self._parts.progress, self._parts.updater.accumulation
         if not progress.is_ready:
             return False
-        self._report_script_obstacle()
+        if reason := self._find_script_obstacle():
+            self._parts.worker.link.report_script_obstacle(reason)
         if accumulation.is_pending:
             return False
         if progress.other_call is not None:
@@ -82,11 +92,6 @@ class StateHolder:
             copies=[(held.inventory.rank, held.inventory.step) for held in self._list_copies()],
         )
         return True
-
-    def _report_script_obstacle(self) -> None:
-        newest, accumulates = self._parts.progress.newest_step, self._parts.updater.accumulation.is_active
-        if newest is not None and (reason := describe_script_obstacle(newest.inputs, accumulates=accumulates)):
-            self._parts.worker.link.report_script_obstacle(reason)
 
     def join_next(self, environment: WorkerEnvironment, phases: StartPhases) -> None:
         """Joins the next generation, as `WorkerProcess.join_next`. This process may leave that in the same way."""

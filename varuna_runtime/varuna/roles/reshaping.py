@@ -28,7 +28,6 @@ __all__ = [
     "can_hold_state",
     "choose_totals",
     "count_redone",
-    "describe_obstacle",
     "describe_script_obstacle",
     "explain_apart",
     "fits_in_place",
@@ -38,9 +37,6 @@ __all__ = [
 
 _SWITCH = "VARUNA_IN_PLACE"
 """A job's variable; 0: each generation gets new processes."""
-_MOST_UNCLEAN_ENDS = 5
-"""gloo sometimes leaves a thread in a receive whose connection is gone; with it stay some fifteen threads and
-descriptors. A new process begins without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,18 +169,6 @@ def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], env
         return 0
     plan = environment.plan
     return count_micro_batches(plan.global_batch, plan.micro_batch) if rest is None else rest.count
-
-
-def describe_obstacle(inputs: Mapping[str, Any] | None, *, accumulates: bool, unclean_ends: int) -> str:
-    """Why this process cannot take a rank in the next generation, and only gives its state to it; empty: it can.
-
-    `inputs`: of the newest step; None before the first one. `unclean_ends`: generations that left something behind.
-    """
-    if inputs is None:
-        return "it has not begun to train"
-    if unclean_ends >= _MOST_UNCLEAN_ENDS:
-        return f"connections of {unclean_ends} earlier generations could not be ended in it"
-    return describe_script_obstacle(inputs, accumulates=accumulates)
 
 
 def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) -> str:
