@@ -97,6 +97,10 @@ class ModelMap:
         first = self.first_name[parameter]
         return tuple(section.index for section in self.sections if first in section.parameters)
 
+    def parameters_held(self, sections: range) -> set[str]:
+        """The first names of the parameters that the stage of these sections holds."""
+        return {name for section in sections for name in self.sections[section].parameters}
+
     def parameters_used(self, sections: range) -> set[str]:
         """The first names of the parameters that code of these sections uses."""
         return {

@@ -68,9 +68,7 @@ def build_stage(
     copy_gradient_hooks(model, parameters, memo, _names_of_hollow(model, model_map, parameters, memo))
     initialise(copied, made.empty)
     set_modes(copied, model_map.modes)
-    own_buffers = {name for section in sections for name in model_map.sections[section].buffers}
-    own = {name: buffer for name, buffer in buffers.items() if name in own_buffers}
-    return Stage(copied, model_map, sections=sections, device=device, parameters=parameters, buffers=own, read=buffers)
+    return Stage(copied, model_map, sections=sections, device=device, parameters=parameters, read=buffers)
 
 
 def _parameters(
@@ -82,7 +80,7 @@ def _parameters(
     memo: dict[int, object],
 ) -> dict[str, nn.Parameter]:
     """Fills `memo` with the stage's tensor for each parameter. Returns its own parameters, by first name."""
-    own = {name for section in sections for name in model_map.sections[section].parameters}
+    own = model_map.parameters_held(sections)
     made: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = model_map.first_name[name]

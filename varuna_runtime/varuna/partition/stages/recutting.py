@@ -39,16 +39,7 @@ def recut_stage(
     zeros = ZeroTensors(stage.device)
     parameters = _replace_parameters(stage, skeleton, model_map, sections, zeros=zeros, trains=trains)
     buffers = _replace_buffers(stage, skeleton, model_map, sections, zeros=zeros)
-    own = {name for section in sections for name in model_map.sections[section].buffers}
-    return Stage(
-        stage.module,
-        model_map,
-        sections=sections,
-        device=stage.device,
-        parameters=parameters,
-        buffers={name: buffer for name, buffer in buffers.items() if name in own},
-        read=buffers,
-    )
+    return Stage(stage.module, model_map, sections=sections, device=stage.device, parameters=parameters, read=buffers)
 
 
 def _replace_parameters(
@@ -61,7 +52,7 @@ def _replace_parameters(
     trains: Mapping[str, bool],
 ) -> dict[str, nn.Parameter]:
     """Puts the parameters of the sections into the modules. Returns them by first name."""
-    own = {name for section in sections for name in model_map.sections[section].parameters}
+    own = model_map.parameters_held(sections)
     patterns: dict[str, nn.Parameter] = {}
     for name, pattern in skeleton.named_parameters(remove_duplicate=False):
         patterns.setdefault(model_map.first_name[name], pattern)

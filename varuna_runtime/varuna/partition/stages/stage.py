@@ -90,9 +90,10 @@ class Stage:
         sections: range,
         device: torch.device,
         parameters: dict[str, nn.Parameter],
-        buffers: dict[str, Tensor],
         read: dict[str, Tensor],
     ) -> None:
+        """`read`: every buffer that the forward reads in this stage, by first name."""
+        own = {name for section in sections for name in model_map.sections[section].buffers}
         count = len(model_map.sections)
         self.module = module
         self.sections = sections
@@ -100,7 +101,7 @@ class Stage:
         self.is_first = sections.start == 0
         self.is_last = sections.stop == count
         self.parameters = parameters
-        self.buffers = buffers
+        self.buffers = {name: buffer for name, buffer in read.items() if name in own}
         self.read = read
         self.on_section: Callable[[int], None] | None = None
         self._zeros = ZeroTensors(device)

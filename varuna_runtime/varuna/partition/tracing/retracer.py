@@ -65,8 +65,7 @@ class Retracer:
     def _require_held(self, before: ModelMap, after: ModelMap, stage: range) -> None:
         """Raises PartitionError when the stage would need a parameter or buffer that it was not given."""
         buffers = after.graph.buffers_used
-        held = {name for section in stage for name in before.sections[section].parameters}
-        held |= before.buffers_read(buffers, stage)
+        held = before.parameters_held(stage) | before.buffers_read(buffers, stage)
         needed = after.parameters_used(stage) | after.buffers_read(buffers, stage)
         if missing := sorted(needed - held):
             raise PartitionError(
