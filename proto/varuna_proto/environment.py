@@ -58,6 +58,17 @@ class Mode(StrEnum):
     INSPECT = "inspect"
 
 
+class OnNonFinite(StrEnum):
+    """What happens at a step whose loss or gradient is not finite: the job file's `on_nonfinite`."""
+
+    SKIP = "skip"
+    """It updates nothing, up to as many in a row as the script allows."""
+    STOP = "stop"
+    """The script ends with FloatingPointError."""
+    GO_ON = "go_on"
+    """Its update is made."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment:
     """What a worker knows before it meets its peers.
@@ -106,6 +117,7 @@ class WorkerEnvironment:
     what is expected. 0: it has its rank."""
     keepers: tuple[int, ...] = ()
     """By stage: the rank that keeps a copy of what the stage's rank in the first replica has; empty: no copies."""
+    on_non_finite: OnNonFinite = OnNonFinite.SKIP
     report_path: str = ""
     """For Mode.INSPECT: the file for the report, as JSON."""
     report_times: str = ""
@@ -177,6 +189,7 @@ class WorkerEnvironment:
             **({"VARUNA_SURVIVORS": ",".join(map(str, self.survivors))} if self.survivors else {}),
             **({"VARUNA_NEWCOMER": str(self.newcomer)} if self.newcomer else {}),
             **({"VARUNA_KEEPERS": ",".join(map(str, self.keepers))} if self.keepers else {}),
+            **({} if self.on_non_finite is OnNonFinite.SKIP else {"VARUNA_ON_NONFINITE": self.on_non_finite.value}),
             **({"VARUNA_REPORT_PATH": self.report_path} if self.report_path else {}),
             **({"VARUNA_REPORT_TIMES": self.report_times} if self.report_times else {}),
             **({"TRACEPARENT": self.traceparent} if self.traceparent else {}),
@@ -221,6 +234,7 @@ class WorkerEnvironment:
             survivors=_ints(environ, "VARUNA_SURVIVORS"),
             newcomer=int(environ.get("VARUNA_NEWCOMER", "0")),
             keepers=_ints(environ, "VARUNA_KEEPERS"),
+            on_non_finite=OnNonFinite(environ.get("VARUNA_ON_NONFINITE", OnNonFinite.SKIP.value)),
             report_path=environ.get("VARUNA_REPORT_PATH", ""),
             report_times=environ.get("VARUNA_REPORT_TIMES", ""),
         )

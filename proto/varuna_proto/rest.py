@@ -81,7 +81,7 @@ class PlanDocument(TypedDict):
 
 @_documented
 class JobDocument(TypedDict):
-    """One job. `step` counts completed steps; `loss` is the loss of the last one."""
+    """One job. `step` counts completed steps; `loss` is the loss of the last one, null if it is not finite."""
 
     id: str
     name: str
@@ -98,6 +98,10 @@ class JobDocument(TypedDict):
     finished_at: Timestamp | None
     step: int
     loss: float | None
+    not_finite_from: int | None
+    """The first of its newest steps in a row without a finite loss or gradient; null: the newest step's are finite."""
+    steps_skipped: int
+    """Steps that updated nothing, because their loss or gradient was not finite; one that is redone counts twice."""
     generation: int | None
     plan: PlanDocument | None
     """The plan of the newest training generation."""

@@ -64,7 +64,8 @@ class Varuna(ModuleView):
         ema: keep an exponential moving average of the parameters with this decay (0.999, say), updated after each step
             of the optimizer. `evaluate(..., ema=True)` and `varuna export --ema` use it.
         max_non_finite_steps: the number of steps in a row that may be skipped because their loss or gradient is not
-            finite. One more raises FloatingPointError.
+            finite; None: 10. One more raises FloatingPointError. A job file's `on_nonfinite: stop` or `go_on` takes
+            precedence, and the log says so.
         accumulate: the script's own `optimizer.step()` makes the updates, each from the mean over all `step`s since the
             last update. A loop of the usual form, `if (i + 1) % n == 0: optimizer.step()`, is found without it.
         random_by_example: random draws of forward (dropout) belong to examples, so they are the same for every
@@ -97,7 +98,7 @@ class Varuna(ModuleView):
         weights: str | os.PathLike[str] | None = None,
         stages: int | None = None,
         ema: float | None = None,
-        max_non_finite_steps: int = 10,
+        max_non_finite_steps: int | None = None,
         accumulate: bool = False,
         random_by_example: bool = True,
     ) -> None:
@@ -219,7 +220,8 @@ class Varuna(ModuleView):
             are those of all steps since its last update.
 
         Raises:
-            FloatingPointError: too many steps in a row were not finite. They have not changed the parameters.
+            FloatingPointError: too many steps in a row were not finite, or this one was and the job file has
+                `on_nonfinite: stop`. They have not changed the parameters.
             GenerationEnded, PeerLost: this worker must leave (both are SystemExit).
         """
         return self._role.train_step(inputs, clip_grad_max_norm)

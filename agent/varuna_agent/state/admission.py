@@ -11,7 +11,7 @@ from varuna_agent.state.instructions import StartWorker
 from varuna_agent.state.process_limits import ProcessLimits
 from varuna_agent.state.workdir import Workdir
 from varuna_agent.state.worker_key import WorkerKey
-from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.environment import Mode, OnNonFinite, WorkerEnvironment
 from varuna_proto.plan_message import parse_plan_spec
 from varuna_proto.trace_context import child
 from varuna_proto.v1 import agent_pb2
@@ -22,6 +22,12 @@ _JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _MODES = {
     agent_pb2.GENERATION_KIND_CALIBRATION: Mode.CALIBRATE,
     agent_pb2.GENERATION_KIND_TRAINING: Mode.TRAIN,
+}
+_ON_NON_FINITE = {
+    agent_pb2.ON_NON_FINITE_UNSPECIFIED: OnNonFinite.SKIP,
+    agent_pb2.ON_NON_FINITE_SKIP: OnNonFinite.SKIP,
+    agent_pb2.ON_NON_FINITE_STOP: OnNonFinite.STOP,
+    agent_pb2.ON_NON_FINITE_GO_ON: OnNonFinite.GO_ON,
 }
 
 
@@ -50,6 +56,8 @@ def describe_flaw(launch: agent_pb2.Launch, identity: Identity) -> str | None:
         return f"job id {launch.job_id!r}: expected letters, digits, '.', '_' and '-'"
     if launch.kind not in _MODES:
         return f"generation kind {launch.kind} is unknown to agent {identity.version}"
+    if launch.on_non_finite not in _ON_NON_FINITE:
+        return f"on_nonfinite {launch.on_non_finite} is unknown to agent {identity.version}"
     if launch.plan.p * launch.plan.d != launch.world_size:
         return f"plan {launch.plan.p}×{launch.plan.d} does not have the world size {launch.world_size}"
     if len(set(ranks)) < len(ranks) or len(set(devices)) < len(devices):
@@ -104,6 +112,7 @@ def make_environment(launch: agent_pb2.Launch, rank: int, local_rank: int, *, de
         holders=() if launch.in_place else tuple(launch.holders),
         survivors=tuple(launch.holders) if launch.in_place and len(launch.holders) < launch.world_size else (),
         keepers=tuple(launch.keepers),
+        on_non_finite=_ON_NON_FINITE[launch.on_non_finite],
         traceparent=child(launch.traceparent, f"rank {rank}"),
     )
 

@@ -51,7 +51,8 @@ class WatchedJob:
         of = f"/{self.total[0]}" if self.total else ""
         parts = [f"step {self.step}{of}"]
         if self.progress is not None:
-            parts.append(f"loss {render.number(self.progress['loss'])}")
+            loss = self.progress["loss"]
+            parts.append(f"loss {'not finite' if loss is None else render.number(loss)}")
             parts.append(f"{render.rate(self.progress['examples_per_s'])} ex/s")
             left = self.left_s()
             step_s = self.progress["step_s"]
@@ -151,11 +152,14 @@ def render_summary(job: JobDocument, goodput: float | None, generations: Iterabl
     took = None
     if job["finished_at"] and job["created_at"]:
         took = render.seconds_between(job["created_at"], job["finished_at"])
-    parts = [f"step {job['step']}, loss {render.number(job['loss'])}"]
+    parts = [f"step {job['step']}, loss {render.job_loss(job)}"]
     if took is not None:
         parts.append(f"in {render.duration(took)}")
     morphs = max(kinds.count("training") - 1, 0)
     parts.append(f"{morphs} morph{'' if morphs == 1 else 's'}")
     if goodput is not None:
         parts.append(f"goodput {goodput:.0%}")
-    return Text.assemble(render.state(job["state"]), " ", (job["name"], "bold"), f": {', '.join(parts)}")
+    note = ""
+    if job["state"] == "succeeded" and (job["reason"] or "").startswith("succeeded, "):
+        note = f"\n  {job['reason']}"
+    return Text.assemble(render.job_state(job), " ", (job["name"], "bold"), f": {', '.join(parts)}", (note, "yellow"))

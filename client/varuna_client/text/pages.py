@@ -16,6 +16,8 @@ from varuna_client.text.render import (
     ago,
     duration,
     event_row,
+    job_loss,
+    job_state,
     number,
     rate,
     shape,
@@ -104,7 +106,7 @@ def _make_head(parts: JobParts, now: datetime) -> Table:
     head.add_column(overflow="fold")
     head.add_row("job", Text(f"{job['name']}  ({job['id']})", style="bold"))
     since = f", submitted {ago(job['created_at'], now)}"
-    head.add_row("state", Text.assemble(state(job["state"]), since))
+    head.add_row("state", Text.assemble(job_state(job), since))
     if job.get("reason"):
         head.add_row("why", Text(str(job["reason"])))
     head.add_row("run", Text(f"{spec.get('run')}  in {spec.get('workdir')}"))
@@ -117,9 +119,11 @@ def _make_head(parts: JobParts, now: datetime) -> Table:
         head.add_row("shape", f"{_render_shape(plan['p'], plan['d'])}, micro-batch {plan['micro_batch']}")
     total = total_steps(spec)
     steps = f"{job['step']} of {total[0]} ({total[1]})" if total else str(job["step"])
+    begun = _find_first_resumed_step(parts.generations)
+    steps += f", begun at step {begun} from a checkpoint" if begun else ""
     head.add_row("step", f"{steps}, global batch {spec.get('global_batch')}")
     series = parts.course["loss"]["mean"] if parts.course else ()
-    head.add_row("loss", f"{number(job['loss'])}  {sparkline(series)}")
+    head.add_row("loss", Text.assemble(job_loss(job), _describe_odd_steps(job), "  ", sparkline(series)))
     if job.get("step_s"):
         head.add_row("rate", _render_rate(job))
         head.add_row("step time", _render_step_time(job, parts.plan))
@@ -129,6 +133,21 @@ def _make_head(parts: JobParts, now: datetime) -> Table:
     if parts.cost is not None:
         head.add_row("cost", _render_cost(parts.cost))
     return head
+
+
+def _describe_odd_steps(job: JobDocument) -> Text:
+    """The mark next to the loss about steps whose loss or gradient was not finite; empty: there is none."""
+    since, skipped = job.get("not_finite_from"), job.get("steps_skipped")
+    parts = [] if since is None else [f"no finite loss or gradient since step {since}"]
+    parts += [f"{skipped} step{'' if skipped == 1 else 's'} skipped"] if skipped else []
+    style = "yellow" if since is None else "red"
+    return Text(f"  {', '.join(parts)}", style=style) if parts else Text()
+
+
+def _find_first_resumed_step(generations: Iterable[GenerationDocument]) -> int | None:
+    """The step at which the job's first training generation began; None or 0: it began anew."""
+    training = (one for one in sorted(generations, key=lambda one: one["number"]) if one["kind"] == "training")
+    return next((one["resumed_step"] for one in training), None)
 
 
 def _render_shape(p: int, d: int) -> str:

@@ -31,7 +31,7 @@ STATE_SIGNS = {
 }
 """A symbol next to each state's word, so that colour is never the only distinction, and the style of both."""
 SPARKS = "▁▂▃▄▅▆▇█"
-_BAD = re.compile(r"_(failed|lost|rejected)$|^hang|worker_exited")
+_BAD = re.compile(r"_(failed|lost|rejected)$|^hang|worker_exited|loss_not_finite")
 _GOOD = re.compile(r"_(succeeded|ready|released|well|measured)$|^first_step$")
 _ODD = re.compile(r"notice|suspect|slow|cordoned|quarantined|draining|cancel|preempted|stopping|drift")
 _STEPS = re.compile(r"(--(?:max|num|train|total)?[-_]?steps)[= ]([0-9]{1,12})\b")
@@ -40,6 +40,21 @@ _STEPS = re.compile(r"(--(?:max|num|train|total)?[-_]?steps)[= ]([0-9]{1,12})\b"
 def state(name: str) -> Text:
     sign, style = STATE_SIGNS.get(name, ("·", ""))
     return Text(f"{sign} {name}", style=style, no_wrap=True)
+
+
+def job_state(job: JobDocument) -> Text:
+    """Like `state`, but a success with steps that were not finite does not look like another."""
+    is_odd = job.get("not_finite_from") is not None or job.get("steps_skipped")
+    if job["state"] == "succeeded" and is_odd:
+        return Text("! succeeded", style="yellow", no_wrap=True)
+    return state(job["state"])
+
+
+def job_loss(job: JobDocument) -> Text:
+    """The newest step's loss, red if it or the gradient is not finite."""
+    is_odd = job.get("not_finite_from") is not None
+    shown = "not finite" if is_odd and job["loss"] is None else number(job["loss"])
+    return Text(shown, style="red" if is_odd else "")
 
 
 def shape(p: int | None, d: int | None) -> str:
@@ -138,11 +153,11 @@ def jobs_table(jobs: Iterable[JobDocument], now: datetime) -> Table:
         plan, total = job.get("plan"), total_steps(job["spec"])
         made.add_row(
             job["name"],
-            state(job["state"]),
+            job_state(job),
             shape(plan and plan["p"], plan and plan["d"]),
             str(job.get("gpus") or "-"),
             f"{job['step']}/{total[0]}" if total else str(job["step"]),
-            number(job["loss"]),
+            job_loss(job),
             rate(job.get("examples_per_s")) if job["state"] == "running" else "-",
             ago(job["created_at"], now).removesuffix(" ago"),
             job["id"],

@@ -92,6 +92,7 @@ class JobActions:
         host = await self._host_of(session, first)
         is_training, holders = action.kind is GenerationKind.TRAINING, action.holders
         keepers = await self._choose_keepers(session, row, action) if is_training else ()
+        not_finite_from, steps_skipped = await _non_finite_steps(session, row.id, action.number - 1)
         generation = GenerationRow(
             job_id=row.id,
             number=action.number,
@@ -108,6 +109,8 @@ class JobActions:
             holders_generation=None if holders is None else holders.generation,
             holders=None if holders is None else [holder.to_document() for holder in holders.members],
             keepers=list(keepers) or None,
+            not_finite_from=not_finite_from,
+            steps_skipped=steps_skipped,
             reason=action.reason,
             created_at=now,
         )
@@ -203,11 +206,11 @@ class JobActions:
 
     def _finish(self, session: AsyncSession, row: JobRow, action: FinishJob) -> None:
         now = self._now()
-        reason = extract_last_line(action.error or "") or action.state.value
+        reason = extract_last_line(action.error or "") or action.note or action.state.value
         row.move_to_state(action.state, now=now, reason=reason)
         row.error, row.finished_at, row.active_name = action.error, now, None
         row.exit_code = action.exit_code
-        suffix = f": {reason}" if action.error else ""
+        suffix = f": {reason}" if action.error else f", {action.note}" if action.note else ""
         text = f"job {row.name!r} {_VERBS[action.state]}{suffix}"
         data = {"exit_code": action.exit_code}
         self._events.emit_event(session, f"job_{action.state.value}", text, job_id=row.id, data=data)
@@ -247,6 +250,14 @@ class JobActions:
                 vm.quarantined_until = None
                 text = f"VM {vm_id} is out of quarantine: it is needed, since {action.reason}"
                 self._events.emit_event(session, "vm_released", text, job_id=row.id, vm_id=vm_id)
+
+
+async def _non_finite_steps(session: AsyncSession, job_id: str, number: int) -> tuple[int | None, int]:
+    """`not_finite_from` and `steps_skipped` of the generation."""
+    query = select(GenerationRow.not_finite_from, GenerationRow.steps_skipped)
+    query = query.where(GenerationRow.job_id == job_id, GenerationRow.number == number)
+    found = (await session.execute(query)).first()
+    return (None, 0) if found is None else (found.not_finite_from, found.steps_skipped)
 
 
 async def _generation(session: AsyncSession, job_id: str, number: int) -> GenerationRow:

@@ -17,6 +17,11 @@ from varuna_proto.plan_message import make_plan_spec
 from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2 as pb
 
+_ON_NON_FINITE = {
+    "skip": pb.ON_NON_FINITE_SKIP,
+    "stop": pb.ON_NON_FINITE_STOP,
+    "go_on": pb.ON_NON_FINITE_GO_ON,
+}
 UNSENDABLE = (ValueError, TypeError, OverflowError)
 """Protobuf's errors for values that no message can hold."""
 _KINDS = {
@@ -129,6 +134,7 @@ def _describe_launch(
         checkpoint_interval_s=job.spec.checkpoint.interval_s or 0.0,
         stops_per_hour=job.view.fleet.stops_per_hour(len({device.vm_id for device in devices.values()})),
         limits=_limits(job.spec.vm_limits),
+        on_non_finite=_ON_NON_FINITE[job.spec.on_nonfinite],
     )
 
 

@@ -45,7 +45,8 @@ SUM_UP = """
     INSERT INTO job_progress
         (job_id, newest, trained, stepped, step, step_at, stalled_s, steps_redone, changes, billed)
     SELECT job_id, max(number), coalesce(max(CASE WHEN kind = 'training' THEN number END), 0),
-           coalesce(max(CASE WHEN last_step IS NOT NULL THEN number END), 0), coalesce(max(last_step), 0),
+           coalesce(max(CASE WHEN last_step IS NOT NULL THEN number END), 0),
+           coalesce(max(coalesce(last_step, resumed_step)), 0),
            coalesce(max(last_step_at), 0), coalesce(sum(seconds_without_progress), 0), coalesce(sum(steps_redone), 0),
            count(CASE WHEN state = 'ended' THEN 1 END), 0
     FROM generations GROUP BY job_id
@@ -68,6 +69,8 @@ async def note_progress(session: AsyncSession, generation: GenerationRow, values
     }
     if values.get("last_step") is not None:
         noted |= {"stepped": generation.number, "step": values["last_step"], "step_at": values.get("last_step_at") or 0}
+    elif values.get("resumed_step") is not None:
+        noted["step"] = values["resumed_step"]
     await session.execute(_UPSERTS[session.get_bind().dialect.name], _row(generation, noted))
 
 
@@ -82,7 +85,7 @@ def _note_new(mapper: Mapper[Any], connection: Connection, generation: Generatio
     has_stepped = generation.last_step is not None
     noted = {
         "stepped": generation.number if has_stepped else 0,
-        "step": generation.last_step or 0,
+        "step": generation.last_step or generation.resumed_step or 0,
         "step_at": generation.last_step_at or 0.0,
         "stalled_s": generation.seconds_without_progress or 0.0,
         "steps_redone": generation.steps_redone or 0,

@@ -174,6 +174,13 @@ class GenerationRow(_Living, Base):
     resumed_step: Mapped[int | None]
     last_step: Mapped[int | None]
     last_loss: Mapped[float | None]
+    """Null: it is not finite, or there is no step."""
+    not_finite_from: Mapped[int | None]
+    """The first of its newest steps in a row without a finite loss or gradient, perhaps of the generation before. Null:
+    the newest step's are finite."""
+    steps_skipped: Mapped[int] = mapped_column(default=0)
+    """The job's steps up to its newest that updated nothing, because their loss or gradient was not finite. A step that
+    is done again counts again."""
     last_step_at: Mapped[float | None]
     copied_step: Mapped[int | None]
     """The newest step of which other VMs keep a copy of every stage. Null: none is known."""
@@ -225,7 +232,7 @@ class JobProgressRow(Base):
     stepped: Mapped[int] = mapped_column(Integer)
     """The newest that has completed a step."""
     step: Mapped[int]
-    """The newest step of any generation."""
+    """The newest step of any generation, completed or resumed from."""
     step_at: Mapped[float]
     """When a step was last completed."""
     stalled_s: Mapped[float]

@@ -47,6 +47,8 @@ class FinishJob:
     error: str | None = None
     exit_code: int | None = None
     """The script's exit code; None: it is not known."""
+    note: str = ""
+    """What a person has to know of a success, as the rest of a sentence; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind, Jo
 
 def decide_end(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
     end = _how_it_ended(job, generation, vms)
+    reason = end.reason
     actions: list[Action] = [end]
     if job.state is not JobState.CANCELLING:
         if end.cause is EndCause.SCRIPT_FAILED and job.may_restart:
@@ -32,14 +33,35 @@ def decide_end(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
             error = _script_error(generation)
             actions.append(FinishJob(state=JobState.FAILED, error=error, exit_code=find_exit_code(generation)))
         elif end.cause is EndCause.FINISHED and generation.kind is GenerationKind.TRAINING:
-            actions.append(FinishJob(state=JobState.SUCCEEDED, exit_code=0))
+            note = _describe_success(generation)
+            reason = f"succeeded, {note}" if note else reason
+            actions.append(FinishJob(state=JobState.SUCCEEDED, exit_code=0, note=note))
         elif end.cause is EndCause.FINISHED:
             error = job.profile_error or (
                 "the script ended while calibrating without handing in a profile: "
                 "it must call set_optimizer of its varuna.Varuna object"
             )
+            reason = extract_last_line(error)
             actions.append(FinishJob(state=JobState.FAILED, error=error))
-    return Decision(reason=end.reason, actions=tuple(actions))
+    return Decision(reason=reason, actions=tuple(actions))
+
+
+def _describe_success(generation: GenerationView) -> str:
+    """What a person has to know of it, as the rest of "succeeded, "; empty: nothing."""
+    last_step, since, skipped = generation.last_step, generation.not_finite_from, generation.steps_skipped
+    notes = []
+    if since is not None:
+        count = 1 if last_step is None else max(1, last_step - since + 1)
+        last = "its last step" if count == 1 else f"its last {count} steps"
+        total = f" ({skipped} skipped in all)" if skipped else ""
+        notes.append(f"but the loss or gradient of {last} was not finite{total}")
+    elif skipped:
+        steps = "1 of its steps was" if skipped == 1 else f"{skipped} of its steps were"
+        notes.append(f"but {steps} skipped for a loss or gradient that was not finite")
+    if last_step is None:
+        at = f" began at step {generation.resumed_step} and" if generation.resumed_step else ""
+        notes.append(f"{'and' if notes else 'but'} generation {generation.number}{at} ran no step")
+    return ", ".join(notes)
 
 
 def _how_it_ended(job: JobView, generation: GenerationView, vms: Vms) -> EndGeneration:
@@ -53,7 +75,8 @@ def _how_it_ended(job: JobView, generation: GenerationView, vms: Vms) -> EndGene
     if causes == {ExitCause.FINISHED} and job.profiled_at is not None and generation.kind is GenerationKind.CALIBRATION:
         return end(EndCause.PROFILED, "the profile is measured")
     if causes == {ExitCause.FINISHED}:
-        return end(EndCause.FINISHED, "every rank finished")
+        without = "" if generation.kind is GenerationKind.TRAINING else " without handing in a profile"
+        return end(EndCause.FINISHED, f"every rank finished{without}")
     root = find_root_cause(generation)
     # Where a VM was lost or a rank was killed, its peers' scripts may raise: that is the consequence, not the cause.
     excused = stop is not None and stop.cause in CONSEQUENCE_OF

@@ -371,6 +371,12 @@ class GenerationView:
     the manager's start, whichever is later."""
     plan: Plan | None = None
     last_step: int | None = None
+    resumed_step: int | None = None
+    """The step of the state with which it began; None: it has not begun."""
+    not_finite_from: int | None = None
+    """The first of the newest steps in a row without a finite loss or gradient; None: the newest step's are finite."""
+    steps_skipped: int = 0
+    """The job's steps that updated nothing, because their loss or gradient was not finite."""
     in_place: bool = False
     """Whether its ranks are survivors of the generation before, which keep their processes and their state."""
     holders: Holders | None = None

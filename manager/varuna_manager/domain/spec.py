@@ -220,6 +220,12 @@ class JobSpec(_Strict):
         le=1000,
         description="how many times the job is restarted from its checkpoint after its script has failed",
     )
+    on_nonfinite: Literal["skip", "stop", "go_on"] = Field(
+        default="skip",
+        description="a step whose loss or gradient is not finite: skip: it updates nothing, and more than the script's "
+        "`max_non_finite_steps` (10) in a row fail the job; stop: the first one fails the job; go_on: its update is "
+        "made, as in plain PyTorch. stop and go_on take precedence over the script's `max_non_finite_steps`",
+    )
     copies: Literal["auto", "on", "off"] = Field(
         default="off",
         description="auto: where one VM alone has a stage, another VM keeps a copy of it in memory, so that the loss "

@@ -29,6 +29,8 @@ class JobProgress:
     """Of the newest training generation."""
     gpus: int = 0
     rate: StepRate | None = None
+    not_finite_from: int | None = None
+    steps_skipped: int = 0
 
 
 def make_job_document(job: JobRow, progress: JobProgress) -> JobDocument:
@@ -46,6 +48,8 @@ def make_job_document(job: JobRow, progress: JobProgress) -> JobDocument:
         "finished_at": format_time(job.finished_at),
         "step": progress.step,
         "loss": progress.loss,
+        "not_finite_from": progress.not_finite_from,
+        "steps_skipped": progress.steps_skipped,
         "generation": progress.generation,
         "plan": progress.plan,
         "version": job.version,

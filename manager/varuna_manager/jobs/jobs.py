@@ -323,9 +323,9 @@ async def read_progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
     row, whole = GenerationRow, JobProgressRow
     of = {each.job_id: each for each in await session.scalars(select(whole).where(whole.job_id.in_(job_ids)))}
     # By joins: neither store finds pairs of values by an index.
-    columns = (row.job_id, row.number, row.plan, row.last_step, row.last_loss, row.last_step_at)
+    steps = (row.last_step, row.last_loss, row.last_step_at, row.not_finite_from, row.steps_skipped)
     is_wanted = row.number.in_([whole.stepped, whole.trained])
-    query = select(*columns).join(whole, and_(row.job_id == whole.job_id, is_wanted))
+    query = select(row.job_id, row.number, row.plan, *steps).join(whole, and_(row.job_id == whole.job_id, is_wanted))
     rows = await session.execute(query.where(whole.job_id.in_(job_ids)))
     generations = {(each.job_id, each.number): each for each in rows}
     rates = await read_job_rates(session, job_ids)
@@ -344,6 +344,8 @@ async def read_progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
             last_step_at=stepped.last_step_at if stepped is not None else None,
             generation=each.newest,
             plan=trained.plan if trained is not None else None,
+            not_finite_from=trained.not_finite_from if trained is not None else None,
+            steps_skipped=trained.steps_skipped if trained is not None else 0,
             gpus=gpus[job_id],
             rate=rates.get(job_id),
         )

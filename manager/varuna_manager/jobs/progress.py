@@ -16,7 +16,7 @@ from sqlalchemy.orm import defer
 from varuna_manager.db.changes import name_changes
 from varuna_manager.db.engine import after_commit
 from varuna_manager.db.job_progress import note_progress
-from varuna_manager.db.models import Base, GenerationRow, JobRow, MetricRow, WorkerRow
+from varuna_manager.db.models import Base, GenerationRow, JobProgressRow, JobRow, MetricRow, WorkerRow
 from varuna_manager.domain import accounting, downtime
 from varuna_manager.domain.downtime import DowntimePart, MorphMoments
 from varuna_manager.domain.states import GenerationKind, GenerationState, StopMode, WorkerState
@@ -50,6 +50,7 @@ class Progress:
                 progress["micro_batches_redone"] = fact.micro_batches_redone  # all ranks report the same
             if fact.rank == 0:
                 self._compare_with_committed(session, generation, fact.resumed_step)
+                await self._note_beginning(session, generation, fact.resumed_step)
         if generation.started_at is None:
             reported = [DowntimePart(name=phase.name, seconds=phase.seconds, rank=fact.rank) for phase in fact.phases]
             progress["downtime"] = [
@@ -90,6 +91,24 @@ class Progress:
             data={"resumed_step": resumed_step, "committed_step": committed_step},
         )
 
+    async def _note_beginning(self, session: AsyncSession, generation: GenerationRow, resumed_step: int) -> None:
+        """Emit an event if the generation begins with steps that the job has not done itself."""
+        row = JobProgressRow
+        known_step = await session.scalar(select(row.step).where(row.job_id == generation.job_id)) or 0
+        if resumed_step <= known_step:
+            return
+        job = await session.get_one(JobRow, generation.job_id)
+        store = f" in {job.checkpoint_url}" if job.checkpoint_url else ""
+        self._events.emit_event(
+            session,
+            "resumed",
+            f"generation {generation.number} begins at step {resumed_step}, from a checkpoint{store} that was there "
+            "before the job: the steps up to it are not run again",
+            job_id=generation.job_id,
+            generation=generation.number,
+            data={"step": resumed_step},
+        )
+
     async def record_steps(
         self, session: AsyncSession, job_id: str, number: int, steps: Mapping[int, pb.StepResult], now: float
     ) -> bool:
@@ -100,7 +119,6 @@ class Progress:
             self._log.warning("steps of an unknown generation", job=job_id, generation=number)
             return False
         await _write_metrics(session, generation, steps.values(), now)
-        self._note_skipped(session, generation, steps)
         last = steps[max(steps)]
         if generation.last_step is not None and last.step <= generation.last_step:
             return False
@@ -112,6 +130,7 @@ class Progress:
             generation,
             last_step=last.step,
             last_loss=_number_or_none(last.loss),
+            **self._follow_non_finite(session, generation, steps),
             last_step_at=now,
             copied_step=last.copied_step or None,
             between_s=_add_between(generation, steps),
@@ -125,24 +144,35 @@ class Progress:
                 after_commit(session, partial(self._board.record_step, job_id, number, last.step, loss=loss, rate=rate))
         return is_first
 
-    def _note_skipped(
+    def _follow_non_finite(
         self, session: AsyncSession, generation: GenerationRow, steps: Mapping[int, pb.StepResult]
-    ) -> None:
-        """Emit an event for the steps of a report that updated nothing, but not again for a step reported twice."""
-        known = generation.last_step or 0
-        skipped = sorted(number for number, step in steps.items() if step.skipped and number > known)
-        if not skipped:
-            return
-        which = f"step {skipped[0]}" if len(skipped) == 1 else f"{len(skipped)} steps from {skipped[0]} on"
-        self._events.emit_event(
-            session,
-            "steps_skipped",
-            f"{which} of generation {generation.number} updated nothing: the loss or the gradient was not finite; the "
-            "log of rank 0 has the numbers",
-            job_id=generation.job_id,
-            generation=generation.number,
-            data={"first_step": skipped[0], "steps": len(skipped)},
-        )
+    ) -> dict[str, Any]:
+        """The columns about steps without a finite loss or gradient, after these steps.
+
+        Emits an event where such steps in a row begin, and one where they end, but only one of each for one report.
+        """
+        new = [step for number, step in sorted(steps.items()) if number > (generation.last_step or 0)]
+        odd = [step for step in new if not _is_finite(step)]
+        before = since = generation.not_finite_from
+        for step in new:
+            since = None if _is_finite(step) else since or step.step
+        skipped = generation.steps_skipped + sum(step.skipped for step in odd)
+        about: dict[str, Any] = {"job_id": generation.job_id, "generation": generation.number}
+        if odd and before is None:
+            first = odd[0]
+            what = "gradient" if math.isfinite(first.loss) else "loss"
+            done = "updated nothing" if first.skipped else "made its update (on_nonfinite: go_on)"
+            text = f"the {what} of step {first.step} is not finite (loss {first.loss:g}): the step {done}"
+            data = {"step": first.step, "loss": f"{first.loss:g}", "skipped": first.skipped}
+            self._events.emit_event(session, "loss_not_finite", text, **about, data=data)
+            before = first.step
+        if before is not None and since is None:
+            again = max((step.step for step in odd), default=new[0].step - 1) + 1
+            text = f"loss and gradient are finite again from step {again} on, after step {before}"
+            text += f" ({skipped} skipped so far)" if skipped else ""
+            data = {"step": again, "first_step": before, "steps_skipped": skipped}
+            self._events.emit_event(session, "loss_finite_again", text, **about, data=data)
+        return {"not_finite_from": since, "steps_skipped": skipped}
 
     async def _first_step(self, session: AsyncSession, generation: GenerationRow, step: int, now: float) -> None:
         row = GenerationRow
@@ -272,6 +302,10 @@ def _add_between(generation: GenerationRow, steps: Mapping[int, pb.StepResult]) 
             for cause, seconds in _between_s(step).items():
                 sums[cause] += seconds
     return sums
+
+
+def _is_finite(step: pb.StepResult) -> bool:
+    return math.isfinite(step.loss) and not step.skipped
 
 
 def _number_or_none(value: float) -> float | None:

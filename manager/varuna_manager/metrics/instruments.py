@@ -28,7 +28,9 @@ _PHASES, _START = ("notice", "stop", "calibration", "plan"), "start"
 """Phases of a morph. Everything after these belongs to the start."""
 _FROM_ZERO = (
     "checkpoint_passed_over",
-    "steps_skipped",
+    "loss_finite_again",
+    "loss_not_finite",
+    "resumed",
     "first_step",
     "generation_started",
     "generation_ended",

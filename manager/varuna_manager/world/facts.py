@@ -152,6 +152,9 @@ class GenerationProgress(NamedTuple):
 
     last_step: int | None
     last_step_at: float | None
+    resumed_step: int | None
+    not_finite_from: int | None
+    steps_skipped: int
 
 
 class WorkerFacts(NamedTuple):

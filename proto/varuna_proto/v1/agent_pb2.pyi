@@ -150,6 +150,34 @@ GENERATION_KIND_CALIBRATION: GenerationKind.ValueType  # 1
 GENERATION_KIND_TRAINING: GenerationKind.ValueType  # 2
 Global___GenerationKind: _TypeAlias = GenerationKind  # noqa: Y015
 
+class _OnNonFinite:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnNonFiniteEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnNonFinite.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_NON_FINITE_UNSPECIFIED: _OnNonFinite.ValueType  # 0
+    """as SKIP: from an older manager"""
+    ON_NON_FINITE_SKIP: _OnNonFinite.ValueType  # 1
+    """it updates nothing, up to as many in a row as the script allows"""
+    ON_NON_FINITE_STOP: _OnNonFinite.ValueType  # 2
+    """the script fails"""
+    ON_NON_FINITE_GO_ON: _OnNonFinite.ValueType  # 3
+    """its update is made"""
+
+class OnNonFinite(_OnNonFinite, metaclass=_OnNonFiniteEnumTypeWrapper):
+    """what happens at a step whose loss or gradient is not finite"""
+
+ON_NON_FINITE_UNSPECIFIED: OnNonFinite.ValueType  # 0
+"""as SKIP: from an older manager"""
+ON_NON_FINITE_SKIP: OnNonFinite.ValueType  # 1
+"""it updates nothing, up to as many in a row as the script allows"""
+ON_NON_FINITE_STOP: OnNonFinite.ValueType  # 2
+"""the script fails"""
+ON_NON_FINITE_GO_ON: OnNonFinite.ValueType  # 3
+"""its update is made"""
+Global___OnNonFinite: _TypeAlias = OnNonFinite  # noqa: Y015
+
 class _StopMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1409,6 +1437,7 @@ class Launch(_message.Message):
     HOLDERS_GENERATION_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     KEEPERS_FIELD_NUMBER: _builtins.int
+    ON_NON_FINITE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -1441,6 +1470,8 @@ class Launch(_message.Message):
     """its ranks are processes that hold the job's state, and new ones that join these"""
     holders_generation: _builtins.int
     """the generation that the holders have left"""
+    on_non_finite: Global___OnNonFinite.ValueType
+    """the job file's on_nonfinite"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
@@ -1493,10 +1524,11 @@ class Launch(_message.Message):
         holders_generation: _builtins.int = ...,
         holders: _abc.Iterable[_builtins.int] | None = ...,
         keepers: _abc.Iterable[_builtins.int] | None = ...,
+        on_non_finite: Global___OnNonFinite.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "keepers", b"keepers", "kind", b"kind", "limits", b"limits", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "keepers", b"keepers", "kind", b"kind", "limits", b"limits", "on_non_finite", b"on_non_finite", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

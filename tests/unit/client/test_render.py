@@ -147,6 +147,29 @@ def test_a_page_shows_where_the_state_of_a_generation_comes_from() -> None:
     assert "of state" not in page("restart")
 
 
+def test_steps_that_are_not_finite_are_marked_beside_the_loss_and_in_the_state() -> None:
+    changes = {"state": "running", "loss": None, "not_finite_from": 2, "steps_skipped": 1, "error": None}
+    job = JobDocument(**{**JOB, **changes})  # type: ignore[typeddict-item]
+    shown = text_of(job_page(JobParts(job=job), NOW))
+    assert "loss   not finite  no finite loss or gradient since step 2, 1 step skipped" in shown
+    assert render.job_loss(job).style == "red"
+    assert "not finite" in text_of(render.jobs_table([job], NOW))
+    assert "▶ running" in shown
+    over = JobDocument(**{**job, "state": "succeeded", "loss": 0.5, "not_finite_from": None})  # type: ignore[typeddict-item]
+    shown = text_of(job_page(JobParts(job=over), NOW))
+    assert "! succeeded" in shown
+    assert "0.5000  1 step skipped" in shown
+    assert "! succeeded" in text_of(render.jobs_table([over], NOW))
+
+
+def test_a_page_says_where_a_job_began_that_found_a_checkpoint() -> None:
+    calibration = GenerationDocument(**{**GENERATION, "number": 1, "kind": "calibration", "resumed_step": None})  # type: ignore[typeddict-item]
+    begun = GenerationDocument(**{**GENERATION, "resumed_step": 8, "last_step": None})  # type: ignore[typeddict-item]
+    shown = text_of(job_page(JobParts(job=JOB, generations=[calibration, begun]), NOW))
+    assert ", begun at step 8 from a checkpoint, global batch" in shown
+    assert "begun" not in text_of(job_page(JobParts(job=JOB, generations=[calibration, GENERATION]), NOW))
+
+
 def test_a_page_of_a_job_of_which_nothing_is_known_yet() -> None:
     fresh = JobDocument(**{**JOB, "plan": None, "loss": None, "generation": None, "error": None, "step": 0})  # type: ignore[typeddict-item]
     text = text_of(job_page(JobParts(job=fresh), NOW))

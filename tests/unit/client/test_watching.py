@@ -93,6 +93,17 @@ def test_the_end_in_one_line() -> None:
     assert summary == "✔ succeeded gpt: step 100, loss 2.5000, in 1 m 00 s, 1 morph, goodput 50%"
 
 
+def test_the_end_of_a_job_whose_loss_was_not_finite_says_so() -> None:
+    reason = "succeeded, but the loss or gradient of its last 7 steps was not finite (7 skipped in all)"
+    odd = {"loss": None, "not_finite_from": 94, "steps_skipped": 7, "reason": reason}
+    over = job(state="succeeded", step=100, finished_at="2026-01-01T00:01:01+00:00", **odd)
+    summary = render_summary(over, None, ["training"]).plain
+    assert summary == f"! succeeded gpt: step 100, loss not finite, in 1 m 00 s, 0 morphs\n  {reason}"
+    watched = WatchedJob(job())
+    watched.add_progress(ProgressDocument(**{**progress(20), "loss": None}), 20.0)  # type: ignore[typeddict-item]
+    assert "loss not finite" in watched.render_figures()
+
+
 def chunk(data: bytes, rank: int = 0, offset: int = 0) -> LogChunk:
     return LogChunk(data=data, generation=1, rank=rank, offset=offset, next_offset=offset + len(data), size=100)
 

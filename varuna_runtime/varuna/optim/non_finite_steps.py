@@ -2,7 +2,8 @@
 
 A NaN that reaches the parameters stays in them and in the next checkpoints. So such a step changes nothing: no
 parameter, no state of the optimizer, no statistics that a forward keeps. Many such steps in a row mean that the run has
-diverged; they end it while its last good checkpoint still exists. All ranks decide from the same agreed numbers.
+diverged; they end it while its last good checkpoint still exists. A job file may also ask for the end at the first such
+step, or for the updates that plain PyTorch makes. All ranks decide from the same agreed numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from varuna.distributed.agreement import StepTotals, agree_on_totals
 from varuna.distributed.groups import RankGroup
 from varuna.optim.precision import LossScaler
+from varuna_proto.environment import OnNonFinite
 
 __all__ = [
     "NonFiniteSteps",
@@ -29,17 +31,34 @@ __all__ = [
 
 _log = structlog.get_logger("varuna")
 
+_MOST_IN_A_ROW = 10
+"""Steps in a row that are skipped if the script gives no number."""
+_WAY_OUT = "Check these batches, the learning rate and its warm-up, and clip the gradient"
+
 
 class NonFiniteSteps:
-    """Skips such steps, up to a bound."""
+    """Skips such steps up to a bound, ends the run at the first, or lets them pass."""
 
-    def __init__(self, most_in_a_row: int, *, logs: bool) -> None:
-        """`logs`: whether this rank writes the log lines."""
-        self._most = most_in_a_row
+    def __init__(self, most_in_a_row: int | None, policy: OnNonFinite, *, logs: bool) -> None:
+        """`most_in_a_row`: the script's bound, if it gives one. `policy`: the job file's, which comes before the bound
+        unless it is SKIP. `logs`: whether this rank writes the log lines."""
+        self._most = _MOST_IN_A_ROW if most_in_a_row is None else most_in_a_row
+        self._policy = policy
         self._logs = logs
         self.in_a_row = 0
-        """The steps skipped in a row so far, without those that a smaller loss scale may cure."""
+        """Such steps in a row so far, without those that a smaller loss scale may cure."""
         self._skipped = 0
+        if logs and most_in_a_row is not None and policy is not OnNonFinite.SKIP:
+            _log.warning(
+                "the job file's on_nonfinite takes precedence over the script's max_non_finite_steps",
+                on_nonfinite=policy.value,
+                max_non_finite_steps=most_in_a_row,
+            )
+
+    @property
+    def lets_pass(self) -> bool:
+        """Whether such a step changes all that it changes in plain PyTorch."""
+        return self._policy is OnNonFinite.GO_ON
 
     def set_logging(self, *, logs: bool) -> None:
         self._logs = logs
@@ -51,22 +70,37 @@ class NonFiniteSteps:
     def decide_skip(self, step: int, loss: float, norm: float, scaler: LossScaler | None) -> bool:
         """Whether to skip the update of `step`. Called after every step, with values that all ranks have agreed on.
 
-        Raises FloatingPointError after too many in a row. Steps that a smaller loss scale may cure do not count.
+        Raises FloatingPointError after too many in a row. Steps that a smaller loss scale may cure do not count. With a
+        loss scale, a gradient that is not finite is always skipped, as by PyTorch's own scaler.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return False
-        self._skipped += 1
+        skips = not self.lets_pass or (scaler is not None and not math.isfinite(norm))
+        self._skipped += skips
         if scaler is not None and scaler.can_shrink and math.isfinite(loss):
             return True  # the scaler logs it
         self.in_a_row += 1
-        if self.in_a_row > self._most:
+        if self._policy is OnNonFinite.STOP:
+            raise FloatingPointError(
+                f"step {step} has a loss or gradient that is not finite (loss {loss:g}, gradient norm {norm:g}; "
+                f"on_nonfinite: stop). It has not changed the parameters. {_WAY_OUT}"
+            )
+        if self.in_a_row > self._most and not self.lets_pass:
             raise FloatingPointError(
                 f"{self.in_a_row} steps in a row had a loss or gradient that is not finite, the last in step {step} "
                 f"(loss {loss:g}, gradient norm {norm:g}; max_non_finite_steps={self._most}). They have not changed "
-                "the parameters. Check these batches, the learning rate and its warm-up, and clip the gradient"
+                f"the parameters. {_WAY_OUT}"
             )
-        if self._logs:
+        if not skips:
+            if self._logs and self.in_a_row == 1:
+                _log.warning(
+                    "this step's loss or gradient is not finite, and its update is made (on_nonfinite: go_on)",
+                    step=step,
+                    loss=loss,
+                    gradient_norm=norm,
+                )
+        elif self._logs:
             _log.warning(
                 "step skipped: its loss or gradient is not finite",
                 step=step,
@@ -75,11 +109,13 @@ class NonFiniteSteps:
                 in_a_row=self.in_a_row,
                 skipped=self._skipped,
             )
-        return True
+        return skips
 
 
-def check_max_non_finite_steps(most_in_a_row: int) -> None:
+def check_max_non_finite_steps(most_in_a_row: int | None) -> None:
     """Raises ValueError for a bad bound."""
+    if most_in_a_row is None:
+        return
     if isinstance(most_in_a_row, bool) or not isinstance(most_in_a_row, int) or most_in_a_row < 0:
         raise ValueError(
             f"max_non_finite_steps={most_in_a_row!r}: give the number of steps in a row that may be skipped "

@@ -229,7 +229,7 @@ class TrainingRole:
             times=times,
             device=self._device,
             skipped=skipped,
-            copied_step=0 if self._copies is None else self._copies.whole_step,
+            copied_step=0 if self._parts.copies is None else self._parts.copies.whole_step,
         )
         self._parts.scalars.write_step(
             number, totals.loss, times.whole_ns / 1e9, examples=totals.examples, optimizers=self._updater.optimizers
@@ -241,7 +241,8 @@ class TrainingRole:
         If a rank has seen a change by the script (`StepTotals.changed`), everything is as it was before.
         """
         accumulation, stage = self._updater.accumulation, self.assembly.stage
-        with keep_buffers_finite(list(stage.written.homes.values())), self._passing():
+        kept = [] if self._parts.non_finite.lets_pass else list(stage.written.homes.values())
+        with keep_buffers_finite(kept), self._passing():
             accumulation.hold_gradients(stage.parameters.values())
             scale = self.loss_scale
             try:

@@ -37,7 +37,7 @@ class TrainingOptions:
 
     offload_optimizer: bool = False
     ema: float | None = None
-    max_non_finite_steps: int = 10
+    max_non_finite_steps: int | None = None
     accumulate: bool = False
 
     def __post_init__(self) -> None:
@@ -69,7 +69,9 @@ class TrainingParts:
         """As for `TrainingRole`."""
         self.worker, self.device, self.precision = wrapped.worker, wrapped.device, wrapped.precision
         environment = self.worker.environment
-        self.non_finite = NonFiniteSteps(options.max_non_finite_steps, logs=environment.rank == 0)
+        self.non_finite = NonFiniteSteps(
+            options.max_non_finite_steps, environment.on_non_finite, logs=environment.rank == 0
+        )
         self.scalars = scalars
         joins = environment.joins_survivors
         assemble = assemble_alone if joins else assemble_rank

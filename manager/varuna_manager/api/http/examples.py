@@ -60,6 +60,8 @@ _JOB = {
     "finished_at": None,
     "step": 1200,
     "loss": 2.314,
+    "not_finite_from": None,
+    "steps_skipped": 0,
     "generation": 3,
     "plan": PLAN,
     "version": 7,

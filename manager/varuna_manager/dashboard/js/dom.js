@@ -1,4 +1,5 @@
 // Elements, tables and states. What comes from the manager goes in as text, never as markup.
+import { loss } from "./format.js";
 
 /** An element: `props` are attributes, `on` its listeners, `class` its classes; children are text, nodes or lists. */
 export function h(tag, props = {}, ...children) {
@@ -22,6 +23,7 @@ const STATES = {
   lost: ["✘", "bad"], gone: ["○", "quiet"],
   assigned: ["…", "info"], exited: ["○", "quiet"],
   slow: ["▼", "warn"], quarantined: ["⊘", "warn"], cordoned: ["⊘", "warn"], "notice given": ["!", "bad"], fits: ["✔", "good"], chosen: ["★", "good"],
+  "succeeded, but": ["!", "warn"],
   "too large": ["✘", "bad"], "predicted slower": ["▼", "quiet"],
 };
 
@@ -30,6 +32,16 @@ export const symbol = (name) => (STATES[name] ?? ["·", "quiet"])[0];
 
 export function state(name, word = name) {
   return h("span", { class: `state ${tone(name)}` }, h("span", { "aria-hidden": "true" }, symbol(name)), word);
+}
+
+/** A job's state. A success with steps that were not finite does not look like another. */
+export function jobState({ state: name, not_finite_from: since, steps_skipped: skipped }) {
+  return name === "succeeded" && (since !== null || skipped > 0) ? state("succeeded, but", name) : state(name);
+}
+
+/** A job's newest loss, red if it or the gradient is not finite. */
+export function jobLoss({ loss: value, not_finite_from: since }) {
+  return since === null ? loss(value) : h("span", { class: "wrong" }, value === null ? "not finite" : loss(value));
 }
 
 export const link = (href, text) => h("a", { href }, text);

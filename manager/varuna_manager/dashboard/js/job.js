@@ -1,9 +1,9 @@
 // The page of one job: what it is doing, how fast, on what, and what it cost.
 import { Problem, Unreachable, get, getOrNull } from "./api.js";
 import { jobActions } from "./actions.js";
-import { atMostEvery, figures, h, link, put, state } from "./dom.js";
+import { atMostEvery, figures, h, jobLoss, jobState, link, put } from "./dom.js";
 import { eventList } from "./events.js";
-import { age, clock, count, loss, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
+import { age, clock, count, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
 import { Generations } from "./generations.js";
 import { rateAndLoss } from "./job_charts.js";
 import { grid } from "./job_grid.js";
@@ -34,7 +34,7 @@ export function jobPage({ root, signal, may, argument, title }) {
   function drawHead() {
     const { job } = about;
     title(job.name);
-    put(head, h("h1", {}, job.name), state(job.state), h("span", { class: "crumb" }, link("#/jobs", "all jobs"), ` / ${job.id}`),
+    put(head, h("h1", {}, job.name), jobState(job), h("span", { class: "crumb" }, link("#/jobs", "all jobs"), ` / ${job.id}`),
       h("span", { class: "grow" }), ...jobActions(job, () => about.job, may, () => refresh()));
     put(trouble, job.error ? h("pre", { class: "error", tabindex: "0", "aria-label": "Error of the job" }, job.error) : null,
       job.reason ? h("p", { class: "reason" }, job.reason) : null);
@@ -43,7 +43,7 @@ export function jobPage({ root, signal, may, argument, title }) {
     put(summary, figures(
       ["Shape P×D", plan ? shape(plan.p, plan.d) : "–", plan ? `micro-batch ${plan.micro_batch} of ${plan.global_batch}` : "not planned yet"],
       ["Step", count(job.step), job.last_step_at ? `last ${age(job.last_step_at)}` : null],
-      ["Loss", loss(job.loss)],
+      ["Loss", jobLoss(job), oddSteps(job)],
       ["Examples/s", number(job.examples_per_s), job.rate_steps > 1 ? `over the last ${job.rate_steps} steps` : null],
       ["Examples/s per GPU", job.examples_per_s && plan ? number(job.examples_per_s / (plan.p * plan.d)) : "–", plan ? plan.p * plan.d === 1 ? "1 GPU" : `${plan.p * plan.d} GPUs` : null],
       ["Step time", seconds(job.step_s), stepParts(job, plan?.predicted_minibatch_s)],
@@ -145,12 +145,19 @@ export function jobPage({ root, signal, may, argument, title }) {
     },
     onProgress(progress) {
       if (progress.job_id !== about.job?.id) return;
-      Object.assign(about.job, { step: progress.step, loss: progress.loss ?? about.job.loss, step_s: progress.step_s, between_s: progress.between_s,
+      Object.assign(about.job, { step: progress.step, loss: progress.loss, step_s: progress.step_s, between_s: progress.between_s,
         examples_per_s: progress.examples_per_s, rate_steps: progress.rate_steps, last_step_at: progress.at });
       onHead();
       onSteps();
     },
   };
+}
+
+/** Which steps had no finite loss or gradient; null: none. */
+function oddSteps({ not_finite_from: since, steps_skipped: skipped }) {
+  const parts = [since !== null && `no finite loss or gradient since step ${count(since)}`, skipped > 0 && `${count(skipped)} ${skipped === 1 ? "step" : "steps"} skipped`];
+  const text = parts.filter(Boolean).join(", ");
+  return text ? h("span", { class: since === null ? "" : "wrong" }, text) : null;
 }
 
 /** What of the step time lies between steps, and what was predicted for the rest. */

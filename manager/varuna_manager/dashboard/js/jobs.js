@@ -1,8 +1,8 @@
 // The page of all jobs.
 import { getPage } from "./api.js";
 import { submit } from "./actions.js";
-import { atMostEvery, card, h, jobLink, put, state, table } from "./dom.js";
-import { age, count, loss, number, seconds, shape } from "./format.js";
+import { atMostEvery, card, h, jobLink, jobLoss, jobState, put, table } from "./dom.js";
+import { age, count, number, seconds, shape } from "./format.js";
 
 const COLUMNS = [{ title: "Job", head: true }, { title: "State", kind: "nowrap" }, { title: "P×D", kind: "nowrap" }, { title: "GPUs", kind: "num" },
   { title: "Step", kind: "num" }, { title: "Loss", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Per GPU", kind: "num" }, { title: "Step time", kind: "num" },
@@ -40,7 +40,7 @@ export function jobsPage({ root, signal, may, title }) {
   function draw() {
     const gpus = ({ plan }) => (plan ? plan.p * plan.d : null);
     list.fill(jobs.map((job) => [
-      jobLink(job.id, job.name), state(job.state), job.state === "queued" ? "–" : shape(job.plan?.p, job.plan?.d), count(job.gpus), count(job.step), loss(job.loss),
+      jobLink(job.id, job.name), jobState(job), job.state === "queued" ? "–" : shape(job.plan?.p, job.plan?.d), count(job.gpus), count(job.step), jobLoss(job),
       number(job.examples_per_s), job.examples_per_s && gpus(job) ? number(job.examples_per_s / gpus(job)) : "–", seconds(job.step_s),
       age(job.created_at), job.error ? h("span", { class: "wrong" }, job.error.trim().split("\n").at(-1)) : job.reason,
     ]));
@@ -59,7 +59,7 @@ export function jobsPage({ root, signal, may, title }) {
     onProgress: (progress) => {
       const job = jobs.find((one) => one.id === progress.job_id);
       if (!job) return;
-      Object.assign(job, { step: progress.step, loss: progress.loss ?? job.loss, step_s: progress.step_s, between_s: progress.between_s, examples_per_s: progress.examples_per_s, rate_steps: progress.rate_steps });
+      Object.assign(job, { step: progress.step, loss: progress.loss, step_s: progress.step_s, between_s: progress.between_s, examples_per_s: progress.examples_per_s, rate_steps: progress.rate_steps });
       redraw();
     },
   };

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from varuna_manager.agents.sessions import AgentSession, AgentSessions
 from varuna_manager.answers.errors import ConflictError, InvalidError
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.db.engine import Database, normalised_url
+from varuna_manager.db.job_progress import sum_up_all
 from varuna_manager.db.models import Base, EventRow, GenerationRow, JobRow, MetricRow, VmRow, WorkerRow
 from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.setbacks import Setbacks
@@ -205,20 +208,66 @@ def steps(job_id: str, generation: int, *numbers: int, loss: float = 1.0) -> pb.
     return pb.Report(number=1, steps_completed=pb.StepsCompleted(job_id=job_id, generation=generation, steps=results))
 
 
-async def test_steps_that_updated_nothing_are_an_event_once(
-    database: Database, jobs: JobService, reports: ReportService
+async def test_steps_that_are_not_finite_in_a_row_are_one_event_at_their_beginning_and_one_at_their_end(
+    database: Database, jobs: JobService, events: EventLog, reports: ReportService
 ) -> None:
+    async def report(generation: int, losses: dict[int, float], skipped: Iterable[int] = ()) -> None:
+        whole = steps(job_id, generation, *losses)
+        for step in whole.steps_completed.steps:
+            step.loss, step.skipped = losses[step.step], step.step in skipped
+        await reports.apply_reports("vm", [whole])
+        await reports.apply_reports("vm", [whole])  # its acknowledgement was lost
+
+    async def found() -> list[tuple[str, int, Any]]:
+        kinds = ["loss_not_finite", "loss_finite_again"]
+        rows = await events.list_events_after(0, job_id=job_id, kinds=kinds)
+        return [(row.kind, row.generation or 0, row.data) for row in rows]
+
+    nan = math.nan
     job_id = (await jobs.submit_job(SPEC, None))["id"]
     await add_generation(database, job_id, 1)
-    report = steps(job_id, 1, 1, 2, 3, 4)
-    for number in (2, 4):
-        report.steps_completed.steps[number - 1].skipped = True
-    await reports.apply_reports("vm", [report])
-    await reports.apply_reports("vm", [report])  # its acknowledgement was lost
-    async with database.read() as session:
-        found = (await session.scalars(select(EventRow).where(EventRow.kind == "steps_skipped"))).all()
-    assert [(event.generation, event.data) for event in found] == [(1, {"first_step": 2, "steps": 2})]
-    assert found[0].message.startswith("2 steps from 2 on of generation 1 updated nothing: the loss or the gradient")
+    await report(1, {1: 1.0, 2: nan, 3: nan}, skipped=(2, 3))
+    job = await jobs.find_job(job_id)
+    assert (job["step"], job["loss"], job["not_finite_from"], job["steps_skipped"]) == (3, None, 2, 2)
+    begun = ("loss_not_finite", 1, {"step": 2, "loss": "nan", "skipped": True})
+    assert await found() == [begun]
+    await report(1, {4: 1.5}, skipped=(4,))  # only its gradient
+    assert await found() == [begun]
+    await report(1, {5: 1.0})
+    job = await jobs.find_job(job_id)
+    assert (job["loss"], job["not_finite_from"], job["steps_skipped"]) == (1.0, None, 3)
+    ended = ("loss_finite_again", 1, {"step": 5, "first_step": 2, "steps_skipped": 3})
+    assert await found() == [begun, ended]
+    # Within one report: the first beginning and the last end, and where the newest steps in a row begin.
+    await report(1, {6: nan, 7: 1.0, 8: math.inf, 9: 1.0, 10: nan, 11: nan})
+    assert (await found())[2:] == [("loss_not_finite", 1, {"step": 6, "loss": "nan", "skipped": False})]
+    assert (await jobs.find_job(job_id))["not_finite_from"] == 10
+    messages = [row.message for row in await events.list_events_after(0, job_id=job_id, kinds=["loss_not_finite"])]
+    assert messages == [
+        "the loss of step 2 is not finite (loss nan): the step updated nothing",
+        "the loss of step 6 is not finite (loss nan): the step made its update (on_nonfinite: go_on)",
+    ]
+
+
+async def test_a_job_that_begins_with_steps_of_another_says_so_once(
+    database: Database, jobs: JobService, events: EventLog, reports: ReportService
+) -> None:
+    spec = SPEC.model_copy(update={"checkpoint": CheckpointSpec(url="file:///kept")})
+    job_id = (await jobs.submit_job(spec, None))["id"]
+    await add_generation(database, job_id, 1)
+    fact = pb.WorkerStarted(job_id=job_id, generation=1, rank=0, pid=1, resumed_step=8)
+    for _ in range(2):  # the acknowledgement of the first was lost
+        await reports.apply_reports("vm", [pb.Report(number=1, worker_started=fact)])
+    assert (await jobs.find_job(job_id))["step"] == 8
+    await add_generation(database, job_id, 2)
+    again = pb.WorkerStarted(job_id=job_id, generation=2, rank=0, pid=1, resumed_step=8)
+    await reports.apply_reports("vm", [pb.Report(number=1, worker_started=again)])
+    found = await events.list_events_after(0, job_id=job_id, kinds=["resumed"])
+    assert [(event.generation, event.data) for event in found] == [(1, {"step": 8})]
+    assert found[0].message.startswith("generation 1 begins at step 8, from a checkpoint in file:///kept that")
+    async with database.write() as session:
+        await sum_up_all(session)
+    assert (await jobs.find_job(job_id))["step"] == 8
 
 
 def left(job_id: str, rank: int, obstacle: str, generation: int = 1) -> pb.Report:

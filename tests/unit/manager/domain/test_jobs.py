@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -155,6 +156,28 @@ def test_all_finished_succeeds_and_one_finished_waits_for_the_others() -> None:
     assert not decide(job(saving), vm("a"), vm("b")).actions
 
 
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, ""),
+        (
+            {"last_step": 8, "not_finite_from": 2, "steps_skipped": 7},
+            "but the loss or gradient of its last 7 steps was not finite (7 skipped in all)",
+        ),
+        ({"last_step": 8, "not_finite_from": 8}, "but the loss or gradient of its last step was not finite"),
+        ({"steps_skipped": 1}, "but 1 of its steps was skipped for a loss or gradient that was not finite"),
+        ({"steps_skipped": 3}, "but 3 of its steps were skipped for a loss or gradient that was not finite"),
+        ({"last_step": None, "resumed_step": 8}, "but generation 2 began at step 8 and ran no step"),
+        ({"last_step": None}, "but generation 2 ran no step"),
+    ],
+)
+def test_a_success_says_what_a_person_has_to_know_of_it(changes: dict[str, Any], note: str) -> None:
+    decision = decide(job(generation(worker(0, "a", ExitCause.FINISHED), **changes)), vm("a"))
+    _, finish = decision.actions
+    assert finish == FinishJob(state=JobState.SUCCEEDED, exit_code=0, note=note)
+    assert decision.reason == (f"succeeded, {note}" if note else "every rank finished")
+
+
 def test_a_rejected_profile_is_the_jobs_error() -> None:
     done = generation(worker(0, "a", ExitCause.FINISHED), kind=GenerationKind.CALIBRATION, last_step=None)
     rejected = job(done, profiled_at=None, profile_error="the measured profile cannot be used: links are missing")
@@ -165,10 +188,13 @@ def test_a_rejected_profile_is_the_jobs_error() -> None:
 
 def test_a_calibration_that_gives_no_profile_fails_the_job() -> None:
     done = generation(worker(0, "a", ExitCause.FINISHED), kind=GenerationKind.CALIBRATION, last_step=None)
-    end, finish = decide(job(done, profiled_at=None), vm("a")).actions
+    decision = decide(job(done, profiled_at=None), vm("a"))
+    end, finish = decision.actions
     assert isinstance(end, EndGeneration)
+    assert end.reason == "every rank finished without handing in a profile"
     assert isinstance(finish, FinishJob)
     assert "set_optimizer" in (finish.error or "")
+    assert decision.reason == finish.error
     assert kinds(decide(job(done), vm("a"))) == [EndGeneration]
 
 

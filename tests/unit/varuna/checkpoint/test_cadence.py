@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varuna.checkpoint import Cadence, decide_save
-from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.environment import Mode, OnNonFinite, WorkerEnvironment
 from varuna_proto.plan import Plan
 
 stalls = st.floats(min_value=0, max_value=5)
@@ -101,6 +101,7 @@ def test_the_hazard_and_the_users_interval_reach_the_worker() -> None:
         plan=Plan(p=1, d=1, micro_batch=1, global_batch=1),
         checkpoint_interval_s=90.5,
         stops_per_hour=0.3,
+        on_non_finite=OnNonFinite.GO_ON,
     )
     environ = environment.to_environ()
     assert WorkerEnvironment.from_environ(environ) == environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from varuna import CutPoint, Varuna
 from varuna.checkpoint import CheckpointError
+from varuna_proto.environment import OnNonFinite, WorkerEnvironment
 
 IGNORED = -100
 
@@ -160,6 +162,67 @@ def test_steps_that_are_not_finite_end_the_run_when_they_are_too_many_in_a_row()
         model.step(spoilt(4))
     with pytest.raises(ValueError, match="max_non_finite_steps=-1"):
         wrapped(max_non_finite_steps=-1)
+
+
+def set_job_option(monkeypatch: pytest.MonkeyPatch, on_non_finite: OnNonFinite) -> None:
+    """This process is the one worker of a job whose file says `on_nonfinite`."""
+    alone = replace(WorkerEnvironment.alone("job", micro_batch=4, global_batch=4), on_non_finite=on_non_finite)
+    for name, value in alone.to_environ().items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_job_that_is_to_stop_ends_at_its_first_step_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_job_option(monkeypatch, OnNonFinite.STOP)
+    model, _ = wrapped()
+    assert not model.step(batch(4))[1]
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(FloatingPointError, match=r"^step 2 has .* not finite \(.*norm nan; on_nonfinite: stop\)"):
+        model.step(spoilt(4))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_job_that_is_to_go_on_makes_the_updates_of_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_job_option(monkeypatch, OnNonFinite.GO_ON)
+    model, _ = wrapped("norm")
+    plain = Tagger("norm")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for inputs in (batch(4), spoilt(4), *[batch(4)] * 12):
+        optimizer.zero_grad()
+        plain(**inputs).backward()
+        optimizer.step()
+        _, overflow, _ = model.step(inputs)
+        assert not overflow
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    assert not all(p.isfinite().all() for p in model.parameters())
+    assert not model.state_dict()["norm.running_mean"].isfinite().all()
+
+
+def test_a_job_that_is_to_go_on_leaves_overflows_to_the_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_job_option(monkeypatch, OnNonFinite.GO_ON)
+    model, _ = wrapped(scales={"loss_scale": 2.0**40}, fp16=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert [model.step(batch(4))[1] for _ in range(12)] == [True] * 12
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("policy", OnNonFinite)
+def test_the_job_files_option_comes_before_the_scripts_bound_and_says_so(
+    policy: OnNonFinite, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_job_option(monkeypatch, policy)
+    model, _ = wrapped(max_non_finite_steps=1)
+    said = f"on_nonfinite={policy.value}" in capfd.readouterr().out
+    assert said == (policy is not OnNonFinite.SKIP)
+    outcomes = []
+    for _ in range(3):
+        try:
+            outcomes.append(model.step(spoilt(4))[1])
+        except FloatingPointError:
+            outcomes.append("ended")
+            break
+    expected = {OnNonFinite.SKIP: [True, "ended"], OnNonFinite.STOP: ["ended"], OnNonFinite.GO_ON: [False] * 3}
+    assert outcomes == expected[policy]
 
 
 def test_fp16_counts_overflows_only_where_no_smaller_scale_is_left() -> None:
