@@ -37,12 +37,26 @@ class JobEndedError(VarunaError):
 class UnreachableError(VarunaError):
     """No manager answers at the address."""
 
-    def __init__(self, url: str, cause: str) -> None:
-        super().__init__(
+    def __init__(self, url: str, cause: str, unknown: str = "") -> None:
+        """`unknown`: what the call may have done all the same, and how to find out; empty: nothing."""
+        super().__init__(self._describe(url, cause) + (f"; {unknown}" if unknown else ""))
+        self.url = url
+
+    def _describe(self, url: str, cause: str) -> str:
+        return (
             f"no manager answers at {url} ({cause}): start one with 'varuna manager', "
             "or pass its address with --manager-url or VARUNA_MANAGER_URL"
         )
-        self.url = url
+
+
+class NoAnswerError(UnreachableError):
+    """A manager takes the call, but does not answer in time."""
+
+    def _describe(self, url: str, cause: str) -> str:
+        return (
+            f"the manager at {url} took the call and has not answered ({cause}): it is slow or stands still; "
+            "try again, or see its log"
+        )
 
 
 class TlsError(VarunaError):

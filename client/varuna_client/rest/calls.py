@@ -63,6 +63,10 @@ class ApiCall(Generic[T]):
     has_pages: bool = False
     is_repeatable: bool = True
     """Whether the call may be sent again if its result is unknown."""
+    is_patient: bool = False
+    """Whether it is sent again also when there was no answer in time, because its result matters more than the wait."""
+    unknown: str = ""
+    """What to tell if its result stays unknown: what it may have done, and how to find out."""
     timeout_s: float | None = None
     """None: the client's own."""
 
@@ -126,7 +130,13 @@ def _of(job: str, what: str = "") -> str:
 def submit(spec: JobSpecDocument, *, idempotency_key: str | None = None) -> ApiCall[JobDocument]:
     """Submit a job. With the key it is safe to send again: the answer is the same job."""
     headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-    return ApiCall(method="POST", path="/jobs", read=_document, json=spec, headers=headers)
+    unknown = (
+        f"job {spec.get('name')!r} may have been submitted: 'varuna ps' lists it as soon as the manager answers; "
+        "submitting again is safe, because there is at most one job of this name that has not ended"
+    )
+    return ApiCall(
+        method="POST", path="/jobs", read=_document, json=spec, headers=headers, is_patient=True, unknown=unknown
+    )
 
 
 def jobs(

@@ -73,9 +73,10 @@ def _options(url: str, token: str | None, ca: str | None, timeout_s: float) -> d
 class Client:
     """A synchronous client; close it, or use it in a `with`. `varuna_client.rest.calls` describes its calls.
 
-    Every call raises UnreachableError if no manager answers, NotFoundError if the manager does not know the object,
-    RefusedError with the manager's message if it rejects the call, and TlsError if TLS fails. A call that may be sent
-    twice is first retried a few times. If another manager answers, the call goes to the one that leads.
+    Every call raises UnreachableError if no manager answers (NoAnswerError if it does not in time), NotFoundError if
+    the manager does not know the object, RefusedError with the manager's message if it rejects the call, and TlsError
+    if TLS fails. A call that may be sent twice is first retried a few times. If another manager answers, the call goes
+    to the one that leads.
 
     Args:
         token: a token of the manager's API (`vt1...`); None: the manager asks for none.

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 
-from varuna_client.errors import NotFoundError, RefusedError, TlsError, UnreachableError, UserError
+from varuna_client.errors import NoAnswerError, NotFoundError, RefusedError, TlsError, UnreachableError, UserError
 from varuna_client.rest.calls import ApiCall
 from varuna_proto.rest import EventDocument, ProgressDocument
 
@@ -25,6 +25,9 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 _CLOSED = "without sending a response"
 """What httpx says when the server closed the connection before its answer."""
+_NO_ANSWER = (httpx.ReadTimeout, httpx.WriteTimeout)
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+"""Errors before any byte of the request is sent."""
 _SICK = frozenset({502, 504})
 _LATER = frozenset({429, 503})
 
@@ -82,14 +85,15 @@ def _one(call: ApiCall[Any], base_url: str, retries: int) -> Flow[httpx.Response
         arguments["content"] = call.content
     if call.timeout_s is not None:
         arguments["timeout"] = call.timeout_s
-    at = base_url
+    at, unknown = base_url, ""
     for attempt in range(attempts + 1):
         is_last = attempt == attempts
         try:
             response = yield ApiRequest(method=call.method, url=at + API + call.path, arguments=arguments)
         except httpx.TransportError as error:
-            if is_last or isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout):
-                raise_unreachable(at, error)
+            unknown = unknown if isinstance(error, _NOT_SENT) else call.unknown
+            if is_last or (isinstance(error, _NO_ANSWER) and not call.is_patient):
+                raise_unreachable(at, error, unknown)
             raise_if_tls(at, str(error), error)
             yield Pause(pause_s(attempt))
             continue
@@ -186,15 +190,16 @@ def trust(ca: str | None) -> ssl.SSLContext:
         ) from error
 
 
-def raise_unreachable(url: str, error: httpx.TransportError) -> None:
-    """Raises UnreachableError, or TlsError."""
+def raise_unreachable(url: str, error: httpx.TransportError, unknown: str = "") -> None:
+    """Raises UnreachableError, NoAnswerError or TlsError. `unknown`: as in UnreachableError."""
     text = str(error) or type(error).__name__
     raise_if_tls(url, text, error)
     # A server that expects TLS closes a plain request so, and so does a manager that changes its role: only the last
     # attempt tells them apart.
     if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError) and _CLOSED in text:
         text = f"{text.rstrip('.')}; if it is a secure manager, call it as https://{url.partition('://')[2]}"
-    raise UnreachableError(url, text) from error
+    kind = NoAnswerError if isinstance(error, _NO_ANSWER) else UnreachableError
+    raise kind(url, text, unknown) from error
 
 
 def raise_if_tls(url: str, text: str, error: httpx.TransportError) -> None:

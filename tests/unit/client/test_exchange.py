@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from varuna_client import AsyncClient, Client, RefusedError, UnreachableError
+from varuna_client import AsyncClient, Client, NoAnswerError, RefusedError, UnreachableError
 from varuna_client.rest.exchange import EventStream, pause_s
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -49,6 +49,47 @@ def test_what_is_safe_to_ask_again_is_asked_again() -> None:
         client.submit({"name": "gpt"})
     keys = {request.headers["Idempotency-Key"] for request in submitting.asked}
     assert (len(submitting.asked), len(keys)) == (2, 1)
+
+
+def test_a_job_is_submitted_again_with_its_key_when_the_manager_is_slow_to_answer() -> None:
+    script = Script(httpx.ReadTimeout("timed out"), httpx.Response(201, json={"id": "j"}))
+    with client_of(script) as client:
+        assert client.submit({"name": "gpt"})["id"] == "j"
+    keys = {request.headers["Idempotency-Key"] for request in script.asked}
+    assert (len(script.asked), len(keys)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("errors", "begins"),
+    [
+        ([httpx.ReadTimeout("timed out")], "the manager at http://manager:1 took the call and has not answered"),
+        ([httpx.ReadTimeout("timed out"), httpx.ConnectError("refused")], "no manager answers at http://manager:1"),
+        ([httpx.ReadError("cut")], "no manager answers at http://manager:1"),
+    ],
+)
+def test_where_the_result_stays_unknown_the_error_says_that_the_job_may_be_there(
+    errors: list[Exception], begins: str
+) -> None:
+    script = Script(*errors)
+    with client_of(script) as client, pytest.raises(UnreachableError) as caught:
+        client.submit({"name": "gpt"})
+    assert str(caught.value).startswith(begins)
+    assert "job 'gpt' may have been submitted: 'varuna ps' lists it" in str(caught.value)
+    assert len(script.asked) == 3
+
+
+def test_a_call_that_never_reached_the_manager_has_done_nothing() -> None:
+    with client_of(Script(httpx.ConnectError("refused"))) as client, pytest.raises(UnreachableError) as caught:
+        client.submit({"name": "gpt"})
+    assert "may have been" not in str(caught.value)
+
+
+def test_a_slow_manager_is_not_one_that_is_not_there() -> None:
+    script = Script(httpx.ReadTimeout("timed out"))
+    with client_of(script) as client, pytest.raises(NoAnswerError, match="it is slow or stands still") as caught:
+        client.job("a")
+    assert "start one" not in str(caught.value)
+    assert len(script.asked) == 1
 
 
 def test_a_connection_that_is_closed_before_the_answer_is_opened_again() -> None:
