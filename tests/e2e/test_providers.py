@@ -18,7 +18,8 @@ from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("e2e")
 REFUSAL = re.compile(
-    r"(\d) VMs are missing and the provider refused \(capacity\): the local market grants (\d) VMs and there are (\d)"
+    r"(\d) VMs? (?:is|are) missing and the provider refused \(capacity\): "
+    r"the local market grants (\d) VMs?, and has granted (\d)"
 )
 
 

@@ -26,6 +26,8 @@ from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _SHELL_CANNOT_RUN = (126, 127)
+_LAST_LINE_CHARS = 300
+_TRACEBACK = "Traceback (most recent call last)"
 
 
 class WorkerPhase(StrEnum):
@@ -265,7 +267,14 @@ class HostedWorker:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             # The log first: a display of one line shows the last one.
             return f"Last lines of its log:\n{log_tail}\nended by {name}, which Varuna did not send"
-        return log_tail or f"exit code {code}; its log is empty"
+        if not log_tail:
+            return f"exit code {code}; its log is empty"
+        if cause != agent_pb2.EXIT_CAUSE_SCRIPT_FAILED or _TRACEBACK in log_tail:
+            return log_tail
+        # Without a traceback its last line is no cause.
+        log = log_tail.rstrip()
+        last_line = log.rpartition("\n")[2].strip()
+        return f"Last lines of its log:\n{log}\nexit code {code}, last line: {last_line[:_LAST_LINE_CHARS]}"
 
 
 _CAUSES: dict[int, agent_pb2.ExitCause.ValueType] = {

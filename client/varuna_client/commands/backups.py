@@ -10,6 +10,7 @@ from rich.text import Text
 
 from varuna_client.commands.options import AsJson, print_document
 from varuna_client.errors import UserError
+from varuna_proto.wording import count_of, render_bytes
 
 DataDir = Annotated[
     Path | None, typer.Option(help="The manager's data directory (or set VARUNA_MANAGER_DATA_DIR).", show_default=False)
@@ -40,7 +41,7 @@ def backup(
         saved = save_backup(settings, file)
     except (BackupError, ValueError) as error:
         raise UserError(f"varuna backup: {error}") from error
-    text = Text(f"{file}: {len(saved.files)} files, {file.stat().st_size / 1e6:.1f} MB")
+    text = Text(f"{file}: {count_of(len(saved.files), 'file')}, {render_bytes(file.stat().st_size)}")
     if saved.left_out:
         text.append(f"\nnot in it: {', '.join(saved.left_out)}")
     if saved.revision is None:

@@ -21,6 +21,7 @@ from varuna_manager.domain.fitting import fits_job
 from varuna_manager.domain.spec import Resources
 from varuna_proto.rest import JobDocument, JobSpecDocument
 from varuna_proto.rest_fleet import VmDocument
+from varuna_proto.wording import count_of
 
 if TYPE_CHECKING:
     from varuna_planner.search.auto_config import PlanChoice
@@ -81,7 +82,7 @@ def preview(client: Client, spec: JobSpecDocument) -> Preview:
         why_not = f"the planner does not run here ({error}): the manager will plan"
         return Preview(free=free, gpus=gpus, profile_of=job, why_not=why_not)
     if best is None:
-        why_not = f"no plan fits {gpus} GPUs now: the job waits for more"
+        why_not = f"no plan fits {count_of(gpus, 'GPU')} now: the job waits for more"
         return Preview(free=free, gpus=gpus, profile_of=job, why_not=why_not)
     price = free.price_per_gpu_hour
     cost = None if price is None else price * best.p * best.d
@@ -147,7 +148,7 @@ def preview_text(found: Preview, spec: JobSpecDocument, now: datetime | None = N
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    vms = f" on {free.vms} VM{'' if free.vms == 1 else 's'}" if free.gpus else ""
+    vms = f" on {count_of(free.vms, 'VM')}" if free.gpus else ""
     grid.add_row("GPUs", f"{free.gpus} of {free.all_gpus} free{vms}")
     if plan is None:
         grid.add_row("plan", found.why_not or "-")
@@ -172,7 +173,7 @@ def _cost(found: Preview, steps: int | None) -> str:
         return "unknown: the provider gives no price for these VMs"
     by = "at the present prices of VMs"
     if found.plan is None or found.cost_per_hour is None:
-        return f"at most {price * found.gpus:.2f} per hour on {found.gpus} GPUs, {by}"
+        return f"at most {price * found.gpus:.2f} per hour on {count_of(found.gpus, 'GPU')}, {by}"
     hours = (steps or 0) * found.plan["predicted_minibatch_s"] / 3600
     whole = f", {found.cost_per_hour * hours:.2f} for all steps" if steps else ""
     return f"about {found.cost_per_hour:.2f} per hour{whole}, {by}"

@@ -16,6 +16,7 @@ from rich.text import Text
 from varuna_client.commands.options import print_line
 from varuna_client.text import render
 from varuna_proto.rest import EventDocument, JobDocument, ProgressDocument
+from varuna_proto.wording import count_of
 
 _LINE_EACH_S = 10.0
 """Between two lines of progress in plain output."""
@@ -68,7 +69,7 @@ class WatchedJob:
         if job["generation"]:
             what.append(f"generation {job['generation']}")
         gpus = job.get("gpus") or 0
-        what.append(f"{gpus} GPU{'' if gpus == 1 else 's'}")
+        what.append(count_of(gpus, "GPU"))
         head = Text.assemble((job["name"], "bold"), "  ", render.state(job["state"]), "  ", ("  ".join(what), "dim"))
         lines: list[RenderableType] = [_cut(head)]
         if self.total:
@@ -156,10 +157,10 @@ def render_summary(job: JobDocument, goodput: float | None, generations: Iterabl
     if took is not None:
         parts.append(f"in {render.duration(took)}")
     morphs = max(kinds.count("training") - 1, 0)
-    parts.append(f"{morphs} morph{'' if morphs == 1 else 's'}")
+    parts.append(count_of(morphs, "morph"))
     if goodput is not None:
         parts.append(f"goodput {goodput:.0%}")
     note = ""
-    if job["state"] == "succeeded" and (job["reason"] or "").startswith("succeeded, "):
+    if job["state"] == "succeeded" and (job.get("reason") or "").startswith("succeeded, "):
         note = f"\n  {job['reason']}"
     return Text.assemble(render.job_state(job), " ", (job["name"], "bold"), f": {', '.join(parts)}", (note, "yellow"))

@@ -39,6 +39,7 @@ from varuna_proto.rest import (
     PlanRecordDocument,
     StepMetricsDocument,
 )
+from varuna_proto.wording import count_of
 
 CANDIDATES_SHOWN = 8
 EVENTS_SHOWN = 10
@@ -139,7 +140,7 @@ def _describe_odd_steps(job: JobDocument) -> Text:
     """The mark next to the loss about steps whose loss or gradient was not finite; empty: there is none."""
     since, skipped = job.get("not_finite_from"), job.get("steps_skipped")
     parts = [] if since is None else [f"no finite loss or gradient since step {since}"]
-    parts += [f"{skipped} step{'' if skipped == 1 else 's'} skipped"] if skipped else []
+    parts += [f"{count_of(skipped, 'step')} skipped"] if skipped else []
     style = "yellow" if since is None else "red"
     return Text(f"  {', '.join(parts)}", style=style) if parts else Text()
 
@@ -177,7 +178,7 @@ def _render_cost(cost: JobCostDocument) -> str:
     if cost["cost"] is None:
         return f"{hours}; no prices known"
     now = "" if cost["cost_per_hour"] is None else f", {cost['cost_per_hour']:.2f} per hour now"
-    missing = f"; {cost['vms_without_price']} VMs have no price" if cost["vms_without_price"] else ""
+    missing = f"; {count_of(cost['vms_without_price'], 'VM')} without a price" if cost["vms_without_price"] else ""
     return f"{cost['cost']:.2f} for {hours}{now}{missing}"
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from varuna_proto.rest import EventDocument, JobDocument, JobSpecDocument, Timestamp
 from varuna_proto.rest_fleet import VmDocument
+from varuna_proto.wording import render_bytes
 
 STATE_SIGNS = {
     "running": ("▶", "green"),
@@ -75,14 +76,7 @@ def rate(value: float | None) -> str:
 
 def size(count: int) -> str:
     """Bytes for people: `48.0 MiB`; zero means unknown."""
-    if not count:
-        return "-"
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
+    return render_bytes(count) if count else "-"
 
 
 def clock(at: Timestamp | None) -> str:

@@ -47,6 +47,7 @@ from varuna_manager.world.events import EventLog
 from varuna_proto.bounds import ERROR_CHARS, clean_text
 from varuna_proto.state_use import OTHER_STAGES
 from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.wording import render_bytes
 
 _EXIT_CAUSES = {
     pb.EXIT_CAUSE_FINISHED: ExitCause.FINISHED,
@@ -361,7 +362,7 @@ class ReportService:
         self._events.emit_event(
             session,
             "checkpoint",
-            f"step {fact.step} is saved ({fact.total_bytes / 1e6:.1f} MB), the first of generation {fact.generation}",
+            f"step {fact.step} is saved ({render_bytes(fact.total_bytes)}), the first of generation {fact.generation}",
             job_id=fact.job_id,
             generation=fact.generation,
             data={"step": fact.step, "url": fact.url, "total_bytes": fact.total_bytes},

@@ -57,6 +57,7 @@ from varuna_proto.failpoints import failpoint
 from varuna_proto.plan import Device, Plan
 from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.wording import count_of, render_interval
 
 _SESSIONS_AT_ONCE = 500
 _NAMED = 5
@@ -272,9 +273,11 @@ class JobController:
         if pinned_s is not None or (emitted is not None and emitted / _NEWS < expected < emitted * _NEWS):
             return
         self._emitted_stops[job.row.id] = expected
+        often = f"about every {render_interval(3600 / expected)}" if expected else "never"
         text = (
-            f"lost VMs are expected to stop generation {action.number} {expected:.3g} times an hour (seen: "
-            f"{fleet.removals:.3g} lost in {fleet.vm_hours:.3g} VM-hours): its workers save as often as that is worth"
+            f"lost VMs are expected to stop generation {action.number} {often} (seen, newer ones counted more: about "
+            f"{count_of(round(fleet.removals), 'VM')} lost in {fleet.vm_hours:.2g} VM-hours): its workers save as "
+            "often as that is worth"
         )
         data = {"stops_per_hour": expected, "removals": fleet.removals, "vm_hours": fleet.vm_hours}
         self._events.emit_event(session, "hazard", text, job_id=job.row.id, generation=action.number, data=data)

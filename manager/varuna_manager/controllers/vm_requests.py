@@ -34,6 +34,7 @@ from varuna_manager.providers.base import CreatedVms, ProviderVm, VmOffer
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.facts import VmFacts
 from varuna_manager.world.vm_registry import VmRegistry
+from varuna_proto.wording import count_are, count_of
 
 _ENOUGH_FOR_S = 3600.0
 """VMs that jobs left idle are worth another try after this time, because the jobs' shapes and profiles change."""
@@ -187,7 +188,8 @@ class FleetSize:
             gpus_per_vm=offer.gpus,
             enough_vms=self._enough[1] if self._enough is not None else None,
         )
-        others = f"; {unfit} jobs ask for other GPUs than those on offer" if unfit else ""
+        ask = "1 job asks" if unfit == 1 else f"{unfit} jobs ask"
+        others = f"; {ask} for other GPUs than those on offer" if unfit else ""
         return target, why + others, True
 
     def _note_idle(self, views: Iterable[VmView]) -> dict[str, float]:
@@ -205,7 +207,7 @@ class FleetSize:
         if self._last_emitted == (decision.reason, change):
             return
         self._last_emitted = (decision.reason, change)
-        what = f"asking for {change} VMs" if change > 0 else f"giving up {-change} VMs"
+        what = f"asking for {count_of(change, 'VM')}" if change > 0 else f"giving up {count_of(-change, 'VM')}"
         data = {"target": view.target, "there": len(view.vms), "change": change}
         async with self._database.write() as session:
             self._events.emit_event(session, "fleet_decision", f"{what}: {decision.reason}", data=data)
@@ -284,6 +286,6 @@ class FleetSize:
         if before is not None and (before.last.kind, before.last.reason) == (refusal.kind, refusal.reason):
             return
         async with self._database.write() as session:
-            message = f"{missing} VMs are missing and the provider refused ({refusal.kind}): {refusal.reason}"
+            message = f"{count_are(missing, 'VM')} missing and the provider refused ({refusal.kind}): {refusal.reason}"
             data = {"missing": missing, "kind": refusal.kind.value, "pause_s": self._refusals.pause_s}
             self._events.emit_event(session, "provider_refused", message, data=data)

@@ -20,6 +20,7 @@ from varuna_planner.liveput.morph_cost import (
     worthwhile_ratio,
 )
 from varuna_proto.plan import Device, Plan
+from varuna_proto.wording import count_are, count_of, render_rate
 
 
 def list_slow_vms(generation: GenerationView | None, vms: Vms) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ def decide_shrinking(job: JobView, generation: GenerationView) -> Decision | Non
     mode = generation.stop_mode
     if job.share == 0:
         return Decision.stop_generation(generation, mode, EndCause.PREEMPTED, f"preempted: {job.share_reason}")
-    reason = f"{job.share} GPUs instead of {len(generation.workers)}: {job.share_reason}"
+    reason = f"{count_of(job.share, 'GPU')} instead of {len(generation.workers)}: {job.share_reason}"
     return Decision.stop_generation(generation, mode, EndCause.SHRUNK, reason)
 
 
@@ -91,7 +92,7 @@ def decide_leaving_slow_vms(
     before, after = generation.plan, proposal.plan
     reason = (
         f"{slowness}; without the slow VMs: {before.p}×{before.d} to {after.p}×{after.d}, "
-        f"{present:.1f} to {after.examples_per_s:.1f} examples/s predicted"
+        f"{render_rate(present)} to {render_rate(after.examples_per_s)} examples/s predicted"
     )
     awaited, note = _await_newcomers(now, job, generation, proposal, rules, reason)
     if awaited is not None:
@@ -146,8 +147,8 @@ def _explain_not_leaving(job: JobView, generation: GenerationView, vms: Vms) -> 
         return f"; {slowness}, but no plan fits the other VMs"
     plan, present = proposal.plan, _slowed_rate(proposal, generation.plan, slow, vms)
     return (
-        f"; {slowness}, but {plan.p}×{plan.d} without the slow VMs would give {plan.examples_per_s:.1f} examples/s "
-        f"instead of {present:.1f}"
+        f"; {slowness}, but {plan.p}×{plan.d} without the slow VMs would give "
+        f"{_compare_with_present(plan.examples_per_s, present)}"
     )
 
 
@@ -171,10 +172,11 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     assert generation.plan is not None
     before, after = generation.plan, job.proposal.plan
     is_larger = gpus > len(generation.workers)
+    growth = f"growth: {count_of(gpus, 'GPU')} instead of {len(generation.workers)}"
+    present = render_rate(_present_rate(job.proposal, before))
     reason = (
-        f"{f'growth: {gpus} GPUs instead of {len(generation.workers)}' if is_larger else 'a better shape'}, "
-        f"{before.p}×{before.d} to {after.p}×{after.d}, "
-        f"{_present_rate(job.proposal, before):.1f} to {after.examples_per_s:.1f} examples/s predicted "
+        f"{growth if is_larger else 'a better shape'}, {before.p}×{before.d} to {after.p}×{after.d}, "
+        f"{present} to {render_rate(after.examples_per_s)} examples/s predicted "
         f"(a morph costs {predict_restart(job)}; {_compare_rates(now, job, before, after)})"
     )
     mode = choose_planned_stop(generation, job.proposal.placement)
@@ -191,16 +193,23 @@ def _explain_not_growing(now: float, job: JobView, generation: GenerationView, r
         return ""
     after = job.proposal.plan
     if after is None:
-        return f"; {len(job.devices)} GPUs are available, but no plan fits them: {job.proposal.reason}"
+        return f"; {count_are(len(job.devices), 'GPU')} available, but no plan fits them: {job.proposal.reason}"
     if (after.p, after.d) == (generation.plan.p, generation.plan.d):
         return ""
     ratio = find_worthwhile_ratio(now, job, count_vms(job.proposal.placement), rules.growth_ratio)
     life_s = predict_life_s(now, job, count_vms(job.proposal.placement))
     return (
-        f"; {after.p}×{after.d} on {len(job.devices)} GPUs would give {after.examples_per_s:.1f} examples/s instead of "
-        f"{_present_rate(job.proposal, generation.plan):.1f}, less than "
+        f"; {after.p}×{after.d} on {count_of(len(job.devices), 'GPU')} would give "
+        f"{_compare_with_present(after.examples_per_s, _present_rate(job.proposal, generation.plan))}, less than "
         f"{ratio:.2f} times as much (a morph costs {predict_restart(job)}, and the shape should last {life_s:.0f} s)"
     )
+
+
+def _compare_with_present(rate: float, present: float) -> str:
+    """Examples/s of another shape beside those of the present one."""
+    if render_rate(rate) == render_rate(present):
+        return f"{render_rate(rate)} examples/s, as many as now"
+    return f"{render_rate(rate)} examples/s instead of {render_rate(present)}"
 
 
 def _is_worth_growing(now: float, job: JobView, generation: GenerationView, rules: Rules) -> bool:

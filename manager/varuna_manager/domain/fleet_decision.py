@@ -10,6 +10,7 @@ from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.silence import find_silent_together
 from varuna_manager.domain.states import VmState
+from varuna_proto.wording import count_are, count_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +149,11 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
     staying = [vm for vm in fleet.vms if vm.state in (VmState.REQUESTED, VmState.READY, VmState.SUSPECT)]
     staying = [vm for vm in staying if vm.id not in delete and not vm.cordoned]
     staying += [vm for vm in fleet.vms if vm.id in held and not vm.cordoned]
-    wanted = f"{fleet.target} VMs are wanted{f' ({fleet.why})' if fleet.why else ''}"
+    wanted = f"{count_are(fleet.target, 'VM')} wanted{f' ({fleet.why})' if fleet.why else ''}"
     missing = fleet.target - len(staying)
     if missing < 0:
         drain = _spare(now, fleet, staying, -missing)
-        reason = f"{len(staying)} VMs are there and {wanted}"
+        reason = f"{count_are(len(staying), 'VM')} there and {wanted}"
         if len(drain) < -missing:
             reason += f": {-missing - len(drain)} of them are silent, still in use, or were a moment ago"
         return FleetDecision(reason=reason, drain=drain, delete=delete)
@@ -199,7 +200,7 @@ def _allowed(fleet: FleetView, staying: Sequence[VmView]) -> tuple[int, str]:
     limits, allowed, text = fleet.limits, missing, ""
     paid_for = len(fleet.vms) + len(fleet.going)  # draining and lost ones too
     if limits.max_vms is not None and limits.max_vms - paid_for < allowed:
-        allowed, text = max(limits.max_vms - paid_for, 0), f"; the limit is {limits.max_vms} VMs"
+        allowed, text = max(limits.max_vms - paid_for, 0), f"; the limit is {count_of(limits.max_vms, 'VM')}"
     if limits.max_cost_per_hour is not None and fleet.price_per_hour:
         cost = sum(fleet.prices.get(vm.id, 0.0) for vm in fleet.vms) + sum(fleet.going)
         affordable = max(int((limits.max_cost_per_hour - cost) / fleet.price_per_hour + 1e-9), 0)
@@ -271,15 +272,11 @@ def count_wanted_vms(
         wanted, why = vms.min_vms, "there are no jobs"
     elif all(job.max_gpus is not None for job in jobs):
         gpus = sum(job.max_gpus or 0 for job in jobs)
-        wanted, why = -(-gpus // gpus_per_vm), f"{_jobs(len(jobs))} can use {gpus} GPUs"
+        wanted, why = -(-gpus // gpus_per_vm), f"{count_of(len(jobs), 'job')} can use {count_of(gpus, 'GPU')}"
     elif enough_vms is not None:
-        wanted, why = enough_vms, f"{_jobs(len(jobs))} left further ones idle"
+        wanted, why = enough_vms, f"{count_of(len(jobs), 'job')} left further ones idle"
     else:
         unbounded = sum(job.max_gpus is None for job in jobs)
-        wanted, why = vms.max_vms, f"{unbounded} of {_jobs(len(jobs))} can use any number"
+        wanted, why = vms.max_vms, f"{unbounded} of {count_of(len(jobs), 'job')} can use any number"
     clamped = min(max(wanted, vms.min_vms), vms.max_vms)
     return clamped, f"{why}, within {vms.min_vms} to {vms.max_vms} VMs"
-
-
-def _jobs(count: int) -> str:
-    return f"{count} job{'s' if count != 1 else ''}"

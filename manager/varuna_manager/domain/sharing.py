@@ -23,6 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from varuna_proto.wording import count_of
+
 EACH_SIZE = 32
 """Up to this many GPUs, the rate is known at each number; above it, at some."""
 
@@ -190,11 +192,10 @@ def _minimums(jobs: Sequence[Contender], gpus: int) -> tuple[list[Contender], di
         elif job.is_too_large(gpus) or job.rates == ():
             # No other job could free enough for it. It may have its minimum when the fleet is larger.
             there = f"there are {gpus}" if job.fitting is None else f"{job.fitting} of {gpus} match its resources"
-            refused[job.id] = Share(gpus=job.least, reason=f"it needs {job.least} GPUs and {there}")
+            refused[job.id] = Share(gpus=job.least, reason=f"it needs {count_of(job.least, 'GPU')} and {there}")
         elif blocked is not None and not job.runs:
-            text = (
-                f"waiting behind job {blocked.name!r} (priority {blocked.priority}), which needs {blocked.least} GPUs"
-            )
+            needed = count_of(blocked.least, "GPU")
+            text = f"waiting behind job {blocked.name!r} (priority {blocked.priority}), which needs {needed}"
             refused[job.id] = Share(gpus=0, reason=text)
         elif job.least > left:
             refused[job.id] = Share(gpus=0, reason=_refusal(job, granted, left))
@@ -209,7 +210,7 @@ def _minimums(jobs: Sequence[Contender], gpus: int) -> tuple[list[Contender], di
 def _refusal(job: Contender, granted: Sequence[Contender], left: int) -> str:
     first = ", ".join(f"{other.name} (priority {other.priority})" for other in granted[:3])
     more = f" and {len(granted) - 3} more" if len(granted) > 3 else ""
-    return f"it needs {job.least} GPUs and jobs that come first leave {max(left, 0)}: {first}{more}"
+    return f"it needs {count_of(job.least, 'GPU')} and jobs that come first leave {max(left, 0)}: {first}{more}"
 
 
 def _make_account(job: Contender, most: int, highest: int) -> _GpuAccount:

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from varuna_proto.bounds import MOST_GPUS, MOST_INT, MOST_SECONDS, MOST_STEP, NAME_CHARS, URL_CHARS, text_flaw
+from varuna_proto.wording import count_of
 
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -333,11 +334,11 @@ class JobSpec(_Strict):
         needed = (pins.p or 1) * (pins.d or 1)
         if needed > MOST_GPUS:
             raise ValueError(
-                f"the pinned plan needs {needed} GPUs, but the limit is {MOST_GPUS}: lower plan.p or plan.d"
+                f"the pinned plan needs {count_of(needed, 'GPU')}, but the limit is {MOST_GPUS}: lower plan.p or plan.d"
             )
         if self.resources.max_gpus is not None and needed > self.resources.max_gpus:
             raise ValueError(
-                f"the pinned plan needs {needed} GPUs but resources.max_gpus is {self.resources.max_gpus}: "
+                f"the pinned plan needs {count_of(needed, 'GPU')} but resources.max_gpus is {self.resources.max_gpus}: "
                 "raise max_gpus or lower plan.p or plan.d"
             )
         return self

@@ -24,6 +24,7 @@ from varuna_manager.domain.reshaping import (
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind, JobState, VmState
 from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, ShapeOption, choose_shape
 from varuna_proto.plan import Device, Plan
+from varuna_proto.wording import count_are, count_of
 
 
 def decide_start(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
@@ -199,8 +200,8 @@ def _decide_by_proposal(now: float, job: JobView, devices: tuple[Device, ...], v
     if not proposal.possible:
         return fail_job(f"no plan can ever fit: {proposal.reason}")
     if job.quarantined:
-        return _lift_quarantine(job, f"no plan fits the other {len(devices)} GPUs")
-    return Decision(reason=f"no plan fits {len(devices)} GPUs, waiting for more: {proposal.reason}")
+        return _lift_quarantine(job, f"no plan fits the other {count_of(len(devices), 'GPU')}")
+    return Decision(reason=f"no plan fits {count_of(len(devices), 'GPU')}, waiting for more: {proposal.reason}")
 
 
 def _render_breaker_error(job: JobView) -> str:
@@ -210,7 +211,7 @@ def _render_breaker_error(job: JobView) -> str:
         reasons = f"each time because {given[0]}"
     best = job.setbacks.best_step
     short = f"before they got beyond step {best}" if best else "without a completed step"
-    return f"{len(job.setbacks.reasons)} generations in a row ended {short}: {reasons}"
+    return f"{count_of(len(job.setbacks.reasons), 'generation')} in a row ended {short}: {reasons}"
 
 
 def _render_backoff(job: JobView) -> str:
@@ -255,15 +256,17 @@ def _explain_wait_for_gpus(now: float, job: JobView, devices: tuple[Device, ...]
         return job.share_reason
     most = gpu_limit(job)
     if job.share_due and most is not None and len(devices) < most:
-        return f"{len(devices)} of its {most} GPUs are free: waiting for other jobs to release the rest"
+        are = "is" if len(devices) == 1 else "are"
+        return f"{len(devices)} of its {most} GPUs {are} free: waiting for other jobs to release the rest"
     if len(devices) < job.min_gpus:
-        unfit = f" ({job.unfit} others do not match its resources: {job.asks})" if job.unfit else ""
-        text = f"{len(devices)} GPUs are free for this job and it needs {job.min_gpus}: waiting for more"
+        others = "1 other does" if job.unfit == 1 else f"{job.unfit} others do"
+        unfit = f" ({others} not match its resources: {job.asks})" if job.unfit else ""
+        text = f"{count_are(len(devices), 'GPU')} free for this job and it needs {job.min_gpus}: waiting for more"
         return text + _render_setups(job) + unfit
     enough = job.max_gpus is not None and len(devices) >= job.max_gpus
     missing = job.setups.missing_gpus
     if missing and job.generation is None and not enough and job.prepared_s < rules.growth_prepare_s:
-        return f"waiting for {missing} GPUs on VMs that are preparing its workdir"
+        return f"waiting for {count_of(missing, 'GPU')} on VMs that are preparing its workdir"
     if job.returning_vms and not enough:
         return "waiting for agents to reconnect after the manager's restart"
     still_early = is_within(now, job.created_at, rules.start_settle_s)
@@ -287,7 +290,7 @@ def _render_setups(job: JobView) -> str:
 
 def _start_calibration(now: float, job: JobView, devices: tuple[Device, ...], vms: Vms) -> Decision:
     plan = Plan(p=1, d=len(devices), micro_batch=1, global_batch=job.global_batch)
-    text = f"no profile yet: calibrating on {len(devices)} GPUs"
+    text = f"no profile yet: calibrating on {count_of(len(devices), 'GPU')}"
     if job.generation is not None:
         text += f" again, because {job.generation.end_reason}"
     start = StartGeneration(

@@ -42,6 +42,7 @@ from varuna_manager.world.reading import NOT_GONE
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_proto.rest_fleet import FleetDocument, PreemptionDocument
 from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.wording import count_are
 
 _LONGEST_GPU_TYPE = 255
 
@@ -99,7 +100,8 @@ class FleetService:
         async with self._database.write() as session:
             row = await self._fleet_row(session)
             if row.target != target or row.max_vms is not None:
-                self._events.emit_event(session, "fleet_target", f"{target} VMs are wanted instead of {_wanted(row)}")
+                text = f"{count_are(target, 'VM')} wanted instead of {_wanted(row)}"
+                self._events.emit_event(session, "fleet_target", text)
             row.target, row.min_vms, row.max_vms = target, None, None
             after_commit(session, self._bell.notify_listeners)
         self.market_changed = True

@@ -215,11 +215,12 @@ class Progress:
         went = downtime.render_longest_parts(parts)
         again = generation.micro_batches_redone
         rest = f", {again} micro-batches of the step under way were run again" if again else ""
+        lost = "1 step was" if redone == 1 else f"{redone} steps were"
         self._events.emit_event(
             session,
             "first_step",
             f"generation {generation.number} completed its first step ({step}) after {waited_s:.1f} s "
-            f"without progress{f' ({went})' if went else ''}, {redone} steps were lost{rest}",
+            f"without progress{f' ({went})' if went else ''}, {lost} lost{rest}",
             job_id=generation.job_id,
             generation=generation.number,
             data={

@@ -17,6 +17,7 @@ from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import ShapeQuestion, load_planner, parsed_profile
 from varuna_planner.liveput.morph_cost import count_moved_bytes
 from varuna_proto.plan import Device, Plan
+from varuna_proto.wording import count_of
 
 _REMEMBERED = 256
 _CANDIDATES_KEPT = 64
@@ -156,7 +157,7 @@ def _answer(question: PlanQuestion) -> Proposal:
     except Exception as error:
         log = structlog.get_logger("varuna.planning")
         log.exception("the planner failed", gpus=len(question.devices), global_batch=question.spec.global_batch)
-        reason = f"the planner failed on {len(question.devices)} GPUs: {type(error).__name__}: {error}"
+        reason = f"the planner failed on {count_of(len(question.devices), 'GPU')}: {type(error).__name__}: {error}"
         return Proposal(plan=None, possible=question.previous_p is not None, reason=reason)
 
 

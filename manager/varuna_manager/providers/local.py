@@ -29,6 +29,7 @@ import psutil
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.base import CreatedVms, ProviderNotice, ProviderVm, UnknownVmError, VmOffer
 from varuna_proto.names import is_plain, plain
+from varuna_proto.wording import count_of
 
 _KILL_TIMEOUT_S = 10.0
 _KEPT_LOGS = 100
@@ -102,7 +103,7 @@ class LocalProvider:
         made = [vm for vm in alive if vm.request == request]
         while len(made) < count:
             if self._capacity is not None and len(alive) >= self._capacity:
-                text = f"the local market grants {self._capacity} VMs and there are {len(alive)}"
+                text = f"the local market grants {count_of(self._capacity, 'VM')}, and has granted {len(alive)}"
                 return CreatedVms(vms=tuple(made), refusal=Refusal(kind=RefusalKind.CAPACITY, reason=text))
             vm_id = f"local-{self._next}"
             self._next += 1

@@ -13,6 +13,7 @@ from varuna_planner.profile.document import Profile
 from varuna_planner.profile.shapes import ModelFamily, ModelShape, NumberFormat
 from varuna_planner.schedule.policies import Policy
 from varuna_planner.simulator.prediction import PipelineShape, even_starts
+from varuna_proto.wording import count_of
 
 __all__ = ["RateObservation", "parse_observations"]
 
@@ -63,7 +64,7 @@ class RateObservation(BaseModel):
         if self.profile is not None and any(given):
             raise ValueError(f'"profile" {self.profile} stands in the place of the model: leave out its shape')
         if self.p * self.d > self.global_batch:
-            raise ValueError(f"{self.p}×{self.d} GPUs and only {self.global_batch} examples")
+            raise ValueError(f"{self.p}×{self.d} GPUs and only {count_of(self.global_batch, 'example')}")
         return self
 
     @property

@@ -32,6 +32,7 @@ from varuna_planner.search.candidates import PlanCandidate, PlanCandidates
 from varuna_planner.search.pins import NO_PINS, Pins
 from varuna_planner.simulator.simulation import simulate
 from varuna_proto.plan import Plan
+from varuna_proto.wording import count_are, count_of, render_rate
 
 __all__ = ["Pins", "PlanCandidate", "PlanCandidates", "PlanChoice", "choose_plan", "warm_up"]
 
@@ -192,12 +193,12 @@ class _Search:
         self.best_parts_us = self._parts_us(best, drawn, time_us)
         fitting = int((shapes.state != _tables.UNFIT).sum())
         reason = (
-            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}: {plan.examples_per_s:.4g} examples/s predicted, "
-            f"the fastest of {fitting} shapes for {self.gpus} GPUs"
+            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}: {render_rate(plan.examples_per_s)} examples/s "
+            f"predicted, the fastest of {fitting} shapes for {count_of(self.gpus, 'GPU')}"
         )
         unused = self.gpus - plan.p * plan.d
         if unused:
-            reason += f"; {unused} GPUs are left unused, because more would not make it faster"
+            reason += f"; {count_are(unused, 'GPU')} left unused, because more would not make it faster"
         return PlanChoice(best=plan, candidates=candidates, reason=reason)
 
     def _enumerate(self, counts: npt.NDArray[np.int64]) -> tuple[_tables.SearchProblem, _tables.ShapeTable]:
@@ -347,7 +348,8 @@ class _Search:
         if len(self.shapes.p) == 0:
             wanted = " and ".join(f"{n}={v}" for n, v in (("p", pins.p), ("d", pins.d)) if v is not None)
             needed = (pins.p or 1) * (pins.d or 1)
-            return f"{wanted} pinned needs {needed} GPUs and there are {self.gpus}: wait for more, or unpin"
+            gpus = count_of(needed, "GPU")
+            return f"{wanted} pinned needs {gpus} and only {self.gpus} can be used: wait for more, or unpin"
         fitting = self._fewest_stages()
         if fitting is None or pins.p is not None:
             one, size = self.sections, self.sizes[0]
@@ -366,7 +368,7 @@ class _Search:
                 f"at micro-batch {size}): use {', '.join(ways[:-1])} or {ways[-1]}"
             )
         return (
-            f"the model needs at least {fitting * (pins.d or 1)} GPUs with {usable} to give each, "
+            f"the model needs at least {count_of(fitting * (pins.d or 1), 'GPU')} with {usable} to give each, "
             f"and there are {self.gpus}: wait for more"
         )
 

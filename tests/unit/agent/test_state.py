@@ -360,6 +360,25 @@ def test_what_an_exit_means(code: int, cause: str, reported: int) -> None:
     assert ("last line" in exited.error_text) == (cause in ("SCRIPT_FAILED", "PEER_LOST", "KILLED"))
 
 
+@pytest.mark.parametrize(
+    ("log", "text"),
+    [
+        (
+            "step 19 loss 0.31\nstep 20 loss 0.309\n",
+            "Last lines of its log:\nstep 19 loss 0.31\nstep 20 loss 0.309\nexit code 3, last line: step 20 loss 0.309",
+        ),
+        ("Traceback (most recent call last):\nKeyError: 'x'", "Traceback (most recent call last):\nKeyError: 'x'"),
+        ("", "exit code 3; its log is empty"),
+    ],
+)
+def test_the_last_line_of_a_log_is_a_cause_only_after_a_traceback(log: str, text: str) -> None:
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.ready(key())
+    (exited,) = sent(vm.ended(key(), 3, log), "worker_exited")
+    assert exited.error_text == text
+
+
 def test_a_command_that_the_shell_cannot_run_is_a_failed_launch() -> None:
     vm = Vm()
     vm.receive_message(launch=launch())

@@ -530,7 +530,7 @@ def test_pins_are_kept() -> None:
 def test_pins_beyond_the_fleet_wait_for_more() -> None:
     choice = choose(make_profile([1] * 8), 3, 64, pins=Pins(p=2, d=2))
     assert choice.best is None
-    assert choice.reason == "p=2 and d=2 pinned needs 4 GPUs and there are 3: wait for more, or unpin"
+    assert choice.reason == "p=2 and d=2 pinned needs 4 GPUs and only 3 can be used: wait for more, or unpin"
 
 
 def test_no_gpus_no_plan() -> None:

@@ -134,7 +134,7 @@ def test_no_observations_are_refused() -> None:
         ),
         (
             '[{"p": 2, "d": 2, "micro_batch": 1, "global_batch": 1, "minibatch_s": 1, "profile": "p.json"}]',
-            "row 0: 2×2 GPUs and only 1 examples",
+            "row 0: 2×2 GPUs and only 1 example",
         ),
         (
             '[{"p": 1, "d": 1, "micro_batch": 1, "global_batch": 1, "minibatch_s": 1, "profile": "p.json"}]',

@@ -5,6 +5,7 @@ from __future__ import annotations
 from varuna_proto.bounds import MOST_EXACT, MOST_GPUS_OF_A_VM, NAME_CHARS, text_flaw
 from varuna_proto.names import is_plain
 from varuna_proto.v1 import agent_pb2 as pb
+from varuna_proto.wording import count_of
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message of any kind: gRPC itself ends a stream with a larger one."""
@@ -52,7 +53,7 @@ def find_hello_flaw(hello: pb.Hello) -> str | None:
     if not is_plain(hello.vm_id):
         return f"{hello.vm_id[:80]!r} is no VM's id"
     if hello.gpus > MOST_GPUS_OF_A_VM:
-        return f"a VM with {hello.gpus} GPUs is not taken, only with up to {MOST_GPUS_OF_A_VM}"
+        return f"a VM with {count_of(hello.gpus, 'GPU')} is not taken, only with up to {MOST_GPUS_OF_A_VM}"
     if hello.device_memory_bytes > MOST_EXACT:
         return f"a device with {hello.device_memory_bytes} bytes is not taken"
     if valid_port(hello.rendezvous_port) != hello.rendezvous_port:

@@ -434,8 +434,8 @@ async def test_the_log_tells_of_the_first_checkpoint_of_a_generation_and_the_tab
         event.message for event in await events.list_events_after(0, job_id=job_id) if event.kind == "checkpoint"
     ]
     assert emitted == [
-        "step 2 is saved (1.0 MB), the first of generation 1",
-        "step 6 is saved (1.0 MB), the first of generation 2",
+        "step 2 is saved (976.6 KiB), the first of generation 1",
+        "step 6 is saved (976.6 KiB), the first of generation 2",
     ]
     assert sorted(one["step"] for one in await checkpoints(database, job_id)) == [2, 4, 6, 8]
 

@@ -23,7 +23,7 @@ async def test_a_job_is_launched_only_where_the_gpus_are_as_it_asks(manager: Scr
     agents = await manager.connect_vms(3, gpu_types=[A100, V100, ""])
     await manager.submit(resources={"gpu_type": "a100", "min_gpus": 2})
     waits = (
-        "1 GPUs are free for this job and it needs 2: waiting for more "
+        "1 GPU is free for this job and it needs 2: waiting for more "
         "(2 others do not match its resources: gpu_type a100)"
     )
 

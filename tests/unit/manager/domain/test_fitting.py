@@ -50,7 +50,7 @@ def test_the_reason_for_waiting_names_what_is_asked_for() -> None:
     asks = render_request(Resources(gpu_type="A100", min_gpu_memory_gib=40))
     view = job(min_gpus=2, devices=devices("a"), unfit=3, asks=asks)
     assert decide(view, vm("a")).reason == (
-        "1 GPUs are free for this job and it needs 2: waiting for more "
+        "1 GPU is free for this job and it needs 2: waiting for more "
         "(3 others do not match its resources: gpu_type A100, min_gpu_memory_gib 40.0)"
     )
 

@@ -90,7 +90,7 @@ def test_nobody_is_asked_before_the_pause_is_over_nor_before_the_provider_wants(
 def test_a_fleet_that_follows_the_jobs_gives_up_only_what_has_been_idle_for_long() -> None:
     vms = (vm("busy", workers=1), vm("idle"), vm("just idle"), vm("idle too"))
     idle_s = {"idle": 400.0, "just idle": 3.0, "idle too": 300.0}
-    view = FleetView(target=1, vms=vms, why="1 job can use 1 GPUs", idle_s=idle_s, spare_after_s=300.0)
+    view = FleetView(target=1, vms=vms, why="1 job can use 1 GPU", idle_s=idle_s, spare_after_s=300.0)
     decision = decide_fleet(NOW, view, RULES)
     assert set(decision.drain) == {"idle", "idle too"}
     assert "1 of them are silent, still in use, or were a moment ago" in decision.reason

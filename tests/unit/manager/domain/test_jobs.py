@@ -56,7 +56,7 @@ def test_after_the_managers_restart_a_generation_waits_for_the_agents_to_come_ba
 def test_too_few_gpus_wait_with_the_numbers() -> None:
     decision = decide(job(devices=devices("a"), min_gpus=2), vm("a"))
     assert not decision.actions
-    assert "1 GPUs are free for this job and it needs 2" in decision.reason
+    assert "1 GPU is free for this job and it needs 2" in decision.reason
 
 
 def test_a_plan_that_does_not_fit_yet_waits_and_one_that_never_can_fails() -> None:

@@ -175,6 +175,8 @@ def test_a_slow_vm_is_kept_when_it_is_still_worth_having() -> None:
     assert not decision.actions
     assert "VM b: rank 1 takes 1.30 times" in decision.reason
     assert "1×2 without the slow VMs would give 16.0 examples/s instead of 18.5" in decision.reason
+    same = with_slow(18.46, slow_vm("b", 1.3))
+    assert "1×2 without the slow VMs would give 18.5 examples/s, as many as now" in same.reason
 
 
 def test_every_quarantine_of_a_vm_is_twice_as_long() -> None:
@@ -289,7 +291,7 @@ def test_a_job_with_more_than_its_share_saves_and_shrinks_or_goes_back_to_the_qu
     (stop,) = decide(view, vm("a"), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert (stop.mode, stop.cause) == (StopMode.SAVE_FIRST, EndCause.SHRUNK)
-    assert stop.reason == "1 GPUs instead of 2: others need them"
+    assert stop.reason == "1 GPU instead of 2: others need them"
     (stop,) = decide(replace(view, share=0), vm("a"), vm("b")).actions
     assert isinstance(stop, StopGeneration)
     assert (stop.mode, stop.cause, stop.reason) == (
@@ -312,7 +314,7 @@ def test_a_job_takes_no_more_than_its_share_and_waits_for_what_others_give_up() 
     short = job(devices=devices("a"), share=2, share_due=True, proposal=proposal(devices("a")))
     decision = decide(short, vm("a"))
     assert not decision.actions
-    assert decision.reason == "1 of its 2 GPUs are free: waiting for other jobs to release the rest"
+    assert decision.reason == "1 of its 2 GPUs is free: waiting for other jobs to release the rest"
     assert kinds(decide(replace(short, share_due=False), vm("a"))) == [StartGeneration]
 
 
