@@ -25,8 +25,9 @@ from varuna_client.commands.options import (
     print_note,
 )
 from varuna_client.errors import JobEndedError, NotFoundError, UserError
-from varuna_client.following.follow import find_failed_rank, is_event, newest_event_id
+from varuna_client.following.follow import is_event, newest_event_id
 from varuna_client.following.log_follow import ALL, LogFollower, Ranks
+from varuna_client.following.past_logs import PastLogs
 from varuna_client.rest.calls import LogChunk
 from varuna_client.rest.client import Client
 from varuna_client.text import render
@@ -111,28 +112,28 @@ def logs(
         str | None,
         typer.Option(metavar="N|all", help="Which worker (default: the one whose script failed, or else 0)."),
     ] = None,
-    generation: Annotated[int | None, typer.Option(min=1, help="Which generation (default: the newest).")] = None,
-    whole: Annotated[bool, typer.Option("--all", help="Print from the beginning, not only the end.")] = False,
+    generation: Annotated[
+        int | None, typer.Option(min=1, help="Which generation (default: all; with -f from the newest on).")
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="Print from the job's beginning, not only the last 64 KiB of each worker.")
+    ] = False,
     manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the output of a job's workers."""
+    """Print the output of a job's workers, over all its generations."""
     ranks = _parse_ranks(rank)
     writer = LogWriter(has_prefix=ranks == ALL, as_json=as_json)
     if follow:
-        asyncio.run(_follow_logs(manager_url, job, ranks, generation, writer))
+        asyncio.run(_follow_logs(manager_url, job, ranks, generation, writer, whole=whole))
         return
     with connect(manager_url) as client:
-        job_id = client.job(job)["id"]
-        if isinstance(ranks, int):
-            wanted = [ranks]
-        else:
-            found = client.generations(job_id)
-            number = generation or (found[-1]["number"] if found else None)
-            placed = [len(each["placement"]) for each in found if each["number"] == number]
-            wanted = list(range(placed[0])) if ranks == ALL and placed else [find_failed_rank(found, number)]
-        for each in wanted:
-            _print_log(client, job_id, generation, each, writer, whole=whole)
+        past = PastLogs(client, client.job(job)["id"], ranks, generation)
+        for part in past.read_all() if whole else past.read_tail(LOG_TAIL_BYTES):
+            if isinstance(part, str):
+                print_note(part)
+            else:
+                writer.write(part)
     writer.close()
 
 
@@ -144,24 +145,13 @@ def _parse_ranks(text: str | None) -> Ranks:
     return int(text)
 
 
-def _print_log(
-    client: Client, job_id: str, generation: int | None, rank: int, writer: LogWriter, *, whole: bool
+async def _follow_logs(
+    url: str | None, job: str, ranks: Ranks, generation: int | None, writer: LogWriter, *, whole: bool
 ) -> None:
-    chunk = client.log_chunk(job_id, generation=generation, rank=rank, offset=0 if whole else -LOG_TAIL_BYTES)
-    if chunk.offset > 0:
-        print_note(f"rank {rank}: the first {render.size(chunk.offset)} are left out (--all prints them)")
-    while True:
-        writer.write(chunk)
-        if not whole or not chunk.data or chunk.next_offset >= chunk.size:
-            return
-        chunk = client.log_chunk(job_id, generation=chunk.generation, rank=rank, offset=chunk.next_offset)
-
-
-async def _follow_logs(url: str | None, job: str, ranks: Ranks, generation: int | None, writer: LogWriter) -> None:
     """Raises JobEndedError when the job fails."""
     async with connect_async(url) as client:
         job_id = (await client.job(job))["id"]
-        async for chunk in LogFollower(client, job_id, ranks, generation).follow_chunks():
+        async for chunk in LogFollower(client, job_id, ranks, generation, from_first=whole).follow_chunks():
             writer.write(chunk)
         writer.close()
         ended = await client.job(job_id)

@@ -37,13 +37,19 @@ class _Tail:
 
 
 class LogFollower:
-    """Follows the logs of a job's `ranks` in one generation, or in all from the current one on."""
+    """Follows the logs of a job's `ranks` in one generation, or in all from the current one on.
 
-    def __init__(self, client: AsyncClient, job_id: str, ranks: Ranks, generation: int | None) -> None:
+    `from_first`: without a generation, those before the current one come first.
+    """
+
+    def __init__(
+        self, client: AsyncClient, job_id: str, ranks: Ranks, generation: int | None, *, from_first: bool = False
+    ) -> None:
         self._client = client
         self._job_id = job_id
         self._ranks = ranks
         self._only = generation
+        self._from_first = from_first
         self._chunks: asyncio.Queue[LogChunk | None] = asyncio.Queue(64)
         self._tails: dict[_Tail, asyncio.Task[None]] = {}
         self._head: tuple[int, bytes] = (0, b"")
@@ -77,6 +83,10 @@ class LogFollower:
         newest = await self._client.newest_events(self._job_id, limit=1)
         job = await self._client.job(self._job_id)
         at = self._only or job["generation"]
+        if self._from_first and self._only is None:
+            for earlier in range(1, at or 1):
+                await self._start(earlier)
+                await self._end_tails()
         if at is not None:
             await self._start(at)
         if job["state"] in END_STATES or (self._only is not None and await self._is_over(self._only)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -60,3 +61,23 @@ async def test_the_failed_ranks_log_comes_without_what_rank_0s_began_with(logs: 
     client = cast("AsyncClient", EndedJob(logs, [STOPPED, FAILED_ALIKE]))
     chunks = [chunk.data async for chunk in LogFollower(client, "j", None, None).follow_chunks()]
     assert b"".join(chunks) == expected
+
+
+class SecondGeneration(EndedJob):
+    """A job that was cancelled in its second generation; `logs` has rank 0's of both."""
+
+    async def job(self, job_id: str) -> dict[str, Any]:
+        return {"state": "cancelled", "generation": 2}
+
+    async def log_chunk(self, job_id: str, *, generation: int, rank: int, offset: int, wait_s: float) -> LogChunk:
+        chunk = await super().log_chunk(job_id, generation=generation, rank=generation - 1, offset=offset, wait_s=0)
+        return replace(chunk, generation=generation, rank=rank)
+
+
+@pytest.mark.parametrize(("from_first", "expected"), [(False, [(2, b"two")]), (True, [(1, b"one"), (2, b"two")])])
+async def test_a_follower_starts_at_the_newest_generation_or_at_the_first(
+    from_first: bool, expected: list[tuple[int, bytes]]
+) -> None:
+    client = cast("AsyncClient", SecondGeneration([b"one", b"two"], []))
+    follower = LogFollower(client, "j", 0, None, from_first=from_first)
+    assert [(chunk.generation, chunk.data) async for chunk in follower.follow_chunks()] == expected
