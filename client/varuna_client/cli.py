@@ -15,8 +15,8 @@ from varuna_client.commands.access import audit, revoke, token_app
 from varuna_client.commands.actions import cancel, cordon, delete, drain, retry, stacks, submit, uncordon, watch_job
 from varuna_client.commands.backups import backup, restore
 from varuna_client.commands.inspection import INSPECT_SETTINGS, inspect
-from varuna_client.commands.options import AsJson, print_document
-from varuna_client.commands.reading import events, list_jobs, logs, show, vms
+from varuna_client.commands.options import AsJson, print_document, print_error
+from varuna_client.commands.reading import events, list_jobs, logs, metrics, show, vms
 from varuna_client.commands.setup_commands import PROGRAM, completion, config, prepare_completion
 from varuna_client.errors import UserError, VarunaError
 from varuna_client.jobfile.jobfile import JobFileError, job_schema, load_job
@@ -44,7 +44,7 @@ def main() -> None:
     try:
         app(prog_name=PROGRAM)
     except VarunaError as error:
-        typer.echo(f"varuna: {error}", err=True)
+        print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -132,6 +132,7 @@ app.command("ps")(list_jobs)
 app.command()(show)
 app.command()(logs)
 app.command()(events)
+app.command()(metrics)
 app.command()(vms)
 app.command()(cancel)
 app.command()(retry)

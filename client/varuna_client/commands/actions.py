@@ -13,17 +13,19 @@ from rich.text import Text
 from varuna_client.commands.options import (
     AsJson,
     JobName,
+    JobNames,
     ManagerUrl,
     VmName,
     connect,
     print_document,
+    print_error,
     print_line,
     print_note,
     print_text,
 )
 from varuna_client.commands.preview import preview, preview_text
 from varuna_client.commands.watch_views import LineWatch, LiveWatch, WatchedJob, render_summary
-from varuna_client.errors import JobEndedError
+from varuna_client.errors import JobEndedError, RefusedError
 from varuna_client.following.follow import follow_job, newest_event_id
 from varuna_client.jobfile.jobfile import load_job, submit_job
 from varuna_client.rest.client import Client
@@ -63,15 +65,26 @@ def watch_job(job: JobName, manager_url: ManagerUrl = None, as_json: AsJson = Fa
 
 
 def cancel(
-    job: JobName,
+    jobs: JobNames,
     save: Annotated[bool, typer.Option("--save", help="Finish the step and write a last checkpoint first.")] = False,
     manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a job. Its checkpoints stay: `varuna retry` continues from the newest one."""
+    """Stop jobs. Their checkpoints stay: `varuna retry` continues from the newest one."""
+    refusals: list[RefusedError] = []
     with connect(manager_url) as client:
-        cancelled = client.cancel(client.job(job)["id"], save=save)
-    print_document(cancelled, Text(f"job {cancelled['name']} is {cancelled['state']}"), as_json)
+        for job in dict.fromkeys(jobs):
+            try:
+                cancelled = client.cancel(client.job(job)["id"], save=save)
+            except RefusedError as error:  # the others are cancelled all the same
+                refusals.append(error)
+                continue
+            print_line(cancelled, Text(f"job {cancelled['name']} is {cancelled['state']}"), as_json)
+    if refusals:
+        *others, last = refusals
+        for refusal in others:
+            print_error(refusal)
+        raise last
 
 
 def retry(job: JobName, watch: Watch = False, manager_url: ManagerUrl = None, as_json: AsJson = False) -> None:

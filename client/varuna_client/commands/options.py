@@ -25,6 +25,7 @@ __all__ = [
     "DEFAULT_URL",
     "AsJson",
     "JobName",
+    "JobNames",
     "ManagerUrl",
     "VmName",
     "complete_job",
@@ -33,6 +34,7 @@ __all__ = [
     "connect_async",
     "make_console",
     "print_document",
+    "print_error",
     "print_line",
     "print_note",
 ]
@@ -67,6 +69,10 @@ ManagerUrl = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; a stream has one document per line.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name or id.", autocompletion=complete_job)]
+JobNames = Annotated[
+    list[str],
+    typer.Argument(metavar="JOB...", help="The jobs' names or ids.", autocompletion=complete_job, show_default=False),
+]
 VmName = Annotated[
     str, typer.Argument(metavar="VM", help="The VM's id (varuna vms lists them).", autocompletion=complete_vm)
 ]
@@ -114,6 +120,11 @@ def print_text(text: RenderableType) -> None:
 def print_note(text: str) -> None:
     """Print a remark on standard error."""
     Console(highlight=False, stderr=True).print(Text(text, style="dim"), soft_wrap=True)
+
+
+def print_error(error: VarunaError) -> None:
+    """Print an error on standard error, as one line."""
+    typer.echo(f"varuna: {error}", err=True)
 
 
 def print_document(document: Any, text: RenderableType, as_json: bool) -> None:

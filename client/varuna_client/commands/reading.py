@@ -1,4 +1,4 @@
-"""The commands that only read: ps, vms, show, logs, events."""
+"""The commands that only read: ps, vms, show, logs, metrics, events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from varuna_client.rest.calls import LogChunk
 from varuna_client.rest.client import Client
 from varuna_client.text import render
 from varuna_client.text.pages import EVENTS_SHOWN, JobParts, job_page
-from varuna_proto.rest import EventDocument
+from varuna_proto.rest import EventDocument, StepMetricsDocument
 
 LOG_TAIL_BYTES = 64 * 1024
 _LOSS_POINTS = 40
@@ -211,6 +211,36 @@ def _coloured(text: str, colour: str) -> str:
     with console.capture() as captured:
         console.print(text, style=colour, end="", highlight=False, markup=False)
     return captured.get()
+
+
+def metrics(
+    job: JobName,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print comma-separated values: times in UTC, all digits, empty if unknown.")
+    ] = False,
+    last: Annotated[int | None, typer.Option("-n", "--last", min=1, help="Only this many of the newest steps.")] = None,
+    manager_url: ManagerUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """List a job's steps: time, loss, examples per second, seconds, and the generation that computed each."""
+    if as_csv and as_json:
+        raise UserError("varuna metrics: give --csv or --json, not both")
+    with connect(manager_url) as client:
+        found = client.job(job)
+        after = 0 if last is None else max(found["step"] - last, 0)
+        steps = _list_steps(client, found["id"], after)
+    if as_csv:
+        sys.stdout.write(render.steps_csv(steps))
+        return
+    nothing = Text(f"job {job} has made no step yet: it is {found['state']}")
+    print_document(steps, render.steps_table(steps) if steps else nothing, as_json)
+
+
+def _list_steps(client: Client, job_id: str, after: int) -> list[StepMetricsDocument]:
+    steps: list[StepMetricsDocument] = []
+    while page := client.metrics(job_id, after_step=steps[-1]["step"] if steps else after):
+        steps += page
+    return steps
 
 
 def events(

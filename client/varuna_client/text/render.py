@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -9,7 +11,7 @@ from datetime import datetime
 from rich.table import Table
 from rich.text import Text
 
-from varuna_proto.rest import EventDocument, JobDocument, JobSpecDocument, Timestamp
+from varuna_proto.rest import EventDocument, JobDocument, JobSpecDocument, StepMetricsDocument, Timestamp
 from varuna_proto.rest_fleet import VmDocument
 from varuna_proto.wording import render_bytes
 
@@ -207,6 +209,37 @@ def _why(vm: VmDocument) -> str:
     if vm.get("slow_ratio"):
         return f"slow: {vm.get('slow_reason')}"
     return vm.get("reason") or ""
+
+
+def steps_table(steps: Iterable[StepMetricsDocument]) -> Table:
+    right = ("STEP", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN")
+    made = table("STEP", "TIME", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN", right=right)
+    for step in steps:
+        made.add_row(
+            str(step["step"]),
+            clock(step["at"]),
+            number(step["loss"]),
+            rate(_examples_per_s(step)),
+            number(step["step_s"], 3),
+            number(step["between_s"], 3),
+            str(step["generation"]),
+        )
+    return made
+
+
+def steps_csv(steps: Iterable[StepMetricsDocument]) -> str:
+    """With a line of heads, all digits, and an empty field for what is not known."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("step", "time", "loss", "examples_per_s", "step_s", "between_s", "examples", "generation"))
+    for step in steps:
+        times = (_examples_per_s(step), step["step_s"], step["between_s"])
+        writer.writerow((step["step"], step["at"], step["loss"], *times, step["examples"], step["generation"]))
+    return out.getvalue()
+
+
+def _examples_per_s(step: StepMetricsDocument) -> float | None:
+    return step["examples"] / step["step_s"] if step["step_s"] > 0 else None
 
 
 def event_line(event: EventDocument) -> Text:

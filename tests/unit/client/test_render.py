@@ -24,6 +24,7 @@ from varuna_proto.rest import (
     JobDocument,
     JobTimeDocument,
     PlanRecordDocument,
+    StepMetricsDocument,
 )
 from varuna_proto.rest_fleet import VmDocument
 
@@ -227,6 +228,33 @@ def test_tables_take_what_is_not_known_yet() -> None:
     assert "slow: rank 1 lags" in text_of(render.vms_table([slow]))
     until = VmDocument(**{**vm, "quarantined_until": "2026-01-01T00:00:01+00:00"})  # type: ignore[typeddict-item]
     assert "quarantined until" in text_of(render.vms_table([until]))
+
+
+STEP = StepMetricsDocument(
+    step=7,
+    loss=0.25,
+    step_s=0.5,
+    between_s=0.125,
+    examples=64,
+    generation=2,
+    at="2026-01-01T00:00:01+00:00",
+)
+
+
+def test_steps_as_a_table_and_as_comma_separated_values() -> None:
+    strange = StepMetricsDocument(**{**STEP, "step": 8, "loss": None, "step_s": 0.0})  # type: ignore[typeddict-item]
+    heads, *rows = render_plain(render.steps_table([STEP, strange])).splitlines()
+    assert heads.split() == ["STEP", "TIME", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN"]
+    clock = render.clock(STEP["at"])
+    assert [row.split() for row in rows] == [
+        ["7", clock, "0.2500", "128", "0.500", "0.125", "2"],
+        ["8", clock, "-", "-", "0.000", "0.125", "2"],
+    ]
+    assert render.steps_csv([STEP, strange]).splitlines() == [
+        "step,time,loss,examples_per_s,step_s,between_s,examples,generation",
+        "7,2026-01-01T00:00:01+00:00,0.25,128.0,0.5,0.125,64,2",
+        "8,2026-01-01T00:00:01+00:00,,,0.0,0.125,64,2",
+    ]
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1), st.integers(1, 60))

@@ -1,0 +1,117 @@
+"""Commands against a manager whose answers are scripted: what they send, print and exit with."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from job_documents import JOB
+from varuna_client.cli import app
+from varuna_client.errors import NotFoundError, UserError
+from waiting import POLL_S
+
+Answer = tuple[int, Any]
+
+
+@dataclass
+class ScriptedRest:
+    """REST answers by method and path. A function gets the query's parameters."""
+
+    url: str = ""
+    answers: dict[str, Answer | Callable[[dict[str, str]], Answer]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+    def run(self, *arguments: str) -> Result:
+        return CliRunner().invoke(app, [*arguments, "--manager-url", self.url])
+
+    def answer(self, method: str, target: str) -> Answer:
+        parts = urlsplit(target)
+        request = f"{method} {parts.path.removeprefix('/api/v1')}"
+        self.requests.append(request)
+        found = self.answers.get(request, (404, {"detail": f"{request}: there is none"}))
+        return found({name: values[0] for name, values in parse_qs(parts.query).items()}) if callable(found) else found
+
+
+@pytest.fixture
+def rest() -> Iterator[ScriptedRest]:
+    scripted = ScriptedRest()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, document = scripted.answer(self.command, self.path)
+            body = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            self._answer()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing on standard error."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        scripted.url = f"http://127.0.0.1:{server.server_address[1]}"
+        serving = threading.Thread(target=server.serve_forever, args=(POLL_S,))
+        serving.start()
+        yield scripted
+        server.shutdown()
+        serving.join()
+
+
+def step(number: int) -> dict[str, Any]:
+    at = "2026-01-01T00:00:01+00:00"
+    return {
+        "step": number,
+        "loss": 0.5,
+        "step_s": 2.0,
+        "between_s": 0.0,
+        "examples": 8,
+        "generation": 1,
+        "at": at,
+    }
+
+
+def test_several_jobs_are_cancelled_even_if_one_cannot_be(rest: ScriptedRest) -> None:
+    for name in ("a", "b"):
+        rest.answers[f"GET /jobs/{name}"] = (200, {**JOB, "id": f"job-{name}", "name": name})
+        rest.answers[f"POST /jobs/job-{name}/cancel"] = (200, {**JOB, "name": name, "state": "cancelling"})
+    done = rest.run("cancel", "a", "nobody", "b", "a")
+    assert done.stdout.splitlines() == ["job a is cancelling", "job b is cancelling"]
+    assert isinstance(done.exception, NotFoundError)
+    assert done.stderr == ""
+    done = rest.run("cancel", "nobody", "b", "no", "--json")
+    assert [json.loads(line)["name"] for line in done.stdout.splitlines()] == ["b"]
+    assert done.stderr.splitlines() == ["varuna: GET /jobs/nobody: there is none"]
+    assert str(done.exception) == "GET /jobs/no: there is none"
+    assert rest.run("cancel").exit_code == 2
+
+
+def test_the_metrics_are_all_steps_on_however_many_pages(rest: ScriptedRest) -> None:
+    def page(query: dict[str, str]) -> Answer:
+        after = int(query["after_step"])
+        return 200, [step(number) for number in range(after + 1, min(after + 3, 8))]
+
+    rest.answers["GET /jobs/gpt"] = (200, JOB)
+    rest.answers["GET /jobs/j-1/metrics"] = page
+    heads, *rows = rest.run("metrics", "gpt", "--csv").stdout.splitlines()
+    assert heads == "step,time,loss,examples_per_s,step_s,between_s,examples,generation"
+    assert [row.split(",")[0] for row in rows] == [str(number) for number in range(1, 8)]
+    assert [each["step"] for each in json.loads(rest.run("metrics", "gpt", "-n", "2", "--json").stdout)] == [6, 7]
+    assert rest.run("metrics", "gpt").stdout.splitlines()[-1].split()[0] == "7"
+    rest.answers["GET /jobs/j-1/metrics"] = (200, [])
+    assert rest.run("metrics", "gpt").stdout == "job gpt has made no step yet: it is failed\n"
+    assert isinstance(rest.run("metrics", "gpt", "--csv", "--json").exception, UserError)
