@@ -19,7 +19,8 @@ from varuna_client.commands.options import AsJson, print_document, print_error
 from varuna_client.commands.reading import events, list_jobs, logs, metrics, show, vms
 from varuna_client.commands.setup_commands import PROGRAM, completion, config, prepare_completion
 from varuna_client.errors import UserError, VarunaError
-from varuna_client.jobfile.jobfile import JobFileError, job_schema, load_job
+from varuna_client.jobfile.jobfile import JobFileError, load_job
+from varuna_client.jobfile.schema import job_schema
 from varuna_client.planning.estimates import calibrate, estimate
 from varuna_client.planning.plans import plan
 from varuna_client.planning.profile_run import run as run_profile

@@ -18,7 +18,7 @@ import yaml
 
 from manager_world import PROGRAMS, ROOT, RunningManager, run_varuna
 from varuna_client import Client
-from varuna_client.jobfile.jobfile import KEYS
+from varuna_client.jobfile.schema import KEYS
 from waiting import DEADLINE_S, wait_until
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])

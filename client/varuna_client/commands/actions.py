@@ -28,6 +28,7 @@ from varuna_client.commands.watch_views import LineWatch, LiveWatch, WatchedJob,
 from varuna_client.errors import JobEndedError, RefusedError
 from varuna_client.following.follow import follow_job, newest_event_id
 from varuna_client.jobfile.jobfile import load_job, submit_job
+from varuna_client.jobfile.overrides import parse_overrides
 from varuna_client.rest.client import Client
 from varuna_proto.rest import END_STATES, JobDocument
 
@@ -41,12 +42,26 @@ def submit(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job to run.")],
     watch: Watch = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and submit nothing.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace a setting of the file, such as resources.max_gpus=4; may be repeated.",
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="Set an environment variable of the job; may be repeated."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name the job; default: as in the file.")] = None,
     manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job, and show what will run: the plan for the present GPUs, its rate and its cost."""
+    overrides = list(parse_overrides(settings or (), env or (), name))
     with connect(manager_url) as client:
-        file = load_job(job_file)
+        file = load_job(job_file, overrides)
         if dry_run:
             found = preview(client, file.spec)
             print_document(found.to_document(), preview_text(found, file.spec), as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,29 +13,13 @@ import yaml
 from pydantic import ValidationError
 
 from varuna_client.errors import UserError
+from varuna_client.jobfile.overrides import Override, apply_overrides, find_sources
+from varuna_client.jobfile.schema import render_unknown_key
+from varuna_client.jobfile.script import find_script, is_missing
 from varuna_client.jobfile.workdir import pack
 from varuna_client.rest.client import Client
 from varuna_manager.domain.spec import JobSpec as Model
 from varuna_proto.rest import JobDocument, JobSpecDocument
-
-_FILE_SETTINGS = {
-    "copy_workdir": {
-        "type": "boolean",
-        "default": True,
-        "description": "whether the workdir is packed and copied to the VMs; false: it has the same path on every VM",
-    },
-    "workdir": {
-        "type": "string",
-        "default": ".",
-        "description": "folder in which `run` starts; counts from the folder of the job file",
-    },
-    "name": {
-        "type": "string",
-        "description": "unique among the jobs that are not over; if left out: the name of the job file's folder",
-    },
-}
-"""The settings in which a job file differs from the manager's document."""
-KEYS = (*(key for key in Model.model_fields if key != "archive"), "copy_workdir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +35,9 @@ class JobFileProblem:
     """An error in a job file, for which the manager would reject it."""
 
     line: int
-    """From 1."""
+    """From 1; 0: it is in an override."""
     where: str
-    """The path of keys to it, joined by dots; empty: the whole file."""
+    """The path of keys to it, joined by dots; empty: the whole file. In an override: the options."""
     text: str
 
     def __str__(self) -> str:
@@ -68,12 +51,15 @@ class JobFileError(UserError):
 
     def __init__(self, path: Path, problems: Sequence[JobFileProblem]) -> None:
         first, more = problems[0], len(problems) - 1
-        rest = f" (and {more} more: varuna validate {path})" if more else ""
-        super().__init__(f"job file {path}:{first.line}: {first}{rest}")
+        if first.line == 0:
+            super().__init__(f"{first} (and {more} more)" if more else str(first))
+        else:
+            rest = f" (and {more} more: varuna validate {path})" if more else ""
+            super().__init__(f"job file {path}:{first.line}: {first}{rest}")
         self.problems = tuple(problems)
 
 
-def load_job(path: Path) -> JobFile:
+def load_job(path: Path, overrides: Sequence[Override] = ()) -> JobFile:
     """Load a job file. Its `workdir` is relative to the file's folder, which is also the default.
 
     Raises UserError for a file that cannot be read; JobFileError for one that is not a valid job.
@@ -86,7 +72,20 @@ def load_job(path: Path) -> JobFile:
         raise UserError(f"job file {path} is not text: give a YAML file with at least run and global_batch") from error
     node, document = _parse_yaml(path, text)
     folder = path.resolve().parent
-    document = dict(document)
+    job, problems = _check_document(node, folder, apply_overrides(document, overrides))
+    if problems and overrides:
+        _, own = _check_document(node, folder, document)
+        problems = [problem if problem in own else _blame_overrides(problem, overrides) for problem in problems]
+    if problems:
+        raise JobFileError(path, sorted(problems))
+    return job
+
+
+def _check_document(
+    node: yaml.MappingNode, folder: Path, given: Mapping[str, Any]
+) -> tuple[JobFile, Sequence[JobFileProblem]]:
+    """The job, and all that is wrong with it."""
+    document = dict(given)
     copies = document.pop("copy_workdir", True)
     workdir = document.get("workdir") or "."
     spec = {"name": folder.name, **document, "workdir": _resolve_path(folder / str(workdir))}
@@ -95,10 +94,23 @@ def load_job(path: Path) -> JobFile:
         problems.append(_make_problem(node, ("copy_workdir",), f"{copies!r} is neither true nor false"))
     if not isinstance(workdir, str) or not Path(spec["workdir"]).is_dir():
         problems.append(_make_problem(node, ("workdir",), f"{spec['workdir']} is not a folder"))
+    elif copies is True and not spec.get("setup"):  # `setup` may make the script
+        script = find_script(str(spec.get("run")))
+        if script is not None and is_missing(script, Path(spec["workdir"])):
+            text = f"{script} is not in the workdir {spec['workdir']}: correct its path, or workdir"
+            problems.append(_make_problem(node, ("run",), text))
     problems += _list_model_errors(node, spec)
-    if problems:
-        raise JobFileError(path, sorted(problems))
-    return JobFile(spec=spec, copies_workdir=copies)
+    return JobFile(spec=spec, copies_workdir=copies), problems
+
+
+def _blame_overrides(problem: JobFileProblem, overrides: Sequence[Override]) -> JobFileProblem:
+    """The problem with the options that it comes from as its place."""
+    sources = find_sources(overrides, problem.where)
+    if not sources:
+        return problem
+    is_said = problem.where in ("", *(".".join(source.path) for source in sources))
+    options = ", ".join(source.option for source in sources)
+    return JobFileProblem(0, options, problem.text if is_said else f"{problem.where}: {problem.text}")
 
 
 def _resolve_path(path: Path) -> str:
@@ -107,20 +119,6 @@ def _resolve_path(path: Path) -> str:
         return str(path.resolve())
     except ValueError:
         return str(path)
-
-
-def job_schema() -> dict[str, Any]:
-    """The JSON Schema of job files."""
-    schema = Model.model_json_schema()
-    properties = {key: value for key, value in schema["properties"].items() if key != "archive"} | _FILE_SETTINGS
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "Varuna job",
-        "description": "A job file for `varuna submit`.",
-        "properties": properties,
-        "required": ["run", "global_batch"],
-    }
 
 
 def _report_left_out(left_out: Sequence[str]) -> None:
@@ -167,7 +165,7 @@ def _parse_yaml(path: Path, text: str) -> tuple[yaml.MappingNode, Mapping[str, A
 def _list_model_errors(node: yaml.MappingNode, spec: Mapping[str, Any]) -> Iterator[JobFileProblem]:
     """The errors that the manager's own model finds in the job."""
     if "archive" in spec:  # this client makes it from the workdir
-        yield _make_problem(node, ("archive",), _render_unknown_key("archive"))
+        yield _make_problem(node, ("archive",), render_unknown_key(("archive",)))
     try:
         Model.model_validate({key: value for key, value in spec.items() if key != "archive"})
     except ValidationError as error:
@@ -178,7 +176,7 @@ def _list_model_errors(node: yaml.MappingNode, spec: Mapping[str, Any]) -> Itera
 
 def _render_model_error(kind: str, where: tuple[str, ...], message: str, given: object) -> str:
     if kind == "extra_forbidden":
-        return _render_unknown_key(where[-1]) if len(where) == 1 else "there is no such setting"
+        return render_unknown_key(where)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
@@ -187,12 +185,6 @@ def _render_model_error(kind: str, where: tuple[str, ...], message: str, given: 
     if kind == "string_type" and where[0] == "env":
         return f"{shown}: a variable is text: write it in quotes"
     return f"{shown if len(shown) <= 60 else shown[:57] + '...'}: {message[0].lower()}{message[1:]}"
-
-
-def _render_unknown_key(key: str) -> str:
-    meant = difflib.get_close_matches(key, KEYS, n=1)
-    hint = f"did you mean {meant[0]}?" if meant else f"the keys are {', '.join(KEYS)}"
-    return f"unknown; {hint}"
 
 
 def _list_duplicate_keys(node: yaml.Node, above: tuple[str, ...] = ()) -> Iterator[JobFileProblem]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from varuna_client.jobfile.jobfile import job_schema
-
-Schema = Mapping[str, Any]
+from varuna_client.jobfile.schema import Schema, job_schema
 
 EXAMPLE = """\
 name: bert-large

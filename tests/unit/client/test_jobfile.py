@@ -11,11 +11,14 @@ import yaml
 
 from repository import ROOT
 from varuna_client import UserError
-from varuna_client.jobfile.jobfile import JobFileError, job_schema, load_job
+from varuna_client.jobfile.jobfile import JobFileError, load_job
+from varuna_client.jobfile.overrides import parse_overrides
+from varuna_client.jobfile.schema import job_schema
 from varuna_manager.domain.spec import JobSpec
+from varuna_proto.rest import JobSpecDocument
 
 EXAMPLE = ROOT / "examples" / "gpt" / "job.yaml"
-RUNS = "run: python train.py\nglobal_batch: 8\n"
+RUNS = "run: python -m train\nglobal_batch: 8\n"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -35,7 +38,7 @@ def test_name_and_workdir_default_to_the_folder_of_the_file(tmp_path: Path) -> N
     folder.mkdir()
     file = load_job(write(folder, RUNS))
     assert file.copies_workdir
-    assert file.spec == {"name": "my-model", "run": "python train.py", "global_batch": 8, "workdir": str(folder)}
+    assert file.spec == {"name": "my-model", "run": "python -m train", "global_batch": 8, "workdir": str(folder)}
 
 
 def test_a_relative_workdir_counts_from_the_file(tmp_path: Path) -> None:
@@ -64,7 +67,10 @@ def test_a_relative_workdir_counts_from_the_file(tmp_path: Path) -> None:
         (f'{RUNS}name: x\nworkdir: "\\0"\n', ":4: workdir: "),
         (f'{RUNS}name: x\nworkdir: "\\ud800"\n', ":4: workdir: "),
         (f"{RUNS}name: x\nresources:\n  min_gpus: 8\n  max_gpus: 4\n", ":4: resources: max_gpus 4 is below min_gpus 8"),
-        (f"{RUNS}name: x\nresources:\n  max_gpu: 4\n", ":5: resources.max_gpu: there is no such setting"),
+        (f"{RUNS}name: x\nresources:\n  max_gpu: 4\n", ":5: resources.max_gpu: unknown; did you mean max_gpus?"),
+        (f"{RUNS}name: x\nlimits:\n  zzz: 4\n", ":5: limits.zzz: unknown; the keys are max_duration_s, max_cost, "),
+        (f"{RUNS}name: x\nmax_gpus: 4\n", ":4: max_gpus: unknown; did you mean resources.max_gpus?"),
+        (f"{RUNS}name: x\nplan:\n  steps: 4\n", ":5: plan.steps: unknown; did you mean steps?"),
         (f"{RUNS}name: x\npriority: high\n", ":4: priority: 'high': input should be a valid integer"),
         (f"{RUNS}name: x\nplan: {{d: 9}}\n", ":1: plan.d 9 is more than the 8 micro-batches of global_batch 8"),
         (f"{RUNS}name: x\nrun: other\n", ":4: run: is given twice"),
@@ -104,3 +110,125 @@ def test_the_published_schema_is_that_of_the_code_and_takes_the_example() -> Non
     jsonschema.validate(yaml.safe_load(EXAMPLE.read_text()), published)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"run": "x", "global_batch": 0}, published)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "python train.py",
+        "  python3 train.py --data '$DATA' # comment",
+        "A=1 PYTHONPATH=src python3.11 -u -OO sub/train.py",
+    ],
+)
+def test_a_script_that_is_not_in_the_workdir_is_an_error(tmp_path: Path, run: str) -> None:
+    path = write(tmp_path, json.dumps({"run": run, "global_batch": 8, "name": "x"}))
+    script = "sub/train.py" if "sub" in run else "train.py"
+    with pytest.raises(JobFileError, match=rf":1: run: {script} is not in the workdir {tmp_path}: correct its path"):
+        load_job(path)
+    (tmp_path / script).parent.mkdir(exist_ok=True)
+    (tmp_path / script).write_text("")
+    load_job(path)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"run": "python -m train"},
+        {"run": "python -c 'print(1)' train.py"},
+        {"run": "python -X dev train.py"},
+        {"run": "python $SCRIPT.py"},
+        {"run": "python /opt/train.py"},  # on the VMs
+        {"run": "python ../train.py"},
+        {"run": "python train"},
+        {"run": "cd src; python train.py"},
+        {"run": "cd src && python train.py"},
+        {"run": "cd src\npython train.py"},
+        {"run": "python train.py || python other.py"},
+        {"run": "torchrun train.py"},
+        {"run": "python 'train.py"},
+        {"run": "python train.py", "setup": "git clone https://example.com/repository ."},
+        {"run": "python train.py", "copy_workdir": False},
+    ],
+)
+def test_a_script_that_may_be_there_on_the_vms_is_no_error(tmp_path: Path, job: dict[str, object]) -> None:
+    load_job(write(tmp_path, json.dumps({"global_batch": 8, "name": "x", **job})))
+
+
+def overridden(path: Path, *settings: str, env: tuple[str, ...] = (), name: str | None = None) -> JobSpecDocument:
+    return load_job(path, list(parse_overrides(settings, env, name))).spec
+
+
+def test_settings_of_the_command_line_replace_the_files(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    path = write(tmp_path, f"{RUNS}name: x\nresources: {{min_gpus: 2, max_gpus: 8}}\nenv: {{A: '1', B: '2'}}\n")
+    spec = overridden(
+        path,
+        "resources.max_gpus=4",
+        "limits.max_cost=2.5",
+        "checkpoint.may_start_over=true",
+        "resources.gpu_type=null",
+        "run=python -m other --name a: b # c",
+        "copies=on",
+        "labels.team/a.b=7",
+        "plan={p: 1}",
+        "workdir=code",
+        "env.A=0x10",
+        env=("B=c=d", "E="),
+        name="0123",
+    )
+    assert spec == {
+        "name": "0123",
+        "run": "python -m other --name a: b # c",
+        "global_batch": 8,
+        "workdir": str(tmp_path / "code"),
+        "resources": {"min_gpus": 2, "max_gpus": 4, "gpu_type": None},
+        "limits": {"max_cost": 2.5},
+        "checkpoint": {"may_start_over": True},
+        "copies": "on",
+        "labels": {"team/a.b": "7"},
+        "plan": {"p": 1},
+        "env": {"A": "0x10", "B": "c=d", "E": ""},
+    }
+    assert not load_job(path, list(parse_overrides(["copy_workdir=false"], (), None))).copies_workdir
+
+
+def test_what_the_file_lacks_can_be_given_on_the_command_line(tmp_path: Path) -> None:
+    assert overridden(write(tmp_path, "run: a\nname: x\n"), "global_batch=8")["global_batch"] == 8
+    assert overridden(write(tmp_path, f"{RUNS}name: a/b\n"), name="x")["name"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["resources.max_gpu=4"], "--set resources.max_gpu=4: unknown; did you mean max_gpus?"),
+        (["global_bach=4"], "--set global_bach=4: unknown; did you mean global_batch?"),
+        (["resources={max_gpu: 4}"], "--set resources={max_gpu: 4}: resources.max_gpu: unknown; did you mean"),
+        (["priority=high"], "--set priority=high: 'high': input should be a valid integer"),
+        (["plan.d=9"], "--set plan.d=9: plan.d 9 is more than the 8 micro-batches of global_batch 8"),
+        (["resources.max_gpus=1"], "--set resources.max_gpus=1: resources: max_gpus 1 is below min_gpus 2"),
+        (["workdir=nowhere"], "--set workdir=nowhere: "),
+        (["run=python nothing.py"], "--set run=python nothing.py: nothing.py is not in the workdir"),
+        (["priority=high", "steps=0"], "--set priority=high: 'high': input should be a valid integer, unable to"),
+        (["name"], "--set 'name': expected KEY=VALUE, such as resources.max_gpus=4"),
+        (["a..b=1"], "--set 'a..b=1': expected KEY=VALUE"),
+        (["steps.x=1"], "--set steps.x=1: steps is 10 in the job file, which has no keys"),
+        (["steps=["], "--set steps=[: '[' is not a YAML value"),
+    ],
+)
+def test_a_bad_setting_is_named_as_it_was_given(tmp_path: Path, settings: list[str], says: str) -> None:
+    path = write(tmp_path, f"{RUNS}name: x\nsteps: 10\nresources:\n  min_gpus: 2\n")
+    with pytest.raises(UserError) as caught:
+        overridden(path, *settings)
+    assert str(caught.value).startswith(says)
+    assert str(caught.value).endswith(" (and 1 more)") == (len(settings) > 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_of_the_file_is_not_blamed_on_an_override(tmp_path: Path) -> None:
+    path = write(tmp_path, f"{RUNS}name: x\nplan: {{d: 9}}\n")
+    with pytest.raises(JobFileError, match=r"job\.yaml:1: plan\.d 9 is more"):
+        overridden(path, "plan.p=2")
+    with pytest.raises(UserError, match="--env A: has a NUL character in it"):
+        overridden(write(tmp_path, f"{RUNS}name: x\n"), env=("A=\0",))
+    with pytest.raises(UserError, match="--env 'A': expected NAME=VALUE"):
+        overridden(path, env=("A",))

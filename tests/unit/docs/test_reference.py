@@ -9,7 +9,8 @@ import yaml
 import varuna_client
 from repository import ROOT
 from varuna_client.errors import EXIT_CODES, JobEndedError, VarunaError
-from varuna_client.jobfile.jobfile import KEYS, load_job
+from varuna_client.jobfile.jobfile import load_job
+from varuna_client.jobfile.schema import KEYS
 from varuna_client.reference import job_file as job_reference
 from varuna_client.reference import python as python_reference
 from varuna_client.reference.cli import page
