@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 def _start(processes: DemoProcesses, folder: Path) -> Client:
     """A client of a manager whose job trains."""
     data, log = folder / "manager", folder / "manager.log"
-    flags = ["--data-dir", str(data), "--http-port", "0", "--grpc-port", "0", "--vms", str(VMS), "--local-ephemeral"]
+    flags = ["--data-dir", str(data), "--http-port", "0", "--grpc-port", "0", "--vms", str(VMS), "--no-keep-vms"]
     flags += ["--growth-settle-s", "0.5", "--storm-losses", "1000", "--device-memory-bytes", str(64 * 2**20)]
     processes.start(["-m", "varuna_manager.main", *flags], log)
     _until((data / "manager.json").exists, "the manager")

@@ -129,7 +129,7 @@ def start_manager(
     data = folder / "manager"
     flags = ["--data-dir", str(data), "--http-port", "0", "--vms", str(options.vms), *further_flags]
     # Calibration measures less of the layers' waiting than training has, so VMs would be found slow.
-    flags += ["--local-ephemeral", "--slow-threshold", "1000"]
+    flags += ["--no-keep-vms", "--slow-threshold", "1000"]
     flags += ["--first-step-timeout-s", str(_DEADLINE_S)]  # a busy machine imports for minutes
     memory = device_memory_bytes or max(_DEVICE_MEMORY_BYTES, 2 * size.state_bytes // options.stages)
     flags += ["--device-memory-bytes", str(memory)]

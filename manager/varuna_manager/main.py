@@ -22,16 +22,20 @@ from varuna_manager.settings import ManagerSettings
 
 __all__ = ["ManagerSettings", "StartError", "main", "run", "serve"]
 
+INTERRUPTED = 130
+
 
 def serve(settings: ManagerSettings) -> int:
     """Run the manager until it gets a stop signal; return the exit status. A failed start writes one line to stderr."""
-    _configure_logging(settings.log_level, settings.log_format)
+    _configure_logging(settings.log_level, as_text=settings.logs_text)
     collect_garbage_rarely()
     try:
         asyncio.run(run(settings))
     except (StartError, StoreAwayError) as error:
         sys.stderr.write(f"varuna manager: {error}\n")
         return 1
+    except KeyboardInterrupt:  # it had not started
+        return INTERRUPTED
     return 0
 
 
@@ -43,10 +47,10 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(50_000, 20, 10)
 
 
-def _configure_logging(level: str, log_format: str) -> None:
+def _configure_logging(level: str, *, as_text: bool) -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
-    if log_format == "text":
+    if as_text:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     # gRPC would write a line for each refused handshake, so that anybody who reaches the port could fill the disk.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -72,7 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
         flag = f"--{name.replace('_', '-')}"
         default = "" if field.default in (None, "") else f" (default: {field.default})"
         text = f"{field.description}{default}"
-        if field.annotation is bool:
+        if bool in (field.annotation, *get_args(field.annotation)):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             kinds = [kind.__name__ for kind in get_args(field.annotation) if kind is not type(None)]

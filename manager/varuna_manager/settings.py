@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -151,7 +152,11 @@ class ManagerSettings(BaseSettings):
         default=None,
         description="JSON list: the command that starts an agent on this machine; default: this Python's varuna_agent",
     )
-    local_ephemeral: bool = Field(default=False, description="end the local VMs when the manager gets a stop signal")
+    keep_vms: bool | None = Field(
+        default=None,
+        description="whether local VMs stay when the manager is stopped, for the next manager on the same data_dir; "
+        "default: they end with Ctrl-C (SIGINT) and stay with SIGTERM, with which services are stopped and restarted",
+    )
     heartbeat_interval_s: float = Field(
         default=Rules.heartbeat_interval_s, gt=0, description="time between two heartbeats of an agent"
     )
@@ -255,7 +260,9 @@ class ManagerSettings(BaseSettings):
     )
     log_level: str = Field(default="info", description="debug, info, warning or error")
     log_format: str = Field(
-        default="json", description="format of the log on standard error: json (one object per line) or text (to read)"
+        default="auto",
+        description="format of the log on standard error: json (one object per line), text (to read), or auto: text on "
+        "a terminal, else json",
     )
 
     @field_validator("provider")
@@ -328,6 +335,11 @@ class ManagerSettings(BaseSettings):
         return WebhookTarget(url=self.webhook_url, secret=secret, names=_split_names(self.webhook_events))
 
     @property
+    def logs_text(self) -> bool:
+        """Whether people read the log."""
+        return self.log_format == "text" or (self.log_format == "auto" and sys.stderr.isatty())
+
+    @property
     def is_secure(self) -> bool:
         """Whether agents need certificates and users tokens."""
         return self.secure or not is_loopback(self.host)
@@ -353,8 +365,8 @@ class ManagerSettings(BaseSettings):
     @field_validator("log_format")
     @classmethod
     def _check_log_format(cls, log_format: str) -> str:
-        if log_format not in ("json", "text"):
-            raise ValueError(f"{log_format!r} is neither json nor text")
+        if log_format not in ("auto", "json", "text"):
+            raise ValueError(f"{log_format!r} is none of auto, json, text")
         return log_format
 
     def profile_cache(self, data_dir: Path) -> str:

@@ -16,6 +16,7 @@ import termios
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from manager_world import PROGRAMS, RunningManager
@@ -224,6 +225,24 @@ def test_a_followed_jobs_failure_is_the_commands(running_manager: RunningManager
     assert running_manager.varuna("show", "nobody").returncode == 1
     assert running_manager.varuna("events", "--since", "yesterday").returncode == 1
     assert running_manager.varuna("events", "--last", "-1").returncode == 2
+
+
+@pytest.mark.slow
+def test_a_manager_in_a_terminal_says_what_to_do_and_ends_with_its_vms(
+    running_manager: RunningManager, tmp_path: Path, terminals: list[Terminal]
+) -> None:
+    options = ("--data-dir", str(tmp_path), "--http-port", "0", "--grpc-port", "0", "--vms", "1")
+    terminal = Terminal(running_manager, "manager", *options)
+    terminals.append(terminal)
+    terminal.until("dashboard: http://127.0.0.1:")
+    terminal.until("varuna submit JOB.yaml")
+    terminal.until("vm_ready")
+    process = psutil.Process(json.loads((tmp_path / "vms" / "local-1" / "vm.json").read_text())["pid"])
+    terminal.press_ctrl_c()
+    assert terminal.end() == 0
+    assert "local ones ended too" in terminal.text
+    assert "{" not in terminal.text, "text, not JSON"
+    assert not process.is_running()
 
 
 def test_the_shell_completes_jobs_and_vms(running_manager: RunningManager) -> None:

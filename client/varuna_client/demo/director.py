@@ -246,7 +246,7 @@ def manager_arguments(data: Path, prepare_s: float) -> list[str]:
         *("--http-port", "0", "--grpc-port", "0"),
         *("--vms", str(FULL_FLEET)),
         *("--device-memory-bytes", str(DEVICE_MEMORY_BYTES)),
-        "--local-ephemeral",
+        "--no-keep-vms",
         # With the defaults a fast machine would finish its few steps before the job may grow; on a slow one, its steps
         # keep a new VM's imports waiting for as long as they are waited for.
         *("--growth-settle-s", "0.5", "--growth-prepare-s", f"{prepare_s:g}"),

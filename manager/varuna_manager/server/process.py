@@ -1,8 +1,9 @@
 """The manager's process: it leads, or stands by.
 
 It may be killed at any instant. Its state is in the store and in `<data_dir>/manager.json` (its addresses: a restart
-takes the same ports, so that agents find it again). On SIGTERM it closes its servers and ends; the local VMs go on
-without it, unless `local_ephemeral`.
+takes the same ports, so that agents find it again). On SIGTERM and SIGINT it closes its servers and ends. On SIGTERM
+the local VMs go on without it, because a service that is upgraded is stopped so; on SIGINT, a user's Ctrl-C, they end.
+`keep_vms` decides otherwise.
 
 On SQLite the manager leads as long as it lives: a lock on the store keeps other managers out. On PostgreSQL it leads
 while it holds the lease (`varuna_manager.world.leadership`). Otherwise it stands by: it answers reads from the store
@@ -44,6 +45,7 @@ from varuna_manager.server.addresses import bind_grpc, bind_ports, write_address
 from varuna_manager.server.assembly import ProcessParts, TermParts
 from varuna_manager.server.locks import hold_data_dir, hold_sqlite
 from varuna_manager.server.security import open_security
+from varuna_manager.server.texts import ENDED_VMS, KEPT_VMS, render_welcome
 from varuna_manager.settings import ManagerSettings
 from varuna_manager.world.leadership import Candidate, Leadership, Standing, Term, connection_name
 from varuna_proto import spans
@@ -109,7 +111,7 @@ async def run(settings: ManagerSettings) -> None:
                 await asyncio.to_thread(exporter.close)
 
 
-async def _lead_alone(base: ProcessParts, url: str, stop_signal: asyncio.Event) -> None:
+async def _lead_alone(base: ProcessParts, url: str, stop_signal: StopSignal) -> None:
     database = Database(url)
     try:
         await _migrate(database)
@@ -119,7 +121,7 @@ async def _lead_alone(base: ProcessParts, url: str, stop_signal: asyncio.Event) 
         await database.close()
 
 
-async def _take_turns(base: ProcessParts, url: str, stop_signal: asyncio.Event) -> None:
+async def _take_turns(base: ProcessParts, url: str, stop_signal: StopSignal) -> None:
     """Lead while the lease is ours and stand by otherwise, until the stop signal."""
     log = structlog.get_logger("varuna.manager")
     outage, term = Outage(), None
@@ -170,7 +172,7 @@ async def _campaign(leadership: Leadership, standing: Standing) -> Term | None:
 
 
 async def _stand_by(
-    base: ProcessParts, database: Database, leadership: Leadership, standing: Standing, stop_signal: asyncio.Event
+    base: ProcessParts, database: Database, leadership: Leadership, standing: Standing, stop_signal: StopSignal
 ) -> Term | None:
     """Answer as a standby until this manager leads. Returns None after a stop signal. Closes the database."""
     structlog.get_logger("varuna.manager").info(
@@ -194,7 +196,7 @@ async def _stand_by(
 
 
 async def _lead(
-    base: ProcessParts, database: Database, stop_signal: asyncio.Event, *, term: Term | None = None, is_start: bool
+    base: ProcessParts, database: Database, stop_signal: StopSignal, *, term: Term | None = None, is_start: bool
 ) -> None:
     """Serve and decide until the stop signal. Raises NotLeaderError if the term ends before."""
     log = structlog.get_logger("varuna.manager")
@@ -205,6 +207,9 @@ async def _lead(
         await parts.start_leading(is_start=is_start, epoch=None if term is None else term.epoch)
         async with _serve(base, parts.make_http_app(), parts.serve_agents, parts.hang_up, interceptors) as serving:
             log.info("the manager serves", **_addresses(base), data_dir=str(base.data_dir))
+            if base.settings.logs_text:
+                ends_vms = _ends_vms(base, term, is_interrupt=True)
+                log.info(render_welcome(base.settings, base.http_url, base.data_dir, ends_vms=ends_vms))
             base.instruments.record_leading(True)
             tasks += [asyncio.create_task(loop) for loop in parts.make_loops()]
             try:
@@ -217,13 +222,13 @@ async def _lead(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         base.instruments.record_leading(False)
-        end_vms = base.settings.local_ephemeral and stop_signal.is_set()
+        end_vms = stop_signal.is_set() and _ends_vms(base, term, is_interrupt=stop_signal.is_interrupt)
         await parts.close(end_vms=end_vms)
-    log.info("the manager ended", vms="ended too" if end_vms else "left running")
+    log.info("the manager ended", vms=ENDED_VMS if end_vms else KEPT_VMS)
 
 
 async def _wait_for_stop(
-    stop_signal: asyncio.Event, tasks: Sequence[asyncio.Task[None]], timeout_s: float | None = None
+    stop_signal: StopSignal, tasks: Sequence[asyncio.Task[None]], timeout_s: float | None = None
 ) -> None:
     """Wait for the stop signal, at most `timeout_s`. Raises if one of the tasks ends by itself, which none should."""
     waiting = asyncio.create_task(stop_signal.wait())
@@ -303,13 +308,30 @@ def _make_http_server(app: ASGIApp, tls: ssl.SSLContext | None, proxies: Sequenc
 # ---------------------------------------------------------------- helpers
 
 
-def _catch_stop_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
-    stop_signal = asyncio.Event()
+class StopSignal(asyncio.Event):
+    """SIGTERM or SIGINT has come."""
+
+    is_interrupt = False
+    """Whether it was SIGINT."""
+
+    def interrupt(self) -> None:
+        self.is_interrupt = self.is_interrupt or not self.is_set()
+        self.set()
+
+
+def _catch_stop_signals() -> StopSignal:
+    stop_signal = StopSignal()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop_signal.set)
+    loop.add_signal_handler(signal.SIGTERM, stop_signal.set)
+    loop.add_signal_handler(signal.SIGINT, stop_signal.interrupt)
     return stop_signal
+
+
+def _ends_vms(base: ProcessParts, term: Term | None, *, is_interrupt: bool) -> bool:
+    """Whether the local VMs end with the manager at a stop signal. Those of several managers (`term`) have another."""
+    if base.settings.keep_vms is not None:
+        return not base.settings.keep_vms
+    return is_interrupt and term is None
 
 
 async def _migrate(database: Database) -> None:

@@ -139,7 +139,7 @@ def failpoint_world(tmp_path: Path, profile: str) -> Iterator[FailpointWorld]:
     armed.mkdir()
     (tmp_path / "profile.json").write_text(profile)
     over = threading.Event()
-    options = ["--vms", str(VMS), "--growth-settle-s", "0.1", "--storm-losses", "1000", "--local-ephemeral"]
+    options = ["--vms", str(VMS), "--growth-settle-s", "0.1", "--storm-losses", "1000", "--no-keep-vms"]
     with DemoProcesses(tmp_path) as processes:
         manager = RestartableManager(processes, folder, *options, environment={VARIABLE: str(armed)})
         manager.start()

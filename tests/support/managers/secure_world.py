@@ -212,7 +212,7 @@ def secure_manager(
     data_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *program, "--data-dir", str(data_dir), "--secure"]
     http, grpc_port = own_ports(2)  # it is started again on them
-    command += ["--http-port", str(http), "--grpc-port", str(grpc_port), "--local-ephemeral", *flags]
+    command += ["--http-port", str(http), "--grpc-port", str(grpc_port), "--no-keep-vms", *flags]
     manager = SecureManager(data_dir, command, _start(command, data_dir), pki_dir or data_dir / "pki")
     try:
         manager.wait_until_ready(stands_by=stands_by)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 from typing import Any
 
 import psutil
 import pytest
 
+from forked_manager import ForkedManager
 from scripted_manager import ScriptedAgent, ScriptedManager, profile_json, start_training
 from varuna_proto.v1 import agent_pb2 as pb
 from waiting import DEADLINE_S, until
@@ -521,6 +523,34 @@ async def test_events_stream_from_where_the_reader_was(manager: ScriptedManager)
     log = (manager.data_dir.parent / "manager.log").read_text()
     assert "Traceback" not in log
     assert "left running" in log
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "vms_stay"),
+    [
+        (signal.SIGINT, (), False),
+        (signal.SIGINT, ("--keep-vms",), True),
+        (signal.SIGTERM, (), True),
+        (signal.SIGTERM, ("--no-keep-vms",), False),
+    ],
+)
+async def test_local_vms_end_with_ctrl_c_and_stay_when_a_service_is_stopped(
+    manager: ScriptedManager, number: signal.Signals, flags: tuple[str, ...], vms_stay: bool
+) -> None:
+    await manager.start("--vms", "2", *flags)
+    await manager.connect_vms(2)
+    processes = [psutil.Process(vm["ref"]["pid"]) for vm in await manager.get("vms")]
+    assert isinstance(manager.process, ForkedManager)
+    manager.process.send_signal(number)
+    assert await asyncio.to_thread(manager.process.wait, DEADLINE_S) == 0
+    assert [_lives(process) for process in processes] == [vms_stay] * 2
+    last = json.loads((manager.data_dir.parent / "manager.log").read_text().splitlines()[-1])
+    assert last["event"] == "the manager ended"
+    assert last["vms"].startswith("left running" if vms_stay else "local ones ended too")
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 # ---------------------------------------------------------------- with the real agent

@@ -1,0 +1,29 @@
+"""What a person reads who starts a manager in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from varuna_client.rest.client import DEFAULT_URL
+from varuna_manager.server.texts import render_welcome
+from varuna_manager.settings import ManagerSettings
+
+DATA = Path("/data")
+
+
+def test_the_first_line_says_where_the_dashboard_is_and_what_comes_next() -> None:
+    assert render_welcome(ManagerSettings(), DEFAULT_URL, DATA, ends_vms=True) == (
+        "dashboard: http://127.0.0.1:8750/ - next, in another terminal: varuna submit JOB.yaml - "
+        "Ctrl-C ends this manager and its local VMs"
+    )
+
+
+def test_the_client_is_told_what_it_does_not_find_by_itself() -> None:
+    elsewhere = render_welcome(ManagerSettings(), "http://127.0.0.1:9000", DATA, ends_vms=False)
+    assert "terminal: export VARUNA_MANAGER_URL=http://127.0.0.1:9000; varuna submit JOB.yaml - " in elsewhere
+    assert elsewhere.endswith("Ctrl-C ends this manager and leaves its VMs running")
+    secure = render_welcome(ManagerSettings(secure=True), "https://127.0.0.1:8750", DATA, ends_vms=True)
+    assert (
+        "export VARUNA_MANAGER_URL=https://127.0.0.1:8750 VARUNA_CA=/data/pki/ca.pem "
+        "VARUNA_TOKEN_FILE=/data/admin-token; varuna submit JOB.yaml"
+    ) in secure
