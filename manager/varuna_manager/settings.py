@@ -14,7 +14,7 @@ from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.retention import KeepDays
 from varuna_manager.domain.webhooks import WEBHOOK_EVENTS, WebhookTarget
 from varuna_manager.extras import check_extra
-from varuna_manager.providers.choice import CHOICES, check_choice, is_cloud
+from varuna_manager.providers.choice import CHOICES, check_choice, has_local_vms, is_cloud
 from varuna_manager.providers.replay import ReplaySettings
 from varuna_proto.hosts import Network, is_loopback, networks
 
@@ -382,6 +382,15 @@ class ManagerSettings(BaseSettings):
         if self.default_checkpoint_url is not None:
             return _as_url(self.default_checkpoint_url)
         return None if is_shared else _as_url(str(data_dir / "checkpoints"))
+
+    def ends_vms(self, *, is_interrupt: bool, is_shared: bool) -> bool:
+        """Whether the local VMs end with the manager at a stop signal.
+
+        `is_interrupt`: it is SIGINT. `is_shared`: several managers share the store, so that another takes the VMs over.
+        """
+        if not has_local_vms(self.provider):
+            return False
+        return is_interrupt and not is_shared if self.keep_vms is None else not self.keep_vms
 
     def make_keep_days(self) -> KeepDays:
         return KeepDays(**{each.name: getattr(self, f"keep_{each.name}_days") for each in fields(KeepDays)})

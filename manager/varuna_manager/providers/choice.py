@@ -40,6 +40,11 @@ class BootSettings:
     """Whether the cost of the fleet is limited."""
 
 
+def has_local_vms(chosen: str) -> bool:
+    """Whether its VMs are processes of this machine."""
+    return chosen.partition(":")[0] in ("local", "replay")
+
+
 def is_cloud(chosen: str) -> bool:
     """Whether the provider makes VMs in a cloud."""
     return chosen.startswith("azure:")

@@ -208,7 +208,7 @@ async def _lead(
         async with _serve(base, parts.make_http_app(), parts.serve_agents, parts.hang_up, interceptors) as serving:
             log.info("the manager serves", **_addresses(base), data_dir=str(base.data_dir))
             if base.settings.logs_text:
-                ends_vms = _ends_vms(base, term, is_interrupt=True)
+                ends_vms = base.settings.ends_vms(is_interrupt=True, is_shared=term is not None)
                 log.info(render_welcome(base.settings, base.http_url, base.data_dir, ends_vms=ends_vms))
             base.instruments.record_leading(True)
             tasks += [asyncio.create_task(loop) for loop in parts.make_loops()]
@@ -222,7 +222,9 @@ async def _lead(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         base.instruments.record_leading(False)
-        end_vms = stop_signal.is_set() and _ends_vms(base, term, is_interrupt=stop_signal.is_interrupt)
+        end_vms = stop_signal.is_set() and base.settings.ends_vms(
+            is_interrupt=stop_signal.is_interrupt, is_shared=term is not None
+        )
         await parts.close(end_vms=end_vms)
     log.info("the manager ended", vms=ENDED_VMS if end_vms else KEPT_VMS)
 
@@ -325,13 +327,6 @@ def _catch_stop_signals() -> StopSignal:
     loop.add_signal_handler(signal.SIGTERM, stop_signal.set)
     loop.add_signal_handler(signal.SIGINT, stop_signal.interrupt)
     return stop_signal
-
-
-def _ends_vms(base: ProcessParts, term: Term | None, *, is_interrupt: bool) -> bool:
-    """Whether the local VMs end with the manager at a stop signal. Those of several managers (`term`) have another."""
-    if base.settings.keep_vms is not None:
-        return not base.settings.keep_vms
-    return is_interrupt and term is None
 
 
 async def _migrate(database: Database) -> None:

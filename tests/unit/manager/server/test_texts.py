@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from varuna_client.rest.client import DEFAULT_URL
 from varuna_manager.server.texts import render_welcome
@@ -27,3 +28,18 @@ def test_the_client_is_told_what_it_does_not_find_by_itself() -> None:
         "export VARUNA_MANAGER_URL=https://127.0.0.1:8750 VARUNA_CA=/data/pki/ca.pem "
         "VARUNA_TOKEN_FILE=/data/admin-token; varuna submit JOB.yaml"
     ) in secure
+
+
+def test_only_a_single_managers_local_vms_end_with_it(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yaml"
+    hosts.write_text("hosts:\n  - name: a\n")
+
+    def ends(*, is_interrupt: bool = True, is_shared: bool = False, **settings: Any) -> bool:
+        return ManagerSettings(**settings).ends_vms(is_interrupt=is_interrupt, is_shared=is_shared)
+
+    assert ends()
+    assert not ends(is_interrupt=False)
+    assert not ends(is_shared=True)
+    assert not ends(keep_vms=True)
+    assert ends(keep_vms=False, is_interrupt=False)
+    assert not ends(keep_vms=False, provider=f"static:{hosts}")
