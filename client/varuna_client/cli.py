@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -18,6 +19,7 @@ from varuna_client.commands.inspection import INSPECT_SETTINGS, inspect
 from varuna_client.commands.options import AsJson, print_document, print_error
 from varuna_client.commands.reading import events, list_jobs, logs, metrics, show, vms
 from varuna_client.commands.setup_commands import PROGRAM, completion, config, prepare_completion
+from varuna_client.commands.top import top
 from varuna_client.errors import UserError, VarunaError
 from varuna_client.jobfile.jobfile import JobFileError, load_job
 from varuna_client.jobfile.schema import job_schema
@@ -51,6 +53,12 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
+def _print_version(is_given: bool) -> None:
+    if is_given:
+        typer.echo(f"{PROGRAM} {importlib.metadata.version('varuna-spot')}")
+        raise typer.Exit
+
+
 @app.callback()
 def common(
     token_file: Annotated[
@@ -60,6 +68,9 @@ def common(
         str | None,
         typer.Option(help="PEM file with the authority of the manager's certificate (or set VARUNA_CA)."),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     """Train PyTorch models too large for one GPU on spot VMs."""
     for name, value in (("VARUNA_TOKEN_FILE", token_file), ("VARUNA_CA", ca)):
@@ -135,6 +146,7 @@ app.command()(logs)
 app.command()(events)
 app.command()(metrics)
 app.command()(vms)
+app.command()(top)
 app.command()(cancel)
 app.command()(retry)
 app.command()(delete)

@@ -75,6 +75,9 @@ class Terminal:
     def press_ctrl_c(self) -> None:
         os.write(self._ours, b"\x03")
 
+    def press_q(self) -> None:
+        os.write(self._ours, b"q")
+
     @property
     def text(self) -> str:
         return _ESCAPE.sub("", self.raw).replace("\r\n", "\n")
@@ -225,6 +228,19 @@ def test_a_followed_jobs_failure_is_the_commands(running_manager: RunningManager
     assert running_manager.varuna("show", "nobody").returncode == 1
     assert running_manager.varuna("events", "--since", "yesterday").returncode == 1
     assert running_manager.varuna("events", "--last", "-1").returncode == 2
+
+
+def test_top_is_redrawn_until_q_or_ctrl_c(running_manager: RunningManager, terminals: list[Terminal]) -> None:
+    for press in (Terminal.press_q, Terminal.press_ctrl_c):
+        terminal = Terminal(running_manager, "top")
+        terminals.append(terminal)
+        terminal.until("2 of 2 VMs ready")
+        seen = terminal.text.count(running_manager.url)
+        wait_until(lambda t=terminal, n=seen: (t.read(), t.text.count(running_manager.url) > n)[1], "the next screen")
+        press(terminal)
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.text
+    assert "2 of 2 VMs ready" in running_manager.varuna("top").stdout
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ Written by `make docs` from the command itself. `varuna COMMAND --help` prints t
 
 In a terminal, commands print tables and colours and fit them to its width. In a pipe or a file they print plain text:
 no colours, nothing folded or cut, a row on each line. `--json` prints the document that the manager answers with
-([REST](rest.md)); what comes bit by bit (`events`, `logs`, `cancel`, `--watch`) is a document on each line. `NO_COLOR=1`
-turns colours off, `FORCE_COLOR=1` keeps them in a pipe. What is not output (remarks, errors) goes to standard error; an
-error is one line that says what to do.
+([REST](rest.md)); what comes bit by bit (`events`, `logs`, `cancel`, `--watch`) is a document on each line.
+`NO_COLOR=1` turns colours off, `FORCE_COLOR=1` keeps them in a pipe. What is not output (remarks, errors) goes to
+standard error; an error is one line that says what to do.
 
 ## Exit codes
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -15,6 +17,8 @@ from typer.testing import CliRunner, Result
 
 from job_documents import JOB
 from varuna_client.cli import app
+from varuna_client.commands.options import render_plain
+from varuna_client.commands.top import Snapshot
 from varuna_client.errors import NotFoundError, UserError
 from waiting import POLL_S
 
@@ -72,6 +76,10 @@ def rest() -> Iterator[ScriptedRest]:
         serving.join()
 
 
+def vm(name: str, state: str = "ready") -> dict[str, Any]:
+    return {"id": name, "state": state, "gpus": 1, "device_memory_bytes": 2**30, "host": "127.0.0.1", "workers": []}
+
+
 def step(number: int) -> dict[str, Any]:
     at = "2026-01-01T00:00:01+00:00"
     return {
@@ -83,6 +91,41 @@ def step(number: int) -> dict[str, Any]:
         "generation": 1,
         "at": at,
     }
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"varuna {importlib.metadata.version('varuna-spot')}\n")
+
+
+def test_top_prints_once_without_a_terminal(rest: ScriptedRest) -> None:
+    rest.answers["GET /jobs"] = (200, [{**JOB, "state": "running", "gpus": 2, "examples_per_s": 120.0}])
+    rest.answers["GET /vms"] = (200, [vm("local-1"), vm("local-2"), vm("local-3", state="requested")])
+    head, figures, _, jobs, job, _, vms, *rows = rest.run("top").stdout.splitlines()
+    assert head.startswith(rest.url)
+    assert figures == "1 of 1 jobs running  2 of 3 VMs ready  2 of 2 GPUs busy  120 examples/s"
+    assert jobs.startswith("JOB ")
+    assert job.startswith("gpt ")
+    assert vms.startswith("VM ")
+    assert [row.split()[0] for row in rows] == ["local-1", "local-2", "local-3"]
+    assert len(json.loads(rest.run("top", "--json").stdout)["vms"]) == 3
+    rest.answers |= {"GET /jobs": (200, []), "GET /vms": (200, [])}
+    assert "no job runs or waits: varuna submit JOB.yaml" in rest.run("top").stdout
+
+
+def test_top_fits_the_screen() -> None:
+    jobs: list[Any] = [{**JOB, "name": f"j{number}"} for number in range(50)]
+    vms: list[Any] = [vm(f"local-{number}") for number in range(50)]
+    for height, few, many in ((30, jobs[:2], vms), (30, jobs, vms[:2]), (30, jobs, vms), (30, [], [])):
+        snapshot = Snapshot(url="http://m", jobs=few, vms=many)
+        shown = render_plain(snapshot.render(datetime.now(UTC), height=height, trouble="no manager answers"))
+        lines = shown.splitlines()
+        assert len(lines) <= height
+        assert lines[2] == "no manager answers"
+        listed = sum(line.startswith(("j", "local-")) for line in lines)
+        left_out = sum(int(line.split()[1]) for line in lines if line.startswith("and "))
+        assert listed + left_out == len(few) + len(many)
+        assert listed >= min(len(few) + len(many), height - 9)
 
 
 def test_several_jobs_are_cancelled_even_if_one_cannot_be(rest: ScriptedRest) -> None:
