@@ -50,7 +50,8 @@ class Progress:
                 progress["micro_batches_redone"] = fact.micro_batches_redone  # all ranks report the same
             if fact.rank == 0:
                 self._compare_with_committed(session, generation, fact.resumed_step)
-                await self._note_beginning(session, generation, fact.resumed_step)
+                if not fact.kept_bytes and not fact.peer_bytes:  # what came from memory the job has made itself
+                    await self._note_beginning(session, generation, fact.resumed_step)
         if generation.started_at is None:
             reported = [DowntimePart(name=phase.name, seconds=phase.seconds, rank=fact.rank) for phase in fact.phases]
             progress["downtime"] = [
@@ -92,10 +93,10 @@ class Progress:
         )
 
     async def _note_beginning(self, session: AsyncSession, generation: GenerationRow, resumed_step: int) -> None:
-        """Emit an event if the generation begins with steps that the job has not done itself."""
+        """Emit an event if the job begins with steps that it has not done itself."""
         row = JobProgressRow
         known_step = await session.scalar(select(row.step).where(row.job_id == generation.job_id)) or 0
-        if resumed_step <= known_step:
+        if known_step or not resumed_step:
             return
         job = await session.get_one(JobRow, generation.job_id)
         store = f" in {job.checkpoint_url}" if job.checkpoint_url else ""
