@@ -37,6 +37,7 @@ checkpoint:
 plan:                                # pins: the planner chooses what is not given
   micro_batch: 4
 copies: auto                         # in other VMs' memory: auto, on or off
+on_nonfinite: stop                   # at a NaN or infinite loss: skip, stop or go_on
 priority: 10
 max_restarts_on_errors: 2
 limits:
