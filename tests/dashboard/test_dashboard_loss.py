@@ -54,3 +54,19 @@ async def test_a_loss_that_is_not_finite_is_red_and_the_success_does_not_look_li
         row = page.get_by_role("row").filter(has_text=REASON)
         await expect(row.locator(".state.warn")).to_contain_text("succeeded")
         await expect(row.locator(".wrong")).to_have_text("not finite")
+
+
+CUTS_BODIES_SHORT = """() => {
+    window.tried = 0;
+    Response.prototype.json = async () => { window.tried++; throw new DOMException("aborted", "AbortError"); };
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+async def test_an_answer_that_ends_half_way_is_no_mistake_of_the_page(world: RestWorld, open_page: Any) -> None:
+    """As when a page is left while it reads one."""
+    async with open_page(f"{world.url}/#/jobs/job-nan", may_fail=("/pipeline", "/logs")) as page:
+        await expect(page.locator(".head .state.warn")).to_contain_text("succeeded")
+        await page.evaluate(CUTS_BODIES_SHORT)
+        await page.wait_for_function("window.tried > 0")
+        await expect(page.locator(".head .state.warn")).to_contain_text("succeeded")

@@ -34,28 +34,35 @@ function headers(more = {}) {
 }
 
 async function call(path, options) {
-  let response;
-  try {
-    response = await fetch(API + path, { cache: "no-store", ...options, headers: headers(options.headers) });
-  } catch (error) {
-    if (error.name !== "AbortError") tell("unreachable");
-    throw new Unreachable("the manager cannot be reached", { cause: error });
-  }
+  const response = await reach(() => fetch(API + path, { cache: "no-store", ...options, headers: headers(options.headers) }));
   if (response.ok) return response;
   const problem = new Problem(response.status, await response.json().catch(() => null));
   if (response.status === 401) tell("signed-out", problem.message);
   throw problem;
 }
 
+/** What `ask` resolves to: an answer, or the body of one. */
+async function reach(ask) {
+  try {
+    return await ask();
+  } catch (error) {
+    if (error instanceof SyntaxError) throw error; // of a body that is whole
+    if (error.name !== "AbortError") tell("unreachable");
+    throw new Unreachable("the manager cannot be reached", { cause: error });
+  }
+}
+
+const readJson = (response) => reach(() => response.json());
+
 export async function get(path, signal) {
-  return (await call(path, { signal })).json();
+  return readJson(await call(path, { signal }));
 }
 
 /** The answer and the address of the next page, or null. */
 export async function getPage(path, signal) {
   const response = await call(path, { signal });
   const next = /<[^>]*\/api\/v1\/([^>]+)>;\s*rel="?next"?/.exec(response.headers.get("Link") ?? "");
-  return { items: await response.json(), next: next ? next[1] : null };
+  return { items: await readJson(response), next: next ? next[1] : null };
 }
 
 /** Null where there is none yet. */
@@ -72,7 +79,7 @@ export async function getBytes(path, signal) {
   const response = await call(path, { signal });
   const header = (name) => Number(response.headers.get(name));
   return {
-    bytes: new Uint8Array(await response.arrayBuffer()),
+    bytes: new Uint8Array(await reach(() => response.arrayBuffer())),
     generation: header("Log-Generation"), offset: header("Log-Offset"), next: header("Log-Next-Offset"), size: header("Log-Size"),
   };
 }
@@ -81,7 +88,7 @@ export async function send(method, path, body = undefined, more = {}) {
   const response = await call(path, {
     method, headers: { "Content-Type": "application/json", ...more }, body: body === undefined ? undefined : JSON.stringify(body),
   });
-  return response.status === 204 ? null : response.json();
+  return response.status === 204 ? null : readJson(response);
 }
 
 export const sleep = (ms, signal) => new Promise((resolve) => {
