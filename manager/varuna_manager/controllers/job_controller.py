@@ -44,7 +44,7 @@ from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
-from varuna_manager.domain.reshaping import keeps_little, keeps_state, may_stay_in_place
+from varuna_manager.domain.reshaping import keeps_state, may_gain_elsewhere, may_stay_in_place
 from varuna_manager.domain.starting import decide_in_place
 from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode, VmState
 from varuna_manager.history.morph_spans import MorphSpans
@@ -192,7 +192,7 @@ class JobController:
         survivors = [Device(one.vm_id, one.local_rank) for one in job.workers if one.held_step is not None]
         view = replace(view, survivors=pool.keep_free(survivors))
         in_place = decide_in_place(self._now(), view, snapshot.vms, self._rules)
-        if in_place is not None and not (in_place.actions and keeps_little(view.generation)):
+        if in_place is not None and not (in_place.actions and may_gain_elsewhere(view.generation)):
             return view
         devices = choose_devices(self._now(), view, snapshot.vms, self._rules)
         if not wants_plan(view, devices, snapshot.vms):

@@ -41,6 +41,8 @@ SURVIVABLE_EXITS = frozenset({ExitCause.GENERATION_ENDED, ExitCause.PEER_LOST})
 HOLDING_EXITS = SURVIVABLE_EXITS | {ExitCause.SCRIPT_FAILED, ExitCause.AGENT_ENDED}
 """Exits of workers that may have left their state, in a process or in the VM's memory."""
 _LEAVES_NO_PROCESS = HOLDING_EXITS - SURVIVABLE_EXITS
+_LONG_REST_S = 10.0
+"""Of a step, beside which it is short to ask the planner and to move the state."""
 _KEEPS_ALL_MICRO_BATCHES = "gpipe"
 """This policy holds the activations of all micro-batches, and with fewer replicas each has more of them."""
 
@@ -80,11 +82,15 @@ def count_kept_replicas(plan: Plan, workers: Sequence[WorkerView]) -> int:
     return sum(count == plan.p for count in whole.values())
 
 
-def keeps_little(generation: GenerationView | None) -> bool:
-    """Whether the ended generation keeps less than half of its step under way. Then a restart may be worth more."""
+def may_gain_elsewhere(generation: GenerationView | None) -> bool:
+    """Whether it may be worth more to take another shape at once than at the end of the step under way: the ended
+    generation keeps less than half of the step, or the rest of it takes long."""
     if generation is None or generation.plan is None or generation.live:
         return False
-    return 2 * count_kept_replicas(generation.plan, generation.workers) < generation.plan.d
+    plan = generation.plan
+    kept = count_kept_replicas(plan, generation.workers)
+    rest_s = plan.predicted_minibatch_s * (plan.d - kept) / max(kept, 1)
+    return 2 * kept < plan.d or rest_s > _LONG_REST_S
 
 
 def is_unmoved(generation: GenerationView) -> bool:

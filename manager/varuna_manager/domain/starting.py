@@ -17,7 +17,7 @@ from varuna_manager.domain.reshaping import (
     SURVIVABLE_EXITS,
     assume_held,
     count_kept_replicas,
-    keeps_little,
+    may_gain_elsewhere,
     may_reshape,
     plan_reshape,
 )
@@ -110,15 +110,16 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
 
 
 def _explain_other_shape(now: float, job: JobView, vms: Vms, rules: Rules) -> str:
-    """Why the job takes the proposed shape, with the state from memory, although it could go on with the stages that
-    its survivors have; empty: it does not.
+    """Why the job takes the proposed shape although it could go on with the stages that its survivors have; empty: it
+    does not.
 
-    With these it would end the step with few replicas, and take the other shape then.
+    With these it would end the step with few replicas, and take the other shape then. Processes that take other stages
+    in place keep as much of the step, unless its micro-batches are others; new ones keep nothing.
     """
     ended, proposal = job.generation, job.proposal
     if ended is None or ended.plan is None or proposal is None or proposal.plan is None:
         return ""
-    if job.share_due or not keeps_little(ended):  # survivors do not wait for other jobs
+    if job.share_due or not may_gain_elsewhere(ended):  # survivors do not wait for other jobs
         return ""
     reshape = plan_reshape(ended.plan, ended.workers, job.survivors, gpu_limit(job))
     if reshape is None or find_holders(now, ended, proposal.placement, vms, rules) is None:
@@ -126,17 +127,19 @@ def _explain_other_shape(now: float, job: JobView, vms: Vms, rules: Rules) -> st
     batch, kept_replicas = ended.plan.global_batch, count_kept_replicas(ended.plan, ended.workers)
     kept = batch * kept_replicas / ended.plan.d
     after = proposal.plan
-    cost = predict_restart(job)
+    cost, moved = predict_restart(job), 0.0
     if find_movers(now, job, ended, proposal, rules) is not None:
         cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s)
-    better = ShapeOption(name=f"{after.p}×{after.d}", examples_per_s=after.examples_per_s, cost=cost)
+        moved = kept if after.micro_batch == ended.plan.micro_batch else 0.0
+    then = ShapeOption(name=f"{after.p}×{after.d}", examples_per_s=after.examples_per_s, cost=cost)
+    better = replace(then, kept_examples=moved)
     in_place = ShapeOption(
         name=f"{reshape.plan.p}×{reshape.plan.d} in place",
         examples_per_s=reshape.plan.examples_per_s,
         cost=MorphCost(kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s),
         kept_examples=kept,
         step_left=batch - kept,
-        then=better,
+        then=then,
     )
     best, text = choose_shape((in_place, better), predict_life_s(now, job, count_vms(proposal.placement)))
     return "" if best is in_place else f"{text}, with {kept_replicas} of {ended.plan.d} shares of the step kept"

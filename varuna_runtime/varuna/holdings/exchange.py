@@ -6,22 +6,29 @@ Nothing is dropped here: every rank keeps what it gives until all have what they
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.manifest import FileKind
 from varuna.checkpoint.loading.loader import StagedCheckpoint, stage_state
 from varuna.checkpoint.state.rank_state import TrainingState
+from varuna.checkpoint.storage.windows import map_ahead
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.giving import HolderServer
 from varuna.holdings.held_state import list_needed_files
-from varuna.holdings.inventory import HeldFiles, decode_inventories, encode_inventories
+from varuna.holdings.inventory import HeldFile, HeldFiles, Inventory, decode_inventories, encode_inventories
 from varuna.holdings.merging import MergedInventories, merge_inventories
 from varuna.holdings.taking import HeldStateReader
 from varuna.holdings.transfer_plan import RankNeeds, plan_transfers
 
 __all__ = ["StateExchange"]
+
+_MOST_GIVERS = 4
+"""That give to one rank at once."""
 
 
 class StateExchange:
@@ -39,35 +46,46 @@ class StateExchange:
         self._server: HolderServer | None = None
         self._merged: MergedInventories | None = None
         self._reader: HeldStateReader | None = None
+        self._beside: list[tuple[Inventory, int]] = []
+        """Who gives this rank a file beside the state, and its bytes."""
 
     @property
     def peer_bytes(self) -> int:
         """What has come from other ranks."""
         return 0 if self._reader is None else self._reader.peer_bytes
 
-    def share_inventories(self, held: HeldFiles | None, obstacle: str) -> str:
-        """Tells the others what this rank has, and serves it until `close`. `held`: None: nothing."""
-        text = ""
+    def share_inventories(
+        self, held: HeldFiles | None, obstacle: str, beside: Mapping[int, HeldFile] | None = None
+    ) -> str:
+        """Tells the others what this rank has, and serves it until `close`. `held`: None: nothing.
+
+        `beside`: by rank, a file that this one alone gives to that rank alone, besides its state.
+        """
+        text, beside = "", beside or {}
         if held is not None and not obstacle:
+            served = replace(held, files=held.files | {_name_beside(rank): file for rank, file in beside.items()})
             try:
-                self._server = HolderServer(held, self._key, self._host)
+                self._server = HolderServer(served, self._key, self._host)
             except OSError as error:
                 obstacle = f"no port to give the state from: {error}"
             else:
                 inventory = held.inventory.model_copy(update={"address": self._server.address})
                 text = encode_inventories([inventory])
-        shared = self._gather_values("inventory", {"obstacle": obstacle, "inventory": text})
+        sizes = {rank: file.bytes for rank, file in beside.items()}
+        shared = self._gather_values("inventory", {"obstacle": obstacle, "inventory": text, "beside": sizes})
         if reason := _first_reason([one["obstacle"] for one in shared]):
             return reason
         try:
-            self._merged = merge_inventories(
-                inventory
+            inventories = [
+                (inventory, one["beside"].get(str(self._rank), 0))
                 for rank, one in enumerate(shared)
                 if one["inventory"]
                 for inventory in decode_inventories(one["inventory"], f"the inventory of rank {rank}")
-            )
+            ]
+            self._merged = merge_inventories(inventory for inventory, _ in inventories)
         except CheckpointError as error:
             return str(error)
+        self._beside = [(inventory, size) for inventory, size in inventories if size]
         return _describe_registered(self._merged)
 
     def stage_state(self, state: TrainingState | None, obstacle: str) -> tuple[StagedCheckpoint | None, str]:
@@ -89,6 +107,15 @@ class StateExchange:
         except CheckpointError as error:  # the others learn it in `agree`
             return None, str(error)
 
+    def take_beside(self) -> Iterator[dict[str, Tensor]]:
+        """The tensors of each file that another rank gives to this one, after `stage_state`. Raises OSError, ValueError
+        when one does not give it."""
+        reader, name = self._reader, _name_beside(self._rank)
+        if self._beside:
+            assert reader is not None, "what this rank lacks is staged first"
+            givers = min(len(self._beside), _MOST_GIVERS)
+            yield from map_ahead(lambda one: reader.read_beside(one[0], name, one[1]), self._beside, ahead=givers)
+
     def agree(self, obstacle: str) -> str:
         """Waits until every rank has what it needs."""
         return _first_reason([one["obstacle"] for one in self._gather_values("prepared", {"obstacle": obstacle})])
@@ -102,6 +129,10 @@ class StateExchange:
 
     def _gather_values(self, name: str, own: dict[str, Any]) -> list[dict[str, Any]]:
         return [json.loads(text) for text in self._exchange(f"exchange/{name}", json.dumps(own))]
+
+
+def _name_beside(rank: int) -> str:
+    return f"beside/{rank}"
 
 
 def _first_reason(reasons: Sequence[str]) -> str:

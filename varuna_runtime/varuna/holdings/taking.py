@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 
 import structlog
+from torch import Tensor
 
 from varuna.checkpoint.errors import CheckpointError, HolderError
 from varuna.checkpoint.format import tensor_file
@@ -98,6 +99,10 @@ class HeldStateReader:
         if wanted:
             yield from zip(wanted, map_ahead(self._fetch_content, wanted, ahead=ahead), strict=True)
 
+    def read_beside(self, inventory: Inventory, name: str, size: int) -> dict[str, Tensor]:
+        """The tensors of a file of `size` bytes that a holder gives beside its state. Raises OSError, ValueError."""
+        return tensor_file.read_tensors(self._fetch_file(inventory, name, size))[0]
+
     def close(self) -> None:
         """Closes the connections to the holders."""
         with self._lock:
@@ -129,7 +134,7 @@ class HeldStateReader:
             if inventory.rank in self._faults:
                 continue
             try:
-                data = self._fetch_file(inventory, entry)
+                data = self._fetch_file(inventory, entry.name, entry.bytes)
             except (OSError, ValueError, struct.error, MemoryError) as error:
                 self._record_fault(inventory, entry, error)
                 continue
@@ -153,16 +158,16 @@ class HeldStateReader:
         if is_first:
             _log.warning("a process that holds state failed", rank=inventory.rank, reason=fault)
 
-    def _fetch_file(self, inventory: Inventory, entry: FileEntry) -> memoryview:
+    def _fetch_file(self, inventory: Inventory, name: str, size: int) -> memoryview:
         """The file's bytes, verified. Raises OSError, ValueError."""
-        data = allocate_aligned(entry.bytes)
+        data = allocate_aligned(size)
         at = 0
         for attempt in range(_ATTEMPTS):
             connection: socket.socket | None = None
             try:
                 connection = self._take_connection(inventory)
-                _request_file(connection, inventory, entry, at)
-                while at < entry.bytes:
+                _request_file(connection, inventory, name, size, at)
+                while at < size:
                     at += receive_chunk(connection, data[at:])
             except (OSError, ValueError, struct.error) as error:
                 if connection is not None:
@@ -197,15 +202,15 @@ def connect_to_server(address: str, key: MeetingKey) -> socket.socket:
     return connection
 
 
-def _request_file(connection: socket.socket, inventory: Inventory, entry: FileEntry, offset: int) -> None:
-    words = [NUMBER.pack(inventory.rank), NUMBER.pack(inventory.step), entry.name.encode(), NUMBER.pack(offset)]
+def _request_file(connection: socket.socket, inventory: Inventory, name: str, size: int, offset: int) -> None:
+    words = [NUMBER.pack(inventory.rank), NUMBER.pack(inventory.step), name.encode(), NUMBER.pack(offset)]
     connection.sendall(pack_message(FETCH, words))
     status, answer = receive_message(connection, LARGEST_MESSAGE_BYTES)
     if status != AnswerStatus.DONE or len(answer) != 1:
         raise ValueError(answer[0].decode(errors="replace") if answer else "it refused")
-    (size,) = NUMBER.unpack(answer[0])
-    if size != entry.bytes:
-        raise ValueError(f"it has {size} bytes of it instead of {entry.bytes}")
+    (present,) = NUMBER.unpack(answer[0])
+    if present != size:
+        raise ValueError(f"it has {present} bytes of it instead of {size}")
 
 
 def receive_chunk(connection: socket.socket, room: memoryview) -> int:

@@ -32,6 +32,7 @@ from varuna.roles.reshaping import (
     count_redone,
     explain_apart,
     fits_in_place,
+    follow_sums,
     must_move,
     plan_rest,
 )
@@ -101,8 +102,7 @@ class GenerationMembership:
         for member in members:
             if member.weight_per_example is not None:
                 parts.expected_weight.follow_others(member.weight_per_example)
-        if not must_move(members, parts.stages):
-            self._first_rest = plan_rest(members, worker.environment)
+        self._first_rest = plan_rest(members, worker.environment, parts.stages)
         worker.phases.end_phase("load")
         parts.assembly.disconnect(_LINKS_END_S)
         self._connect_anew(stage)
@@ -168,7 +168,7 @@ class GenerationMembership:
         peer_bytes, stage = 0, parts.assembly.stage
         if must_move(members, parts.stages):
             del stage  # nothing may keep it but the assembly
-            stage, peer_bytes = self._move(members, before)
+            stage, peer_bytes = self._move(members, before, step)
             phases.end_phase("load")
         elif environment.survivors:
             self._give_to_new(members, before)
@@ -206,6 +206,8 @@ class GenerationMembership:
         """
         parts, worker, progress = self._parts, self._parts.worker, self._parts.progress
         sections = parts.assembly.stage.sections
+        if step is not None and step.kept is not None and not step.kept.is_even:
+            step.drop_share()
         own = GenerationMember(
             committed=progress.find_committed(step),
             totals=progress.committed_totals,
@@ -227,8 +229,7 @@ class GenerationMembership:
             step.totals = progress.committed_totals = totals
         if step.totals is None:  # it is run again
             step.is_reduced = False
-            moves = must_move(members, parts.stages)
-            step.rest = None if moves else plan_rest(members, worker.environment)
+            step.rest = plan_rest(members, worker.environment, parts.stages)
             step.redone = count_redone(step.rest, members, worker.environment)
             if step.rest is None or not step.rest.keeps_share:
                 step.drop_share()
@@ -252,18 +253,21 @@ class GenerationMembership:
         finally:
             move.close()
 
-    def _move(self, members: Sequence[GenerationMember], before: WorkerEnvironment) -> tuple[Stage, int]:
+    def _move(
+        self, members: Sequence[GenerationMember], before: WorkerEnvironment, step: TrainingStep | None
+    ) -> tuple[Stage, int]:
         """Takes another stage, together with all other ranks. `before`: of the rank that this process was.
 
-        Returns the stage, and the bytes that came from other processes. If one rank cannot move, all leave again, with
-        the state of the stages that they had. New processes take it.
+        Returns the stage, and the bytes of state that came from other processes. If one rank cannot move, all leave
+        again, with the state of the stages that they had. New processes take it.
         """
-        parts = self._parts
+        parts, rest = self._parts, None if step is None else step.rest
+        sums = None if rest is None else rest.sums
         self._holder.begin_move(before)
         self._require_together(members)
         move = StageMove(parts)
         try:
-            held, reason = move.share_state(parts.assembly.stage, parts.progress.step, before)
+            held, reason = move.share_state(parts.assembly.stage, parts.progress.step, before, sums)
             self._require_success(reason)
             self._holder.release_stage(held)
             parts.show_tensors({}, {})
@@ -275,6 +279,8 @@ class GenerationMembership:
             move.close()
         parts.show_tensors(parts.swap.parameters, parts.swap.buffers)
         parts.checkpoints.count_state()
+        if step is not None and rest is not None and sums is not None:
+            step.kept = follow_sums(sums, members, parts.worker.environment, rest.expected_weight)
         self._holder.end_move()
         return stage, move.peer_bytes
 

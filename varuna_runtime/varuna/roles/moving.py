@@ -20,12 +20,13 @@ from varuna.checkpoint.loading.loader import StagedCheckpoint
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.exchange import StateExchange
-from varuna.holdings.inventory import HeldFiles
+from varuna.holdings.inventory import HeldFile, HeldFiles
 from varuna.optim.host_parameters import is_own_hook
 from varuna.optim.optimizers import allow_empty_stages, find_foreign_state, replace_parameters
 from varuna.optim.split_check import check_splittable
 from varuna.partition import ModelMap, Stage, recut_stage
 from varuna.roles.giving import hold_state
+from varuna.roles.moved_sums import SumsPlan, add_sums, pack_sums, split_sums
 from varuna.roles.training_parts import TrainingParts
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import WorkerEnvironment
@@ -56,27 +57,45 @@ class StageMove:
         self._exchange = _make_exchange(parts.worker)
         self._before: dict[str, nn.Parameter] = {}
         """The parameters that the script had, by name."""
+        self._own_sums: dict[str, Tensor] = {}
+        """The sums of gradients that stay with this rank, by first name of the parameter."""
 
     @property
     def peer_bytes(self) -> int:
         return self._exchange.peer_bytes
 
-    def share_state(self, stage: Stage, step: int, before: WorkerEnvironment) -> tuple[HeldFiles | None, str]:
+    def share_state(
+        self, stage: Stage, step: int, before: WorkerEnvironment, sums: SumsPlan | None = None
+    ) -> tuple[HeldFiles | None, str]:
         """Offers what this rank, with `stage`, holds after `step` steps. Nothing changes.
 
-        `before`: of the rank that this process was. Returns what it holds, and why the ranks cannot move; empty: they
-        can.
+        `before`: of the rank that this process was. `sums`: where the sums of the step under way go that count; None:
+        nowhere. Returns what it holds, and why the ranks cannot move; empty: they can.
         """
         state = self._parts.checkpoints.training_state()
         held: HeldFiles | None = None
         obstacle = find_stage_obstacle(self._parts, stage)
+        beside: dict[int, HeldFile] = {}
         try:
             if not obstacle:
                 self._check_optimizers()
                 held = hold_state(state, step, own=before, published_as=self._worker.environment.rank)
+                beside = self._offer_sums(stage, sums)
         except (CheckpointError, ValueError) as error:
             obstacle = str(error)
-        return held, self._exchange.share_inventories(held, obstacle)
+        return held, self._exchange.share_inventories(held, obstacle, beside)
+
+    def _offer_sums(self, stage: Stage, plan: SumsPlan | None) -> dict[int, HeldFile]:
+        """Keeps the sums that stay with this rank, and returns the others, by the rank that gets them."""
+        rank, parts = self._worker.environment.rank, self._parts
+        if plan is None or rank not in plan.replica_of:
+            return {}
+        sums = {name: one.grad for name, one in stage.parameters.items() if one.grad is not None}
+        split = split_sums(
+            sums, rank=rank, replica=plan.replica_of[rank], model_map=parts.model_map, stages=parts.stages
+        )
+        self._own_sums = {name: sums[name] for name in split.pop(rank, ())}
+        return pack_sums(sums, split)
 
     def _check_optimizers(self) -> None:
         environment, parts = self._worker.environment, self._parts
@@ -102,7 +121,7 @@ class StageMove:
         staged, reason = self._exchange.stage_state(state, obstacle)
         if staged is not None:
             try:
-                reason = self._fill(staged, left)
+                reason = self._fill(staged, left) or self._take_sums(taken)
             except Exception as error:
                 reason = first_line(error) or type(error).__name__
         reason = self._exchange.agree(reason)
@@ -176,6 +195,15 @@ class StageMove:
                 "model.named_parameters() gives the present ones"
             )
         staged.fill_state()
+        return ""
+
+    def _take_sums(self, stage: Stage | None) -> str:
+        """Gives the new stage's parameters the sums that this rank gets, and those that stay with it."""
+        assert stage is not None, "its state was staged"
+        add_sums(stage.parameters, self._own_sums)
+        for sums in self._exchange.take_beside():
+            add_sums(stage.parameters, sums)
+        self._own_sums = {}
         return ""
 
     @property

@@ -17,7 +17,9 @@ from varuna.distributed.agreement import BoundaryRequests, StepTotals
 from varuna.distributed.gloo import list_script_groups
 from varuna.distributed.group_sockets import can_find_sockets
 from varuna.distributed.worker_environment import list_shape_readers
-from varuna.roles.kept_shares import StepRest, deal_evenly, find_complete, join_spans, split_spans
+from varuna.pipeline.pass_state import PassResult
+from varuna.roles.kept_shares import KeptShare, StepRest, deal_evenly, find_complete, join_spans, split_spans
+from varuna.roles.moved_sums import SumsPlan, plan_moved_sums
 from varuna.roles.progress import TrainingStep
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.environment import Mode, WorkerEnvironment
@@ -31,6 +33,7 @@ __all__ = [
     "describe_script_obstacle",
     "explain_apart",
     "fits_in_place",
+    "follow_sums",
     "must_move",
     "plan_rest",
 ]
@@ -51,6 +54,10 @@ class GenerationMember:
     """Whether it has begun a pass of the step after it."""
     kept: Sequence[Sequence[int]] = ()
     """The micro-batches of that pass that its sums have, as runs [first, end)."""
+    loss_sum: float = 0.0
+    weight: float = 0.0
+    examples: int = 0
+    """Of these micro-batches (`PassResult`); 0 except on the last stage."""
     expected_weight: float = 0.0
     """The weight by which their backward passes divided; 0 except on the last stage."""
     sections: Sequence[int] = ()
@@ -81,13 +88,17 @@ def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationM
     """With what it has of the call of `step` that is under way."""
     if step is None or step.totals is not None:
         return member
-    kept = step.kept
+    member = replace(member, is_at_start=True, has_begun=step.has_begun)
+    if step.kept is None:
+        return member
+    passed = step.kept.passed
     return replace(
         member,
-        is_at_start=True,
-        has_begun=step.has_begun,
-        kept=() if kept is None else join_spans(kept.numbers),
-        expected_weight=0.0 if kept is None else kept.passed.expected_weight,
+        kept=join_spans(step.kept.numbers),
+        loss_sum=passed.loss_sum,
+        weight=passed.weight,
+        examples=passed.examples,
+        expected_weight=passed.expected_weight,
     )
 
 
@@ -139,18 +150,24 @@ def must_move(members: Sequence[GenerationMember], stages: Sequence[range]) -> b
     return any(tuple(member.sections) != (stage.start, stage.stop) for member, stage in zip(members, own, strict=True))
 
 
-def plan_rest(members: Sequence[GenerationMember], environment: WorkerEnvironment) -> StepRest | None:
+def plan_rest(
+    members: Sequence[GenerationMember], environment: WorkerEnvironment, stages: Sequence[range]
+) -> StepRest | None:
     """What this rank's replica runs of the step under way; None: its share, because nothing is kept.
 
-    All ranks decide alike from the same `members`, which are in the order of their ranks.
+    All ranks decide alike from the same `members`, which are in the order of their ranks. `stages`: the sections of
+    each. Nothing is kept where ranks take other stages beside new processes.
     """
-    plan = environment.plan
+    plan, moves = environment.plan, must_move(members, stages)
+    if moves and any(member.is_new for member in members):
+        return None
     if len({member.committed for member in _list_survivors(members)}) > 1:
         return None
     if any(member.kept and member.micro_batch != plan.micro_batch for member in members):
         return None
     shares = [frozenset(split_spans(member.kept)) for member in members]
-    complete = find_complete(shares, plan.p)
+    held = [range(*member.sections) for member in members]
+    complete = find_complete(shares, held)
     expected = max(member.expected_weight for member in members)
     if not complete or not expected:
         return None
@@ -160,7 +177,29 @@ def plan_rest(members: Sequence[GenerationMember], environment: WorkerEnvironmen
         count=len(left),
         expected_weight=expected,
         keeps_share=shares[environment.rank] <= complete,
+        sums=plan_moved_sums(shares, complete, held, stages) if moves else None,
     )
+
+
+def follow_sums(
+    plan: SumsPlan, members: Sequence[GenerationMember], environment: WorkerEnvironment, expected_weight: float
+) -> KeptShare:
+    """What this rank has of the step when the sums have moved. Their losses go with those of the last section."""
+    p, replica = environment.plan.p, environment.rank // environment.plan.p
+    is_last = environment.rank % p == p - 1
+    end = max(member.sections[1] for member in members)
+    givers = [members[rank] for rank in plan.list_givers(replica)] if is_last else []
+    losses = [member for member in givers if member.sections[1] == end]
+    passed = PassResult(
+        loss_sum=sum(member.loss_sum for member in losses),
+        weight=sum(member.weight for member in losses),
+        examples=sum(member.examples for member in losses),
+        expected_weight=expected_weight if is_last else 0.0,
+        forward_us=0,
+        backward_us=0,
+        wait_us=0,
+    )
+    return KeptShare(tuple(sorted(plan.shares[replica])), passed, plan.are_even)
 
 
 def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], environment: WorkerEnvironment) -> int:

@@ -232,6 +232,57 @@ def test_ranks_that_are_asked_to_leave_finish_their_shares(p: int, d: int, zygot
     assert_redone(world, 2, set())
 
 
+CHANGES: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any], dict[str, Any]]] = [
+    ((2, 3), (1, 4), {}, {}),
+    ((1, 3), (2, 1), {"optimizer": "adamw", "dropout": 0.3, "tied": False}, {}),
+    ((2, 3), (4, 1), {"padded": True}, {}),
+    ((2, 3), (2, 2), {"optimizer": "lamb", "offload": True}, {"stage_starts": (0, 1)}),
+    ((3, 2), (2, 2), {"tied": False}, {"variant": "frozen"}),
+]
+"""Shapes before and after a loss, and what is trained."""
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow if n else ()) for n in range(len(CHANGES))])
+@pytest.mark.parametrize("doubled", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_what_is_kept_moves_to_other_stages(doubled: bool, number: int, zygote: Zygote, tmp_path: Path) -> None:
+    before, (p, d), task, wanted = CHANGES[number]
+    wanted = dict(wanted)
+    starts = wanted.pop("stage_starts", ())
+    case = Case(*before, task={**task, "doubled": doubled}, kills=[op_kill(1, "B", 2)], **wanted)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.wait_until_left({1})
+        plan = replace(world.plan, p=p, d=d, stage_starts=starts, recompute=())
+        hit = [rank for rank in range(case.p) if rank != 1]
+        world.go_on_as(plan, [*range(case.p, case.p * case.d), *hit][: p * d] if case.p > 1 else [2, 0])
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+    redone = [world.ends[first].wait_for_number("ready", 2).ready.micro_batches_redone for first in world.ranks]
+    assert redone == [len(case.share(1 // case.p))] * len(world.ranks)
+    ran = read_forwards(world, 2)
+    for stage in range(p):
+        numbers = [ran[first] for rank, first in enumerate(world.ranks) if rank % p == stage]
+        assert {number for each in numbers for number in each} == case.share(1 // case.p)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "has_share"), [(2, True), (3, False)])
+def test_another_loss_in_other_stages_costs_what_its_replica_has(
+    lost: int, has_share: bool, zygote: Zygote, tmp_path: Path
+) -> None:
+    """2 x 3 lose rank 1 and go on as 1 x 4, where ranks 0 and 2 get the shares of the other two replicas."""
+    in_rest = {**op_kill(lost, "F", 0), "count": 2}
+    case = Case(2, 3, kills=[op_kill(1, "B", 2), in_rest])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.wait_until_left({1})
+        world.go_on_as(replace(world.plan, p=1, d=4, recompute=()), [2, 3, 4, 5])
+        world.go_on({1, lost})
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+    (redone,) = {world.ends[first].wait_for_number("ready", 3).ready.micro_batches_redone for first in world.ranks}
+    rest = max(map(len, micro_batches(len(case.share(0)), 1, 4)))
+    assert rest - 1 <= redone - has_share * len(case.share(1)) <= rest
+
+
 LEDGER = {"optimizer": "momentum", "global_batch": 15, "clip": None, "tied": False}
 
 

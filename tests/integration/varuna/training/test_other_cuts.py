@@ -72,7 +72,7 @@ def test_the_script_keeps_its_random_numbers_and_its_average_in_another_shape(zy
 
 
 def test_a_loss_takes_the_others_to_another_shape(zygote: Zygote, tmp_path: Path) -> None:
-    """In the middle of a step, which is run again."""
+    """In the middle of a step, whose kept share moves with the stages: the lost replica's is run again."""
     task = Task(steps=STEPS, doubled=True)
     with ExitStack() as stack:
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={"die": {"rank": 1, "step": 4}})
@@ -80,7 +80,7 @@ def test_a_loss_takes_the_others_to_another_shape(zygote: Zygote, tmp_path: Path
         (step,) = set(world.go_on_as(replace(world.plan, p=3, d=1), [3, 0, 2]))
         assert step == 3
         assert_as_if_undisturbed(world, task)
-        assert world.ends[3].wait_for_number("ready", 2).ready.micro_batches_redone == task.global_batch // 2
+        assert world.ends[3].wait_for_number("ready", 2).ready.micro_batches_redone == task.global_batch // 4
 
 
 def finish_in_new_processes(

@@ -13,7 +13,7 @@ from decision_views import NOW, RULES, decide, decide_when_prepared, generation,
 from varuna_manager.domain.actions import FinishJob, RequeueJob, StartGeneration, StopGeneration
 from varuna_manager.domain.job_decision import wants_plan
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, VmView, WorkerView
-from varuna_manager.domain.reshaping import count_kept_replicas, keeps_little, keeps_state, plan_reshape
+from varuna_manager.domain.reshaping import count_kept_replicas, keeps_state, may_gain_elsewhere, plan_reshape
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationState, JobState, StopMode, VmState
 from varuna_proto.plan import Device, Plan
 
@@ -156,7 +156,7 @@ def test_a_job_that_keeps_little_of_its_step_takes_the_better_shape_at_once() ->
     assert last.plan is not None
     last = replace(last, plan=replace(last.plan, global_batch=1600, predicted_minibatch_s=100.0))
     assert count_kept_replicas(last.plan, last.workers) == 1
-    assert keeps_little(last)
+    assert may_gain_elsewhere(last)
     vms = [vm(name) for name in "abc"]
     where = tuple(Device(name, 0) for name in "abc")
     fast = Proposal(plan=plan(3, 1, examples_per_s=14.0), placement=where)
@@ -176,6 +176,27 @@ def test_a_job_that_keeps_little_of_its_step_takes_the_better_shape_at_once() ->
     assert start_of(view(last, vms, proposal=slow), *vms).in_place
     nobody = replace(fast, placement=where[2:])
     assert start_of(view(last, vms, proposal=nobody), *vms).in_place, "a stage would come from the store"
+
+
+def test_processes_take_another_shape_with_what_they_keep_of_a_long_step() -> None:
+    """One replica of three is hit. Either shape keeps two thirds of the step, and five VMs are faster than four."""
+    names = "abcde"
+    last = ended(2, 3, lost(0, "x"), *(survivor(rank, name) for rank, name in enumerate(names, 1)))
+    assert last.plan is not None
+    last = replace(last, plan=replace(last.plan, global_batch=1600, predicted_minibatch_s=100.0))
+    assert may_gain_elsewhere(last)
+    assert not may_gain_elsewhere(replace(last, plan=replace(last.plan, predicted_minibatch_s=1.0))), "a short step"
+    vms = [vm(name) for name in names]
+    faster = plan(5, 1, examples_per_s=12.0, micro_batch=last.plan.micro_batch)
+    given_ = Proposal(plan=faster, placement=tuple(Device(name, 0) for name in names))
+    start = start_of(view(last, vms, proposal=given_), *vms)
+    assert (start.in_place, start.plan.p, start.plan.d) == (True, 5, 1)
+    assert start.holders is not None
+    other = replace(given_, plan=replace(faster, micro_batch=last.plan.micro_batch + 1))
+    start = start_of(view(last, vms, proposal=other), *vms)
+    assert (start.in_place, start.plan.p, start.plan.d) == (True, 2, 2), (
+        "with other micro-batches nothing would be kept"
+    )
 
 
 def test_a_job_restarts_where_a_stage_has_no_survivor() -> None:
