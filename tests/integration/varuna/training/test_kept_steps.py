@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kept_script
+from leaving_generation import LeavingGeneration, assert_taken_from_memory
 from small_gpt import Task
 from survivor_world import SurvivorWorld
 from training_world import Outcome, Ranks, Zygote, assert_exact
@@ -322,6 +323,27 @@ def test_every_example_of_every_step_is_counted_once(phase: str, zygote: Zygote,
             lost |= {kill["rank"] for kill in kills}
             world.go_on(lost)
         assert_counted_once(world.finish(), case)
+
+
+@pytest.mark.slow
+def test_every_example_is_counted_once_when_a_rank_is_lost_while_sums_move(zygote: Zygote, tmp_path: Path) -> None:
+    """The others have taken no stage yet. They give the state to new processes, which run the whole step."""
+    wanted = {"variant": "ledger", "dies_in_move": 2}
+    case = Case(2, 2, task=LEDGER, kills=[op_kill(1, "B", 2)], **wanted)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.wait_until_left({1})
+        world.go_on_as(replace(world.plan, p=3, d=1, recompute=()), [3, 0, 2])
+        left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in (3, 0)]
+        assert [(one.gives_only, one.step) for one in left] == [(True, STEP - 1)] * 2
+        more = {"script": SCRIPT, "wanted": {"variant": "ledger"}, "generation": 3, "holders": (0, 1)}
+        after = LeavingGeneration(stack, zygote, tmp_path, case.task, 2, 1, **more)
+        for first in (3, 0):
+            world.ends[first].give_state(after.world.holder_environment())
+        outcome = after.finish()
+        assert_taken_from_memory(after, STEP - 1)
+        assert [step["step"] for step in outcome.ranks[0]["steps"]] == list(range(STEP, STEPS + 1))
+        assert_counted_once(outcome, case)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
