@@ -103,7 +103,7 @@ class Policy(Protocol):
     def looks_after_s(self) -> Sequence[float]:
         """How long after a VM has come or gone `decide` is to be called again."""
 
-    def every(self, plan: Plan) -> float:
+    def every(self, plan: Plan, system: System) -> float:
         """Seconds between saves."""
 
     def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
@@ -395,7 +395,7 @@ class ReplayedJob:
                 save_s = self.system.save_stall_s + self.state.read_store_s(generation.plan)
                 self._stored, self._writing, self._stalled_until_s = self.committed, None, now + save_s
             return
-        if self._writing is None and now - self._saved_s >= self.policy.every(generation.plan):
+        if self._writing is None and now - self._saved_s >= self.policy.every(generation.plan, self.system):
             self._saved_s, self._stalled_until_s = now, now + self.system.save_stall_s
             written_s = self._stalled_until_s + self.state.read_store_s(generation.plan)
             self._writing = (written_s, self.committed)

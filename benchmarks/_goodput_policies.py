@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop
+from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
 
 from varuna.checkpoint import Cadence
 from varuna_manager.domain.actions import StartGeneration, StopGeneration
@@ -32,20 +32,27 @@ from varuna_manager.domain.states import (
     VmState,
     WorkerState,
 )
-from varuna_planner.liveput.hazard import removals_per_vm_hour
+from varuna_planner.liveput.hazard import holder_losses_per_hour, list_bursts, removals_per_vm_hour
 from varuna_planner.liveput.morph_cost import MorphKind, expected_life_s, worthwhile_ratio
 from varuna_planner.placement import place
 from varuna_proto.plan import Device, Plan
 
 
 class Saves:
-    """The interval of the runtime's automatic checkpoints. `removals_per_vm_hour`: as the manager would send it."""
+    """The interval of the runtime's automatic checkpoints."""
 
-    def __init__(self, state: State, stall_s: float, removals_per_vm_hour: float) -> None:
+    def __init__(self, state: State, stall_s: float, removals_per_vm_hour: float, losses_at: Sequence[float]) -> None:
+        """`removals_per_vm_hour`, `losses_at`: as the manager would know them at the end of the trace."""
         self._state, self._stall_s, self._hazard = state, stall_s, removals_per_vm_hour
+        self._bursts = list_bursts(losses_at)
 
-    def every(self, plan: Plan) -> float:
-        cadence = Cadence(stops_per_hour=self._hazard * plan.p * plan.d)
+    def every(self, plan: Plan, system: System) -> float:
+        vms = plan.p * plan.d
+        stops = self._hazard * vms
+        if system.survivors:
+            holders = [min(plan.d + system.copies, vms)] * plan.p
+            stops = holder_losses_per_hour(stops, self._bursts, holders, vms)
+        cadence = Cadence(stops_per_hour=stops)
         return cadence.interval_s(self._stall_s, self._state.read_store_s(plan), plan.predicted_minibatch_s)
 
 
@@ -57,8 +64,8 @@ class BestPlan:
     def __init__(self, plans: Plans, saves: Saves) -> None:
         self._plans, self._saves = plans, saves
 
-    def every(self, plan: Plan) -> float:
-        return self._saves.every(plan)
+    def every(self, plan: Plan, system: System) -> float:
+        return self._saves.every(plan, system)
 
     def choose(self, now: float, vms: int) -> Plan | None:
         return self._plans.best(vms) if vms else None
@@ -133,8 +140,8 @@ class ManagersRules:
         self._holders: Holders | None = None
         self.reasons: list[tuple[float, str]] = []
 
-    def every(self, plan: Plan) -> float:
-        return self._saves.every(plan)
+    def every(self, plan: Plan, system: System) -> float:
+        return self._saves.every(plan, system)
 
     def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
         generation = job.generation

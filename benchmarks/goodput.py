@@ -168,7 +168,8 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
         detect_s=detect_s,
     )
     hazard = measure_hazard(trace).removals_per_vm_hour
-    saves = Saves(state, before.save_stall_s, hazard)
+    losses_at = [event.at_s for event in trace.events if not event.add]
+    saves = Saves(state, before.save_stall_s, hazard, losses_at)
     policies: dict[str, tuple[System, Policy]] = {
         "varuna-2021": (old, BestPlan(plans, saves)),
         "checkpoint": (before, ManagersRules(plans, rules, saves, state)),

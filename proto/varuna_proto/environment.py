@@ -95,7 +95,8 @@ class WorkerEnvironment:
     checkpoint_interval_s: float = 0.0
     """The user's interval between automatic checkpoints, in seconds; 0: the worker decides."""
     stops_per_hour: float = 0.0
-    """Expected losses of VMs that stop this generation, from which the worker decides; 0: not known."""
+    """How often lost VMs are expected to send the job back to its checkpoint, from which the worker decides; 0: not
+    known."""
     device: str = "cpu"
     agent_socket: str = ""
     """The agent's Unix socket; empty: no agent runs this worker."""

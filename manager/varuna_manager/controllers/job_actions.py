@@ -27,7 +27,6 @@ from varuna_manager.domain.actions import (
 )
 from varuna_manager.domain.causes import extract_last_line
 from varuna_manager.domain.keepers import Copies, VmPlace, choose_keepers
-from varuna_manager.domain.reshaping import IN_PLACE_SWITCH
 from varuna_manager.domain.spec import read_spec
 from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, VmState, WorkerState
 from varuna_manager.jobs.checkpoints import newest_committed
@@ -162,7 +161,7 @@ class JobActions:
 
     async def _choose_keepers(self, session: AsyncSession, row: JobRow, action: StartGeneration) -> tuple[int, ...]:
         spec, _ = read_spec(row.spec)
-        if spec.env.get(IN_PLACE_SWITCH) == "0":
+        if not spec.holds_state:
             return ()
         vm_ids = [device.vm_id for device in action.placement]
         found = await session.scalars(select(VmRow).where(VmRow.id.in_(set(vm_ids))))

@@ -35,7 +35,7 @@ from varuna_manager.controllers.newcomers import NewcomerRequests
 from varuna_manager.controllers.preparations import Preparations, may_grow
 from varuna_manager.controllers.shares import ShareOut, Shares
 from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
-from varuna_manager.db.models import JobRow, VmRow
+from varuna_manager.db.models import GenerationRow, JobRow, VmRow
 from varuna_manager.domain.actions import Action, Decision, RequestStacks, StartGeneration
 from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.commands import CommandKey, DrainKey, GenerationOnVm, LaunchKey, StopKey, list_commands
@@ -47,6 +47,7 @@ from varuna_manager.domain.preparing import JobPlaces
 from varuna_manager.domain.reshaping import keeps_state, may_gain_elsewhere, may_stay_in_place
 from varuna_manager.domain.starting import decide_in_place
 from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode, VmState
+from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.jobs.secrets import SecretError, Secrets
 from varuna_manager.jobs.stacks import StackService
@@ -238,7 +239,7 @@ class JobController:
             for action in decision.actions:
                 await self._actions.apply_action(session, row, action)
                 if isinstance(action, StartGeneration) and action.kind is GenerationKind.TRAINING:
-                    self._note_hazard(session, job, action)
+                    await self._note_hazard(session, job, action)
                 if isinstance(action, StartGeneration) and job.spec.limits.max_cost is not None:
                     await self._note_unpriced(session, job, action)
         for action in decision.actions:
@@ -265,21 +266,35 @@ class JobController:
     def _has_port(self, action: StartGeneration) -> bool:
         return self._registry.rendezvous_port(action.placement[0].vm_id) is not None
 
-    def _note_hazard(self, session: AsyncSession, job: LoadedJob, action: StartGeneration) -> None:
+    async def _note_hazard(self, session: AsyncSession, job: LoadedJob, action: StartGeneration) -> None:
         """Emit an event when the hazard, which sets how often the generation saves, differs from the last one's."""
         fleet, pinned_s = job.view.fleet, job.spec.checkpoint.interval_s
-        expected = fleet.stops_per_hour(len({device.vm_id for device in action.placement}))
+        of_generation = (GenerationRow.job_id == job.row.id, GenerationRow.number == action.number)
+        keepers = await session.scalar(select(GenerationRow.keepers).where(*of_generation))
+        vm_ids = [device.vm_id for device in action.placement]
+        lost = fleet.stops_per_hour(len(set(vm_ids)))
+        expected = expect_store_stops(
+            fleet,
+            vm_ids,
+            action.plan.p,
+            keepers=keepers or (),
+            holds_state=job.spec.holds_state,
+        )
         emitted = self._emitted_stops.get(job.row.id)
         if pinned_s is not None or (emitted is not None and emitted / _NEWS < expected < emitted * _NEWS):
             return
         self._emitted_stops[job.row.id] = expected
-        often = f"about every {render_interval(3600 / expected)}" if expected else "never"
         text = (
-            f"lost VMs are expected to stop generation {action.number} {often} (seen, newer ones counted more: about "
-            f"{count_of(round(fleet.removals), 'VM')} lost in {fleet.vm_hours:.2g} VM-hours): its workers save as "
-            "often as that is worth"
+            f"lost VMs are expected to stop generation {action.number} {_render_often(lost)} (seen, newer ones counted "
+            f"more: about {count_of(round(fleet.removals), 'VM')} lost in {fleet.vm_hours:.2g} VM-hours), and "
+            f"{_render_often(expected)} all that hold a stage: its workers save as often as that is worth"
         )
-        data = {"stops_per_hour": expected, "removals": fleet.removals, "vm_hours": fleet.vm_hours}
+        data = {
+            "stops_per_hour": lost,
+            "store_stops_per_hour": expected,
+            "removals": fleet.removals,
+            "vm_hours": fleet.vm_hours,
+        }
         self._events.emit_event(session, "hazard", text, job_id=job.row.id, generation=action.number, data=data)
 
     def _follow_up(self, job: LoadedJob, action: Action) -> None:
@@ -467,6 +482,10 @@ def _minibatch_s(job: LoadedJob | None, generation: int) -> float:
     if job is None or job.generation is None or job.generation.number != generation:
         return 0.0
     return Plan.from_document(job.generation.plan).predicted_minibatch_s
+
+
+def _render_often(per_hour: float) -> str:
+    return f"about every {render_interval(3600 / per_hour)}" if per_hour else "never"
 
 
 def _number(job: LoadedJob) -> int | None:

@@ -22,7 +22,6 @@ from varuna_manager.domain.limits import JobLimitsView
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
 from varuna_manager.domain.observed import GenerationView, JobView, Rules, VmView, WorkerViews
 from varuna_manager.domain.preparing import JobPlaces, WorkdirReadiness
-from varuna_manager.domain.reshaping import IN_PLACE_SWITCH
 from varuna_manager.domain.setups import SetupFailure
 from varuna_manager.domain.spec import JobSpec, Resources
 from varuna_manager.domain.states import GenerationKind, VmState
@@ -334,7 +333,7 @@ class SnapshotLoader:
             asks=render_request(spec.resources),
             flaw=job.flaw,
             limits=limits,
-            has_fixed_stages=bool(row.script_obstacles) or spec.env.get(IN_PLACE_SWITCH) == "0",
+            has_fixed_stages=bool(row.script_obstacles) or not spec.holds_state,
         )
         failures = {
             vm_id: SetupFailure(times=failure["times"], exit_code=failure["exit_code"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
@@ -10,6 +10,7 @@ from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.spec import VmLimits
 from varuna_manager.domain.states import GenerationKind, StopMode
+from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_proto.environment import is_read_early
 from varuna_proto.plan import Device, Plan
@@ -56,6 +57,7 @@ def launch_message(
         Plan.from_document(generation.plan),
         {worker.rank: Device(worker.vm_id, worker.local_rank) for worker in job.workers},
         vm_id,
+        keepers=generation.keepers or (),
         secrets=secrets,
         default_checkpoint_url=default_checkpoint_url,
     )
@@ -93,6 +95,7 @@ def start_newcomers_message(
         wanted.plan,
         dict(enumerate(wanted.placement)),
         vm_id,
+        keepers=(),
         secrets=secrets,
         default_checkpoint_url=default_checkpoint_url,
     )
@@ -110,10 +113,12 @@ def _describe_launch(
     devices: Mapping[int, Device],
     vm_id: str,
     *,
+    keepers: Sequence[int],
     secrets: Mapping[str, str],
     default_checkpoint_url: str,
 ) -> pb.Launch:
-    """What a Launch says before its generation has begun. `devices`: by rank."""
+    """What a Launch says before its generation has begun. `devices`: by rank. `keepers`: as far as they are known."""
+    vm_ids = [device.vm_id for _, device in sorted(devices.items())]
     return pb.Launch(
         job_id=job.row.id,
         workers=[
@@ -132,7 +137,9 @@ def _describe_launch(
         checkpoint_url=job.spec.checkpoint.url or default_checkpoint_url,
         world_size=len(devices),
         checkpoint_interval_s=job.spec.checkpoint.interval_s or 0.0,
-        stops_per_hour=job.view.fleet.stops_per_hour(len({device.vm_id for device in devices.values()})),
+        stops_per_hour=expect_store_stops(
+            job.view.fleet, vm_ids, plan.p, keepers=keepers, holds_state=job.spec.holds_state
+        ),
         limits=_limits(job.spec.vm_limits),
         on_non_finite=_ON_NON_FINITE[job.spec.on_nonfinite],
     )

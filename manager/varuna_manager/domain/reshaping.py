@@ -17,8 +17,6 @@ from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.plan import Device, Plan
 
-IN_PLACE_SWITCH = "VARUNA_IN_PLACE"
-"""A job's variable; 0: each generation gets new processes, which keep nothing of the one before."""
 LOSES_RANKS = frozenset(
     {
         EndCause.VM_LOST,

@@ -22,6 +22,8 @@ from varuna_proto.bounds import MOST_GPUS, MOST_INT, MOST_SECONDS, MOST_STEP, NA
 from varuna_proto.wording import count_of
 
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+_IN_PLACE_SWITCH = "VARUNA_IN_PLACE"
+"""A job's variable; 0: each generation gets new processes, which keep nothing of the one before."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _SECRET_VARIABLE = r"^(?!VARUNA_)[A-Za-z_][A-Za-z0-9_]{0,254}$"
 _SECRET = r"^((file|env):[A-Za-z0-9_][A-Za-z0-9._-]{0,126}|vault:[A-Za-z0-9-]{1,127})$"
@@ -244,6 +246,11 @@ class JobSpec(_Strict):
         max_length=32,
         description="your own keys and values, by which `varuna ps --label KEY=VALUE` finds jobs",
     )
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether its processes hold their state when a generation ends, for the next one."""
+        return self.env.get(_IN_PLACE_SWITCH) != "0"
 
     @property
     def needs_preparing(self) -> bool:

@@ -1453,7 +1453,7 @@ class Launch(_message.Message):
     checkpoint_interval_s: _builtins.float
     """the user's choice; 0: the workers decide"""
     stops_per_hour: _builtins.float
-    """expected losses of VMs for this generation, from which the workers decide; 0: not known"""
+    """how often lost VMs should send this generation back to its checkpoint; from that the workers decide; 0: not known"""
     archive: _builtins.str
     """SHA-256 of the packed workdir to fetch; empty: `workdir` is on the VM"""
     setup: _builtins.str

@@ -183,16 +183,17 @@ def test_processes_take_another_shape_with_what_they_keep_of_a_long_step() -> No
     names = "abcde"
     last = ended(2, 3, lost(0, "x"), *(survivor(rank, name) for rank, name in enumerate(names, 1)))
     assert last.plan is not None
-    last = replace(last, plan=replace(last.plan, global_batch=1600, predicted_minibatch_s=100.0))
+    long_steps = replace(last.plan, global_batch=1600, predicted_minibatch_s=100.0)
+    assert not may_gain_elsewhere(replace(last, plan=replace(long_steps, predicted_minibatch_s=1.0)))
+    last = replace(last, plan=long_steps)
     assert may_gain_elsewhere(last)
-    assert not may_gain_elsewhere(replace(last, plan=replace(last.plan, predicted_minibatch_s=1.0))), "a short step"
     vms = [vm(name) for name in names]
-    faster = plan(5, 1, examples_per_s=12.0, micro_batch=last.plan.micro_batch)
+    faster = plan(5, 1, examples_per_s=12.0, micro_batch=long_steps.micro_batch)
     given_ = Proposal(plan=faster, placement=tuple(Device(name, 0) for name in names))
     start = start_of(view(last, vms, proposal=given_), *vms)
     assert (start.in_place, start.plan.p, start.plan.d) == (True, 5, 1)
     assert start.holders is not None
-    other = replace(given_, plan=replace(faster, micro_batch=last.plan.micro_batch + 1))
+    other = replace(given_, plan=replace(faster, micro_batch=long_steps.micro_batch + 1))
     start = start_of(view(last, vms, proposal=other), *vms)
     assert (start.in_place, start.plan.p, start.plan.d) == (True, 2, 2), (
         "with other micro-batches nothing would be kept"

@@ -29,7 +29,7 @@ class Cadence:
     min_interval_s: float = 1.0
     """Seconds between the starts of two saves at least, however cheap they are."""
     stops_per_hour: float = 0.0
-    """How often lost VMs are expected to stop the generation; 0: unknown."""
+    """How often lost VMs are expected to send the job back to its checkpoint; 0: unknown."""
     pinned_interval_s: float | None = None
     """The interval that the user sets; then nothing else counts."""
 

@@ -1,0 +1,37 @@
+"""How often a generation should need its checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.store_stops import expect_store_stops
+from varuna_planner.liveput.hazard import PRIOR_BURSTS
+
+FLEET = FleetPast(removals=10.0, vm_hours=90.0, losses_at=(0.0, 100.0, 200.0))
+"""0.11 removals per VM-hour, each VM alone."""
+LOST = sum(PRIOR_BURSTS) + 3
+
+
+@pytest.mark.parametrize(
+    ("vm_ids", "p", "keepers", "chance"),
+    [
+        ("ab", 2, (), (5 * 0.5 * 2 + 1) / LOST),
+        ("ab", 2, (1, 0), 1 / LOST),
+        ("abc", 3, (1, 2, 0), 1 / LOST),
+        ("abcd", 2, (), 2 / 6 / LOST),
+        ("aabb", 2, (), 1 / LOST),
+        ("abab", 2, (), (5 * 0.5 * 2 + 1) / LOST),
+        ("abcdef", 2, (), 0.0),
+    ],
+)
+def test_stops_need_the_checkpoint_where_all_vms_of_a_stage_are_lost_together(
+    vm_ids: str, p: int, keepers: tuple[int, ...], chance: float
+) -> None:
+    stops = FLEET.stops_per_hour(len(set(vm_ids)))
+    expected = expect_store_stops(FLEET, vm_ids, p, keepers=keepers, holds_state=True)
+    assert expected == pytest.approx(stops * chance)
+
+
+def test_each_stop_needs_it_where_processes_hold_nothing() -> None:
+    assert expect_store_stops(FLEET, "abcd", 2, keepers=(), holds_state=False) == FLEET.stops_per_hour(4)
