@@ -55,7 +55,7 @@ from varuna_manager.planning.planning import PlanningService, PlanQuestion
 from varuna_manager.planning.rates import RateService
 from varuna_manager.world.events import EventLog
 from varuna_proto.failpoints import failpoint
-from varuna_proto.plan import Device, Plan
+from varuna_proto.plan import Device
 from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.wording import count_of, render_interval
@@ -421,13 +421,13 @@ class JobController:
         elif isinstance(key, StopKey):
             deadlines = [at for vm_id, at in leaving.items() if _takes_part(key, snapshot.presence.get(vm_id, ()))]
             job = jobs.get(key.job_id)
-            minibatch_s = _minibatch_s(job, key.generation)
+            step_s = _step_s(job, key.generation)
             goes_on = job is not None and job.row.job_state is not JobState.CANCELLING
             message = messages.stop_message(
                 key,
                 self._rules,
                 now=self._now(),
-                minibatch_s=minibatch_s,
+                step_s=step_s,
                 deadlines=deadlines,
                 traceparent=self._spans.make_traceparent(key.job_id, key.generation + 1) if goes_on else "",
                 state_use=_choose_state_use(job, key, snapshot.vms[session.vm_id], snapshot.vms),
@@ -477,11 +477,10 @@ def _takes_part(key: StopKey, parts: Sequence[GenerationOnVm]) -> bool:
     return any((part.job_id, part.generation) == (key.job_id, key.generation) for part in parts)
 
 
-def _minibatch_s(job: LoadedJob | None, generation: int) -> float:
-    """The predicted time; 0 for a generation that is no longer the job's newest."""
-    if job is None or job.generation is None or job.generation.number != generation:
-        return 0.0
-    return Plan.from_document(job.generation.plan).predicted_minibatch_s
+def _step_s(job: LoadedJob | None, generation: int) -> float:
+    """How long its steps take; 0 for a generation that is no longer the job's newest."""
+    view = None if job is None else job.view.generation
+    return 0.0 if view is None or view.number != generation else view.step_s
 
 
 def _render_often(per_hour: float) -> str:

@@ -359,6 +359,7 @@ class SnapshotLoader:
             plan=held.plan,
             last_step=progress.last_step,
             resumed_step=progress.resumed_step,
+            mean_step_s=progress.mean_step_s,
             not_finite_from=progress.not_finite_from,
             steps_skipped=progress.steps_skipped,
             in_place=facts.in_place,

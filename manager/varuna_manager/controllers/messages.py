@@ -150,20 +150,20 @@ def stop_message(
     rules: Rules,
     *,
     now: float,
-    minibatch_s: float,
+    step_s: float,
     deadlines: Collection[float],
     traceparent: str,
     state_use: StateUse,
 ) -> pb.ManagerMessage:
-    """`minibatch_s`: predicted; `deadlines`: of the generation's VMs that leave; a save ends before the first;
+    """`step_s`: how long a step takes; `deadlines`: of the generation's VMs that leave; a save ends before the first;
     `traceparent`: of the morph for which it stops, or empty."""
     grace_s = rules.stop_grace_s
     if state_use.keep and key.mode is StopMode.LEAVE_NOW:
         # Replicas that have lost no worker finish their share of the step.
-        grace_s += rules.share_minibatches * minibatch_s
+        grace_s += rules.share_minibatches * step_s
     if key.mode is not StopMode.LEAVE_NOW:  # workers that cannot hold their state save
         left = [deadline - now - 1.0 for deadline in deadlines]
-        grace_s = max(min([rules.save_grace_s + 2 * minibatch_s, *left]), 1.0)
+        grace_s = max(min([rules.save_grace_s + 2 * step_s, *left]), 1.0)
     stop = pb.Stop(
         job_id=key.job_id,
         generation=key.generation,

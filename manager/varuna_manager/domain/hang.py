@@ -33,13 +33,13 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<func
 
 def describe_hang(now: float, job: JobView, generation: GenerationView, rules: Rules) -> str:
     """What has not happened, and for how long, when that is too long; else empty."""
-    predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
     if generation.kind is GenerationKind.CALIBRATION:
         limit, what = rules.calibration_timeout_s, "no profile"
     elif generation.last_step is None:
-        limit, what = rules.first_step_timeout_s + _FIRST_STEPS * predicted, "no first step"
+        limit, what = rules.first_step_timeout_s + _FIRST_STEPS * generation.step_s, "no first step"
     else:
-        limit, what = max(rules.hang_minimum_s, rules.hang_steps * predicted), f"no step after {generation.last_step}"
+        limit = max(rules.hang_minimum_s, rules.hang_steps * generation.step_s)
+        what = f"no step after {generation.last_step}"
     # Scripts may write results for a time that is not known in advance, so the limit grows after each hang.
     limit *= 2.0 ** min(job.setbacks.hangs, rules.hang_doublings)
     if any(worker.cause is ExitCause.FINISHED for worker in generation.workers):

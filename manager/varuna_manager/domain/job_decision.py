@@ -260,9 +260,8 @@ def _stop_before_vm_leaves(now: float, job: JobView, generation: GenerationView,
     if not leaving:
         return None
     reason = "; ".join(f"VM {vm.id} is leaving: {vm.reason or 'it is draining'}" for vm in leaving)
-    predicted = generation.plan.predicted_minibatch_s if generation.plan is not None else 0.0
     left_s = _leaves_at(leaving[0]) - now - _DEADLINE_MARGIN_S
-    rest_s = max(0.0, predicted - (now - generation.progress_at))
+    rest_s = max(0.0, generation.step_s - (now - generation.progress_at))
     mode, haste = _choose_mode_before_deadline(job, generation, vms, left_s=left_s, rest_s=rest_s)
     return Decision.stop_generation(generation, mode, EndCause.NOTICE, reason + haste)
 

@@ -74,7 +74,7 @@ class Rules:
     survivors_wait_s: float = 2.0
     """When a generation has ended: time to wait for workers that may survive it with their state."""
     share_minibatches: float = 2.0
-    """Predicted mini-batches that a replica has to finish its share of the step before its workers leave."""
+    """Times of a step that a replica has to finish its share of it before its workers leave."""
     survivors_kept_s: float = 60.0
     """Survivors wait in their processes for longer than this; later ones are not counted on."""
     memory_kept_s: float = 600.0
@@ -373,6 +373,8 @@ class GenerationView:
     last_step: int | None = None
     resumed_step: int | None = None
     """The step of the state with which it began; None: it has not begun."""
+    mean_step_s: float | None = None
+    """Seconds from step to step since its first one; None: not known yet."""
     not_finite_from: int | None = None
     """The first of the newest steps in a row without a finite loss or gradient; None: the newest step's are finite."""
     steps_skipped: int = 0
@@ -392,6 +394,12 @@ class GenerationView:
     @property
     def live(self) -> bool:
         return self.state is not GenerationState.ENDED
+
+    @property
+    def step_s(self) -> float:
+        """How long its steps take, for limits: the longer of the predicted and the measured time; 0: not known."""
+        predicted_s = 0.0 if self.plan is None else self.plan.predicted_minibatch_s
+        return max(predicted_s, self.mean_step_s or 0.0)
 
     @property
     def stop_mode(self) -> StopMode:

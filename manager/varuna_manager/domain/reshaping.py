@@ -87,7 +87,7 @@ def may_gain_elsewhere(generation: GenerationView | None) -> bool:
         return False
     plan = generation.plan
     kept = count_kept_replicas(plan, generation.workers)
-    rest_s = plan.predicted_minibatch_s * (plan.d - kept) / max(kept, 1)
+    rest_s = generation.step_s * (plan.d - kept) / max(kept, 1)
     return 2 * kept < plan.d or rest_s > _LONG_REST_S
 
 

@@ -153,8 +153,17 @@ class GenerationProgress(NamedTuple):
     last_step: int | None
     last_step_at: float | None
     resumed_step: int | None
+    started_at: float | None
     not_finite_from: int | None
     steps_skipped: int
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Seconds from step to step since the first one (`started_at`); None: there was no second one."""
+        if self.last_step is None or self.last_step_at is None or self.started_at is None:
+            return None
+        steps = self.last_step - (self.resumed_step or 0) - 1
+        return (self.last_step_at - self.started_at) / steps if steps > 0 else None
 
 
 class WorkerFacts(NamedTuple):
