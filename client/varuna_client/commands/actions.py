@@ -30,6 +30,7 @@ from varuna_client.following.follow import follow_job, newest_event_id
 from varuna_client.jobfile.jobfile import load_job, submit_job
 from varuna_client.jobfile.overrides import parse_overrides
 from varuna_client.rest.client import Client
+from varuna_client.text.render import whole_rate
 from varuna_proto.rest import END_STATES, JobDocument
 
 Watch = Annotated[
@@ -191,7 +192,10 @@ def watch_to_end(client: Client, job: JobDocument, after: int, *, as_json: bool)
         raise
     job = client.job(job_id)
     kinds = [generation["kind"] for generation in client.generations(job_id, brief=True)]
-    print_line(job, render_summary(job, client.time(job_id)["goodput"] if job["step"] else None, kinds), as_json)
+    has_steps = bool(job["step"])
+    goodput = client.time(job_id)["goodput"] if has_steps else None
+    whole = whole_rate(client.metric_buckets(job_id, points=1)) if has_steps else None
+    print_line(job, render_summary(job, goodput, kinds, whole), as_json)
     if job["state"] != "succeeded":
         error = (job["error"] or "").strip().splitlines()
         why = f": {error[-1]}" if error else ""

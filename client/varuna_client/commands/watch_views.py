@@ -147,13 +147,17 @@ class LineWatch:
             print_line(progress, Text(line), self._as_json)
 
 
-def render_summary(job: JobDocument, goodput: float | None, generations: Iterable[str]) -> Text:
-    """One line about a finished job."""
+def render_summary(
+    job: JobDocument, goodput: float | None, generations: Iterable[str], whole: render.WholeRate | None = None
+) -> Text:
+    """One line about a finished job. `whole`: its rate over all its steps."""
     kinds = list(generations)
     took = None
     if job["finished_at"] and job["created_at"]:
         took = render.seconds_between(job["created_at"], job["finished_at"])
     parts = [f"step {job['step']}, loss {render.job_loss(job)}"]
+    if whole is not None:
+        parts.append(f"{render.rate(whole.examples_per_s)} ex/s over all {count_of(whole.steps, 'step')}")
     if took is not None:
         parts.append(f"in {render.duration(took)}")
     morphs = max(kinds.count("training") - 1, 0)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna_client.text.render import (
+    WholeRate,
     ago,
     duration,
     event_row,
@@ -26,8 +27,10 @@ from varuna_client.text.render import (
     state,
     table,
     total_steps,
+    whole_rate,
 )
 from varuna_proto.rest import (
+    END_STATES,
     CandidateDocument,
     CheckpointDocument,
     EventDocument,
@@ -126,8 +129,9 @@ def _make_head(parts: JobParts, now: datetime) -> Table:
     series = parts.course["loss"]["mean"] if parts.course else ()
     head.add_row("loss", Text.assemble(job_loss(job), _describe_odd_steps(job), "  ", sparkline(series)))
     if job.get("step_s"):
-        head.add_row("rate", _render_rate(job))
-        head.add_row("step time", _render_step_time(job, parts.plan))
+        whole = whole_rate(parts.course) if job["state"] in END_STATES and parts.course else None
+        head.add_row("rate", _render_rate(job, whole))
+        head.add_row("step time", _render_step_time(job, parts.plan, whole))
     if parts.checkpoints:
         newest = parts.checkpoints[-1]
         head.add_row("checkpoint", f"step {newest['step']}, {size(newest['total_bytes'])}, {ago(newest['at'], now)}")
@@ -156,13 +160,31 @@ def _render_shape(p: int, d: int) -> str:
     return f"{shape(p, d)} ({stages} × {d} replica{'' if d == 1 else 's'})"
 
 
-def _render_rate(job: JobDocument) -> str:
+def _render_rate(job: JobDocument, whole: WholeRate | None) -> str:
+    """Over the newest steps; of a job that is over, first over all."""
+    newest = f"{rate(job.get('examples_per_s'))} examples/s over {_render_newest_steps(job)}"
+    if whole is None:
+        return newest
+    return f"{rate(whole.examples_per_s)} examples/s over all {count_of(whole.steps, 'step')}; {newest}"
+
+
+def _render_newest_steps(job: JobDocument) -> str:
+    """Which steps the document's rate and step time are of."""
     steps = job.get("rate_steps") or 0
-    of = f" (over the last {steps} steps)" if steps > 1 else ""
-    return f"{rate(job.get('examples_per_s'))} examples/s{of}"
+    return f"the last {steps} steps" if steps > 1 else "the last step"
 
 
-def _render_step_time(job: JobDocument, plan: PlanRecordDocument | None) -> str:
+def _render_step_time(job: JobDocument, plan: PlanRecordDocument | None, whole: WholeRate | None) -> str:
+    """The step time over the newest steps; of a job that is over, first over all."""
+    newest = _render_newest_step_time(job, plan)
+    if whole is None:
+        return newest
+    return (
+        f"{number(whole.step_s, 3)} s over all {count_of(whole.steps, 'step')}; {_render_newest_steps(job)}: {newest}"
+    )
+
+
+def _render_newest_step_time(job: JobDocument, plan: PlanRecordDocument | None) -> str:
     """The measured step time, its part between steps, and the rest next to what was predicted."""
     step_s, between_s = job["step_s"] or 0.0, job.get("between_s") or 0.0
     between = f", {number(between_s, 3)} s of it between steps" if between_s >= _TOLD_SHARE * step_s else ""

@@ -7,11 +7,19 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
-from varuna_proto.rest import EventDocument, JobDocument, JobSpecDocument, StepMetricsDocument, Timestamp
+from varuna_proto.rest import (
+    EventDocument,
+    JobDocument,
+    JobSpecDocument,
+    MetricBucketsDocument,
+    StepMetricsDocument,
+    Timestamp,
+)
 from varuna_proto.rest_fleet import VmDocument
 from varuna_proto.wording import render_bytes
 
@@ -51,6 +59,24 @@ def job_state(job: JobDocument) -> Text:
     if job["state"] == "succeeded" and is_odd:
         return Text("! succeeded", style="yellow", no_wrap=True)
     return state(job["state"])
+
+
+class WholeRate(NamedTuple):
+    """Step time and rate over all steps of a job, each step counted once."""
+
+    steps: int
+    step_s: float
+    examples_per_s: float
+
+
+def whole_rate(course: MetricBucketsDocument) -> WholeRate | None:
+    """`course`: all steps of the job. None: it has none."""
+    times = [count * mean_s for count, mean_s in zip(course["count"], course["step_s"]["mean"], strict=True) if mean_s]
+    rates = course["examples_per_s"]["mean"]
+    parts = zip(course["count"], course["step_s"]["mean"], rates, strict=True)
+    examples = sum(count * mean_s * rate for count, mean_s, rate in parts if mean_s and rate)
+    steps, total_s = sum(course["count"]), sum(times)
+    return WholeRate(steps, total_s / steps, examples / total_s) if total_s else None
 
 
 def job_loss(job: JobDocument) -> Text:

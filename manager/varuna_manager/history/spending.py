@@ -126,7 +126,10 @@ def _make_time_document(found: TimeOfJob) -> JobTimeDocument:
         "script": (found.sum_between_steps("script"), "between steps, the script did something else"),
         "redone_steps": (found.sum_seconds("redone_s"), "steps were redone that no checkpoint had"),
         "morphs": (found.sum_seconds("morph_s"), "workers stopped, started and loaded state, up to each first step"),
-        "waiting_for_vms": (found.waiting_s, "there were no VMs to run on"),
+        "waiting_for_vms": (
+            found.waiting_s,
+            "no generation ran: VMs were lacking, or a plan was being made",
+        ),
         "calibration": (found.sum_seconds("calibration_s"), "the model's profile was measured"),
     }
     useful_s = seconds["training"][0]

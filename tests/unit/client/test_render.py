@@ -23,6 +23,7 @@ from varuna_proto.rest import (
     GenerationDocument,
     JobDocument,
     JobTimeDocument,
+    MetricBucketsDocument,
     PlanRecordDocument,
     StepMetricsDocument,
 )
@@ -79,6 +80,21 @@ TIME = JobTimeDocument(
     ],
     generations=[],
 )
+COURSE = MetricBucketsDocument(
+    from_step=1,
+    to_step=40,
+    steps=40,
+    bucket_steps=30,
+    first_step=[1, 31],
+    last_step=[30, 40],
+    count=[30, 10],
+    at_unix_s=[1.0, 2.0],
+    generation=[2, 3],
+    loss={"min": [1.0, 1.0], "mean": [2.0, 1.5], "max": [3.0, 2.0]},
+    step_s={"min": [0.5, 5.0], "mean": [1.0, 5.0], "max": [1.5, 5.0]},
+    examples_per_s={"min": [16.0, 4.8], "mean": [24.0, 4.8], "max": [48.0, 4.8]},
+)
+"""30 steps of 24 examples in 1 s each, then 10 in 5 s each."""
 NOW = datetime(2026, 1, 1, 0, 5, tzinfo=UTC)
 
 
@@ -89,13 +105,33 @@ def text_of(renderable: RenderableType, width: int = 200) -> str:
 
 
 def test_the_step_time_has_its_parts_and_only_the_part_within_steps_was_predicted() -> None:
-    job = JobDocument(**{**JOB, "step_s": 0.8, "between_s": 0.5, "examples_per_s": 30.0, "rate_steps": 7})  # type: ignore[typeddict-item]
-    shown = text_of(job_page(JobParts(job=job, plan=PLAN), NOW))
-    assert "30 examples/s (over the last 7 steps)" in shown
+    figures = {"state": "running", "step_s": 0.8, "between_s": 0.5, "examples_per_s": 30.0, "rate_steps": 7}
+    job = JobDocument(**{**JOB, **figures})  # type: ignore[typeddict-item]
+    shown = text_of(job_page(JobParts(job=job, plan=PLAN, course=COURSE), NOW))
+    assert "  30 examples/s over the last 7 steps" in shown
+    assert "over all" not in shown, "of a running job, only the newest steps"
     assert "0.800 s, 0.500 s of it between steps (predicted for the rest 0.250 s, +20%)" in shown
     busy = JobDocument(**{**job, "step_s": 0.3, "between_s": 0.001})  # type: ignore[typeddict-item]
     shown = text_of(job_page(JobParts(job=busy, plan=PlanRecordDocument(**{**PLAN, "actual_step_s": 0.3})), NOW))  # type: ignore[typeddict-item]
     assert "0.300 s (predicted 0.250 s, +20%)" in shown
+    alone = JobDocument(**{**job, "rate_steps": 1})  # type: ignore[typeddict-item]
+    assert "30 examples/s over the last step " in text_of(job_page(JobParts(job=alone), NOW))
+
+
+def test_a_job_that_is_over_has_the_figures_of_all_its_steps_beside_those_of_the_last() -> None:
+    figures = {"state": "succeeded", "step_s": 0.8, "between_s": 0.0, "examples_per_s": 30.0, "rate_steps": 7}
+    job = JobDocument(**{**JOB, **figures})  # type: ignore[typeddict-item]
+    shown = text_of(job_page(JobParts(job=job, course=COURSE), NOW))
+    assert "12 examples/s over all 40 steps; 30 examples/s over the last 7 steps" in shown
+    assert "2.000 s over all 40 steps; the last 7 steps: 0.800 s" in shown
+
+
+def test_steps_without_a_time_give_no_rate() -> None:
+    assert render.whole_rate(COURSE) == render.WholeRate(40, 2.0, 12.0)
+    unknown: list[float | None] = [None, None]
+    empty = {"step_s": {"min": [0.0, 0.0], "mean": [0.0, 0.0], "max": [0.0, 0.0]}}
+    none = {**empty, "examples_per_s": {"min": unknown, "mean": unknown, "max": unknown}}
+    assert render.whole_rate(MetricBucketsDocument(**{**COURSE, **none})) is None  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize("states", [JobState, GenerationState, VmState])

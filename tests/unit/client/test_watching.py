@@ -14,6 +14,7 @@ from varuna_client.commands.watch_views import LineWatch, WatchedJob, render_sum
 from varuna_client.errors import UserError
 from varuna_client.following.follow import find_failed_rank
 from varuna_client.rest.calls import LogChunk
+from varuna_client.text.render import WholeRate
 from varuna_proto.rest import EventDocument, GenerationDocument, JobDocument, ProgressDocument
 
 
@@ -91,6 +92,9 @@ def test_the_end_in_one_line() -> None:
     over = job(state="succeeded", step=100, finished_at="2026-01-01T00:01:01+00:00")
     summary = render_summary(over, 0.5, ["calibration", "training", "training"]).plain
     assert summary == "✔ succeeded gpt: step 100, loss 2.5000, in 1 m 00 s, 1 morph, goodput 50%"
+    whole = WholeRate(steps=90, step_s=0.5, examples_per_s=19.31)
+    summary = render_summary(over, 0.5, ["training"], whole).plain
+    assert summary.startswith("✔ succeeded gpt: step 100, loss 2.5000, 19.3 ex/s over all 90 steps, in 1 m 00 s,")
 
 
 def test_the_end_of_a_job_whose_loss_was_not_finite_says_so() -> None:
