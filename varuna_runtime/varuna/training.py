@@ -239,6 +239,15 @@ class Varuna(ModuleView):
         """
         return self._role.evaluate(inputs, batch_size, ema=ema)
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state of the whole model, with the names and shapes of the plain model's `state_dict()`.
+
+        Called by all ranks. Rank 0 gets parameters and persistent buffers from all stages, in its host memory, as they
+        are after the last step; every other rank gets an empty dict. `torch.save` it, or load it into the plain model.
+        For a model that is too large for one host's memory take `varuna export`.
+        """
+        return self._role.gather_state()
+
     # Checkpoints
 
     @property

@@ -32,6 +32,7 @@ class Model(nn.Module):
         self.middle, self.last = nn.Linear(H, H), nn.Linear(H, H, bias=False)
         self.last.weight = self.first.weight
         self.register_buffer("scale", torch.full((H,), 0.5))
+        self.register_buffer("unread", torch.tensor([True, False, True]))
         self.cut = CutPoint()
         self.first.weight.register_hook(lambda gradient: gradient * torch.tensor([1.0, 0.0, 1.0, 1.0]))
         self.middle.bias.register_hook(lambda gradient: gradient * self.scale)
@@ -87,11 +88,19 @@ def main() -> None:
     model.checkpoint()
     evaluated = model.evaluate({"x": examples(0)[share]})
     state = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = model.full_state_dict()
     modules = [name for name, _ in model.named_modules()]
     torch.manual_seed(rank)  # as a script's own augmentations do
     model.apply(draw_anew)
     drawn = {name: value.clone() for name, value in model.state_dict().items()}
-    found = {"losses": losses, "evaluated": evaluated, "state": state, "drawn": drawn, "modules": modules}
+    found = {
+        "losses": losses,
+        "evaluated": evaluated,
+        "state": state,
+        "drawn": drawn,
+        "modules": modules,
+        "whole": whole,
+    }
     torch.save(found, Path(wanted["out"], f"rank{rank}.pt"))
     model.step({"x": examples(0)[share]})
 

@@ -29,6 +29,7 @@ class CallKind(Enum):
     CHECKPOINT = b"c"
     LOAD = b"o"
     RESUME = b"r"
+    FULL_STATE_DICT = b"f"
     END = b"z"
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -13,14 +14,20 @@ from torch.nn.modules.module import _IncompatibleKeys
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.user_code import user_code
 from varuna.model.fixed_module import CUT_MODEL, FixedModule, ModelSurface
+from varuna.model.state_dicts import read_stage_state, tensors_by_name
 from varuna.optim.script_steps import refuse_clipping
 from varuna.partition.stages.initial_values import NameSeedingMode, derived_seed
 
 __all__ = ["ModuleView"]
 
+_log = structlog.get_logger("varuna")
+
 
 class ModuleView(FixedModule):
     """The `nn.Module` side of `Varuna`; an empty module until `_set_surface` is called."""
+
+    _warned_of_part = False
+    """Whether the log has said that `state_dict` is a part of the model's."""
 
     def _set_surface(self, surface: ModelSurface) -> None:
         self._here = {id(x): x for x in (*surface.parameters.values(), *surface.buffers.values())}
@@ -152,19 +159,20 @@ class ModuleView(FixedModule):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """This stage's part of the state of the user's model: parameters and persistent buffers, by name.
 
-        Call `checkpoint` to save the whole model.
+        `full_state_dict` gives the whole model, and `checkpoint` saves it. A log line warns of the first part that is
+        not the whole.
         """
         if args:  # PyTorch still accepts positional arguments
             given = (*args, *(destination, prefix, keep_vars)[len(args) :])
             destination, prefix, keep_vars = given[0], given[1], given[2]
-        surface = self._surface
-        state = surface.module.state_dict(destination=destination, prefix=prefix, keep_vars=True)
-        elsewhere = {id(x) for x in _state_tensors(surface.module).values()} - self._here.keys()
-        for name, value in list(state.items()):
-            if id(value) in elsewhere:
-                del state[name]
-            elif isinstance(value, Tensor) and not keep_vars:
-                state[name] = value.detach()
+        state, left_out = read_stage_state(self._surface, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if left_out and not self._warned_of_part:
+            self._warned_of_part = True
+            _log.warning(
+                f"state_dict() at {user_code()} has this worker's stage only: {len(left_out)} tensors are in other "
+                f"stages, {left_out[0]} among them. full_state_dict(), called by all ranks, gives rank 0 the whole "
+                "model; checkpoint() and varuna export save it"
+            )
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -178,7 +186,7 @@ class ModuleView(FixedModule):
         if assign:
             raise self._refusal("load_state_dict(assign=True)", "the stage trains its own tensors: leave it out")
         module = self._surface.module
-        tensors = _state_tensors(module)
+        tensors = tensors_by_name(module)
         elsewhere = {name for name, tensor in tensors.items() if id(tensor) not in self._here}
         first: dict[int, str] = {}
         second = {name for name, tensor in tensors.items() if first.setdefault(id(tensor), name) != name}
@@ -250,14 +258,6 @@ def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name)
     yield path, module
-
-
-def _state_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every name of a parameter or buffer."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _join_some(names: list[str]) -> str:

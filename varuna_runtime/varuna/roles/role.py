@@ -40,6 +40,8 @@ class VarunaRole(Protocol):
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None, *, ema: bool) -> float: ...
 
+    def gather_state(self) -> dict[str, Any]: ...
+
     def register_state(self, name: str, state: Stateful, per: StateScope) -> None: ...
 
     def save_checkpoint(
@@ -96,6 +98,9 @@ class ReportRole:
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None, *, ema: bool) -> NoReturn:
         raise self._not_trained("evaluate")
+
+    def gather_state(self) -> NoReturn:
+        raise self._not_trained("full_state_dict")
 
     def register_state(self, name: str, state: Stateful, per: StateScope) -> None:
         self._registered.register_state(name, state, per=per)

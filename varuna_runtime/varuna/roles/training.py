@@ -51,7 +51,11 @@ from varuna.roles.wrapped_model import WrappedModel
 
 __all__ = ["TrainingRole"]
 
-_ACTIVITIES = {CallKind.EVALUATE: Activity.EVALUATION, CallKind.CHECKPOINT: Activity.CHECKPOINT}
+_ACTIVITIES = {
+    CallKind.EVALUATE: Activity.EVALUATION,
+    CallKind.CHECKPOINT: Activity.CHECKPOINT,
+    CallKind.FULL_STATE_DICT: Activity.CHECKPOINT,
+}
 _LEAST_PATIENCE_S = 5.0
 """How long a replica that finishes its share waits for one of its ranks at least, before it leaves the share undone."""
 
@@ -395,6 +399,10 @@ class TrainingRole:
                 "give each replica its share"
             )
         return totals.loss
+
+    def gather_state(self) -> dict[str, Any]:
+        with self._calling(CallKind.FULL_STATE_DICT):
+            return self._parts.gather_state()
 
     # Checkpoints
 

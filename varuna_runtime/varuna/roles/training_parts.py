@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.tensorboard import TensorBoardWriter
 from varuna.model.fixed_module import ModelSurface
 from varuna.model.script_changes import ScriptChanges
+from varuna.model.state_dicts import gather_state
 from varuna.model.tensor_swap import TensorSwap
 from varuna.optim.host_parameters import HostParameters
 from varuna.optim.non_finite_steps import NonFiniteSteps, check_max_non_finite_steps
@@ -107,6 +109,7 @@ class TrainingParts:
         self._follow_surface = follow_surface
         self.wrapped_map = self.model_map = wrapped.model_map
         self.trace_digest = wrapped.trace_digest
+        self._stored_names = wrapped.tensor_names
         self.retracer = Retracer(wrapped.model, wrapped.examples, self.stages)
         self.changes = ScriptChanges(
             wrapped.model,
@@ -140,3 +143,7 @@ class TrainingParts:
         """Makes the script see these of the model from now on."""
         self.surface = replace(self.surface, parameters=parameters, buffers=buffers)
         self._follow_surface(self.surface)
+
+    def gather_state(self) -> dict[str, Any]:
+        """The state of the whole model on rank 0, an empty dict on the others. Called by all ranks."""
+        return gather_state(self.surface, self._stored_names, self.assembly.everyone, self.worker.topology)

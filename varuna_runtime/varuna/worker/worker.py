@@ -222,6 +222,7 @@ _WAIT_KINDS = {
     CallKind.CHECKPOINT: agent_pb2.WAIT_KIND_CHECKPOINT,
     CallKind.LOAD: agent_pb2.WAIT_KIND_LOAD,
     CallKind.RESUME: agent_pb2.WAIT_KIND_RESUME,
+    CallKind.FULL_STATE_DICT: agent_pb2.WAIT_KIND_CHECKPOINT,
 }
 
 

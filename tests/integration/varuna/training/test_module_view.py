@@ -38,6 +38,8 @@ def run(zygote: Zygote, folder: Path, p: int, d: int, generation: int, **wanted:
     ) as world:
         codes = world.exit_codes()
         assert codes == [0] * (p * d), world.logs()
+        warned = world.logs().count("has this worker's stage only")
+        assert warned == (p * d if p > 1 else 0), "each rank of a model that is cut says once that its part is no whole"
         return [torch.load(world.out / f"rank{rank}.pt") for rank in range(p * d)]
 
 
@@ -69,6 +71,12 @@ def test_a_module_in_every_shape(zygote: Zygote, tmp_path: Path, shapes: list[tu
             for name, tensor in rank["drawn"].items():
                 assert torch.equal(drawn.setdefault(name, tensor), tensor), f"replicas differ in {name} after apply"
         assert names == set(expected)
+        whole = ranks[0]["whole"]
+        assert list(whole) == list(expected), "every name of the plain model, in its order"
+        for name, tensor in whole.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+            assert all(torch.equal(tensor, rank["state"].get(name, tensor)) for rank in ranks)
+        assert all(rank["whole"] == {} for rank in ranks[1:])
         assert ("middle" in ranks[0]["modules"]) == (p == 1)
         assert "first" in ranks[0]["modules"]
         assert "first" in ranks[-1]["modules"]  # its weight is tied to the last one's

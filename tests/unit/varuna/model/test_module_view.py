@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from varuna import CutPoint, Varuna
 from varuna.distributed.worker_environment import read_worker_environment
+from varuna.model import state_dicts
 from varuna.partition import PartitionError
 from varuna_proto.environment import Mode
 
@@ -129,6 +130,30 @@ def test_a_state_dict_comes_back(offload: bool) -> None:
 
     assert model.state_dict(prefix="m.").keys() == plain.state_dict(prefix="m.").keys()
     assert model.state_dict(keep_vars=True)["first.weight"] is model.first.weight
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 20, 1 << 20])
+def test_the_full_state_dict_is_the_plain_models_in_its_own_memory(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_dicts, "_CHUNK_BYTES", chunk_bytes)
+    plain = Model()
+    plain.register_buffer("flags", torch.tensor([True, False, True]))
+    plain.register_buffer("empty", torch.zeros(0, 4))
+    plain.register_buffer("phase", torch.tensor(1 - 0.5j))
+    plain.scale[0] = -0.0
+    model = wrapped(plain)
+    full, expected = model.full_state_dict(), plain.state_dict()
+    assert list(full) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(full[name], value)
+        assert (full[name].dtype, full[name].shape) == (value.dtype, value.shape), name
+    assert torch.signbit(full["scale"])[0]
+    assert full["last.weight"] is full["first.weight"], "tied tensors stay one"
+    before = full["second.weight"].clone()
+    model.step(batch(4))
+    assert torch.equal(full["second.weight"], before), "it does not follow training"
+    Model().load_state_dict(model.full_state_dict(), strict=False)
 
 
 def test_a_state_dict_that_does_not_fit_is_refused_as_pytorch_does() -> None:
