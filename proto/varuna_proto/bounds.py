@@ -18,6 +18,9 @@ MOST_SECONDS = 1e9
 MOST_GPUS = 2**20
 """For a whole fleet."""
 MOST_GPUS_OF_A_VM = 1024
+MOST_LOGGED_NAMES = 64
+"""That a job may log values under."""
+LOGGED_NAME_CHARS = 100
 MOST_LOSS = 1e100
 """The sum of any number of losses below it is finite."""
 
@@ -37,6 +40,17 @@ def text_flaw(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"has half a character in it ({text[error.start]!r} at {error.start}): it cannot be written as UTF-8"
     return None
+
+
+def logged_name_flaw(name: str) -> str | None:
+    """Why values cannot be logged under this name; None: they can."""
+    if not name or name != name.strip():
+        return "is empty, or begins or ends with a space"
+    if len(name) > LOGGED_NAME_CHARS:
+        return f"has more than {LOGGED_NAME_CHARS} characters"
+    if not name.isprintable():
+        return "has characters that cannot be printed"
+    return text_flaw(name)
 
 
 def clean_text(text: str, most_chars: int) -> str:

@@ -332,6 +332,18 @@ class MetricBucketsDocument(TypedDict):
 
 
 @_documented
+class LoggedSeriesDocument(TypedDict):
+    """What a job's script has logged under a name by `varuna.log`, as columns, by step."""
+
+    name: str
+    step: list[int]
+    value: list[float]
+    generation: list[int]
+    at_unix_s: list[float]
+    """When the manager stored the value."""
+
+
+@_documented
 class CheckpointDocument(TypedDict):
     """A committed checkpoint. It may have been pruned since."""
 

@@ -27,12 +27,15 @@ pytestmark = pytest.mark.xdist_group("e2e")
 SCRIPT = (
     SMALL_MODEL
     + """
+    import varuna
+
     first = model.resume() + 1
     if first == 1:
         model.checkpoint()
     Path(f"context-{os.environ['VARUNA_GENERATION']}-{os.environ['RANK']}").write_text(os.environ["TRACEPARENT"])
     for step, batch in Batches(data, first_step=first, last_step=100_000):
         model.step(batch)
+        varuna.log({"half": step / 2}, step)
         if Path("end").exists() and step >= int(Path("end").read_text()):
             break  # on every rank at the same step
         time.sleep(0.02)
@@ -153,6 +156,12 @@ def test_a_morph_is_traced_and_the_curves_go_on(
         wait_until(lambda: client.job("small")["state"] == "succeeded", "the job's end")
         ended = client.job("small")
 
+        logged = client.logged_values("small", points=10_000)
+        metrics = client.metrics("small")
+
+    assert [one["name"] for one in logged] == ["half"]
+    assert logged[0]["step"] == [step["step"] for step in metrics], "those of both generations, and each once"
+    assert logged[0]["value"] == [step / 2 for step in logged[0]["step"]]
     check_trace(receiver, ended["id"], number, workdir)
     check_curves(tmp_path / "curves", ended["step"])
 
@@ -210,4 +219,6 @@ def check_curves(folder: Path, last: int) -> None:
         points = events.Scalars(f"train/{name}")
         assert [point.step for point in points] == list(range(1, last + 1)), name
         assert all(point.value > 0 for point in points)
+    halves = {point.step: point.value for point in events.Scalars("script/half")}
+    assert halves == {step: step / 2 for step in range(1, last + 1)}
     assert all(point.value == pytest.approx(1e-4) for point in events.Scalars("train/learning_rate"))

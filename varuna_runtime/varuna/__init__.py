@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from varuna.inspection.text import describe_sections
     from varuna.partition.opaque_calls import opaque
     from varuna.training import Varuna
+    from varuna.worker.script_values import log
 
 __all__ = [
     "CutPoint",
@@ -32,6 +33,7 @@ __all__ = [
     "describe_sections",
     "get_this_rank_config_varuna",
     "get_varuna_config",
+    "log",
     "opaque",
 ]
 
@@ -44,6 +46,7 @@ _HOMES = {
     "describe_sections": "inspection.text",
     "get_this_rank_config_varuna": "distributed.worker_environment",
     "get_varuna_config": "distributed.worker_environment",
+    "log": "worker.script_values",
     "opaque": "partition.opaque_calls",
 }
 

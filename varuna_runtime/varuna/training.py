@@ -29,6 +29,7 @@ from varuna.roles.training import TrainingRole
 from varuna.roles.training_parts import TrainingOptions
 from varuna.roles.wrapped_model import ModelOptions, trace_model, wrap_model
 from varuna.worker.newcomer import Newcomer
+from varuna.worker.script_values import SCRIPT_VALUES
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import Mode
 
@@ -149,6 +150,7 @@ class Varuna(ModuleView):
         )
         seed = torch.initial_seed()
         self._role: VarunaRole
+        SCRIPT_VALUES.send_to()
         if inspects:
             self._role = InspectionRole(wrapped, seed)
         elif environment.mode is Mode.CALIBRATE:
@@ -162,6 +164,7 @@ class Varuna(ModuleView):
         else:
             self._role = TrainingRole(wrapped, seed, options, scalars=scalars, follow_surface=self._set_surface)
             self.training = self._role.surface.module.training
+            SCRIPT_VALUES.send_to(self._worker.link.report_values, scalars.write_values)
         self._set_surface(self._role.surface)
 
     def train(self, mode: bool = True) -> Self:

@@ -417,10 +417,8 @@ class HostedWorkers:
                 yield from self._reports.add_report(messages.make_worker_started(worker, message.ready))
             case "step_done":
                 yield from self._handle_step(worker, message.step_done)
-            case "evaluated":
-                worker.health.evaluated = message.evaluated.micro_batches
-            case "waiting":
-                self._note_wait(worker, message.waiting, now)
+            case "evaluated" | "waiting" | "log_values":
+                self._note_activity(worker, message, now)
             case "step_traced":
                 yield from self._report_trace(worker.key, message.step_traced)
             case "checkpoint_done":
@@ -438,6 +436,15 @@ class HostedWorkers:
                 yield from self._handle_generation_left(worker, message.generation_left, now)
             case _:
                 pass  # a second hello, or a newer library's message
+
+    def _note_activity(self, worker: HostedWorker, message: worker_pb2.WorkerMessage, now: float) -> None:
+        """What the script does beside its steps."""
+        if message.HasField("evaluated"):
+            worker.health.evaluated = message.evaluated.micro_batches
+        elif message.HasField("waiting"):
+            self._note_wait(worker, message.waiting, now)
+        else:
+            self._reports.add_values(worker.key, message.log_values)
 
     def _note_wait(self, worker: HostedWorker, waiting: worker_pb2.Waiting, now: float) -> None:
         was_quiet = list(worker.health.quiet_ranks)

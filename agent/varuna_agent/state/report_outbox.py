@@ -8,7 +8,7 @@ from varuna_proto.v1 import agent_pb2
 
 
 class ReportOutbox:
-    """Keeps reports in order, from number 1. Steps wait apart and go into as few reports as possible.
+    """Keeps reports in order, from number 1. Steps and logged values wait apart and go into as few reports as possible.
 
     A report that may have been sent never changes, because the manager ignores a number that it has stored. So steps
     are numbered late: when they can be sent, or when a later report must follow them. That bounds the outbox while
@@ -17,10 +17,14 @@ class ReportOutbox:
     Args:
         window: steps go into no new report while this many reports are unacknowledged.
         max_waiting_steps: beyond this, the outbox drops every second step of the older half (their losses are a curve).
+        max_waiting_values: the same for the values that scripts have logged.
     """
 
-    def __init__(self, *, window: int = 64, max_waiting_steps: int = 20_000) -> None:
+    def __init__(self, *, window: int = 64, max_waiting_steps: int = 20_000, max_waiting_values: int = 5_000) -> None:
         self._window = window
+        self._max_waiting_values = max_waiting_values
+        self._values: dict[tuple[str, int], dict[tuple[str, int], agent_pb2.LoggedValue]] = {}
+        """By generation, and there by name and step."""
         self._max_waiting_steps = max_waiting_steps
         self._unacknowledged: deque[agent_pb2.Report] = deque()
         self._next_number = 1
@@ -37,7 +41,7 @@ class ReportOutbox:
 
     @property
     def is_empty(self) -> bool:
-        return not self._unacknowledged and not self._steps
+        return not self._unacknowledged and not self._steps and not self._values
 
     @property
     def waiting_steps(self) -> int:
@@ -57,19 +61,36 @@ class ReportOutbox:
             half = len(steps) // 2
             steps[:half] = steps[:half:2]
 
+    def add_value(self, job_id: str, generation: int, value: agent_pb2.LoggedValue) -> None:
+        """Of the values of a name at a step, that of the lowest rank stays, and of its own the last."""
+        values = self._values.setdefault((job_id, generation), {})
+        known = values.pop((value.name, value.step), None)
+        values[value.name, value.step] = value if known is None or value.rank <= known.rank else known
+        if len(values) > self._max_waiting_values:
+            older = list(values)[: len(values) // 2]
+            for dropped in older[1::2]:
+                del values[dropped]
+
     def take_steps(self, *, even_if_full: bool = False) -> tuple[agent_pb2.Report, ...]:
-        """Turn the waiting steps into new reports, one per generation; into none while the window is full."""
+        """Turn the waiting steps and values into new reports, one of each per generation; into none while the window is
+        full."""
         if len(self._unacknowledged) >= self._window and not even_if_full:
             return ()
-        waiting, self._steps = self._steps, {}
-        return tuple(
-            self.add_report(
-                agent_pb2.Report(
-                    steps_completed=agent_pb2.StepsCompleted(job_id=job_id, generation=generation, steps=steps)
-                )
+        steps_of, self._steps = self._steps, {}
+        values_of, self._values = self._values, {}
+        reports = [
+            agent_pb2.Report(
+                steps_completed=agent_pb2.StepsCompleted(job_id=job_id, generation=generation, steps=steps)
             )
-            for (job_id, generation), steps in waiting.items()
-        )
+            for (job_id, generation), steps in steps_of.items()
+        ]
+        reports += [
+            agent_pb2.Report(
+                values_logged=agent_pb2.ValuesLogged(job_id=job_id, generation=generation, values=values.values())
+            )
+            for (job_id, generation), values in values_of.items()
+        ]
+        return tuple(self.add_report(report) for report in reports)
 
     def discard_through(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0].number <= number:

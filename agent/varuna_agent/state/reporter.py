@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from varuna_agent.state import messages
@@ -9,7 +10,8 @@ from varuna_agent.state.conversation import Conversation
 from varuna_agent.state.instructions import Instruction, SendMessage
 from varuna_agent.state.report_outbox import ReportOutbox
 from varuna_agent.state.worker_key import WorkerKey
-from varuna_proto.v1 import agent_pb2
+from varuna_proto.bounds import logged_name_flaw
+from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _HASTENED_APART = 0.25
 """Heartbeats that workers cause are at least this part of the interval apart, however often they report."""
@@ -39,7 +41,15 @@ class Reporter:
         """Keep the step for the next `send_steps`."""
         self.outbox.add_step(key.job_id, key.generation, result)
 
+    def add_values(self, key: WorkerKey, logged: worker_pb2.LogValues) -> None:
+        """Keep what a script has logged for the next `send_steps`."""
+        for name, value in logged.values.items():
+            if logged_name_flaw(name) is None and math.isfinite(value):
+                one = agent_pb2.LoggedValue(name=name, step=logged.step, value=value, rank=key.rank)
+                self.outbox.add_value(key.job_id, key.generation, one)
+
     def send_steps(self, *, even_if_full: bool = False) -> Iterator[Instruction]:
+        """Sends the values that scripts have logged, too."""
         for report in self.outbox.take_steps(even_if_full=even_if_full):
             if self.can_send:
                 yield SendMessage(messages.make_report_message(report))

@@ -37,6 +37,8 @@ from varuna_proto.rest import EventDocument, StepMetricsDocument
 LOG_TAIL_BYTES = 64 * 1024
 _LOSS_POINTS = 40
 """Points of the loss line."""
+_MOST_LOGGED = 10_000
+"""More than the manager keeps of the values that a script logs under a name."""
 _NEWEST_STEPS = 1000
 """Steps that `show --json` lists one by one."""
 _PERIOD = re.compile(r"(\d{1,9})([smhd])")
@@ -222,18 +224,26 @@ def metrics(
     manager_url: ManagerUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """List a job's steps: time, loss, examples per second, seconds, and the generation that computed each."""
+    """List a job's steps: time, loss, examples per second, seconds, generation, and what the script has logged."""
     if as_csv and as_json:
         raise UserError("varuna metrics: give --csv or --json, not both")
     with connect(manager_url) as client:
         found = client.job(job)
         after = 0 if last is None else max(found["step"] - last, 0)
         steps = _list_steps(client, found["id"], after)
+        series = client.logged_values(found["id"], points=_MOST_LOGGED, after_step=after or None)
+    logged = {one["name"]: dict(zip(one["step"], one["value"], strict=True)) for one in series}
     if as_csv:
-        sys.stdout.write(render.steps_csv(steps))
+        sys.stdout.write(render.steps_csv(steps, logged))
         return
     nothing = Text(f"job {job} has made no step yet: it is {found['state']}")
-    print_document(steps, render.steps_table(steps) if steps else nothing, as_json)
+    documents = [{**step, "logged": _list_logged(logged, step["step"])} for step in steps]
+    print_document(documents, render.steps_table(steps, logged) if steps else nothing, as_json)
+
+
+def _list_logged(logged: render.LoggedValues, step: int) -> dict[str, float]:
+    """By name: what the script has logged at this step."""
+    return {name: values[step] for name, values in logged.items() if step in values}
 
 
 def _list_steps(client: Client, job_id: str, after: int) -> list[StepMetricsDocument]:

@@ -22,6 +22,7 @@ from varuna_proto.rest import (
     JobDocument,
     JobSpecDocument,
     JobTimeDocument,
+    LoggedSeriesDocument,
     LogMatchesDocument,
     MetricBucketsDocument,
     PipelineDocument,
@@ -229,6 +230,13 @@ def metric_buckets(
 ) -> ApiCall[MetricBucketsDocument]:
     """Fetch the steps' metrics in at most `points` buckets, as columns."""
     return _get(_of(job, "/metrics/buckets"), points=points, from_step=from_step, to_step=to_step)
+
+
+def logged_values(
+    job: str, *, names: Sequence[str] | None = None, points: int = 2000, after_step: int | None = None
+) -> ApiCall[list[LoggedSeriesDocument]]:
+    """Fetch what the script has logged by `varuna.log`, at most `points` values of each name."""
+    return _get(_of(job, "/metrics/logged"), name=names, points=points, after_step=after_step)
 
 
 def time(job: str) -> ApiCall[JobTimeDocument]:

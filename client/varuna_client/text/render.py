@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -59,6 +59,10 @@ def job_state(job: JobDocument) -> Text:
     if job["state"] == "succeeded" and is_odd:
         return Text("! succeeded", style="yellow", no_wrap=True)
     return state(job["state"])
+
+
+LoggedValues = Mapping[str, Mapping[int, float]]
+"""What a script has logged: by name, and there by step."""
 
 
 class WholeRate(NamedTuple):
@@ -237,9 +241,9 @@ def _why(vm: VmDocument) -> str:
     return vm.get("reason") or ""
 
 
-def steps_table(steps: Iterable[StepMetricsDocument]) -> Table:
-    right = ("STEP", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN")
-    made = table("STEP", "TIME", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN", right=right)
+def steps_table(steps: Iterable[StepMetricsDocument], logged: LoggedValues) -> Table:
+    right = ("STEP", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN", *logged)
+    made = table("STEP", "TIME", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN", *logged, right=right)
     for step in steps:
         made.add_row(
             str(step["step"]),
@@ -249,18 +253,25 @@ def steps_table(steps: Iterable[StepMetricsDocument]) -> Table:
             number(step["step_s"], 3),
             number(step["between_s"], 3),
             str(step["generation"]),
+            *(_render_value(values.get(step["step"])) for values in logged.values()),
         )
     return made
 
 
-def steps_csv(steps: Iterable[StepMetricsDocument]) -> str:
+def _render_value(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def steps_csv(steps: Iterable[StepMetricsDocument], logged: LoggedValues) -> str:
     """With a line of heads, all digits, and an empty field for what is not known."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("step", "time", "loss", "examples_per_s", "step_s", "between_s", "examples", "generation"))
+    heads = ("step", "time", "loss", "examples_per_s", "step_s", "between_s", "examples", "generation")
+    writer.writerow((*heads, *logged))
     for step in steps:
         times = (_examples_per_s(step), step["step_s"], step["between_s"])
-        writer.writerow((step["step"], step["at"], step["loss"], *times, step["examples"], step["generation"]))
+        values = (of_name.get(step["step"]) for of_name in logged.values())
+        writer.writerow((step["step"], step["at"], step["loss"], *times, step["examples"], step["generation"], *values))
     return out.getvalue()
 
 

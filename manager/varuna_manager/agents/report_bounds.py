@@ -21,6 +21,7 @@ from varuna_proto.bounds import (
     URL_CHARS,
     bounded,
     clean_text,
+    logged_name_flaw,
 )
 from varuna_proto.names import is_plain
 from varuna_proto.v1 import agent_pb2 as pb
@@ -61,6 +62,8 @@ def tidy(report: pb.Report) -> None:
             _tidy_steps(report.steps_completed)
         case "step_traced":
             _tidy_trace(report.step_traced)
+        case "values_logged":
+            _tidy_values(report.values_logged)
 
 
 def flaw_of(report: pb.Report) -> str | None:
@@ -115,6 +118,21 @@ def _tidy_steps(fact: pb.StepsCompleted) -> None:
             step.ClearField("between")
         if not abs(step.loss) <= MOST_LOSS:
             step.loss = math.nan
+
+
+def _tidy_values(fact: pb.ValuesLogged) -> None:
+    """Drop impossible values, so that the others of the report are not lost."""
+    kept = [
+        one
+        for one in fact.values
+        if one.step <= MOST_STEP
+        and one.rank <= MOST_INT
+        and abs(one.value) <= MOST_LOSS
+        and logged_name_flaw(one.name) is None
+    ]
+    if len(kept) < len(fact.values):
+        del fact.values[:]
+        fact.values.extend(kept)
 
 
 def _tidy_trace(fact: pb.StepTraced) -> None:

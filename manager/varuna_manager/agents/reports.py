@@ -39,6 +39,7 @@ from varuna_manager.domain.states import (
 from varuna_manager.history import traces
 from varuna_manager.history.live import ProgressBoard
 from varuna_manager.history.morph_spans import MorphSpans
+from varuna_manager.jobs.logged_values import record_values
 from varuna_manager.jobs.placements import Placements
 from varuna_manager.jobs.progress import Progress
 from varuna_manager.planning.planning import PlanningService
@@ -172,6 +173,11 @@ class ReportService:
                         steps = done.setdefault((fact.job_id, fact.generation), {})
                         steps.update({step.step: step for step in fact.steps})
                         continue
+                    if report.WhichOneof("fact") == "values_logged":
+                        logged = report.values_logged
+                        if await self._is_of(session, places, batch.vm_id, logged):
+                            await record_values(session, logged, self._now())
+                        continue
                     rings |= report.WhichOneof("fact") != "step_traced"
                     await self._apply_one(session, places, batch, report)
             for (job_id, number), steps in done.items():
@@ -230,7 +236,7 @@ class ReportService:
         session: AsyncSession,
         places: Placements,
         vm_id: str,
-        fact: pb.StepsCompleted | pb.CheckpointCommitted | pb.ProfileMeasured,
+        fact: pb.StepsCompleted | pb.CheckpointCommitted | pb.ProfileMeasured | pb.ValuesLogged,
     ) -> bool:
         """Whether the generation that the agent names runs on its VM.
 

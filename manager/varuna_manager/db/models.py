@@ -479,6 +479,21 @@ class MetricBlockRow(Base):
     rate_max: Mapped[float | None]
 
 
+class LoggedValueRow(Base):
+    """A value that the script has logged under a name: see `varuna_manager.jobs.logged_values`."""
+
+    __tablename__ = "logged_values"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[float]
+    generation: Mapped[int] = mapped_column(Integer)
+    rank: Mapped[int] = mapped_column(Integer)
+    """That logged it."""
+    at: Mapped[float]
+
+
 class TraceRow(Base):
     """A stage's newest traced mini-batch of a generation."""
 

@@ -31,6 +31,7 @@ from varuna_manager.db.models import (
     JobProgressRow,
     JobRow,
     JobVmRow,
+    LoggedValueRow,
     MetricBlockRow,
     MetricRow,
     StackRow,
@@ -55,6 +56,7 @@ _VMS_AT_ONCE = 5_000
 _OF_JOB: tuple[tuple[InstrumentedAttribute[str], InstrumentedAttribute[Any]], ...] = (
     (MetricRow.job_id, MetricRow.step),
     (MetricBlockRow.job_id, MetricBlockRow.block),
+    (LoggedValueRow.job_id, LoggedValueRow.name),
     (TraceRow.job_id, TraceRow.generation),
     (StackRow.job_id, StackRow.generation),
     (WorkerRow.job_id, WorkerRow.generation),

@@ -10,6 +10,7 @@ from varuna_manager.fleet.vm_list import VmList
 from varuna_manager.history.event_list import EventList
 from varuna_manager.history.fleet_history import FleetHistoryService
 from varuna_manager.history.job_history import JobHistory
+from varuna_manager.history.logged_values import LoggedValues
 from varuna_manager.history.spending import Spending
 from varuna_manager.history.step_metrics import StepMetrics
 from varuna_manager.history.traces import Traces
@@ -21,6 +22,7 @@ class Views:
     events: EventList
     fleet: FleetHistoryService
     history: JobHistory
+    logged: LoggedValues
     spending: Spending
     steps: StepMetrics
     traces: Traces
@@ -33,6 +35,7 @@ class Views:
             events=EventList(database),
             fleet=FleetHistoryService(database, keep or KeepDays()),
             history=JobHistory(database, registry),
+            logged=LoggedValues(database),
             spending=Spending(database),
             steps=StepMetrics(database),
             traces=Traces(database),

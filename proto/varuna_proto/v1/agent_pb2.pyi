@@ -636,6 +636,7 @@ class Report(_message.Message):
     COMMAND_REFUSED_FIELD_NUMBER: _builtins.int
     SETUP_FAILED_FIELD_NUMBER: _builtins.int
     STEP_TRACED_FIELD_NUMBER: _builtins.int
+    VALUES_LOGGED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """from 1 within an incarnation"""
     @_builtins.property
@@ -656,6 +657,8 @@ class Report(_message.Message):
     def setup_failed(self) -> Global___SetupFailed: ...
     @_builtins.property
     def step_traced(self) -> Global___StepTraced: ...
+    @_builtins.property
+    def values_logged(self) -> Global___ValuesLogged: ...
     def __init__(
         self,
         *,
@@ -669,12 +672,13 @@ class Report(_message.Message):
         command_refused: Global___CommandRefused | None = ...,
         setup_failed: Global___SetupFailed | None = ...,
         step_traced: Global___StepTraced | None = ...,
+        values_logged: Global___ValuesLogged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "setup_failed", b"setup_failed", "step_traced", b"step_traced", "steps_completed", b"steps_completed", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "setup_failed", b"setup_failed", "step_traced", b"step_traced", "steps_completed", b"steps_completed", "values_logged", b"values_logged", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "number", b"number", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "setup_failed", b"setup_failed", "step_traced", b"step_traced", "steps_completed", b"steps_completed", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_committed", b"checkpoint_committed", "command_refused", b"command_refused", "fact", b"fact", "number", b"number", "preemption_notice", b"preemption_notice", "profile_measured", b"profile_measured", "setup_failed", b"setup_failed", "step_traced", b"step_traced", "steps_completed", b"steps_completed", "values_logged", b"values_logged", "worker_exited", b"worker_exited", "worker_started", b"worker_started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["worker_started", "worker_exited", "checkpoint_committed", "preemption_notice", "steps_completed", "profile_measured", "command_refused", "setup_failed", "step_traced"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["worker_started", "worker_exited", "checkpoint_committed", "preemption_notice", "steps_completed", "profile_measured", "command_refused", "setup_failed", "step_traced", "values_logged"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -1027,6 +1031,65 @@ class StepResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class ValuesLogged(_message.Message):
+    """what the script has logged by varuna.log"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoggedValue]: ...
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        values: _abc.Iterable[Global___LoggedValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValuesLogged: _TypeAlias = ValuesLogged  # noqa: Y015
+
+@_typing.final
+class LoggedValue(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    step: _builtins.int
+    """as the script names it"""
+    value: _builtins.float
+    """finite"""
+    rank: _builtins.int
+    """that logged it; of several at a step the lowest counts"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        step: _builtins.int = ...,
+        value: _builtins.float = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "rank", b"rank", "step", b"step", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoggedValue: _TypeAlias = LoggedValue  # noqa: Y015
 
 @_typing.final
 class BetweenSteps(_message.Message):

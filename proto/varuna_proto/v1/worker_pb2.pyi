@@ -38,6 +38,7 @@ class WorkerMessage(_message.Message):
     GENERATION_LEFT_FIELD_NUMBER: _builtins.int
     GIVING_STATE_FIELD_NUMBER: _builtins.int
     SCRIPT_OBSTACLE_FIELD_NUMBER: _builtins.int
+    LOG_VALUES_FIELD_NUMBER: _builtins.int
     AT_DOOR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
@@ -78,6 +79,10 @@ class WorkerMessage(_message.Message):
         """sent before the worker leaves"""
 
     @_builtins.property
+    def log_values(self) -> Global___LogValues:
+        """what the script has logged by varuna.log"""
+
+    @_builtins.property
     def at_door(self) -> Global___AtDoor:
         """follows the hello of a newcomer, which waits for Assigned"""
 
@@ -97,13 +102,14 @@ class WorkerMessage(_message.Message):
         generation_left: Global___GenerationLeft | None = ...,
         giving_state: Global___GivingState | None = ...,
         script_obstacle: Global___ScriptObstacle | None = ...,
+        log_values: Global___LogValues | None = ...,
         at_door: Global___AtDoor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "log_values", b"log_values", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "log_values", b"log_values", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced", "unreached", "waiting", "generation_left", "giving_state", "script_obstacle", "at_door"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced", "unreached", "waiting", "generation_left", "giving_state", "script_obstacle", "log_values", "at_door"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -592,6 +598,51 @@ class StepDone(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepDone: _TypeAlias = StepDone  # noqa: Y015
+
+@_typing.final
+class LogValues(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """by name; finite"""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        values: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogValues: _TypeAlias = LogValues  # noqa: Y015
 
 @_typing.final
 class Evaluated(_message.Message):

@@ -48,6 +48,38 @@ def test_a_full_window_holds_steps_back_unless_something_must_follow_them() -> N
     assert steps_of(outbox.take_steps(even_if_full=True)) == [1, 2, 3]
 
 
+def logged(step: int, value: float, name: str = "accuracy", rank: int = 0) -> pb.LoggedValue:
+    return pb.LoggedValue(name=name, step=step, value=value, rank=rank)
+
+
+def test_logged_values_become_one_report_in_which_the_lowest_rank_counts_and_of_its_calls_the_last() -> None:
+    outbox = ReportOutbox()
+    for one in (logged(1, 0.1, rank=2), logged(1, 0.2, rank=1), logged(1, 0.3, rank=2), logged(1, 0.4, rank=1)):
+        outbox.add_value("job", 1, one)
+    outbox.add_value("job", 1, logged(2, 0.5, "f1", rank=2))
+    assert not outbox.is_empty
+    add_steps(outbox, range(1, 3))
+    steps, values = outbox.take_steps()
+    assert steps_of((steps,)) == [1, 2]
+    fact = values.values_logged
+    assert (fact.job_id, fact.generation) == ("job", 1)
+    assert [(one.name, one.step, one.value, one.rank) for one in fact.values] == [
+        ("accuracy", 1, 0.4, 1),
+        ("f1", 2, 0.5, 2),
+    ]
+    assert outbox.take_steps() == ()
+
+
+def test_the_values_that_wait_are_bounded_and_the_newest_stay() -> None:
+    outbox = ReportOutbox(max_waiting_values=10)
+    for step in range(1000):
+        outbox.add_value("job", 1, logged(step, 0.5))
+    (report,) = outbox.take_steps()
+    steps = [one.step for one in report.values_logged.values]
+    assert len(steps) <= 10
+    assert steps[-3:] == [997, 998, 999]
+
+
 @given(count=some.integers(0, 500), bound=some.integers(4, 50))
 def test_the_outbox_is_bounded_and_keeps_the_ends_of_the_curve(count: int, bound: int) -> None:
     outbox = ReportOutbox(max_waiting_steps=bound)

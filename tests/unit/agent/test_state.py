@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -453,6 +454,17 @@ def test_a_step_that_updated_nothing_goes_out_as_such() -> None:
     vm.receive_worker_message(key(), step_done=w.StepDone(step=2, loss=1.0, skipped=True))
     (completed,) = sent(vm.tick(at=101.0), "steps_completed")
     assert [(step.step, step.skipped) for step in completed.steps] == [(2, True)]
+
+
+def test_what_a_script_logs_is_reported_with_the_rank_that_logged_it() -> None:
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.ready(key())
+    values = {"accuracy": 0.5, "nan": math.nan, "inf": math.inf, "": 1.0, "long" * 50: 1.0}
+    vm.receive_worker_message(key(), log_values=w.LogValues(step=7, values=values))
+    (logged,) = sent(vm.tick(at=101.0), "values_logged")
+    assert (logged.job_id, logged.generation) == key().generation_key
+    assert [(one.name, one.step, one.value, one.rank) for one in logged.values] == [("accuracy", 7, 0.5, key().rank)]
 
 
 def test_heartbeats_count_what_a_worker_evaluates_between_steps() -> None:

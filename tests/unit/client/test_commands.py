@@ -150,11 +150,17 @@ def test_the_metrics_are_all_steps_on_however_many_pages(rest: ScriptedRest) -> 
 
     rest.answers["GET /jobs/gpt"] = (200, JOB)
     rest.answers["GET /jobs/j-1/metrics"] = page
+    rest.answers["GET /jobs/j-1/metrics/logged"] = (200, [])
     heads, *rows = rest.run("metrics", "gpt", "--csv").stdout.splitlines()
     assert heads == "step,time,loss,examples_per_s,step_s,between_s,examples,generation"
     assert [row.split(",")[0] for row in rows] == [str(number) for number in range(1, 8)]
     assert [each["step"] for each in json.loads(rest.run("metrics", "gpt", "-n", "2", "--json").stdout)] == [6, 7]
     assert rest.run("metrics", "gpt").stdout.splitlines()[-1].split()[0] == "7"
+    logged = {"name": "accuracy", "step": [5, 7], "value": [0.25, 0.5], "generation": [1, 1], "at_unix_s": [1.0, 2.0]}
+    rest.answers["GET /jobs/j-1/metrics/logged"] = (200, [logged])
+    assert rest.run("metrics", "gpt", "--csv").stdout.splitlines()[-1].endswith(",0.5")
+    documents = json.loads(rest.run("metrics", "gpt", "-n", "2", "--json").stdout)
+    assert [each["logged"] for each in documents] == [{}, {"accuracy": 0.5}]
     rest.answers["GET /jobs/j-1/metrics"] = (200, [])
     assert rest.run("metrics", "gpt").stdout == "job gpt has made no step yet: it is failed\n"
     assert isinstance(rest.run("metrics", "gpt", "--csv", "--json").exception, UserError)

@@ -279,17 +279,21 @@ STEP = StepMetricsDocument(
 
 def test_steps_as_a_table_and_as_comma_separated_values() -> None:
     strange = StepMetricsDocument(**{**STEP, "step": 8, "loss": None, "step_s": 0.0})  # type: ignore[typeddict-item]
-    heads, *rows = render_plain(render.steps_table([STEP, strange])).splitlines()
+    logged = {"top 1": {8: 0.71234567}, "accuracy": {7: 0.5, 8: 1e-9}, "empty": {}}
+    heads, *rows = render_plain(render.steps_table([STEP, strange], {})).splitlines()
     assert heads.split() == ["STEP", "TIME", "LOSS", "EX/S", "SECONDS", "BETWEEN", "GEN"]
     clock = render.clock(STEP["at"])
     assert [row.split() for row in rows] == [
         ["7", clock, "0.2500", "128", "0.500", "0.125", "2"],
         ["8", clock, "-", "-", "0.000", "0.125", "2"],
     ]
-    assert render.steps_csv([STEP, strange]).splitlines() == [
-        "step,time,loss,examples_per_s,step_s,between_s,examples,generation",
-        "7,2026-01-01T00:00:01+00:00,0.25,128.0,0.5,0.125,64,2",
-        "8,2026-01-01T00:00:01+00:00,,,0.0,0.125,64,2",
+    heads, *rows = render_plain(render.steps_table([STEP, strange], logged)).splitlines()
+    assert heads.endswith("GEN     top 1  accuracy  empty")
+    assert [row.split()[7:] for row in rows] == [["0.5"], ["0.712346", "1e-09"]]
+    assert render.steps_csv([STEP, strange], logged).splitlines() == [
+        "step,time,loss,examples_per_s,step_s,between_s,examples,generation,top 1,accuracy,empty",
+        "7,2026-01-01T00:00:01+00:00,0.25,128.0,0.5,0.125,64,2,,0.5,",
+        "8,2026-01-01T00:00:01+00:00,,,0.0,0.125,64,2,0.71234567,1e-09,",
     ]
 
 

@@ -7,6 +7,7 @@ generation wrote about the same steps, so that each step appears once even if it
 from __future__ import annotations
 
 import importlib.util
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from varuna_proto.environment import Mode, WorkerEnvironment
 __all__ = ["TensorBoardWriter"]
 
 _VARIABLE = "VARUNA_TENSORBOARD"
+_MOST_EARLY = 1000
 
 _log = structlog.get_logger("varuna")
 
@@ -29,6 +31,8 @@ class TensorBoardWriter:
         """Raises ValueError on rank 0 when the folder is a URL, or TensorBoard is not installed."""
         self._folder = environ.get(_VARIABLE, "") if environment.rank == 0 else ""
         self._writer: Any = None
+        self._early_values: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_MOST_EARLY)
+        """Logged before the first step of this process, which decides from where the file replaces older ones."""
         if not self._folder:
             return
         if "://" in self._folder:
@@ -48,27 +52,40 @@ class TensorBoardWriter:
 
         `step` counts from 1; `loss` is the mean over the batch.
         """
+        if self._folder:
+            values = {
+                "loss": loss,
+                "step_s": step_s,
+                "examples_per_s": examples / step_s,
+                **_learning_rates(optimizers),
+            }
+            self._write(step, {f"train/{name}": value for name, value in values.items()})
+
+    def write_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes what the script has logged at a step, by name. Before the first step it waits for that."""
         if not self._folder:
             return
+        named = {f"script/{name}": value for name, value in values.items()}
+        if self._writer is None:
+            self._early_values.append((step, named))
+        else:
+            self._write(step, named)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
         try:
-            self._write(step, loss, step_s, examples, optimizers)
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(self._folder, purge_step=step)
+                while self._early_values:
+                    early_step, early = self._early_values.popleft()
+                    self._write(early_step, early)
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # this process may have to leave at any time, and the next one goes on after it
         except OSError as error:
             _log.warning("no more curves for TensorBoard", folder=self._folder, error=str(error))
             self._folder = ""
-
-    def _write(self, step: int, loss: float, step_s: float, examples: int, optimizers: Sequence[Optimizer]) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(self._folder, purge_step=step)
-        for name, value in (
-            ("loss", loss),
-            ("step_s", step_s),
-            ("examples_per_s", examples / step_s),
-            *_learning_rates(optimizers).items(),
-        ):
-            self._writer.add_scalar(f"train/{name}", value, step)
-        self._writer.flush()  # this process may have to leave at any time, and the next one continues after this step
 
 
 def _learning_rates(optimizers: Sequence[Optimizer]) -> dict[str, float]:

@@ -207,6 +207,10 @@ class AgentLink:
             self._evaluated_reported_s = now_s
             self._send(worker_pb2.WorkerMessage(evaluated=worker_pb2.Evaluated(micro_batches=self._evaluated)))
 
+    def report_values(self, step: int, values: Mapping[str, float]) -> None:
+        """Reports what the script has logged at a step, by name."""
+        self._send(worker_pb2.WorkerMessage(log_values=worker_pb2.LogValues(step=step, values=values)))
+
     def report_step_trace(self, traced: agent_pb2.StepTraced) -> None:
         """Reports what this rank did in a step."""
         self._send(worker_pb2.WorkerMessage(step_traced=traced))

@@ -189,6 +189,13 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "step_s": {"min": [0.4], "mean": [0.43], "max": [0.9]},
         "examples_per_s": {"min": [71.1], "mean": [148.8], "max": [160.0]},
     },
+    "LoggedSeriesDocument": {
+        "name": "accuracy",
+        "step": [100, 200],
+        "value": [0.71, 0.9],
+        "generation": [2, 3],
+        "at_unix_s": [1795241642.0, 1795241742.0],
+    },
     "JobTimeDocument": {
         "start": _AT,
         "end": _LATER,

@@ -107,6 +107,19 @@ def _account_routes(router: APIRouter, views: Views) -> None:
         """
         return await views.steps.read_buckets(job, points, from_step, to_step)
 
+    @router.get("/metrics/logged")
+    async def list_logged_values(
+        job: by.JobName,
+        name: Annotated[list[str] | None, Query(description="only these names; null: all", max_length=64)] = None,
+        points: Annotated[int, Query(ge=1, le=10_000, description="most values of each name")] = 2000,
+        after_step: Annotated[int | None, Query(ge=0, le=2**53, description="null: all steps")] = None,
+    ) -> list[rest.LoggedSeriesDocument]:
+        """What the job's script has logged by `varuna.log`, by name.
+
+        Of many values, the last in each run of steps is listed.
+        """
+        return await views.logged.read_series(job, name, points=points, after_step=after_step)
+
     @router.get("/time")
     async def get_time(job: by.JobName) -> rest.JobTimeDocument:
         """Where the job's time went: training, bubbles, morphs, redone steps, waiting for VMs, calibration."""

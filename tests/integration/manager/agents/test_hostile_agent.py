@@ -121,6 +121,7 @@ def facts(job_id: str) -> list[pb.Report]:
     return [
         pb.Report(worker_started=pb.WorkerStarted(**of, rank=0, pid=1)),
         pb.Report(steps_completed=pb.StepsCompleted(**of, steps=[step, pb.StepResult(step=3, loss=1.0, step_us=1)])),
+        pb.Report(values_logged=pb.ValuesLogged(**of, values=[pb.LoggedValue(name="evil", step=3, value=1.0)])),
         pb.Report(checkpoint_committed=pb.CheckpointCommitted(**of, step=3, url="file:///evil", total_bytes=1)),
         pb.Report(profile_measured=pb.ProfileMeasured(**of, profile_json=profile_json(2))),
         pb.Report(step_traced=pb.StepTraced(**of, rank=0, step=3)),

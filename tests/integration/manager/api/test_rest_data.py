@@ -302,6 +302,22 @@ async def test_what_lies_between_steps_is_stored_and_added_up(world: RestWorld, 
     assert stored == pytest.approx(sums)
 
 
+async def test_what_a_script_logs_is_listed_by_name(world: RestWorld, client: AsyncClient) -> None:
+    job_id = (await client.submit(SPEC))["id"]
+    assert await client.logged_values("gpt") == []
+    await world.add(generation(job_id, 1, 10.0), worker(job_id, 1, 0, "vm", "running"))
+    values = [pb.LoggedValue(name=name, step=step, value=step / 8) for name in ("b/f1", "a") for step in (2, 1)]
+    fact = pb.ValuesLogged(job_id=job_id, generation=1, values=values)
+    await world.reports.apply_reports("vm", [pb.Report(number=1, values_logged=fact)])
+    found = await client.logged_values("gpt")
+    assert [one["name"] for one in found] == ["a", "b/f1"]
+    assert (found[0]["step"], found[0]["value"], found[0]["generation"]) == ([1, 2], [0.125, 0.25], [1, 1])
+    (one,) = await client.logged_values("gpt", names=["b/f1"], points=1)
+    assert one["step"] == [2]
+    with pytest.raises(NotFoundError):
+        await client.logged_values("other")
+
+
 async def test_time_and_cost_add_up(world: RestWorld, client: AsyncClient) -> None:
     job_id = (await client.submit(SPEC))["id"]
     await world.change(job_id, created_at=0.0, finished_at=7200.0, profile_json=profile_json(8), state="succeeded")

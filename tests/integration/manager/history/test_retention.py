@@ -29,6 +29,7 @@ from varuna_manager.db.models import (
     JobProgressRow,
     JobRow,
     JobVmRow,
+    LoggedValueRow,
     MetricBlockRow,
     MetricRow,
     StackRow,
@@ -65,6 +66,7 @@ OF_JOB = (
     CheckpointRow,
     MetricRow,
     MetricBlockRow,
+    LoggedValueRow,
     TraceRow,
     StackRow,
 )
@@ -149,6 +151,7 @@ def possessions(name: str) -> list[Any]:
             job_id=name, block=0, first_step=1, last_step=7, steps=1, at=1.0, generation=1, losses=0, step_s_sum=1.0,
             step_s_min=1.0, step_s_max=1.0, examples=8,
         ),
+        LoggedValueRow(job_id=name, name="accuracy", step=7, value=0.5, generation=1, rank=0, at=1.0),
         TraceRow(job_id=name, generation=1, rank=0, step=7, at=NOW, begin_us=0.0, spans={}),
         StackRow(job_id=name, generation=1, rank=0, vm_id="vm", at=NOW, text="", error=""),
         event(NOW, job_id=name),

@@ -44,6 +44,24 @@ def test_a_step_that_is_done_again_is_there_once(tmp_path: Path) -> None:
     assert {point.value for point in events.Scalars("train/learning_rate")} == {0.125}
 
 
+def test_what_the_script_logs_is_there_once_and_takes_nothing_of_older_steps(tmp_path: Path) -> None:
+    environ = {"VARUNA_TENSORBOARD": str(tmp_path)}
+    first = TensorBoardWriter(ALONE, environ)
+    for step in range(1, 9):
+        write(first, step, step, loss=3.0)
+        first.write_values(step, {"accuracy": 0.25})
+    for file in tmp_path.iterdir():
+        file.rename(file.with_name(file.name.replace("tfevents.", "tfevents.0")))
+    second = TensorBoardWriter(replace(ALONE, generation=2), environ)
+    second.write_values(6, {"accuracy": 0.5})  # before its first step, which is 7
+    write(second, 7, 7, loss=2.0)
+    second.write_values(7, {"accuracy": 0.5})
+    events = read(tmp_path)
+    assert [point.step for point in events.Scalars("train/loss")] == list(range(1, 8))
+    accuracies = [(point.step, point.value) for point in events.Scalars("script/accuracy")]
+    assert sorted(accuracies) == [*((step, 0.25) for step in range(1, 7)), (6, 0.5), (7, 0.5)]
+
+
 def test_learning_rates_that_differ_have_a_curve_each(tmp_path: Path) -> None:
     scalars = TensorBoardWriter(ALONE, {"VARUNA_TENSORBOARD": str(tmp_path)})
     scalars.write_step(1, 1.0, 0.5, examples=32, optimizers=[optimizer(0.5, 0.25)])
