@@ -19,12 +19,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from varuna.data.prefetching import SizedDataset, prefetch_batches
 from varuna.data.sample_cursor import count_samples_before
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
 from varuna.distributed.worker_environment import read_process_environment
@@ -43,14 +45,6 @@ __all__ = [
 
 _ROUNDS = 8
 _MIN_HALF_BITS = 1
-
-
-class SizedDataset(Protocol):
-    """A dataset for `Batches`: it has a length and random access."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def replica_indices(
@@ -112,6 +106,10 @@ class Batches:
     global batch. `collate` turns a list of dataset items into the batch, a dict of model inputs (default: PyTorch's
     `default_collate`, which needs dicts as items).
 
+    With `workers=n`, n processes make the batches ahead of the steps, each two at most, so that no step waits for its
+    data unless they are slower than training. They are forked from this one when the loop begins, and again when this
+    process goes on in another shape. Draws of the dataset's own are then those of the process that makes a batch.
+
     If it is made after `Varuna.resume` with `first_step=resume() + 1`, it begins with the first sample that the
     training has not used, even if the steps before had another global batch.
     """
@@ -126,6 +124,7 @@ class Batches:
         last_step: int | None = None,
         shuffle: bool = True,
         collate: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         worker = read_process_environment() if environ is None else WorkerEnvironment.from_environ(environ)
@@ -133,6 +132,8 @@ class Batches:
         _check(len(dataset), self.global_batch)
         if first_step < 1:
             raise ValueError(f"first_step {first_step}: steps count from 1")
+        if workers < 0:
+            raise ValueError(f"workers={workers}: give the number of processes that make batches, or 0 for none")
         used = count_samples_before(first_step)
         self._shift = 0 if used is None else used - (first_step - 1) * self.global_batch
         self._dataset = dataset
@@ -140,6 +141,7 @@ class Batches:
         self._first_step = first_step
         self._last_step = last_step
         self._shuffle = shuffle
+        self._workers = workers
         self._collate = default_collate if collate is None else collate
         # A calibration has one replica per rank however small the batch is, and takes no training step.
         trains = worker is not None and worker.mode is Mode.TRAIN
@@ -165,6 +167,9 @@ class Batches:
         """This replica's examples of `step`, collated. Raises TypeError when collating gives no dict."""
         with STEP_CLOCK.measure(Activity.DATA):
             batch = self._collate_items(self.indices(step))
+        return self._give_out(step, batch)
+
+    def _give_out(self, step: int, batch: dict[str, Any]) -> dict[str, Any]:
         if self in _followers:
             _recent.append(_MadeBatch(self, step, batch, batch, self._place))
         return batch
@@ -173,7 +178,10 @@ class Batches:
         return self._shift if step >= self._first_step else 0
 
     def _collate_items(self, indices: Sequence[int]) -> dict[str, Any]:
-        collated = self._collate([self._dataset[index] for index in indices])
+        return self._collate_batch([self._dataset[index] for index in indices])
+
+    def _collate_batch(self, items: list[Any]) -> dict[str, Any]:
+        collated = self._collate(items)
         if not isinstance(collated, Mapping):
             raise TypeError(
                 f"a batch must be a dict of model inputs by name, but collate returned a {type(collated).__name__}: "
@@ -189,10 +197,33 @@ class Batches:
         return self._collate_items([index for run in indices for index in run])
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        step = self._first_step
-        while self._last_step is None or step <= self._last_step:
-            yield step, self.batch(step)
-            step += 1
+        steps = count(self._first_step) if self._last_step is None else range(self._first_step, self._last_step + 1)
+        if self._workers:
+            yield from self._prefetch(steps)
+        else:
+            for step in steps:
+                yield step, self.batch(step)
+
+    def _prefetch(self, steps: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        place: _Place | None = None
+        ahead: Iterator[dict[str, Any]] = iter(())
+        for step in steps:
+            with STEP_CLOCK.measure(Activity.DATA):
+                if self._place != place:  # what was made ahead is of another part of its steps
+                    place = self._place
+                    ahead = self._start_workers(step)
+                batch = next(ahead)
+            yield step, self._give_out(step, batch)
+
+    def _start_workers(self, first_step: int) -> Iterator[dict[str, Any]]:
+        steps = count(first_step) if self._last_step is None else range(first_step, self._last_step + 1)
+        return prefetch_batches(
+            self._dataset,
+            (self.indices(step) for step in steps),
+            self._collate_batch,
+            workers=self._workers,
+            seed=_first_position(first_step, self.global_batch, self._shift_at(first_step)),
+        )
 
 
 class _MadeBatch(NamedTuple):
@@ -249,7 +280,7 @@ def fetch_examples(inputs: Mapping[str, Any], spans: Iterable[range]) -> Mapping
 
 
 def _global_batch(given: int | None, worker: WorkerEnvironment | None) -> int:
-    if worker is None:
+    if worker is None or (worker.mode is Mode.INSPECT and given is not None):  # no job says another
         if given is None:
             raise ValueError("global_batch is not known outside the varuna launcher: pass global_batch=")
         return given

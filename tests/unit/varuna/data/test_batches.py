@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from varuna.data import Batches, replica_indices
 from varuna.data.batches import fetch_examples, follow_shape, is_recent_batch, renew_batch
@@ -255,6 +258,85 @@ def worker_of(replicas: int, replica: int) -> WorkerEnvironment:
         checkpoint_url="",
         agent_socket="",
     )
+
+
+class Slow:
+    """A dataset whose items say which process has made them."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index == 99:
+            raise OSError("this example cannot be read")
+        return {"index": index, "pid": os.getpid()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_make_the_same_batches_ahead_in_processes_of_their_own(workers: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    alone = list(Batches(Slow(), global_batch=4, first_step=3, last_step=9))
+    ahead = list(Batches(Slow(), global_batch=4, first_step=3, last_step=9, workers=workers))
+    assert [step for step, _ in ahead] == list(range(3, 10))
+    assert [batch["index"].tolist() for _, batch in ahead] == [batch["index"].tolist() for _, batch in alone]
+    pids = {pid for _, batch in ahead for pid in batch["pid"].tolist()}
+    assert len(pids) == workers
+    assert os.getpid() not in pids
+    assert torch.equal(torch.get_rng_state(), before), "the script's own draws do not depend on it"
+
+
+@pytest.mark.processes
+def test_an_endless_loop_with_workers_can_be_left() -> None:
+    found = list(islice(Batches(Slow(), global_batch=3, workers=1), 4))
+    assert [step for step, _ in found] == [1, 2, 3, 4]
+
+
+class Unreadable(Slow):
+    def __getitem__(self, index: int) -> dict[str, int]:
+        raise OSError("this example cannot be read")
+
+
+@pytest.mark.processes
+def test_what_a_worker_raises_comes_to_the_script() -> None:
+    with pytest.raises(OSError, match="this example cannot be read"):
+        list(Batches(Unreadable(), global_batch=2, last_step=2, workers=1))
+    with pytest.raises(TypeError, match="a batch must be a dict of model inputs by name"):
+        list(Batches([1.0, 2.0], global_batch=2, last_step=2, workers=1))
+    with pytest.raises(ValueError, match="workers=-1: give the number of processes"):
+        Batches(Slow(), global_batch=2, workers=-1)
+
+
+@pytest.mark.processes
+def test_batches_made_ahead_follow_their_process_through_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1))
+    source = Batches(Slow(), workers=2, last_step=6)
+    sizes = []
+    for step, batch in source:
+        assert batch["index"].tolist() == source.indices(step)
+        sizes.append(len(batch["index"]))
+        if step == 3:
+            follow_shape(worker_of(3, 0))
+            assert is_recent_batch(batch)
+            assert renew_batch(batch)["index"].tolist() == source.indices(3), "that of the place that it has now"
+    assert sizes == [6, 6, 6, 4, 4, 4]
+
+
+@pytest.mark.processes
+def test_a_loader_of_the_scripts_own_can_have_the_batches_indices() -> None:
+    source = Batches(Slow(), global_batch=4, first_step=3, last_step=9)
+    steps = range(3, 10)
+    loader: DataLoader[Any] = DataLoader(Slow(), batch_sampler=[source.indices(step) for step in steps], num_workers=2)
+    found = [batch["index"].tolist() for batch in loader]
+    assert found == [batch["index"].tolist() for _, batch in source]
+
+
+def test_a_script_that_is_inspected_has_its_own_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    inspected = replace(worker_of(1, 0), mode=Mode.INSPECT, plan=Plan(p=1, d=1, micro_batch=1, global_batch=1))
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: inspected)
+    assert Batches(Slow(), global_batch=64).global_batch == 64
+    assert Batches(Slow()).global_batch == 1
 
 
 def test_a_batch_follows_its_process_through_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from varuna import CutPoint, Varuna
 from varuna.checkpoint import CheckpointError
+from varuna.data import Batches
 
 
 class Regression(nn.Module):
@@ -181,3 +182,24 @@ def test_a_checkpoint_that_fails_in_the_background_raises_at_the_next_call(tmp_p
     assert {folder.name for folder in (tmp_path / "store").iterdir()} == {"varuna_ckpt_1", "varuna_ckpt_3"}
     with pytest.raises(ValueError, match="keep=0"):
         model.checkpoint(store, keep=0)
+
+
+def test_an_evaluation_over_a_finite_set_counts_each_example_of_its_whole_batches_once() -> None:
+    """As docs/training-script.md shows it."""
+    examples = [{"x": torch.full((2,), float(number))} for number in range(11)]
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = (x * self.scale).mean()
+            return loss
+
+    model = Varuna(Mean(), get_batch_fn={"x": torch.ones(4, 2)}, chunk_size=2)
+    validation = Batches(examples, global_batch=4, shuffle=False)
+    rounds = len(examples) // validation.global_batch
+    model.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    mean = sum(model.evaluate(validation.batch(index)) for index in range(1, rounds + 1)) / rounds
+    assert mean == pytest.approx(sum(range(8)) / 8)
