@@ -29,7 +29,7 @@ import uvicorn
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.types import ASGIApp
 
-from varuna_manager.api.grpc.limits import MAX_MESSAGE_BYTES, STREAMS_PER_CONNECTION
+from varuna_manager.api.grpc.limits import SERVER_OPTIONS
 from varuna_manager.api.grpc.roles import LeaderInterceptor, StandbyHandler
 from varuna_manager.api.http.access import MAX_HEADER_BYTES
 from varuna_manager.api.http.connections import LimitedListener, PatientHttp
@@ -54,15 +54,6 @@ from varuna_proto.hosts import Network, mapped
 _SHUTDOWN_S = 3
 _MAX_CONNECTIONS = 1000
 _STANDBY_LOOK_S = 0.5
-_GRPC_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # otherwise a second manager silently shares the port
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-)
 
 
 async def run(settings: ManagerSettings) -> None:
@@ -257,7 +248,7 @@ async def _serve(
 
     `hang_up` ends streams that would go on for ever; it is called when the servers accept no new ones.
     """
-    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=interceptors)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
     add_handlers(server)
     security, ports = base.security, base.ports
     bind_grpc(server, ports, None if security is None else security.grpc_credentials())

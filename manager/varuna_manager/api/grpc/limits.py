@@ -12,6 +12,24 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 HELLO_WITHIN_S = 15.0
 """A stream without a Hello for this long is closed."""
 STREAMS_PER_CONNECTION = 100
+_WAITING_STREAMS = 50_000
+"""Streams that wait until the event loop takes them, one after the other. gRPC's own bound is 1,000: beyond it cancels
+ever more of them, and a fleet that dials again spends its time on further TLS handshakes."""
+_WAITING_S = 120
+"""How long they wait at most; gRPC's own bound is 30 s. A stream whose agent has gone away meanwhile is dropped."""
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # otherwise a second manager silently shares the port
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.server.max_pending_requests", _WAITING_STREAMS),
+    ("grpc.server.max_pending_requests_hard_limit", _WAITING_STREAMS),
+    ("grpc.server_max_unrequested_time_in_server", _WAITING_S),
+)
+"""Of the gRPC server that agents dial."""
 _KIB = 1024
 _MOST_BYTES = {
     "hello": 1024 * _KIB,
