@@ -1,8 +1,9 @@
 """Simulated agents for the control plane's benchmark; run as a process of their own by `_control_plane_world`.
 
-Each has its own connection to the manager (`_control_plane_http2`), redials with the real agent's jittered backoff, and
-sends the messages of a real one with one worker: Hello with the running worker, heartbeats with its step and times and,
-if it is rank 0, reports of its generation's steps. Only the VM and the worker are missing.
+Each has its own connection to the manager (`_control_plane_http2`), redials with the real agent's jittered backoff,
+gives up a silent stream as that does, and sends the messages of a real one with one worker: Hello with the running
+worker, heartbeats with its step and times and, if it is rank 0, reports of its generation's steps. Only the VM and the
+worker are missing.
 
 With `--pki` each dials over mutual TLS, with a certificate of its own. Commands come as lines on stdin ("connected",
 "reset", "report", "end"); the answer to each but the last is a line of JSON on stdout.
@@ -29,11 +30,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from varuna_agent.link.backoff import Backoff
+from varuna_agent.state import Timings
+from varuna_agent.state.conversation import Conversation
 from varuna_manager.access.authority import AgentSubject, open_authority
 from varuna_proto.v1 import agent_pb2 as pb
 
 _PATH = "/varuna.v1.AgentService/Connect"
-_DIAL_S = 20.0
 
 
 class Tally:
@@ -74,6 +76,9 @@ class SimulatedAgent:
         self._address = address
         self._tls = tls
         self._backoff = Backoff(0.1, 5.0, chance)
+        self._conversation = Conversation(silence_s=Timings().silence_s)
+        """Only for when to give up a stream."""
+        self._silence: asyncio.TimerHandle | None = None
         self._stream: GrpcStream | None = None
         self._ended = asyncio.Event()
         self._ended_at = 0.0
@@ -103,14 +108,30 @@ class SimulatedAgent:
         host, _, port = self._address.rpartition(":")
         scheme = "http" if self._tls is None else "https"
         self._stream = stream = GrpcStream(_PATH, self._address, scheme, self)
-        async with asyncio.timeout(_DIAL_S):
-            await asyncio.get_running_loop().create_connection(lambda: stream, host, int(port), ssl=self._tls)
+        self._conversation.open_stream(time.monotonic())
+        try:
+            async with asyncio.timeout(self._conversation.silence_s):
+                await asyncio.get_running_loop().create_connection(lambda: stream, host, int(port), ssl=self._tls)
+        except TimeoutError:
+            self._conversation.give_up_stream()
+            raise
+
+    def _look_for_silence(self) -> None:
+        """Give up the stream if it is silent; else look again when it will be if nothing comes."""
+        now = time.monotonic()
+        if not self._conversation.is_silent(now):
+            left_s = self._conversation.silent_at - now
+            self._silence = asyncio.get_running_loop().call_later(left_s, self._look_for_silence)
+        elif self._stream is not None:
+            self._conversation.give_up_stream()
+            self._stream.hang_up("it was silent")
 
     # ------------------------------------------------------------ called by the stream
 
     def opened(self) -> None:
         self._sent_at.clear()
         self._hello_at = time.monotonic()
+        self._look_for_silence()
         hello = pb.Hello(
             vm_id=vm_id(self._number),
             incarnation=f"simulated-{self._number}",
@@ -131,6 +152,7 @@ class SimulatedAgent:
 
     def received(self, data: bytes) -> None:
         now, message = time.monotonic(), pb.ManagerMessage.FromString(data)
+        self._conversation.record_message(now)
         match message.WhichOneof("body"):
             case "welcome":
                 self._tally.welcomed_s.append(now - self._hello_at)
@@ -139,6 +161,7 @@ class SimulatedAgent:
                 if self._ended_at:
                     self._tally.away_s.append(now - self._ended_at)
                 self._interval_s = message.welcome.heartbeat_interval_s
+                self._conversation.accept_welcome(message.welcome, now)
                 self._beat_after(self._interval_s * self._chance.random())
             case "ack":
                 sent_at = self._sent_at.pop(message.ack.heartbeat_sequence, None)
@@ -152,6 +175,9 @@ class SimulatedAgent:
     def closed(self, reason: str) -> None:
         self._tally.connected.discard(self._number)
         self._tally.lost.append(reason)
+        self._conversation.close_stream()
+        if self._silence is not None:
+            self._silence.cancel()
         if self._timer is not None:  # it had been welcomed
             self._timer.cancel()
             self._timer, self._ended_at = None, time.monotonic()

@@ -60,6 +60,11 @@ class GrpcStream(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
+    def hang_up(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        if self._transport is not None:
+            self._transport.abort()
+
     # ------------------------------------------------------------ asyncio's
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

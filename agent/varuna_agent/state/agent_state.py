@@ -54,7 +54,8 @@ class Timings:
     """Times that the manager's Welcome does not set, in seconds."""
 
     silence_s: float = 5.0
-    """The agent gives up a stream after this long without a message from the manager."""
+    """The agent gives up a stream after this long without a message from the manager. For the first one it waits longer
+    after streams on which none came."""
     supersede_grace_s: float = 1.0
     """Time for workers to leave when a newer generation takes their place."""
     supersede_in_place_grace_s: float = 60.0
@@ -491,8 +492,9 @@ class AgentState:
     def _handle_tick(self, now: float) -> Iterator[Instruction]:
         yield from self._workers.kill_overdue(now)
         if self._conversation.is_silent(now):
-            self._conversation.close_stream()
-            yield HangUp(f"nothing came from the manager for {self._conversation.silence_s:g} s")
+            silence_s = self._conversation.silence_s
+            self._conversation.give_up_stream()
+            yield HangUp(f"nothing came from the manager for {silence_s:g} s")
         if self._conversation.is_heartbeat_due(now):
             yield from self._reports.send_steps()
             heartbeat = agent_pb2.Heartbeat(

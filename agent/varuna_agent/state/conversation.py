@@ -7,12 +7,18 @@ from collections.abc import Iterator
 
 from varuna_proto.v1 import agent_pb2
 
+_MOST_PATIENCE_S = 20.0
+"""With the first message of a stream. The manager may also be out of reach, and then be there again on another one."""
+
 
 class Conversation:
     """Knows when to send a heartbeat, whether the lease holds, and whether the manager still answers.
 
     The lease runs from the moment when the acknowledged heartbeat was *sent*. The manager counts from the moment when
     it received that heartbeat, which is later. So the workers have ended when the manager considers the lease over.
+
+    Where a whole fleet dials again, a manager may not come to a stream for long, and each one that is given up costs it
+    another TLS handshake. So an agent waits twice as long for the first message after each stream that got none.
 
     Args:
         silence_s: the agent gives up a stream after this long without a message, or after 5 heartbeat intervals if
@@ -25,6 +31,10 @@ class Conversation:
         self._lease_s = 0.0
         self._lease_from: float | None = None
         self._is_open = False
+        self._has_message = False
+        """Whether one has come on this stream."""
+        self._given_up = 0
+        """Streams, one after the other, on which none had come."""
         self._last_message_at = 0.0
         self._opened_at = 0.0
         self._sequence = 0
@@ -38,7 +48,7 @@ class Conversation:
         return self._heartbeat_due is not None
 
     def open_stream(self, now: float) -> None:
-        self._is_open = True
+        self._is_open, self._has_message = True, False
         self._opened_at = self._last_message_at = now
 
     def close_stream(self) -> None:
@@ -46,7 +56,13 @@ class Conversation:
         self._heartbeat_due = None
         self._sent_at.clear()
 
+    def give_up_stream(self) -> None:
+        """The stream is silent, and closed because of that."""
+        self._given_up += not self._has_message
+        self.close_stream()
+
     def record_message(self, now: float) -> None:
+        self._has_message, self._given_up = True, 0
         self._last_message_at = now
 
     def accept_welcome(self, welcome: agent_pb2.Welcome, now: float) -> None:
@@ -95,14 +111,21 @@ class Conversation:
 
     def is_silent(self, now: float) -> bool:
         """Whether the stream is open, but the manager does not answer."""
-        return self._is_open and now >= self._silent_at
+        return self._is_open and now >= self.silent_at
 
     @property
     def silence_s(self) -> float:
-        return max(self._silence_s, 5 * self._interval_s)
+        """How long the agent waits for the next message on this stream."""
+        silence_s = max(self._silence_s, 5 * self._interval_s)
+        if self._has_message:
+            return silence_s
+        # A lease counts from when the stream was opened: not much of it may be over when the Welcome comes.
+        most_s = min(_MOST_PATIENCE_S, self._lease_s / 2 or math.inf)
+        return max(silence_s, min(silence_s * 2.0 ** min(self._given_up, 32), most_s))
 
     @property
-    def _silent_at(self) -> float:
+    def silent_at(self) -> float:
+        """When an open stream is silent, if no message comes."""
         return self._last_message_at + self.silence_s
 
     def list_deadlines(self) -> Iterator[float]:
@@ -110,4 +133,4 @@ class Conversation:
         if self._heartbeat_due is not None:
             yield self._heartbeat_due
         if self._is_open:
-            yield self._silent_at
+            yield self.silent_at

@@ -602,6 +602,45 @@ def test_a_silent_stream_is_given_up_once() -> None:
     assert of(ins.HangUp, vm.tick(at=106.0)) == []
 
 
+def find_patience(vm: Vm) -> float:
+    """Seconds until the agent gives up a stream that is opened now."""
+    vm.handle(ev.StreamOpened())
+    began = vm.now
+    while not of(ins.HangUp, vm.tick(at=vm.now)):
+        vm.now += 0.5
+    vm.handle(ev.StreamClosed("hung up"))
+    return vm.now - began
+
+
+def test_an_agent_waits_longer_for_its_welcome_after_each_stream_that_was_given_up() -> None:
+    vm = Vm()
+    vm.handle(ev.StreamClosed("the manager was killed"))
+    vm.handle(ev.StreamOpened())
+    vm.handle(ev.StreamClosed("refused"))
+    assert [find_patience(vm) for _ in range(4)] == [5.0, 10.0, 20.0, 20.0]
+
+
+def test_an_agent_does_not_wait_for_its_welcome_until_much_of_its_lease_is_over() -> None:
+    vm = Vm()
+    vm.receive_message(welcome=pb.Welcome(lease_s=24.0, heartbeat_interval_s=1.0))
+    vm.handle(ev.StreamClosed("the manager was killed"))
+    assert [find_patience(vm) for _ in range(4)] == [5.0, 10.0, 12.0, 12.0]
+
+
+def test_a_message_makes_an_agent_as_impatient_as_before() -> None:
+    vm = Vm()
+    vm.handle(ev.StreamClosed("gone"))
+    assert [find_patience(vm) for _ in range(2)] == [5.0, 10.0]
+    vm.handle(ev.StreamOpened())
+    vm.receive_message(welcome=pb.Welcome(lease_s=60.0, heartbeat_interval_s=1.0))
+    vm.now += 4.5
+    assert of(ins.HangUp, vm.tick(at=vm.now)) == []
+    vm.now += 0.5
+    assert len(of(ins.HangUp, vm.tick(at=vm.now))) == 1
+    vm.handle(ev.StreamClosed("hung up"))
+    assert find_patience(vm) == 5.0
+
+
 # ---------------------------------------------------------------- the agent's end
 
 
