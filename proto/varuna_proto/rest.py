@@ -144,6 +144,7 @@ class WorkerDocument(TypedDict):
     """One rank of a generation. `cause`, `exit_code` and `error` explain how it stopped."""
 
     job_id: str
+    job_name: str
     generation: int
     rank: int
     vm_id: str
@@ -456,11 +457,44 @@ class EventDocument(TypedDict):
     id: int
     at: Timestamp
     job_id: str | None
+    job_name: str | None
+    """Null: it is about no job, or about one whose rows are deleted."""
     generation: int | None
     vm_id: str | None
     kind: str
     message: str
     data: dict[str, Any]
+
+
+@_documented
+class TextProblemDocument(TypedDict):
+    """A mistake in a job's text."""
+
+    line: int
+    """From 1."""
+    field: str
+    """The keys to it, joined by dots; empty: the whole text."""
+    text: str
+
+
+@_documented
+class DryRunDocument(TypedDict):
+    """What a job would be if it were submitted now."""
+
+    problems: list[TextProblemDocument]
+    """By line. While there are any, all else is empty."""
+    document: dict[str, Any] | None
+    """What POST /jobs takes."""
+    free_gpus: int
+    """GPUs that the job could get now."""
+    all_gpus: int
+    """All GPUs of ready VMs that fit the job."""
+    plan: PlanDocument | None
+    """For the free GPUs, by the profile of an earlier job of the same name, command and environment."""
+    reason: str | None
+    """Why it is this plan, or none."""
+    cost_per_hour: float | None
+    """Null: no plan, or the provider has no prices."""
 
 
 @_documented

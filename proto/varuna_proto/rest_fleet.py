@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from varuna_proto.rest import StateChangeDocument, Timestamp, WorkerDocument
+from varuna_proto.rest import GenerationDocument, JobDocument, StateChangeDocument, Timestamp, WorkerDocument
 
 _documented = with_config(ConfigDict(use_attribute_docstrings=True))
 
@@ -92,6 +92,32 @@ class FleetDocument(TypedDict):
     """Number of VMs by state."""
     gpus: int
     """GPUs of ready VMs."""
+
+
+@_documented
+class JobOverviewDocument(TypedDict):
+    """A job, its newest generation and the VMs of that one, all of one moment."""
+
+    at: Timestamp
+    job: JobDocument
+    generation: GenerationDocument | None
+    """Null: it has none yet."""
+    vms: list[VmDocument]
+    """Those on which the generation's workers are, but no more than 5000; none of a generation that has ended."""
+
+
+@_documented
+class FleetOverviewDocument(TypedDict):
+    """The fleet in numbers and one page of its VMs, all of one moment."""
+
+    at: Timestamp
+    fleet: FleetDocument
+    summary: VmSummaryDocument
+    quarantined: list[VmDocument]
+    """Those that are not gone, but no more than 100."""
+    vms: list[VmDocument]
+    next_cursor: str | None
+    """`cursor` of the next page of `vms`; null: there is none."""
 
 
 @_documented

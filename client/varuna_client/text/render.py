@@ -217,7 +217,8 @@ def vms_table(vms: Iterable[VmDocument]) -> Table:
     for vm in vms:
         silent_s = vm.get("last_heard_s")
         heard = "-" if silent_s is None else f"{duration(silent_s)} ago"
-        jobs = sorted({worker["job_id"] for worker in vm.get("workers") or ()})
+        # An older manager gives no names.
+        jobs = sorted({worker.get("job_name") or worker["job_id"] for worker in vm.get("workers") or ()})
         memory = size(vm.get("device_memory_bytes") or 0)
         cells: list[str | Text] = [vm["id"], state(vm["state"]), str(vm["gpus"]), memory]
         cells += [size(vm.get("held_bytes") or 0)] if holds else []

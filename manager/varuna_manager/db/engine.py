@@ -136,6 +136,18 @@ class Database:
                 yield session
 
     @asynccontextmanager
+    async def read_snapshot(self) -> AsyncIterator[AsyncSession]:
+        """A session for reading in which all queries see the store of one moment. Raises StoreAwayError."""
+        with self._log_outage(writes=False):
+            async with self._sessions() as session:
+                if self.engine.dialect.name == "sqlite":
+                    # The driver begins no transaction for a SELECT, so each would see another moment.
+                    await (await _connect(session)).exec_driver_sql("BEGIN")
+                else:
+                    await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+                yield session
+
+    @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
         """One transaction: committed at the end of the block, rolled back when it raises. No network calls in it.
 

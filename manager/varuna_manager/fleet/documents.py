@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from varuna_manager.answers.documents import format_time
-from varuna_manager.db.models import VmRow, WorkerRow
+from varuna_manager.db.models import VmRow
+from varuna_manager.fleet.workers import WorkerFacts
 from varuna_manager.jobs.documents import make_worker_document
 from varuna_manager.world.vm_registry import Health
 from varuna_proto.rest_fleet import VmDocument
@@ -13,13 +14,14 @@ from varuna_proto.rest_fleet import VmDocument
 
 def make_vm_document(
     vm: VmRow,
-    workers: Sequence[WorkerRow],
+    workers: Sequence[WorkerFacts],
     last_heard_s: float | None,
     healths: Sequence[Health] = (),
     held_bytes: int = 0,
 ) -> VmDocument:
     """`workers`: those on the VM that have not stopped. `healths`, `held_bytes`: from its last heartbeat."""
     by_rank = {health.key: health for health in healths} if workers else {}
+    documents = [make_worker_document(w, w.job_name, by_rank.get((w.job_id, w.generation, w.rank))) for w in workers]
     return {
         "id": vm.id,
         "provider": vm.provider,
@@ -30,7 +32,7 @@ def make_vm_document(
         "host": vm.host,
         "ref": vm.ref,
         "generation": max((worker.generation for worker in workers), default=None),
-        "workers": [make_worker_document(w, by_rank.get((w.job_id, w.generation, w.rank))) for w in workers],
+        "workers": documents,
         "held_bytes": held_bytes,
         "last_heard_s": last_heard_s,
         "created_at": format_time(vm.created_at),

@@ -12,7 +12,8 @@ from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import VmRow
 from varuna_manager.domain.states import VmState
 from varuna_manager.fleet.documents import make_vm_document
-from varuna_manager.fleet.fleet import FleetService, live_workers
+from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.fleet.workers import read_workers_on
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_proto.rest_fleet import VmDocument
@@ -86,6 +87,6 @@ class DrainService:
         return row
 
     async def _make_document(self, session: AsyncSession, row: VmRow) -> VmDocument:
-        workers = await live_workers(session, row.id)
+        workers = (await read_workers_on(session, [row.id])).get(row.id, [])
         after_commit(session, self._bell.notify_listeners)
         return make_vm_document(row, workers, None)

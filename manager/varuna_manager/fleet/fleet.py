@@ -81,10 +81,14 @@ class FleetService:
     # ------------------------------------------------------------ for users
 
     async def describe_fleet(self) -> FleetDocument:
-        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus)).where(NOT_GONE).group_by(VmRow.state)
         async with self._database.read() as session:
-            wants = await session.get(FleetRow, self.provider.name)
-            counts = {state: (vms, int(gpus)) for state, vms, gpus in await session.execute(query)}
+            return await self.read_fleet(session)
+
+    async def read_fleet(self, session: AsyncSession) -> FleetDocument:
+        """As `describe_fleet`, with the caller's session."""
+        query = select(VmRow.state, func.count(), func.sum(VmRow.gpus)).where(NOT_GONE).group_by(VmRow.state)
+        wants = await session.get(FleetRow, self.provider.name)
+        counts = {state: (vms, int(gpus)) for state, vms, gpus in await session.execute(query)}
         return {
             "provider": self.provider.name,
             "target": wants.target if wants is not None else 0,

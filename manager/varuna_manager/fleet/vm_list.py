@@ -18,7 +18,7 @@ from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow, WorkerRow
 from varuna_manager.domain.states import VmState
 from varuna_manager.fleet.documents import make_vm_document
-from varuna_manager.fleet.fleet import live_workers
+from varuna_manager.fleet.workers import WorkerFacts, read_workers_on
 from varuna_manager.jobs.jobs import ALIVE, find_job_row
 from varuna_manager.world.reading import NOT_GONE
 from varuna_manager.world.vm_registry import VmRegistry
@@ -53,29 +53,7 @@ class _VmFacts(NamedTuple):
     gpu_type: str | None
 
 
-class _WorkerFacts(NamedTuple):
-    """The columns of a worker's row that its document needs."""
-
-    job_id: str
-    generation: int
-    rank: int
-    vm_id: str
-    local_rank: int
-    state: str
-    pid: int | None
-    cause: str | None
-    exit_code: int | None
-    error_text: str | None
-
-
 _VMS = select(*(VmRow.__table__.c[name] for name in _VmFacts._fields))
-_WORKERS = (
-    select(*(WorkerRow.__table__.c[name] for name in _WorkerFacts._fields))
-    .where(WorkerRow.state.in_(ALIVE))
-    .order_by(WorkerRow.job_id, WorkerRow.generation, WorkerRow.rank)
-)
-_BY_ID = 500
-"""The workers of up to so many VMs are queried by VM; for more, all workers are."""
 _AT_ONCE = 500
 """Documents that are made before other tasks, such as heartbeats, may run: some milliseconds."""
 
@@ -104,11 +82,17 @@ class VmList:
     async def list_page(self, wanted: VmFilter, *, limit: int, cursor: str | None = None) -> Page[VmDocument]:
         """The matching VMs, oldest first. Raises MissingError for an unknown job."""
         async with self._database.read() as session:
-            query = await self._filtered(session, _VMS, wanted)
-            rows, following = _OLDEST_FIRST.cut_page(
-                (await session.execute(_OLDEST_FIRST.make_page_query(query, cursor, limit))).all(), limit
-            )
-            workers = await _workers_on(session, [row.id for row in rows])
+            return await self.read_page(session, wanted, limit=limit, cursor=cursor)
+
+    async def read_page(
+        self, session: AsyncSession, wanted: VmFilter, *, limit: int, cursor: str | None = None
+    ) -> Page[VmDocument]:
+        """As `list_page`, with the caller's session."""
+        query = await self._filtered(session, _VMS, wanted)
+        rows, following = _OLDEST_FIRST.cut_page(
+            (await session.execute(_OLDEST_FIRST.make_page_query(query, cursor, limit))).all(), limit
+        )
+        workers = await read_workers_on(session, [row.id for row in rows])
         items: list[VmDocument] = []
         for first in range(0, len(rows), _AT_ONCE):
             facts = map(_VmFacts._make, rows[first : first + _AT_ONCE])
@@ -122,28 +106,29 @@ class VmList:
             row = await session.get(VmRow, vm_id)
             if row is None:
                 raise MissingError(f"VM {vm_id!r} does not exist: varuna vms (GET /api/v1/vms) lists those that do")
-            workers = await live_workers(session, vm_id)
+            workers = (await read_workers_on(session, [vm_id])).get(vm_id, [])
         return {**self._document(row, workers), "history": make_state_changes(row.history)}
 
     async def summarize_vms(self) -> VmSummaryDocument:
         """Totals of the fleet."""
-        now = self._now()
-        quarantined = VmRow.quarantined_until > now
         async with self._database.read() as session:
-            states = await session.execute(
-                select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour))
-                .where(NOT_GONE)
-                .group_by(VmRow.state)
-            )
-            by_state = {state: (count, int(gpus), price) for state, count, gpus, price in states}
-            marks = [
-                await session.scalar(select(func.count()).select_from(VmRow).where(NOT_GONE, mark)) or 0
-                for mark in (quarantined, VmRow.slow_ratio.is_not(None), VmRow.notice_deadline.is_not(None))
-            ]
-            gone = await session.scalar(select(func.count()).where(VmRow.state == VmState.GONE.value)) or 0
-            workers = await session.scalar(
-                select(func.count()).select_from(WorkerRow).where(WorkerRow.state.in_(ALIVE))
-            )
+            return await self.read_summary(session)
+
+    async def read_summary(self, session: AsyncSession) -> VmSummaryDocument:
+        """As `summarize_vms`, with the caller's session."""
+        quarantined = VmRow.quarantined_until > self._now()
+        states = await session.execute(
+            select(VmRow.state, func.count(), func.sum(VmRow.gpus), func.sum(VmRow.price_per_hour))
+            .where(NOT_GONE)
+            .group_by(VmRow.state)
+        )
+        by_state = {state: (count, int(gpus), price) for state, count, gpus, price in states}
+        marks = [
+            await session.scalar(select(func.count()).select_from(VmRow).where(NOT_GONE, mark)) or 0
+            for mark in (quarantined, VmRow.slow_ratio.is_not(None), VmRow.notice_deadline.is_not(None))
+        ]
+        gone = await session.scalar(select(func.count()).where(VmRow.state == VmState.GONE.value)) or 0
+        workers = await session.scalar(select(func.count()).select_from(WorkerRow).where(WorkerRow.state.in_(ALIVE)))
         prices = [price for _, _, price in by_state.values() if price is not None]
         return {
             "total": sum(count for count, _, _ in by_state.values()),
@@ -179,16 +164,7 @@ class VmList:
             query = query.where(or_(*texts))
         return query
 
-    def _document(self, row: Any, workers: Sequence[Any]) -> VmDocument:
+    def _document(self, row: Any, workers: Sequence[WorkerFacts]) -> VmDocument:
         healths = self._registry.list_workers(row.id) if workers else ()
         silence_s, held_bytes = self._registry.silence_s(row.id), self._registry.get_held_bytes(row.id)
         return make_vm_document(row, workers, silence_s, healths, held_bytes)
-
-
-async def _workers_on(session: AsyncSession, vm_ids: Sequence[str]) -> dict[str, list[_WorkerFacts]]:
-    """The workers that have not stopped, by VM."""
-    query = _WORKERS if len(vm_ids) > _BY_ID else _WORKERS.where(WorkerRow.vm_id.in_(vm_ids))
-    by_vm: dict[str, list[_WorkerFacts]] = {}
-    for worker in map(_WorkerFacts._make, await session.execute(query)):
-        by_vm.setdefault(worker.vm_id, []).append(worker)
-    return by_vm

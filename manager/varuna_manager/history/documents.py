@@ -40,6 +40,7 @@ def make_generation_document(
     workers: Sequence[WorkerRow],
     healths: Iterable[Health],
     *,
+    job_name: str,
     morphs: MorphFacts,
     brief: bool,
     now: float,
@@ -52,6 +53,7 @@ def make_generation_document(
     plan = cast(PlanDocument, generation.plan)
     by_rank = {health.key: health for health in healths}
     downtime = cast(list[DowntimePartDocument] | None, generation.downtime)
+    documents = [make_worker_document(w, job_name, by_rank.get((w.job_id, w.generation, w.rank))) for w in workers]
     return {
         "number": generation.number,
         "kind": generation.kind,
@@ -62,7 +64,7 @@ def make_generation_document(
         "plan": plan,
         "candidates": [] if brief else cast(list[CandidateDocument], generation.candidates),
         "placement": [{"rank": w.rank, "vm_id": w.vm_id, "local_rank": w.local_rank} for w in workers],
-        "workers": [make_worker_document(w, by_rank.get((w.job_id, w.generation, w.rank))) for w in workers],
+        "workers": documents,
         "keepers": generation.keepers or [],
         "reason": generation.reason,
         "kind_of_morph": None if is_first else "reshape" if generation.in_place else "restart",
@@ -109,11 +111,13 @@ def _make_phase_document(phase: accounting.GenerationPhase, now: float) -> Phase
     }
 
 
-def make_event_document(event: EventRow) -> EventDocument:
+def make_event_document(event: EventRow, job_name: str | None) -> EventDocument:
+    """`job_name`: of the event's job."""
     return {
         "id": event.id,
         "at": format_time(event.at),
         "job_id": event.job_id,
+        "job_name": job_name,
         "generation": event.generation,
         "vm_id": event.vm_id,
         "kind": event.kind,

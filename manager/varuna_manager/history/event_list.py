@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import EventRow
+from varuna_manager.db.models import EventRow, JobRow
 from varuna_manager.history.documents import make_event_document
 from varuna_manager.jobs.jobs import find_job_row
 from varuna_proto.rest import EventDocument
+
+_NAMES_KEPT = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +28,23 @@ class EventFilter:
     until: float | None = None
     after: int = 0
     before: int | None = None
+    text: str | None = None
+    """A part of its message, in any case."""
 
 
 class EventList:
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._names: dict[str, str] = {}
+        """By job id."""
 
     async def list_events(
         self, wanted: EventFilter, *, descending: bool, limit: int
     ) -> tuple[list[EventDocument], bool]:
         """The wanted events by id, and whether there are more. Raises MissingError for an unknown job."""
         async with self._database.read() as session:
-            query = select(EventRow).where(EventRow.id > wanted.after)
+            names = select(EventRow, JobRow.name).outerjoin(JobRow, JobRow.id == EventRow.job_id)
+            query = names.where(EventRow.id > wanted.after)
             if wanted.job is not None:
                 query = query.where(EventRow.job_id == (await find_job_row(session, wanted.job)).id)
             if wanted.before is not None:
@@ -50,9 +57,25 @@ class EventList:
                 query = query.where(EventRow.at >= wanted.since)
             if wanted.until is not None:
                 query = query.where(EventRow.at < wanted.until)
+            if wanted.text is not None:
+                query = query.where(EventRow.message.icontains(wanted.text, autoescape=True))
             query = query.order_by(EventRow.id.desc() if descending else EventRow.id).limit(limit + 1)
-            rows = (await session.scalars(query)).all()
-        return [make_event_document(row) for row in rows[:limit]], len(rows) > limit
+            rows = (await session.execute(query)).all()
+        return [make_event_document(row, name) for row, name in rows[:limit]], len(rows) > limit
+
+    async def find_job_name(self, job_id: str | None) -> str | None:
+        """The name of an event's job, as `EventDocument` has it. A job never changes its name."""
+        if job_id is None:
+            return None
+        if job_id not in self._names:
+            async with self._database.read() as session:
+                name = await session.scalar(select(JobRow.name).where(JobRow.id == job_id))
+            if name is None:
+                return None
+            if len(self._names) >= _NAMES_KEPT:
+                self._names.clear()
+            self._names[job_id] = name
+        return self._names[job_id]
 
     async def list_kinds(self) -> list[str]:
         """The kinds that have occurred, in alphabetical order."""

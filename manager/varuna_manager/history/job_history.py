@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
@@ -57,23 +57,34 @@ class JobHistory:
         by_number: dict[int, list[WorkerRow]] = {}
         for worker in workers:
             by_number.setdefault(worker.generation, []).append(worker)
-        documents = [self._document(row, by_number.get(row.number, []), morphs=morphs, brief=brief) for row in rows]
+        documents = [
+            self._document(job, row, by_number.get(row.number, []), morphs=morphs, brief=brief) for row in rows
+        ]
         return Page(documents, following)
 
     async def find_generation(self, id_or_name: str, number: int) -> GenerationDocument:
         """Raises MissingError."""
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
-            query = select(GenerationRow).where(GenerationRow.job_id == job.id, GenerationRow.number == number)
-            row = await session.scalar(query)
-            if row is None:
+            found = await self.read_generation(session, job, GenerationRow.number == number)
+            if found is None:
                 raise _no_generation(id_or_name, number, job)
-            workers = await _workers(session, job, [number])
-            morphs = await _read_morph_facts(session, job, [row])
-        return self._document(row, workers, morphs=morphs, brief=False)
+            return found
+
+    async def read_generation(
+        self, session: AsyncSession, job: JobRow, *conditions: ColumnElement[bool]
+    ) -> GenerationDocument | None:
+        """The newest generation of the job that satisfies all conditions; None: there is none."""
+        query = select(GenerationRow).where(GenerationRow.job_id == job.id, *conditions)
+        row = await session.scalar(query.order_by(GenerationRow.number.desc()).limit(1))
+        if row is None:
+            return None
+        workers = await _workers(session, job, [row.number])
+        morphs = await _read_morph_facts(session, job, [row])
+        return self._document(job, row, workers, morphs=morphs, brief=False)
 
     def _document(
-        self, row: GenerationRow, workers: Sequence[WorkerRow], *, morphs: MorphFacts, brief: bool
+        self, job: JobRow, row: GenerationRow, workers: Sequence[WorkerRow], *, morphs: MorphFacts, brief: bool
     ) -> GenerationDocument:
         places = {} if row.ended_at is not None else {(w.job_id, w.generation, w.rank): w.vm_id for w in workers}
         healths = [
@@ -82,7 +93,9 @@ class JobHistory:
             for health in self._registry.list_workers(vm_id)
             if places.get(health.key) == vm_id  # an agent speaks for its own workers only
         ]
-        return make_generation_document(row, workers, healths, morphs=morphs, brief=brief, now=self._now())
+        return make_generation_document(
+            row, workers, healths, job_name=job.name, morphs=morphs, brief=brief, now=self._now()
+        )
 
     async def list_plans(self, id_or_name: str, *, limit: int, cursor: str | None) -> Page[PlanRecordDocument]:
         """The plans with which the job trained, newest first, without the other candidates."""

@@ -153,7 +153,7 @@ class LiveFeed:
         while rows := await self._events.list_events_after(after, job_id=job_id, limit=_PAGE):
             for row in rows:
                 after = row.id
-                yield _make_message(row)
+                yield await self._make_message(row)
 
     def _join(self, follower: _Follower) -> None:
         if not self._followers and not self._is_over:
@@ -187,7 +187,7 @@ class LiveFeed:
                 async for row in self._events.follow_events(after):
                     if row is not None:
                         after = row.id
-                        self._push(_make_message(row))
+                        self._push(await self._make_message(row))
                 self.close()  # the log has ended: the manager stops
             except StoreAwayError:
                 await asyncio.sleep(_AWAY_S)
@@ -207,6 +207,6 @@ class LiveFeed:
                         follower.progress[job_id] = message
                         follower.news.set()
 
-
-def _make_message(row: EventRow) -> FeedMessage:
-    return FeedMessage(row.id, row.kind, row.job_id, json.dumps(make_event_document(row)))
+    async def _make_message(self, row: EventRow) -> FeedMessage:
+        document = make_event_document(row, await self._past.find_job_name(row.job_id))
+        return FeedMessage(row.id, row.kind, row.job_id, json.dumps(document))

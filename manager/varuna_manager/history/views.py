@@ -19,6 +19,7 @@ from varuna_manager.world.vm_registry import VmRegistry
 
 @dataclass(frozen=True)
 class Views:
+    database: Database
     events: EventList
     fleet: FleetHistoryService
     history: JobHistory
@@ -32,6 +33,7 @@ class Views:
     def make_views(cls, database: Database, registry: VmRegistry, keep: KeepDays | None = None) -> Views:
         """`keep`: how long the store keeps ended things; None: the default."""
         return cls(
+            database=database,
             events=EventList(database),
             fleet=FleetHistoryService(database, keep or KeepDays()),
             history=JobHistory(database, registry),

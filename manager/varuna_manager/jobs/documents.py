@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_manager.answers.documents import format_time
-from varuna_manager.db.models import JobRow, StackRow, WorkerRow
+from varuna_manager.db.models import JobRow, StackRow
 from varuna_manager.jobs.step_rates import StepRate
 from varuna_manager.world.vm_registry import Health
 from varuna_proto.rest import JobDocument, JobSpecDocument, PlanDocument, StackDocument, WorkerDocument
@@ -92,10 +92,12 @@ def _escape(value: Any) -> Any:
     return value
 
 
-def make_worker_document(worker: WorkerRow, health: Health | None = None) -> WorkerDocument:
-    """`health`: from the worker's last heartbeat, if it still runs."""
+def make_worker_document(worker: Any, job_name: str, health: Health | None = None) -> WorkerDocument:
+    """`worker`: with the columns of WorkerRow; `job_name`: of its job; `health`: from its last heartbeat, if it still
+    runs."""
     return {
         "job_id": worker.job_id,
+        "job_name": job_name,
         "generation": worker.generation,
         "rank": worker.rank,
         "vm_id": worker.vm_id,

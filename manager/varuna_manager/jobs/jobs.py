@@ -97,7 +97,7 @@ class JobService:
                         "send a new key with a new job"
                     )
                 if before is not None:
-                    return await _make_document(session, before)
+                    return await make_whole_document(session, before)
             rival = await session.scalar(select(JobRow).where(JobRow.active_name == spec.name))
             if rival is not None:
                 raise ConflictError(
@@ -174,7 +174,7 @@ class JobService:
     async def find_job(self, id_or_name: str) -> JobDocument:
         """Raises MissingError."""
         async with self._database.read() as session:
-            return await _make_document(session, await find_job_row(session, id_or_name))
+            return await make_whole_document(session, await find_job_row(session, id_or_name))
 
     async def cancel_job(self, id_or_name: str, *, save: bool = False) -> JobDocument:
         """Request the job's end, after a last checkpoint if `save`. A second call without `save` ends a job that is
@@ -195,7 +195,7 @@ class JobService:
                 elif not save:
                     job.cancel_saves = False
                 after_commit(session, self._bell.notify_listeners)
-            return await _make_document(session, job)
+            return await make_whole_document(session, job)
 
     async def retry_job(self, id_or_name: str) -> JobDocument:
         """Queue a job again that failed or was cancelled. It goes on from its newest checkpoint, with its profile, and
@@ -206,7 +206,7 @@ class JobService:
         async with self._database.write() as session:
             job = await find_job_row(session, id_or_name)
             if job.state in (JobState.QUEUED, JobState.RUNNING) and job.retried_after is not None:
-                return await _make_document(session, job)
+                return await make_whole_document(session, job)
             if job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise ConflictError(
                     f"job {id_or_name!r} is {job.state}: only one that failed or was cancelled is retried"
@@ -232,7 +232,7 @@ class JobService:
             text = f"job {job.name!r}, which {was}, is retried"
             self._events.emit_event(session, "job_retried", text, job_id=job.id)
             after_commit(session, self._bell.notify_listeners)
-            return await _make_document(session, job)
+            return await make_whole_document(session, job)
 
     async def delete_job(self, id_or_name: str) -> DeletedJobDocument:
         """Hide a job that has ended; `Retention` deletes its rows. Its checkpoints stay where they are.
@@ -283,7 +283,7 @@ class JobService:
                 self._events.emit_event(session, "job_changed", f"job {job.name!r} was given {words}", job_id=job.id)
                 after_commit(session, self._bell.notify_listeners)
                 await session.flush()
-            return await _make_document(session, job)
+            return await make_whole_document(session, job)
 
     async def find_profile(self, id_or_name: str) -> str:
         """The job's profile (JSON), as corrected by heartbeats. Raises MissingError before there is one."""
@@ -352,7 +352,8 @@ async def read_progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
     return found
 
 
-async def _make_document(session: AsyncSession, job: JobRow) -> JobDocument:
+async def make_whole_document(session: AsyncSession, job: JobRow) -> JobDocument:
+    """The job with its progress."""
     await session.flush()
     return make_job_document(job, (await read_progress(session, [job.id]))[job.id])
 

@@ -46,6 +46,8 @@ _PUBLIC = frozenset(
     }
 )
 """Joining checks a join token instead."""
+_CHANGE_NOTHING = frozenset({("POST", "/api/v1/jobs/dry-run")})
+"""Calls with a body that only ask: the dashboard makes them while a user types."""
 _MISSING = "this manager requires a token: set VARUNA_TOKEN, or pass --token-file (Authorization: Bearer vt1...)"
 _MISSING_JOIN = "a join token is missing: send it as Authorization: Bearer vj1..."
 _PAGE_HEADERS = {
@@ -228,7 +230,7 @@ class _ApiCall:
 
     @property
     def changes(self) -> bool:
-        return self.method not in _SAFE
+        return self.method not in _SAFE and (self.method, self.path) not in _CHANGE_NOTHING
 
 
 def get_principal(request: Request) -> Principal:

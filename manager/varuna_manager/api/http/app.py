@@ -18,16 +18,19 @@ from varuna_manager.api.http.fleet_routes import fleet_routes
 from varuna_manager.api.http.history_routes import history_routes
 from varuna_manager.api.http.job_routes import job_routes, log_routes
 from varuna_manager.api.http.metrics_routes import metrics_route, time_requests
+from varuna_manager.api.http.overview_routes import overview_routes
 from varuna_manager.api.http.page_files import PageFiles, library_routes
 from varuna_manager.fleet.drains import DrainService
 from varuna_manager.fleet.fleet import FleetService
 from varuna_manager.history.live import LiveFeed
+from varuna_manager.history.overviews import Overviews
 from varuna_manager.history.views import Views
 from varuna_manager.jobs.archives import ArchiveService
 from varuna_manager.jobs.jobs import JobService
 from varuna_manager.jobs.logs import LogService
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.metrics.exposition import MetricsService
+from varuna_manager.planning.dry_runs import DryRuns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,8 @@ def make_app(services: Services) -> FastAPI:
     )
     problems.install(app)
     views = services.views
-    app.include_router(job_routes(services.jobs), prefix="/api/v1", tags=["jobs"])
+    app.include_router(job_routes(services.jobs, DryRuns(views.database, views.vms)), prefix="/api/v1", tags=["jobs"])
+    app.include_router(overview_routes(Overviews(services.fleet, views)), prefix="/api/v1")
     app.include_router(history_routes(views), prefix="/api/v1", tags=["history"])
     app.include_router(log_routes(services.logs, services.stacks), prefix="/api/v1", tags=["logs"])
     app.include_router(fleet_routes(services.fleet, services.drains, views), prefix="/api/v1", tags=["fleet"])

@@ -31,11 +31,11 @@ def _wanted(
     until: by.At = None,
     after: by.Number = 0,
     before: Annotated[int | None, Query(ge=0, le=by.MOST_INT)] = None,
+    q: by.Text = None,
 ) -> EventFilter:
     """The parameters of both lists of events."""
-    return EventFilter(
-        vm_id=vm, kinds=kind, since=by.seconds(since), until=by.seconds(until), after=after, before=before
-    )
+    since_s, until_s = by.seconds(since), by.seconds(until)
+    return EventFilter(vm_id=vm, kinds=kind, since=since_s, until=until_s, after=after, before=before, text=q)
 
 
 Wanted = Annotated[EventFilter, Depends(_wanted)]

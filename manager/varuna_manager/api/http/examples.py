@@ -74,6 +74,7 @@ _JOB = {
 }
 _WORKER = {
     "job_id": "job-1f2e3d4c",
+    "job_name": "gpt-2b",
     "generation": 3,
     "rank": 0,
     "vm_id": "vm-12",
@@ -237,6 +238,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "id": 17,
         "at": _AT,
         "job_id": "job-1f2e3d4c",
+        "job_name": "gpt-2b",
         "generation": 3,
         "vm_id": None,
         "kind": "first_step",

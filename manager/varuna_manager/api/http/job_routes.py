@@ -18,6 +18,7 @@ from varuna_manager.jobs.documents import hide_env_values
 from varuna_manager.jobs.jobs import JobService
 from varuna_manager.jobs.logs import MAX_BYTES, MOST_WAIT_S, LogPart, LogService
 from varuna_manager.jobs.stacks import StackService
+from varuna_manager.planning.dry_runs import DryRuns
 from varuna_proto import rest
 
 _MOST_OFFSET = 2**53
@@ -62,8 +63,19 @@ class ChangeBody(BaseModel):
     max_gpus: int | None = Field(default=None, ge=1, le=by.MOST_INT, description="null: as many as help")
 
 
-def job_routes(jobs: JobService) -> APIRouter:
+class DryRunBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    text: str = Field(max_length=256 * 1024, description="a job in YAML or JSON, as POST /jobs takes it")
+
+
+def job_routes(jobs: JobService, dry_runs: DryRuns) -> APIRouter:
     router = APIRouter()
+
+    @router.post("/jobs/dry-run")
+    async def try_job(body: DryRunBody) -> rest.DryRunDocument:
+        """Check a job's text, and plan it for the GPUs that are free. Nothing is changed."""
+        return await dry_runs.try_job(body.text)
 
     @router.post("/jobs", status_code=201)
     async def submit_job(
@@ -95,7 +107,7 @@ def job_routes(jobs: JobService) -> APIRouter:
             states=state, name=name, since=by.seconds(since), labels=label, limit=limit, cursor=cursor
         )
         by.link_next(request, response, found.next_cursor)
-        return [_shown_to(request, job) for job in found.items]
+        return [show_job(request, job) for job in found.items]
 
     @router.get("/jobs/{job}")
     async def get_job(job: by.JobName, request: Request, response: Response) -> rest.JobDocument:
@@ -103,7 +115,7 @@ def job_routes(jobs: JobService) -> APIRouter:
 
         A viewer does not see the values of environment variables.
         """
-        return _tagged(_shown_to(request, await jobs.find_job(job)), response)
+        return _tagged(show_job(request, await jobs.find_job(job)), response)
 
     @router.patch("/jobs/{job}")
     async def change_job(
@@ -183,7 +195,7 @@ def log_routes(logs: LogService, stacks: StackService) -> APIRouter:
     return router
 
 
-def _shown_to(request: Request, job: rest.JobDocument) -> rest.JobDocument:
+def show_job(request: Request, job: rest.JobDocument) -> rest.JobDocument:
     """The job as its caller may see it."""
     return job if get_principal(request).role.is_at_least(Role.USER) else hide_env_values(job)
 

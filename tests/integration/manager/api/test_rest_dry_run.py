@@ -1,0 +1,66 @@
+"""A dry run says what is wrong with a job's text, or what it would get; it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rest_world import SPEC, RestWorld, generation, migrated, rest_world, vm, worker
+from scripted_manager import profile_json
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.xdist_group("rest")]
+TEXT = "name: gpt\nworkdir: /w\nrun: 'true'\nglobal_batch: 8\n"
+
+
+@pytest_asyncio.fixture
+async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
+    await migrated(tmp_path / "manager.db")
+    async with rest_world(tmp_path) as made:
+        yield made
+
+
+async def try_job(world: RestWorld, text: str) -> Any:
+    answer = await world.ask("POST", "/api/v1/jobs/dry-run", json={"text": text})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_mistakes_and_a_name_that_is_taken_are_problems(world: RestWorld) -> None:
+    found = await try_job(world, TEXT.replace("global_batch", "global_bach"))
+    assert [(one["line"], one["field"]) for one in found["problems"]] == [(1, "global_batch"), (4, "global_bach")]
+    assert (await try_job(world, TEXT))["problems"] == []
+    await world.ask("POST", "/api/v1/jobs", json=SPEC)
+    found = await try_job(world, "run: 'true'\n" + TEXT.replace("run: 'true'\n", ""))
+    assert [(one["line"], one["field"]) for one in found["problems"]] == [(2, "name")]
+    assert "already queued" in found["problems"][0]["text"]
+
+
+async def test_it_plans_for_the_free_gpus_by_an_earlier_profile_and_changes_nothing(world: RestWorld) -> None:
+    memory = {"device_memory_bytes": 16 << 30, "price_per_hour": 0.5}
+    await world.add(*(vm(f"vm-{number}", **memory) for number in range(5)), vm("vm-5", cordoned_at=1.0, **memory))
+    earlier = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()["id"]
+    await world.change(earlier, state="succeeded", active_name=None)
+    found = await try_job(world, TEXT)
+    assert (found["free_gpus"], found["all_gpus"], found["plan"]) == (5, 5, None)
+    assert "not profiled yet" in found["reason"]
+    assert found["document"] == SPEC
+    await world.change(earlier, profile_json=profile_json())
+    await world.add(generation(earlier, 1, 1.0), worker(earlier, 1, 0, "vm-0", "running"))
+    found = await try_job(world, TEXT + "resources: {max_gpus: 2}\n")
+    assert (found["free_gpus"], found["all_gpus"]) == (4, 5)
+    gpus = found["plan"]["p"] * found["plan"]["d"]
+    assert gpus <= 2
+    assert found["cost_per_hour"] == gpus * 0.5
+    assert [job["id"] for job in (await world.ask("GET", "/api/v1/jobs")).json()] == [earlier]
+
+
+async def test_what_is_typed_is_neither_audited_nor_limited_as_a_change(world: RestWorld) -> None:
+    for _ in range(3):
+        await try_job(world, TEXT)
+    await world.ask("POST", "/api/v1/jobs", json=SPEC)
+    actions = [entry["action"] for entry in (await world.ask("GET", "/api/v1/audit")).json()]
+    assert actions == ["POST /api/v1/jobs"]
