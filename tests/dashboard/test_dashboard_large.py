@@ -54,7 +54,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RestW
 async def settled(page: Page, where: str) -> None:
     """Waits until the page has drawn everything."""
     await expect(page.get_by_role("heading", level=1)).to_be_visible()
-    charts = 3 if where.startswith("jobs/") else 1 if where == "fleet" else 0
+    charts = 4 if where.startswith("jobs/") else 1 if where == "fleet" else 0
     await expect(page.locator(".chart.plotted")).to_have_count(charts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -16,7 +17,7 @@ from varuna_manager.fleet.vm_list import VmFilter, VmList
 from varuna_manager.jobs.jobs import IS_KEPT
 from varuna_manager.planning.planner import ShapeQuestion
 from varuna_proto.plan import Plan
-from varuna_proto.rest import DryRunDocument
+from varuna_proto.rest import DryRunDocument, PlanDocument
 from varuna_proto.rest_fleet import VmDocument
 from varuna_proto.wording import count_of
 
@@ -56,7 +57,8 @@ class DryRuns:
         else:
             plan, found["reason"] = await asyncio.to_thread(_choose, profile_json, spec, usable, gpus)
             if plan is not None:
-                found["plan"], found["cost_per_hour"] = plan.to_document(), _price(usable, plan.p * plan.d)
+                found["plan"] = cast(PlanDocument, plan.to_document())
+                found["cost_per_hour"] = _price(usable, plan.p * plan.d)
         return found
 
 

@@ -1,43 +1,18 @@
 // What changes something: asks first, says what came of it.
 import { get, send } from "./api.js";
-import { h, put } from "./dom.js";
-
-/** A dialog with a form; `act` is awaited, and what it throws is shown. Resolves with its result, or null. */
-export function ask(title, content, verb, act, { danger = false } = {}) {
-  const problem = h("p", { class: "wrong", role: "alert" });
-  const go = h("button", { type: "submit", class: danger ? "danger" : "main" }, verb);
-  const back = h("button", { type: "button", on: { click: () => dialog.close() } }, danger ? "Keep it" : "Back");
-  let result = null;
-  const form = h("form", { on: { submit: async (event) => {
-    event.preventDefault();
-    go.disabled = true;
-    put(problem);
-    try {
-      result = await act(form);
-      dialog.close();
-    } catch (error) {
-      const fields = (error.errors ?? []).map(({ field, text }) => h("span", {}, h("br"), field ? `${field}: ` : "", text));
-      put(problem, error.message, fields);
-    } finally {
-      go.disabled = false;
-    }
-  } } }, h("h2", { id: "dialog-title" }, title), content, problem, h("div", { class: "buttons" }, back, go));
-  const dialog = h("dialog", { "aria-labelledby": "dialog-title" }, form);
-  document.body.append(dialog);
-  dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => { dialog.remove(); resolve(result); }, { once: true });
-  });
-}
+import { ask } from "./dialogs.js";
+import { h } from "./dom.js";
+import { submitAndShow } from "./submit.js";
 
 const button = (text, kind, click) => h("button", { type: "button", class: kind, on: { click } }, text);
 
 /** Those that a job in this state has, for who may. `now` gives the job as it is when they are used. */
 export function jobActions({ state }, now, may, changed) {
   if (!may("user")) return [];
-  if (state === "failed" || state === "cancelled") return [button("Retry…", null, () => retry(now()).then(changed))];
-  if (state === "queued" || state === "running") return [button("Cancel…", "danger", () => cancel(now()).then(changed))];
-  return [];
+  const clone = button("Clone…", null, () => submitAndShow(now()));
+  if (state === "failed" || state === "cancelled") return [clone, button("Retry…", null, () => retry(now()).then(changed))];
+  if (state === "queued" || state === "running") return [clone, button("Cancel…", "danger", () => cancel(now()).then(changed))];
+  return [clone];
 }
 
 function cancel(job) {
@@ -80,31 +55,6 @@ function drain(vm) {
     ? "Its workers leave after a checkpoint, and their job morphs away from it. Then the VM is given back."
     : "Nothing runs there. The VM is given back."),
   "Drain the VM", () => send("POST", `vms/${encodeURIComponent(vm.id)}/drain`, {}), { danger: true });
-}
-
-const TEMPLATE = {
-  name: "my-job", workdir: "/path/on/every/vm", run: "python train.py", global_batch: 64,
-  resources: { min_gpus: 1, max_gpus: null }, checkpoint: { url: null }, env: {}, priority: 0,
-};
-
-/** Paste a job document; resolves with the job. */
-export async function submit() {
-  const text = h("textarea", { id: "document", spellcheck: "false", required: true, "aria-describedby": "document-note" });
-  text.value = JSON.stringify(TEMPLATE, null, 2);
-  const key = crypto.randomUUID?.() ?? String(Math.random()); // pressed twice, it is one job
-  return ask("Submit a job", [
-    h("label", { for: "document" }, "Job document (JSON)"), text,
-    h("p", { class: "note", id: "document-note" }, "The workdir is a path that exists on every VM. To upload a folder, use ",
-      h("code", {}, "varuna submit job.yaml"), "."),
-  ], "Submit", async () => {
-    let document_;
-    try {
-      document_ = JSON.parse(text.value);
-    } catch (error) {
-      throw new Error(`This is not JSON: ${error.message}`);
-    }
-    return send("POST", "jobs", document_, { "Idempotency-Key": key });
-  });
 }
 
 /** The fleet's wanted size. */

@@ -17,7 +17,7 @@ export class Problem extends Error {
 /** The manager did not answer, or the page that asked is over. */
 export class Unreachable extends Error {}
 
-/** What tells the page of the connection: `signed-out`, `reached`, `unreachable`, `standby`. */
+/** What tells the page of the stream of events: `signed-out`, `reached`, `heard` (anything), `unreachable`, `standby`. */
 export const news = new EventTarget();
 const tell = (type, detail) => news.dispatchEvent(new CustomEvent(type, { detail }));
 
@@ -47,7 +47,6 @@ async function reach(ask) {
     return await ask();
   } catch (error) {
     if (error instanceof SyntaxError) throw error; // of a body that is whole
-    if (error.name !== "AbortError") tell("unreachable");
     throw new Unreachable("the manager cannot be reached", { cause: error });
   }
 }
@@ -132,6 +131,7 @@ async function* messages(body, watch) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
+      tell("heard");
       clearTimeout(silence);
       silence = setTimeout(() => watch.abort(), SILENCE_MS);
       const parts = (rest + value).split("\n\n");

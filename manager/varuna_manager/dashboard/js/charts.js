@@ -1,6 +1,7 @@
 // Charts by plotly.js, which is loaded when the first one is drawn: pages are of use before. Each chart has a caption
 // that says in words what is to be seen, and its figures as a table.
 import { h, put, table } from "./dom.js";
+import { describeFailure, retrySeconds, stateLine } from "./panels.js";
 
 let loading = null;
 const ALL = new Set();
@@ -9,7 +10,7 @@ function library() {
   loading ??= new Promise((resolve, reject) => {
     const script = h("script", { src: "static/plotly.min.js", on: {
       load: () => resolve(window.Plotly),
-      error: () => { loading = null; reject(new Error("the chart library did not load; the tables have the figures")); },
+      error: () => { loading = null; script.remove(); reject(new Error("the chart library could not be fetched; the table below has the figures")); },
     } });
     document.head.append(script);
   });
@@ -43,8 +44,11 @@ export function chart(label, columns, { height = 240, signal }) {
   const area = h("div", { class: "chart", role: "img", "aria-label": label });
   const caption = h("figcaption");
   const figuresTable = table(`${label}, as a table`, columns, { tall: true });
+  const state = stateLine();
   let wanted = null;
   let waiting = false;
+  let failures = 0;
+  let retry = null;
   const fill = () => { if (details.open && wanted) figuresTable.fill(wanted.rows()); };
   const details = h("details", { on: { toggle: fill } }, h("summary", {}, "As a table"), figuresTable.element);
 
@@ -60,10 +64,18 @@ export function chart(label, columns, { height = 240, signal }) {
       // When the window changes its width, plotly takes the height from the page.
       area.style.height = `${area.layout.height}px`;
       area.classList.add("plotted");
+      failures = 0;
+      put(state);
     } catch (error) {
       waiting = false;
-      put(caption, error.message);
+      if (!signal.aborted) fail(error);
     }
+  }
+  function fail(error) {
+    failures += 1;
+    const seconds = retrySeconds(failures);
+    put(state, describeFailure(error.message, null, seconds, () => { clearTimeout(retry); redraw(); }));
+    retry = setTimeout(redraw, 1000 * seconds);
   }
   const redraw = () => {
     if (waiting || !wanted) return;
@@ -71,12 +83,13 @@ export function chart(label, columns, { height = 240, signal }) {
     turn = turn.then(paint);
   };
   ALL.add(redraw);
-  signal.addEventListener("abort", () => { ALL.delete(redraw); if (window.Plotly) window.Plotly.purge(area); });
+  signal.addEventListener("abort", () => { clearTimeout(retry); ALL.delete(redraw); if (window.Plotly) window.Plotly.purge(area); });
 
   return {
-    element: h("figure", {}, area, caption, details),
+    element: h("figure", {}, state, area, caption, details),
     area,
     draw(content) {
+      if (wanted === null) put(state, h("div", { class: "loading" }, "Loading the chart…"));
       wanted = content;
       put(caption, content.words);
       area.setAttribute("aria-label", `${label}. ${content.words}`);

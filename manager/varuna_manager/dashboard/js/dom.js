@@ -1,5 +1,5 @@
 // Elements, tables and states. What comes from the manager goes in as text, never as markup.
-import { loss } from "./format.js";
+import { age, clock, fullTime, loss } from "./format.js";
 
 /** An element: `props` are attributes, `on` its listeners, `class` its classes; children are text, nodes or lists. */
 export function h(tag, props = {}, ...children) {
@@ -44,9 +44,20 @@ export function jobLoss({ loss: value, not_finite_from: since }) {
   return since === null ? loss(value) : h("span", { class: "wrong" }, value === null ? "not finite" : loss(value));
 }
 
+const time = (at, text) => (at === null || at === undefined ? "–" : h("time", { datetime: new Date(at).toISOString(), title: fullTime(at) }, text));
+/** A moment as a clock shows it, or as "3 min ago"; with its date and zone when it is pointed at. */
+export const when = (at) => time(at, clock(at));
+export const ago = (at) => time(at, age(at));
+
 export const link = (href, text) => h("a", { href }, text);
 export const jobLink = (id, name) => link(`#/jobs/${encodeURIComponent(id)}`, name);
 export const vmLink = (id) => (id ? link(`#/vms/${encodeURIComponent(id)}`, id) : "–");
+
+/** The jobs that these workers are of, by name. */
+export function jobsOf(workers) {
+  const names = new Map(workers.map((worker) => [worker.job_id, worker.job_name]));
+  return [...names].flatMap(([id, name], index) => [index ? ", " : "", jobLink(id, name)]);
+}
 
 /** A headed part of a page. Returns the section; put what follows its heading into it. */
 export function card(title, extra = [], ...children) {
@@ -89,16 +100,17 @@ function* focusables(root) {
 
 /**
  * A table with `fill(rows)`. A column is {title, kind?: "num"|"wide"|"nowrap", head?: true for the row's name};
- * a row is its cells, or {cells, chosen}.
+ * a row is its cells, or {cells, chosen?, tone?}.
  */
 export function table(label, columns, { tall = false, empty = "None." } = {}) {
   const body = h("tbody");
   const none = h("p", { class: "empty", hidden: true }, empty);
   const heads = columns.map((column) => h("th", { scope: "col", class: column.kind === "num" ? "num" : null },
     column.title || h("span", { class: "sr" }, column.label ?? "Actions")));
-  const made = h("table", {}, h("caption", { class: "sr" }, label), h("thead", {}, h("tr", {}, heads)), body);
+  const stacks = columns.some((column) => column.kind === "wide"); // on a phone: each row over several lines
+  const made = h("table", { class: stacks ? "stacks" : null }, h("caption", { class: "sr" }, label), h("thead", {}, h("tr", {}, heads)), body);
   // What can scroll must be reachable by keyboard.
-  const region = h("div", { class: `scroll${tall ? ` tall ${tall}` : ""}`, tabindex: "0", role: "group", "aria-label": label }, made);
+  const region = h("div", { hidden: true, class: `scroll${tall ? ` tall ${tall}` : ""}`, tabindex: "0", role: "group", "aria-label": label }, made);
   const fill = (rows) => {
     none.hidden = rows.length > 0;
     region.hidden = rows.length === 0;
@@ -107,12 +119,16 @@ export function table(label, columns, { tall = false, empty = "None." } = {}) {
   return { element: h("div", {}, region, none), fill, body };
 }
 
-function tableRow(columns, { cells, chosen }) {
-  return h("tr", { class: chosen ? "chosen" : null }, cells.map((cell, index) => {
-    const { kind, head } = columns[index];
-    return h(head ? "th" : "td", { scope: head ? "row" : null, class: kind ?? null }, cell ?? "–");
+function tableRow(columns, { cells, chosen, tone: rowTone }) {
+  return h("tr", { class: chosen ? "chosen" : rowTone ? `row-${rowTone}` : null }, cells.map((cell, index) => {
+    const { kind, head, title } = columns[index];
+    const content = cell === null || cell === undefined || cell === "" ? "–" : cell;
+    return h(head ? "th" : "td", { scope: head ? "row" : null, class: kind ?? null, "data-label": head ? null : title || null }, kind === "wide" ? h("div", { class: "clamp" }, content) : content);
   }));
 }
+
+// On a phone long texts are cut after a few lines; a touch shows the rest.
+document.addEventListener("click", (event) => { event.target.closest?.(".clamp")?.classList.toggle("open"); });
 
 /** Of several calls in a row, one is made, at most every `ms`. */
 export function atMostEvery(ms, call) {

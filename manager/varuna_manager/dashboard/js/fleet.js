@@ -1,9 +1,10 @@
 // The page of the fleet: how many VMs there are in which state, how they came and went, which are quarantined, and all of them.
-import { get, getPage } from "./api.js";
+import { get } from "./api.js";
 import { drainButton, resize } from "./actions.js";
 import { chart, colour, thinned } from "./charts.js";
-import { atMostEvery, card, figures, h, jobLink, put, state, table, vmLink } from "./dom.js";
-import { age, bytes, clock, count, money } from "./format.js";
+import { ago, atMostEvery, card, figures, h, jobsOf, put, state, table, vmLink, when } from "./dom.js";
+import { bytes, clock, count, money } from "./format.js";
+import { requests } from "./panels.js";
 
 const PAGE = 100;
 const SLOW_MS = 10_000;
@@ -13,30 +14,29 @@ const STATES = ["requested", "ready", "suspect", "draining", "lost", "gone"];
 export function fleetPage({ root, signal, may, title }) {
   title("Fleet");
   const numbers = h("div");
-  const trouble = h("div");
   const past = history(signal);
   const quarantines = quarantined();
-  const vms = vmTable(signal, may, () => refresh());
+  const vms = vmTable(signal, may, () => refreshFleet());
+  const tiles = h("div", {}, numbers);
   root.append(h("div", { class: "head" }, h("h1", {}, "Fleet"), h("span", { class: "grow" }),
     may("admin") ? h("button", { type: "button", on: { click: () => resize(refresh) } }, "Number of VMs…") : null),
-  trouble, numbers, past.element, quarantines.element, vms.element);
+  tiles, past.element, quarantines.element, vms.element);
 
-  async function refresh() {
-    try {
-      const [summary, fleet, slow] = await Promise.all([get("vms/summary", signal), get("fleet", signal), get("vms?quarantined=true&gone=false&limit=100", signal)]);
-      put(numbers, figures(
-        ["VMs", count(summary.total), `${count(fleet.target)} wanted from ${fleet.provider}`], ["Ready", count(summary.by_state.ready ?? 0), `${count(summary.gpus)} GPUs`],
-        ["GPUs at work", count(summary.gpus_busy), `${count(summary.workers)} workers`], ["Notices", count(summary.noticed), "will be taken"],
-        ["Quarantined", count(summary.quarantined), `${count(summary.slow)} slow`],
-        ["Cost per hour", money(summary.cost_per_hour), summary.cost_per_hour === null ? "no price known" : "now"]));
-      quarantines.draw(slow);
-      vms.drawCounts(summary);
-      put(trouble);
-      await Promise.all([past.refresh(), vms.refresh()]);
-    } catch (error) {
-      if (!signal.aborted) put(trouble, h("p", { class: "wrong", role: "alert" }, error.message));
-    }
+  /** The tiles, the chips and the rows are of one moment: that of one answer. */
+  function drawOverview({ summary, fleet, quarantined: slow, vms: page, next_cursor: next }) {
+    put(numbers, figures(
+      ["VMs", count(summary.total), `${count(fleet.target)} wanted from ${fleet.provider}`], ["Ready", count(summary.by_state.ready ?? 0), `${count(summary.gpus)} GPUs`],
+      ["GPUs at work", count(summary.gpus_busy), `${count(summary.workers)} workers`], ["Notices", count(summary.noticed), "will be taken"],
+      ["Quarantined", count(summary.quarantined), `${count(summary.slow)} slow`],
+      ["Cost per hour", money(summary.cost_per_hour), summary.cost_per_hour === null ? "no price known" : "now"]));
+    quarantines.draw(slow);
+    vms.draw(summary, page, next);
   }
+  const refreshFleet = requests([tiles, quarantines.element, vms.element], async () => drawOverview(await get(`fleet/overview?${vms.query()}`, signal)), signal);
+  const refreshPast = requests(past.element, past.refresh, signal);
+  past.onChange(refreshPast);
+  vms.onChange(refreshFleet);
+  const refresh = () => Promise.all([refreshFleet(), refreshPast()]);
   const soon = atMostEvery(1500, refresh);
   const slow = setInterval(() => { if (!document.hidden) soon(); }, SLOW_MS);
   signal.addEventListener("abort", () => { soon.stop(); clearInterval(slow); });
@@ -48,15 +48,16 @@ export function fleetPage({ root, signal, may, title }) {
 function history(signal) {
   const drawn = chart("VMs over time", [{ title: "Until", kind: "nowrap" }, { title: "There", kind: "num" }, { title: "Became ready", kind: "num" }, { title: "Lost or gone", kind: "num" },
     { title: "Notices", kind: "num" }, { title: "Quarantined", kind: "num" }], { height: 300, signal });
-  const span = h("select", { "aria-label": "How far back", on: { change: () => refresh() } },
+  const span = h("select", { "aria-label": "How far back", on: { change: () => changed() } },
     HISTORIES.map(([text, seconds]) => h("option", { value: seconds }, `last ${text}`)));
+  let changed = null;
   async function refresh() {
     const since = new Date(Date.now() - 1000 * span.value).toISOString();
     drawn.draw(historyContent(await get(`fleet/history?since=${encodeURIComponent(since)}&points=180`, signal)));
   }
   const legend = h("span", { class: "note" }, [["c-lost", "lost or gone"], ["c-notice", "given notice (striped)"], ["c-quarantine", "quarantined (crossed)"]]
     .map(([tone, word]) => h("span", { class: "key" }, h("span", { class: `swatch ${tone}`, "aria-hidden": "true" }), word)));
-  return { element: card("VMs over time", [legend, h("span", { class: "grow" }), span], drawn.element), refresh };
+  return { element: card("VMs over time", [legend, h("span", { class: "grow" }), span], drawn.element), refresh, onChange: (call) => { changed = call; } };
 }
 
 function historyContent(found) {
@@ -83,7 +84,7 @@ function quarantined() {
     { tall: "low", empty: "No VM is quarantined." });
   return {
     element: card("Quarantines", [], list.element),
-    draw: (vms) => list.fill(vms.map((vm) => [vmLink(vm.id), vm.slow_ratio ? `${vm.slow_ratio.toFixed(2)}×` : "–", clock(vm.quarantined_until), vm.quarantines, vm.slow_reason ?? vm.reason])),
+    draw: (vms) => list.fill(vms.map((vm) => [vmLink(vm.id), vm.slow_ratio ? `${vm.slow_ratio.toFixed(2)}×` : "–", when(vm.quarantined_until), vm.quarantines, vm.slow_reason ?? vm.reason])),
   };
 }
 
@@ -103,46 +104,38 @@ function vmTable(signal, may, changed) {
   const back = h("button", { type: "button", on: { click: () => { pages.pop(); load(); } } }, "Previous");
   const on = h("button", { type: "button", on: { click: () => { pages.push(next); load(); } } }, "Next");
   let wanted = null; // the state
-  let pages = [null]; // their addresses; null: the first
+  let pages = [null]; // their cursors; null: the first
   let next = null;
-  let summary = null;
+  let load = null; // asks for all of the page
 
-  function drawCounts(found) {
-    summary = found;
-    const counts = { ...found.by_state, gone: found.gone };
+  function draw(summary, rows, following) {
+    next = following;
+    const counts = { ...summary.by_state, gone: summary.gone };
     put(chips, STATES.filter((one) => counts[one]).map((one) => h("button", { type: "button", "aria-pressed": String(wanted === one), on: { click: () => {
       wanted = wanted === one ? null : one;
-      drawCounts(summary);
       first();
     } } }, state(one), h("span", { class: "count" }, count(counts[one])))));
+    list.fill(rows.map((vm) => [
+      vmLink(vm.id), [state(vm.state), " ", troubles(vm)], vm.gpus, bytes(vm.device_memory_bytes), vm.host,
+      jobsOf(vm.workers), heard(vm), vm.reason, drainButton(vm, may, changed) ?? " "]));
+    const begin = (pages.length - 1) * PAGE;
+    put(where, rows.length ? `${count(begin + 1)}–${count(begin + rows.length)}` : "");
+    back.disabled = pages.length === 1;
+    on.disabled = next === null;
   }
   function first() { pages = [null]; load(); }
-  async function load() {
-    const query = new URLSearchParams({ limit: PAGE, gone: String(wanted === "gone"), ...(wanted ? { state: wanted } : {}), ...(search.value ? { q: search.value } : {}) });
-    try {
-      const page = await getPage(pages.at(-1) ?? `vms?${query}`, signal);
-      next = page.next;
-      list.fill(page.items.map((vm) => [
-        vmLink(vm.id), [state(vm.state), " ", troubles(vm)], vm.gpus, bytes(vm.device_memory_bytes), vm.host,
-        [...new Set(vm.workers.map((worker) => worker.job_id))].map((id) => jobLink(id, id)), heard(vm), vm.reason, drainButton(vm, may, changed) ?? ""]));
-      const begin = (pages.length - 1) * PAGE;
-      put(where, page.items.length ? `${count(begin + 1)}–${count(begin + page.items.length)}` : "");
-      back.disabled = pages.length === 1;
-      on.disabled = next === null;
-    } catch (error) {
-      if (!signal.aborted) put(where, error.message);
-    }
-  }
+  const query = () => new URLSearchParams({ limit: PAGE, gone: String(wanted === "gone"), ...(wanted ? { state: wanted } : {}),
+    ...(search.value ? { q: search.value } : {}), ...(pages.at(-1) ? { cursor: pages.at(-1) } : {}) });
   const soon = atMostEvery(300, first);
   signal.addEventListener("abort", soon.stop);
   return {
     element: card("VMs", [chips, h("span", { class: "grow" }), h("div", { class: "controls" }, search, where, back, on)], list.element),
-    drawCounts, refresh: load,
+    draw, query, onChange: (call) => { load = call; },
   };
 }
 
 /** Coarse while all is well. */
 export function heard(vm) {
   if (vm.last_heard_s === null || vm.last_heard_s === undefined) return "–";
-  return vm.last_heard_s < 5 ? "just now" : age(new Date(Date.now() - 1000 * vm.last_heard_s));
+  return vm.last_heard_s < 5 ? "just now" : ago(new Date(Date.now() - 1000 * vm.last_heard_s));
 }

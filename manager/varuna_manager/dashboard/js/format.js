@@ -45,6 +45,10 @@ export function clock(at) {
   return today ? text : `${time.toLocaleDateString("en-CA")} ${text}`;
 }
 
+/** A moment in full, with its date and zone. */
+const inFull = new Intl.DateTimeFormat("en-GB", { dateStyle: "full", timeStyle: "long" });
+export const fullTime = (at) => inFull.format(new Date(at));
+
 export const secondsSince = (at) => (missing(at) ? null : Math.max(0, (Date.now() - new Date(at).getTime()) / 1000));
 
 /** "12 s ago"; coarse, so that tables do not change each second. */

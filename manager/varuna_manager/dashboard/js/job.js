@@ -1,38 +1,42 @@
 // The page of one job: what it is doing, how fast, on what, and what it cost.
-import { Problem, Unreachable, get, getOrNull } from "./api.js";
+import { get, getOrNull } from "./api.js";
 import { jobActions } from "./actions.js";
-import { atMostEvery, figures, h, jobLoss, jobState, link, put } from "./dom.js";
+import { ago, atMostEvery, figures, h, jobLoss, jobState, link, put, when } from "./dom.js";
 import { eventList } from "./events.js";
-import { age, clock, count, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
+import { count, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
 import { Generations } from "./generations.js";
-import { rateAndLoss } from "./job_charts.js";
 import { grid } from "./job_grid.js";
 import { pipeline } from "./job_pipeline.js";
 import { checkpoints, cost, generationsTable, plans, timeLost } from "./job_tables.js";
 import { logs } from "./logs.js";
+import { metricCharts } from "./metric_charts.js";
+import { requests } from "./panels.js";
 import { Series } from "./series.js";
 
 const OVER = ["succeeded", "failed", "cancelled"];
 const SLOW_MS = 15_000; // what changes slowly, and no event tells of
-const HEALTH_MS = 4_000;
+const HEALTH_MS = 4_000; // workers that make no step, or not yet
+const MANY_RANKS = 64; // of more than these the overview is asked for less often
 
 export function jobPage({ root, signal, may, argument, title }) {
-  const about = { job: null, generations: [], current: null, series: new Series(argument), plans: [], may, signal };
+  const about = { job: null, generations: [], series: new Series(argument), };
   const pages = new Generations();
   const head = h("div", { class: "head" });
   const summary = h("div");
   const trouble = h("div");
   const parts = {
-    charts: rateAndLoss(signal), grid: grid(), pipeline: pipeline(signal), plans: plans(), time: timeLost(),
+    charts: metricCharts(signal), grid: grid(), pipeline: pipeline(signal), plans: plans(), time: timeLost(),
     cost: cost(), checkpoints: checkpoints(argument, signal), generations: generationsTable(),
   };
   let events = null;
   let log = null;
   title("Job");
-  root.append(head, trouble, summary);
+  const top = h("div", { class: "page" }, head, trouble, summary);
+  root.append(top);
 
-  function drawHead() {
-    const { job } = about;
+  /** The head, the tiles and the ranks are of one moment: that of one answer. */
+  function drawOverview({ job, generation, vms }) {
+    about.job = job;
     title(job.name);
     put(head, h("h1", {}, job.name), jobState(job), h("span", { class: "crumb" }, link("#/jobs", "all jobs"), ` / ${job.id}`),
       h("span", { class: "grow" }), ...jobActions(job, () => about.job, may, () => refresh()));
@@ -42,90 +46,46 @@ export function jobPage({ root, signal, may, argument, title }) {
     const over = OVER.includes(job.state);
     put(summary, figures(
       ["Shape P×D", plan ? shape(plan.p, plan.d) : "–", plan ? `micro-batch ${plan.micro_batch} of ${plan.global_batch}` : "not planned yet"],
-      ["Step", count(job.step), job.last_step_at ? `last ${age(job.last_step_at)}` : null],
+      ["Step", count(job.step), job.last_step_at ? ["last ", ago(job.last_step_at)] : null],
       ["Loss", jobLoss(job), oddSteps(job)],
       ["Examples/s", number(job.examples_per_s), job.rate_steps > 1 ? `over the last ${job.rate_steps} steps` : null],
       ["Examples/s per GPU", job.examples_per_s && plan ? number(job.examples_per_s / (plan.p * plan.d)) : "–", plan ? plan.p * plan.d === 1 ? "1 GPU" : `${plan.p * plan.d} GPUs` : null],
       ["Step time", seconds(job.step_s), stepParts(job, plan?.predicted_minibatch_s)],
-      ["Generation", count(job.generation), about.current ? `${about.current.kind}, ${about.current.state}` : null],
+      ["Generation", count(job.generation), generation ? `${generation.kind}, ${generation.state}` : null],
       [over ? "Ran" : "Running for", seconds(job.started_at ? (over ? secondsSince(job.started_at) - secondsSince(job.finished_at) : secondsSince(job.started_at)) : null),
-        `submitted ${clock(job.created_at)}`],
+        ["submitted ", when(job.created_at)]],
     ));
+    parts.grid.draw(generation, vms);
   }
 
-  async function refreshJob() {
-    about.job = await get(`jobs/${encodeURIComponent(argument)}`, signal);
-    await pages.refresh(about.job.id, signal);
-    about.generations = pages.list;
-    about.current = about.generations.at(-1) ?? null;
-    drawHead();
-  }
-
-  async function refreshCharts() {
-    await about.series.update(about.generations, signal);
-    parts.charts.draw(about);
-  }
-
-  /** Once for each page: the charts and the table are drawn with the newest generations first. */
-  async function addOlder() {
-    while (await pages.addOlder(signal)) {
-      about.generations = pages.list;
-      parts.charts.draw(about);
-      parts.generations.draw(about.generations);
-    }
-  }
-
-  async function refreshHealth() {
-    const newest = about.generations.filter((one) => one.kind === "training").at(-1) ?? about.current;
-    const whole = newest ? await get(`jobs/${about.job.id}/generations/${newest.number}`, signal) : null;
-    const vms = whole && whole.state !== "ended" ? await get(`vms?job=${about.job.id}&gone=false&limit=5000`, signal) : [];
-    parts.grid.draw(whole, vms);
-  }
-
-  async function refreshSlow() {
-    const base = `jobs/${about.job.id}`;
-    const tasks = [
-      getOrNull(`${base}/pipeline`, signal).then((found) => parts.pipeline.draw(found)),
-      Promise.all([get(`${base}/plans?limit=30`, signal), getOrNull(`${base}/plans/newest`, signal)]).then(([list, newest]) => parts.plans.draw(list, newest)),
-      get(`${base}/time`, signal).then((found) => parts.time.draw(found)),
-      get(`${base}/cost?vms=100`, signal).then((found) => parts.cost.draw(found)),
-      parts.checkpoints.refresh(),
-    ];
-    parts.generations.draw(about.generations);
-    await Promise.all(tasks);
-  }
-
-  const quietly = (work) => async () => {
-    if (document.hidden && about.job) return;
-    try {
-      await work();
-    } catch (error) {
-      if (!(error instanceof Problem || error instanceof Unreachable)) throw error; // a mistake of this page
-      if (!signal.aborted && error instanceof Problem && error.status !== 401) put(trouble, h("p", { class: "wrong", role: "alert" }, error.message));
-    }
-  };
-  const refresh = quietly(async () => {
-    await refreshJob();
+  const refreshOverview = requests(top, async () => {
+    drawOverview(await get(`jobs/${encodeURIComponent(argument)}/overview`, signal));
     if (!log) open();
     log.show(about.job.generation);
-    await Promise.all([refreshCharts(), refreshHealth(), refreshSlow()]);
-    await addOlder();
-  });
-  const onChange = atMostEvery(1000, refresh);
-  const onSteps = atMostEvery(2000, quietly(refreshCharts));
-  const onHead = atMostEvery(500, drawHead);
-  const slow = setInterval(() => { if (!OVER.includes(about.job?.state)) onChange(); }, SLOW_MS);
-  const health = setInterval(() => { if (about.job?.state === "running") quietly(refreshHealth)(); }, HEALTH_MS);
-  const whenSeen = () => { if (!document.hidden) onChange(); };
-  document.addEventListener("visibilitychange", whenSeen);
-  signal.addEventListener("abort", () => {
-    [onChange, onSteps, onHead].forEach((each) => each.stop());
-    clearInterval(slow);
-    clearInterval(health);
-    document.removeEventListener("visibilitychange", whenSeen);
-  });
+  }, signal);
 
-  /** The parts below the head, once it is known that there is such a job. */
+  let wantsOlder = false;
+  const ask = {}; // the requests of the panels below the head, once it is known that there is such a job
+
+  async function askGenerations() {
+    await pages.refresh(about.job.id, signal);
+    drawGenerations();
+    while (wantsOlder && await pages.addOlder(signal)) { drawGenerations(); drawSteps(); }
+  }
+  function drawGenerations() {
+    about.generations = pages.list;
+    parts.generations.draw(about.generations);
+  }
+  function drawSteps() {
+    parts.charts.draw([{ id: about.job.id, name: about.job.name, series: about.series, generations: about.generations }]);
+  }
+
+  async function askSteps() {
+    await about.series.update(about.generations, signal);
+    drawSteps();
+  }
+
+  /** The parts below the head. */
   function open() {
     events = eventList({ about: { job: about.job.id }, signal, ofJob: true });
     log = logs(about.job, signal);
@@ -133,7 +93,51 @@ export function jobPage({ root, signal, may, argument, title }) {
       parts.grid.element, parts.pipeline.element, parts.plans.element,
       h("div", { class: "columns" }, parts.time.element, parts.checkpoints.element), parts.generations.element, parts.cost.element,
       events.element, log.element);
+    const base = `jobs/${about.job.id}`;
+    const panel = (part, load) => requests(part.element, load, signal);
+    ask.steps = panel(parts.charts, askSteps);
+    ask.slow = [
+      panel(parts.pipeline, async () => parts.pipeline.draw(await getOrNull(`${base}/pipeline`, signal))),
+      panel(parts.plans, async () => parts.plans.draw(...await Promise.all([get(`${base}/plans?limit=30`, signal), getOrNull(`${base}/plans/newest`, signal)]))),
+      panel(parts.time, async () => parts.time.draw(await get(`${base}/time`, signal))),
+      panel(parts.cost, async () => parts.cost.draw(await get(`${base}/cost?vms=100`, signal))),
+      panel(parts.checkpoints, () => parts.checkpoints.refresh()),
+    ];
+    ask.generations = panel(parts.generations, askGenerations);
+    refreshBelow();
   }
+
+  async function refreshBelow() {
+    ask.slow.forEach((each) => each());
+    await ask.generations(); // its shapes are marks in the charts
+    await ask.steps();
+    if (wantsOlder) return;
+    wantsOlder = true; // the newest are drawn: the others may take their time
+    await ask.generations();
+  }
+
+  const unseen = () => document.hidden && about.job;
+  async function refresh() {
+    if (unseen()) return;
+    const isOpen = Boolean(log);
+    await refreshOverview();
+    if (isOpen) await refreshBelow();
+  }
+  const onChange = atMostEvery(1000, refresh);
+  const onSteps = atMostEvery(2000, () => { if (!unseen() && ask.steps) ask.steps(); });
+  const often = atMostEvery(1000, () => { if (!unseen()) refreshOverview(); });
+  const seldom = atMostEvery(4000, () => { if (!unseen()) refreshOverview(); });
+  const onHead = () => ((about.job?.gpus ?? 0) > MANY_RANKS ? seldom() : often());
+  const health = setInterval(() => { if (about.job?.state === "running") onHead(); }, HEALTH_MS);
+  const slow = setInterval(() => { if (!OVER.includes(about.job?.state)) onChange(); }, SLOW_MS);
+  const whenSeen = () => { if (!document.hidden) onChange(); };
+  document.addEventListener("visibilitychange", whenSeen);
+  signal.addEventListener("abort", () => {
+    [onChange, onSteps, often, seldom].forEach((each) => each.stop());
+    clearInterval(slow);
+    clearInterval(health);
+    document.removeEventListener("visibilitychange", whenSeen);
+  });
 
   refresh();
   return {
@@ -145,8 +149,6 @@ export function jobPage({ root, signal, may, argument, title }) {
     },
     onProgress(progress) {
       if (progress.job_id !== about.job?.id) return;
-      Object.assign(about.job, { step: progress.step, loss: progress.loss, step_s: progress.step_s, between_s: progress.between_s,
-        examples_per_s: progress.examples_per_s, rate_steps: progress.rate_steps, last_step_at: progress.at });
       onHead();
       onSteps();
     },

@@ -1,7 +1,7 @@
 // The tables of a job's page: plans, lost time, checkpoints, cost, generations.
 import { getPage } from "./api.js";
-import { card, h, put, state, table, vmLink } from "./dom.js";
-import { age, bytes, clock, count, loss, money, number, percent, seconds, shape, signedPercent } from "./format.js";
+import { ago, card, h, put, state, table, vmLink, when } from "./dom.js";
+import { age, bytes, count, loss, money, number, percent, seconds, shape, signedPercent } from "./format.js";
 
 const CAUSES = {
   training: "training", bubbles: "pipeline bubbles", data: "between steps: data", evaluation: "between steps: evaluation", checkpoints: "checkpoints",
@@ -82,7 +82,7 @@ export function checkpoints(job, signal) {
   }
   function draw() {
     put(note, shown.length ? `newest ${age(shown[0].at)}, at step ${count(shown[0].step)}` : "");
-    list.fill(shown.map((one) => [count(one.step), one.generation, age(one.at), bytes(one.total_bytes), h("code", {}, one.url)]));
+    list.fill(shown.map((one) => [count(one.step), one.generation, ago(one.at), bytes(one.total_bytes), h("code", {}, one.url)]));
     more.hidden = next === null;
   }
   return { element: card("Checkpoints", note, list.element, more), refresh: () => load(null) };
@@ -97,7 +97,7 @@ export function generationsTable() {
     draw(generations) {
       const training = generations.filter((one) => one.kind === "training").length;
       put(note, `${Math.max(0, training - 1)} morphs`);
-      list.fill(generations.slice(-200).reverse().map((one) => [one.number, one.kind, state(one.state), shape(one.p, one.d), clock(one.created_at),
+      list.fill(generations.slice(-200).reverse().map((one) => [one.number, one.kind, state(one.state), shape(one.p, one.d), when(one.created_at),
         one.resumed_step === null || one.last_step === null ? "–" : `${count(one.resumed_step + 1)}–${count(one.last_step)}`, loss(one.last_loss),
         downtime(one), one.steps_redone, one.reason + morph(one) + copies(one), one.end_reason ?? (one.stop_cause ? `stopping: ${one.stop_cause.replaceAll("_", " ")}` : "–")]));
     },

@@ -1,10 +1,13 @@
 // The page of all jobs.
 import { getPage } from "./api.js";
-import { submit } from "./actions.js";
-import { atMostEvery, card, h, jobLink, jobLoss, jobState, put, table } from "./dom.js";
-import { age, count, number, seconds, shape } from "./format.js";
+import { compareLink } from "./compare.js";
+import { submitAndShow } from "./submit.js";
+import { ago, atMostEvery, card, h, jobLink, jobLoss, jobState, put, table } from "./dom.js";
+import { count, number, seconds, shape } from "./format.js";
+import { requests } from "./panels.js";
 
-const COLUMNS = [{ title: "Job", head: true }, { title: "State", kind: "nowrap" }, { title: "P×D", kind: "nowrap" }, { title: "GPUs", kind: "num" },
+const MOST_COMPARED = 6;
+const COLUMNS = [{ title: "", label: "Compare" }, { title: "Job", head: true }, { title: "State", kind: "nowrap" }, { title: "P×D", kind: "nowrap" }, { title: "GPUs", kind: "num" },
   { title: "Step", kind: "num" }, { title: "Loss", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Per GPU", kind: "num" }, { title: "Step time", kind: "num" },
   { title: "Submitted", kind: "nowrap" }, { title: "Reason of the last decision", kind: "wide" }];
 
@@ -12,37 +15,31 @@ export function jobsPage({ root, signal, may, title }) {
   title("Jobs");
   let jobs = [];
   let next = null;
+  const chosen = new Set(); // jobs to compare
+  const compare = h("button", { type: "button", disabled: true, on: { click: () => { location.hash = compareLink([...chosen]); } } }, "Compare");
   const list = table("Jobs, newest first", COLUMNS, { empty: "No jobs match. Submit one: varuna submit JOB.yaml" });
   const which = h("select", { "aria-label": "State", on: { change: () => load() } },
     ["all", "running", "queued", "succeeded", "failed", "cancelled"].map((one) => h("option", { value: one }, one === "all" ? "all states" : one)));
   const name = h("input", { type: "search", "aria-label": "Name contains", placeholder: "Name contains…", on: { input: () => soon() } });
   const more = h("button", { type: "button", hidden: true, on: { click: () => load(next) } }, "More");
-  const note = h("span", { class: "note" });
-  const create = may("user") ? h("button", { type: "button", class: "main", on: { click: async () => {
-    const job = await submit();
-    if (job) location.hash = `#/jobs/${job.id}`;
-  } } }, "Submit a job…") : null;
+  const create = may("user") ? h("button", { type: "button", class: "main", on: { click: () => submitAndShow() } }, "Submit a job…") : null;
 
-  async function load(from = null) {
+  async function ask(from) {
     const query = new URLSearchParams({ limit: 100 });
     if (which.value !== "all") query.append("state", which.value);
     if (name.value) query.append("name", name.value);
-    try {
-      const page = await getPage(from ?? `jobs?${query}`, signal);
-      jobs = from ? [...jobs, ...page.items] : page.items;
-      next = page.next;
-      put(note);
-      draw();
-    } catch (error) {
-      if (!signal.aborted) put(note, error.message);
-    }
+    const page = await getPage(from ?? `jobs?${query}`, signal);
+    jobs = from ? [...jobs, ...page.items] : page.items;
+    next = page.next;
+    draw();
   }
   function draw() {
     const gpus = ({ plan }) => (plan ? plan.p * plan.d : null);
     list.fill(jobs.map((job) => [
+      h("input", { type: "checkbox", value: job.id, "aria-label": `Compare ${job.name}`, checked: chosen.has(job.id) }),
       jobLink(job.id, job.name), jobState(job), job.state === "queued" ? "–" : shape(job.plan?.p, job.plan?.d), count(job.gpus), count(job.step), jobLoss(job),
       number(job.examples_per_s), job.examples_per_s && gpus(job) ? number(job.examples_per_s / gpus(job)) : "–", seconds(job.step_s),
-      age(job.created_at), job.error ? h("span", { class: "wrong" }, job.error.trim().split("\n").at(-1)) : job.reason,
+      ago(job.created_at), job.error ? h("span", { class: "wrong" }, job.error.trim().split("\n").at(-1)) : job.reason,
     ]));
     more.hidden = next === null;
   }
@@ -50,8 +47,16 @@ export function jobsPage({ root, signal, may, title }) {
   const redraw = atMostEvery(500, draw);
   signal.addEventListener("abort", () => { soon.stop(); redraw.stop(); });
 
-  root.append(h("div", { class: "head" }, h("h1", {}, "Jobs"), h("span", { class: "grow" }), create),
-    card("All jobs", [h("span", { class: "grow" }), h("div", { class: "controls" }, name, which, note)], list.element, more));
+  const all = card("All jobs", [h("span", { class: "grow" }), h("div", { class: "controls" }, compare, name, which)], list.element, more);
+  let from = null;
+  const refresh = requests(all, () => ask(from), signal);
+  function load(next_ = null) { from = next_; return refresh(); }
+  root.append(h("div", { class: "head" }, h("h1", {}, "Jobs"), h("span", { class: "grow" }), create), all);
+  list.body.addEventListener("change", ({ target }) => {
+    if (target.checked) chosen.add(target.value); else chosen.delete(target.value);
+    compare.disabled = chosen.size < 2 || chosen.size > MOST_COMPARED;
+    put(compare, chosen.size > MOST_COMPARED ? `Compare at most ${MOST_COMPARED}` : chosen.size ? `Compare ${chosen.size}` : "Compare");
+  });
   load();
   return {
     refresh: () => load(),

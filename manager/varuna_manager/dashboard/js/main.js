@@ -1,16 +1,20 @@
 // Starts the dashboard: who is there, which page is shown, and whether what it shows is current.
 import { follow, get, news, sleep, token } from "./api.js";
 import { h, link, put } from "./dom.js";
+import { comparePage } from "./compare.js";
 import { eventsPage } from "./events.js";
 import { fleetPage } from "./fleet.js";
 import { jobPage } from "./job.js";
 import { jobsPage } from "./jobs.js";
 import { loginForm } from "./login.js";
+import { noticeButton, notify } from "./notices.js";
+import { countFailing, currency } from "./panels.js";
 import { vmPage } from "./vm.js";
 
 const ROUTES = [
   [/^#\/jobs\/([^/]+)$/, jobPage, "#/jobs"],
   [/^#\/jobs$/, jobsPage, "#/jobs"],
+  [/^#\/compare\/([^/]+)$/, comparePage, "#/jobs"],
   [/^#\/fleet$/, fleetPage, "#/fleet"],
   [/^#\/vms\/([^/]+)$/, vmPage, "#/fleet"],
   [/^#\/events$/, eventsPage, "#/events"],
@@ -47,9 +51,26 @@ function showPage() {
   if (!first) { byId("main").focus({ preventScroll: true }); scrollTo(0, 0); }
 }
 
-function status(symbol, text) {
+const QUIET_S = 20; // the stream has something each 15 s
+let stream = "connecting"; // or "live", "away", "standby", "signed out"
+let heardAt = 0;
+
+/** The badge says "live" only while events come and every panel that is shown is current. */
+function drawBadge() {
+  const quietS = Math.round((Date.now() - heardAt) / 1000);
+  const failing = countFailing();
+  const [symbol, text, tone] = {
+    connecting: ["…", "connecting", "quiet"], away: ["✘", "no connection", "bad"], standby: ["◐", "stands by", "warn"], "signed out": ["○", "signed out", "quiet"],
+    live: quietS > QUIET_S ? ["◌", `nothing heard for ${quietS} s`, "warn"]
+      : failing ? ["◐", failing === 1 ? "1 panel is not current" : `${failing} panels are not current`, "warn"] : ["●", "live", "good"],
+  }[stream];
+  byId("connection").className = tone;
   put(byId("connection"), h("span", { "aria-hidden": "true" }, `${symbol} `), text);
 }
+function setStream(state) { stream = state; drawBadge(); }
+currency.addEventListener("change", drawBadge);
+setInterval(drawBadge, 2000);
+news.addEventListener("heard", () => { heardAt = Date.now(); });
 
 function banner(...content) {
   put(byId("banner"), ...content);
@@ -57,17 +78,18 @@ function banner(...content) {
 
 news.addEventListener("reached", () => {
   const wasAway = byId("banner").childNodes.length > 0;
-  status("●", "live");
+  heardAt = Date.now();
+  setStream("live");
   banner();
   if (wasAway) shown?.page.refresh?.();
 });
 news.addEventListener("unreachable", () => {
   if (me === null) return;
-  status("✘", "no connection");
+  setStream("away");
   banner("The manager cannot be reached. This page shows the last known state; training goes on. Trying again…");
 });
 news.addEventListener("standby", ({ detail }) => {
-  status("◐", "stands by");
+  setStream("standby");
   banner(`${detail.text} `, detail.leader ? link(new URL(`/${location.hash}`, detail.leader).href, `Go to the leader, ${detail.leader}`) : "");
 });
 news.addEventListener("signed-out", ({ detail }) => signOut(token.get() ? detail : ""));
@@ -81,7 +103,7 @@ function signOut(reason = "") {
   banner();
   put(byId("who"));
   byId("sign-out").hidden = true;
-  status("○", "signed out");
+  setStream("signed out");
   document.title = "Sign in · Varuna";
   const form = loginForm(reason, (text) => { token.set(text); start(); });
   byId("main").replaceChildren(form);
@@ -89,7 +111,7 @@ function signOut(reason = "") {
 }
 
 async function start() {
-  status("…", "connecting");
+  setStream("connecting");
   for (let tries = 0; me === null; tries += 1) {
     try {
       me = await get("whoami");
@@ -108,12 +130,16 @@ async function start() {
   showPage();
   follow((await newest)[0]?.id ?? 0, (kind, data) => {
     if (kind === "progress") shown?.page.onProgress?.(data);
-    else shown?.page.onEvent?.(data);
+    else {
+      notify(data);
+      shown?.page.onEvent?.(data);
+    }
   }, controller.signal);
 }
 
 addEventListener("hashchange", showPage);
 // A hash of its own would leave the page that is shown.
 byId("skip").addEventListener("click", (event) => { event.preventDefault(); byId("main").focus(); });
+byId("who").before(noticeButton());
 byId("sign-out").addEventListener("click", () => signOut());
 start();

@@ -6,11 +6,17 @@ const POINTS = 800;
 export class Series {
   #job; #generation = null; #base = 0;
 
-  /** One entry per bucket: {first, last, at (ms), generation, count, loss, rate} with [min, mean, max]. */
+  /** One entry per bucket: {first, last, at (ms), generation, count, values}, with [min, mean, max] of each named series. */
   points = [];
   isDownSampled = false;
 
   constructor(job) { this.#job = encodeURIComponent(job); }
+
+  /** The names of the series that have any value, in the order of the manager's answer. */
+  get names() {
+    const names = Object.keys(this.points.at(-1)?.values ?? {});
+    return names.filter((name) => this.points.some((point) => point.values[name]?.[1] !== null && point.values[name] !== undefined));
+  }
 
   async update(generations, signal) {
     const newest = generations.at(-1)?.number ?? null;
@@ -18,9 +24,10 @@ export class Series {
     // A new generation may do steps again: what is known of them is over.
     const from = whole || !this.points.length ? 1 : this.points.at(-1).last + 1;
     const found = await get(`jobs/${this.#job}/metrics/buckets?points=${POINTS}&from_step=${from}`, signal);
+    const names = Object.keys(found).filter((name) => Array.isArray(found[name]?.mean)); // any that the manager gives
     const points = found.first_step.map((first, index) => ({
       first, last: found.last_step[index], at: 1000 * found.at_unix_s[index], generation: found.generation[index], count: found.count[index],
-      loss: spread(found.loss, index), rate: spread(found.examples_per_s, index), stepS: found.step_s.mean[index],
+      values: Object.fromEntries(names.map((name) => [name, [found[name].min[index], found[name].mean[index], found[name].max[index]]])),
     }));
     if (from === 1) {
       [this.points, this.#base, this.#generation, this.isDownSampled] = [points, points.length, newest, found.bucket_steps > 1];
@@ -30,4 +37,13 @@ export class Series {
   }
 }
 
-const spread = (columns, index) => [columns.min[index], columns.mean[index], columns.max[index]];
+/** The exponential moving average of a column, corrected for its beginning. `weight`: of what was before, 0 to 1. */
+export function smoothed(values, weight) {
+  if (!weight) return values;
+  let [sum, total] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    [sum, total] = [weight * sum + (1 - weight) * value, weight * total + (1 - weight)];
+    return sum / total;
+  });
+}

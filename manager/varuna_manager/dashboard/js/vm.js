@@ -1,10 +1,11 @@
 // The page of one VM.
 import { get } from "./api.js";
 import { cordonButton, drainButton } from "./actions.js";
-import { atMostEvery, card, figures, h, jobLink, link, put, state, table } from "./dom.js";
+import { ago, atMostEvery, card, figures, h, jobLink, link, put, state, table, when } from "./dom.js";
 import { eventList } from "./events.js";
 import { heard, troubles } from "./fleet.js";
-import { bytes, clock, count, money, seconds } from "./format.js";
+import { bytes, count, money, seconds } from "./format.js";
+import { requests } from "./panels.js";
 
 export function vmPage({ root, signal, may, argument, title }) {
   title(argument);
@@ -14,24 +15,22 @@ export function vmPage({ root, signal, may, argument, title }) {
     { title: "Forward", kind: "num" }, { title: "Backward", kind: "num" }, { title: "Waiting per step", kind: "num" }, { title: "Memory", kind: "num" }], { empty: "No worker runs there." });
   const past = table("History", [{ title: "Time", kind: "nowrap" }, { title: "State", kind: "nowrap" }, { title: "Why", kind: "wide" }], { tall: true });
   const events = eventList({ about: { vm: argument }, signal, head: "Events of this VM" });
-  root.append(head, summary, card("Workers", [], workers.element), card("History", [], past.element), events.element);
+  const top = h("div", { class: "page" }, head, summary);
+  const tables = [card("Workers", [], workers.element), card("History", [], past.element)];
+  root.append(top, ...tables, events.element);
 
   const us = (value) => seconds(value === null ? null : value / 1e6);
-  async function refresh() {
-    try {
-      const vm = await get(`vms/${encodeURIComponent(argument)}`, signal);
-      put(head, h("h1", {}, vm.id), state(vm.state), ...troubles(vm).filter(Boolean), h("span", { class: "crumb" }, link("#/fleet", "fleet")),
-        h("span", { class: "grow" }), cordonButton(vm, may, refresh), drainButton(vm, may, refresh));
-      put(summary, figures(["GPUs", count(vm.gpus), `${bytes(vm.device_memory_bytes)} each`], ["Host", vm.host ?? "–", vm.provider], ["Heard", heard(vm)],
-        ["Since", clock(vm.created_at)], ["Price per hour", money(vm.price_per_hour)], ["Hangs", count(vm.hangs)], ["Quarantines", count(vm.quarantines), vm.quarantined_until ? `until ${clock(vm.quarantined_until)}` : null]),
-      vm.slow_reason || vm.reason ? h("p", { class: "reason" }, vm.slow_reason ?? vm.reason) : null);
-      workers.fill(vm.workers.map((one) => [jobLink(one.job_id, one.job_id), one.generation, one.rank, one.local_rank, state(one.state), count(one.step),
-        us(one.forward_us), us(one.backward_us), us(one.wait_us), bytes(one.memory_bytes)]));
-      past.fill(vm.history.slice().reverse().map((one) => [clock(one.at), state(one.state), one.reason]));
-    } catch (error) {
-      if (!signal.aborted) put(summary, h("p", { class: "wrong", role: "alert" }, error.message));
-    }
-  }
+  const refresh = requests([top, ...tables], async () => {
+    const vm = await get(`vms/${encodeURIComponent(argument)}`, signal);
+    put(head, h("h1", {}, vm.id), state(vm.state), ...troubles(vm).filter(Boolean), h("span", { class: "crumb" }, link("#/fleet", "fleet")),
+      h("span", { class: "grow" }), cordonButton(vm, may, refresh), drainButton(vm, may, refresh));
+    put(summary, figures(["GPUs", count(vm.gpus), `${bytes(vm.device_memory_bytes)} each`], ["Host", vm.host ?? "–", vm.provider], ["Heard", heard(vm)],
+      ["There since", ago(vm.created_at), when(vm.created_at)], ["Price per hour", money(vm.price_per_hour)], ["Hangs", count(vm.hangs)], ["Quarantines", count(vm.quarantines), vm.quarantined_until ? ["until ", when(vm.quarantined_until)] : null]),
+    vm.slow_reason || vm.reason ? h("p", { class: "reason" }, vm.slow_reason ?? vm.reason) : null);
+    workers.fill(vm.workers.map((one) => [jobLink(one.job_id, one.job_name), one.generation, one.rank, one.local_rank, state(one.state), count(one.step),
+      us(one.forward_us), us(one.backward_us), us(one.wait_us), bytes(one.memory_bytes)]));
+    past.fill(vm.history.slice().reverse().map((one) => [when(one.at), state(one.state), one.reason]));
+  }, signal);
   const soon = atMostEvery(1000, refresh);
   const timer = setInterval(() => { if (!document.hidden) soon(); }, 5000);
   signal.addEventListener("abort", () => { soon.stop(); clearInterval(timer); });

@@ -1,0 +1,96 @@
+"""The charts of a job's steps: their axes, smoothing, file, and several jobs in one chart."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Page, expect
+
+from dashboard_world import JOB, fill_job
+from rest_world import SPEC, RestWorld, generation, migrated, report, rest_world, worker
+
+pytestmark = [
+    pytest.mark.xdist_group("dashboard"),
+    pytest.mark.needs("chromium"),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+MAY_FAIL = ("/logs", "/pipeline")
+STEPS = 600
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
+    await migrated(tmp_path / "manager.db")
+    async with rest_world(tmp_path) as world:
+        await fill_job(world, STEPS)
+        yield world
+
+
+def region(page: Page, title: str) -> Any:
+    return page.get_by_role("region", name=title, exact=True)
+
+
+def of_chart(expression: str) -> str:
+    """JavaScript that evaluates the expression where `chart` is drawn by plotly, once it is."""
+    return f"(it) => {{ const chart = it.querySelector('.chart.plotted'); return Boolean(chart) && ({expression}); }}"
+
+
+async def wait_for_chart(page: Page, title: str, expression: str) -> None:
+    handle = await region(page, title).element_handle()
+    await page.wait_for_function(of_chart(expression), arg=handle)
+
+
+async def test_the_axes_are_the_readers_and_the_figures_a_file(
+    world: RestWorld, open_page: Any, screenshot: Callable[[Page, str], Any], tmp_path: Path
+) -> None:
+    async with open_page(f"{world.url}/#/jobs/{JOB}", may_fail=MAY_FAIL) as page:
+        await wait_for_chart(page, "Loss", "chart.layout.xaxis.type !== 'date' && chart.layout.yaxis.type !== 'log'")
+        await wait_for_chart(page, "Throughput", "chart.layout.xaxis.type === 'date'")
+        await page.get_by_label("x-axis").select_option("time")
+        await wait_for_chart(page, "Loss", "chart.layout.xaxis.type === 'date'")
+        await page.get_by_label("x-axis").select_option("step")
+        await wait_for_chart(page, "Throughput", "chart.layout.xaxis.type !== 'date'")
+        await page.get_by_label("log scale").check()
+        await wait_for_chart(page, "Loss", "chart.layout.yaxis.type === 'log'")
+        raw = "chart.data.at(-1).y.filter((one, index, all) => index && one < all[index - 1]).length"
+        before = await (await region(page, "Loss").element_handle()).evaluate(of_chart(raw))
+        await page.get_by_label("smoothing").fill("0.9")
+        await wait_for_chart(page, "Loss", "chart.data.length === 2")
+        after = await (await region(page, "Loss").element_handle()).evaluate(of_chart(raw))
+        assert after > before  # it falls more steadily
+        await screenshot(page, "job-smoothed")
+        async with page.expect_download() as download:
+            await page.get_by_role("button", name="CSV").click()
+        file = await download.value
+        assert file.suggested_filename == "gpt-2b-steps.csv"
+        await file.save_as(tmp_path / "steps.csv")
+        rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
+        assert (len(rows), rows[-1]["job"], rows[-1]["last_step"]) == (STEPS, "gpt-2b", str(STEPS))
+        assert float(rows[0]["loss"]) > float(rows[-1]["loss"]) > 0
+
+
+async def test_jobs_are_compared_in_one_chart(
+    world: RestWorld, open_page: Any, screenshot: Callable[[Page, str], Any]
+) -> None:
+    other = (await world.ask("POST", "/api/v1/jobs", json={**SPEC, "name": "other"})).json()["id"]
+    await world.add(
+        generation(other, 1, 1000.0, state="running", resumed_step=0), worker(other, 1, 0, "vm-1", "running")
+    )
+    await world.reports.apply_reports("vm-1", [report(other, 1, range(1, 101), 3.0)])
+    async with open_page(f"{world.url}/#/jobs", may_fail=MAY_FAIL) as page:
+        await expect(page.get_by_role("button", name="Compare")).to_be_disabled()
+        await page.get_by_label("Compare gpt-2b").check()
+        await page.get_by_label("Compare other").check()
+        await page.get_by_role("button", name="Compare 2").click()
+        await expect(page.get_by_role("heading", level=1)).to_have_text("Compare jobs")
+        names = "chart.data.map((one) => one.name).join() === 'gpt-2b,other'"
+        for title in ("Loss", "Throughput"):
+            await wait_for_chart(page, title, names)
+        await expect(region(page, "Loss").locator("figcaption")).to_contain_text(re.compile("gpt-2b: .* other: "))
+        await screenshot(page, "compare")
