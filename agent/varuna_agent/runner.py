@@ -22,6 +22,7 @@ from varuna_agent.link.worker_link import WorkerLink, socket_path
 from varuna_agent.logs.log_requests import read_log_chunks
 from varuna_agent.logs.retention import LogSizes, keep_logs_small
 from varuna_agent.notices.notices import NoticeCancellation, NoticeSource, unix_now_s
+from varuna_agent.observability.machine_usage import SAMPLE_S, MachineUsage
 from varuna_agent.observability.observers import Observers
 from varuna_agent.seen_generations import SeenGenerations
 from varuna_agent.settings import AgentSettings
@@ -105,6 +106,8 @@ class AgentRunner:
         )
         self._copies: CheckpointCopies | None = None
         self._starter: WorkerStarter | None = None
+        self._usage: agent_pb2.MachineUsage | None = None
+        """The newest sample, until it is sent."""
         self._ports = RendezvousPorts(settings.host)
         self._events: deque[Event] = deque()
         self._is_handling = False
@@ -133,6 +136,7 @@ class AgentRunner:
             self._start_task(self._manager.run(), "manager link")
             self._start_task(self._watch_notices(), "notices")
             self._start_task(self._keep_logs_small(), "log sizes")
+            self._start_task(self._sample_usage(), "usage")
             code = await self._finished
             # Before the stream ends: then the manager may give this VM back at once.
             await asyncio.to_thread(self._observers.close)
@@ -211,6 +215,9 @@ class AgentRunner:
         failpoint(f"agent.{type(instruction).__name__}.before")
         match instruction:
             case ins.SendMessage(message):
+                if message.HasField("heartbeat") and self._usage is not None:
+                    message.heartbeat.usage.CopyFrom(self._usage)
+                    self._usage = None
                 self._manager.send_message(message)
                 if message.HasField("report"):
                     failpoint(f"agent.{message.report.WhichOneof('fact')}.sent")
@@ -351,6 +358,16 @@ class AgentRunner:
             seconds_left = notice.seconds_left(unix_now_s())
             _log.warning("this VM will be taken away", notice=notice.notice_id, seconds_left=round(seconds_left, 1))
             self.handle_event(ev.NoticeReceived(notice.notice_id, seconds_left, notice.source))
+
+    async def _sample_usage(self) -> None:
+        """Measure how busy the machine is; the next heartbeat sends it."""
+        try:
+            machine = await asyncio.to_thread(MachineUsage)
+            while True:
+                await asyncio.sleep(SAMPLE_S)
+                self._usage = await asyncio.to_thread(machine.take_sample)
+        except Exception as error:  # whatever this system does not tell, the agent goes on
+            _log.warning("the machine's usage cannot be measured", error=str(error))
 
     async def _keep_logs_small(self) -> None:
         sizes = LogSizes(each_bytes=self._settings.log_bytes, old_bytes=self._settings.old_logs_bytes)

@@ -298,6 +298,10 @@ class StepMetricsDocument(TypedDict):
     between_s: float
     """The part of `step_s` in which the script was between two steps."""
     examples: int
+    gradient_norm: float | None
+    """Of all parameters, before clipping. Null: not known, or not a finite number."""
+    learning_rate: float | None
+    """Of the first group of parameters; null: not known."""
     generation: int
     at: Timestamp
 
@@ -330,6 +334,8 @@ class MetricBucketsDocument(TypedDict):
     loss: SpreadDocument
     step_s: SpreadDocument
     examples_per_s: SpreadDocument
+    gradient_norm: SpreadDocument
+    learning_rate: SpreadDocument
 
 
 @_documented

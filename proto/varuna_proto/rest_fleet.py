@@ -59,6 +59,26 @@ class VmDetailDocument(VmDocument):
 
 
 @_documented
+class VmUsageDocument(TypedDict):
+    """How busy a VM has been, as columns with one entry for each point: dense for the newest, rarer for older ones.
+    Null: not known."""
+
+    at_unix_s: list[float]
+    cpu_share: list[float | None]
+    """0 to 1, of all processors."""
+    memory_used_bytes: list[float | None]
+    memory_bytes: list[float | None]
+    received_bytes_per_s: list[float | None]
+    """Over all interfaces of the machine."""
+    sent_bytes_per_s: list[float | None]
+    gpu_share: list[float | None]
+    """0 to 1: the part of the time in which its GPUs computed."""
+    gpu_memory_used_bytes: list[float | None]
+    """Of all its GPUs."""
+    gpu_memory_bytes: list[float | None]
+
+
+@_documented
 class VmSummaryDocument(TypedDict):
     """The fleet in numbers."""
 

@@ -521,6 +521,8 @@ class HostedWorkers:
             skipped=done.skipped,
             between=done.between,
             copied_step=done.copied_step,
+            gradient_norm=done.gradient_norm if done.HasField("gradient_norm") else None,
+            learning_rate=done.learning_rate if done.HasField("learning_rate") else None,
         )
         self._reports.add_step(worker.key, result)
         if not worker.has_reported_step:

@@ -118,6 +118,9 @@ def _tidy_steps(fact: pb.StepsCompleted) -> None:
             step.ClearField("between")
         if not abs(step.loss) <= MOST_LOSS:
             step.loss = math.nan
+        for name in ("gradient_norm", "learning_rate"):
+            if not abs(getattr(step, name)) <= MOST_LOSS:
+                step.ClearField(name)
 
 
 def _tidy_values(fact: pb.ValuesLogged) -> None:

@@ -432,6 +432,16 @@ class StackRow(Base):
     """Why there is no text; otherwise empty."""
 
 
+class VmUsageRow(Base):
+    """How busy a VM has been, in a bounded number of points."""
+
+    __tablename__ = "vm_usage"
+
+    vm_id: Mapped[str] = mapped_column(ForeignKey("vms.id"), primary_key=True)
+    points: Mapped[bytes] = mapped_column(LargeBinary)
+    """Packed by `domain.vm_usage`."""
+
+
 class MetricRow(Base):
     """One step. A later generation that repeats a step overwrites it, an older one never does."""
 
@@ -449,6 +459,9 @@ class MetricRow(Base):
     between_s: Mapped[float] = mapped_column(default=0.0)
     """The part of `step_s` in which the script was between two steps. 0 in rows of an earlier version, whose `step_s`
     leaves it out."""
+    gradient_norm: Mapped[float | None]
+    """Before it was clipped. Null: not known, or not a number."""
+    learning_rate: Mapped[float | None]
 
 
 class MetricBlockRow(Base):
@@ -477,6 +490,15 @@ class MetricBlockRow(Base):
     rate_min: Mapped[float | None]
     """Examples per second of one step."""
     rate_max: Mapped[float | None]
+    gradient_norms: Mapped[int] = mapped_column(default=0)
+    """Steps whose norm is known."""
+    gradient_norm_sum: Mapped[float | None]
+    gradient_norm_min: Mapped[float | None]
+    gradient_norm_max: Mapped[float | None]
+    learning_rates: Mapped[int] = mapped_column(default=0)
+    learning_rate_sum: Mapped[float | None]
+    learning_rate_min: Mapped[float | None]
+    learning_rate_max: Mapped[float | None]
 
 
 class LoggedValueRow(Base):

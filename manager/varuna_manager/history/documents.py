@@ -134,6 +134,8 @@ def make_step_document(row: Any) -> StepMetricsDocument:
         "step_s": row.step_s,
         "between_s": row.between_s,
         "examples": row.examples,
+        "gradient_norm": row.gradient_norm,
+        "learning_rate": row.learning_rate,
         "generation": row.generation,
         "at": format_time(row.at),
     }

@@ -38,6 +38,7 @@ from varuna_manager.db.models import (
     TokenRow,
     TraceRow,
     VmRow,
+    VmUsageRow,
     WorkerRow,
 )
 from varuna_manager.domain.retention import GoneVm, KeepDays, choose_batch_size, find_horizon, sum_up_by_day
@@ -243,7 +244,7 @@ class Retention:
             ]
             await _add_days(session, pasts)
             gone = [row.id for row in rows]
-            for column in (EnrolmentRow.vm_id, VmRow.id):
+            for column in (EnrolmentRow.vm_id, VmUsageRow.vm_id, VmRow.id):
                 await session.execute(delete(column.class_).where(column.in_(gone)), execution_options=name_changes())
         return len(ids)
 

@@ -40,6 +40,14 @@ _PARTS: Mapping[str, tuple[ColumnElement[Any], Callable[[Any], ColumnElement[Any
     "examples": (func.sum(case((MetricRow.step_s > 0.0, MetricRow.examples), else_=0)), func.sum),
     "rate_min": (func.min(_RATE), func.min),
     "rate_max": (func.max(_RATE), func.max),
+    "gradient_norms": (func.count(MetricRow.gradient_norm), func.sum),
+    "gradient_norm_sum": (func.sum(MetricRow.gradient_norm), func.sum),
+    "gradient_norm_min": (func.min(MetricRow.gradient_norm), func.min),
+    "gradient_norm_max": (func.max(MetricRow.gradient_norm), func.max),
+    "learning_rates": (func.count(MetricRow.learning_rate), func.sum),
+    "learning_rate_sum": (func.sum(MetricRow.learning_rate), func.sum),
+    "learning_rate_min": (func.min(MetricRow.learning_rate), func.min),
+    "learning_rate_max": (func.max(MetricRow.learning_rate), func.max),
 }
 """Columns of a block, and of a bucket: each over steps, and the function that combines those of blocks."""
 _SUMS_OF_STEPS = [of_steps.label(part) for part, (of_steps, _) in _PARTS.items()]
@@ -55,7 +63,8 @@ class StepMetrics:
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
             columns = (MetricRow.step, MetricRow.loss, MetricRow.step_s, MetricRow.between_s, MetricRow.examples)
-            query = select(*columns, MetricRow.generation, MetricRow.at).where(
+            update = (MetricRow.gradient_norm, MetricRow.learning_rate)
+            query = select(*columns, *update, MetricRow.generation, MetricRow.at).where(
                 MetricRow.job_id == job.id, MetricRow.step > after_step
             )
             rows = (await session.execute(query.order_by(MetricRow.step).limit(limit))).all()
@@ -155,5 +164,15 @@ def _columns(rows: Sequence[Row[*tuple[Any, ...]]], from_step: int, last: int, w
             "min": [row.rate_min for row in rows],
             "mean": [float(row.examples) / row.step_s_sum if row.step_s_sum else None for row in rows],
             "max": [row.rate_max for row in rows],
+        },
+        "gradient_norm": {
+            "min": [row.gradient_norm_min for row in rows],
+            "mean": [row.gradient_norm_sum / int(row.gradient_norms) if row.gradient_norms else None for row in rows],
+            "max": [row.gradient_norm_max for row in rows],
+        },
+        "learning_rate": {
+            "min": [row.learning_rate_min for row in rows],
+            "mean": [row.learning_rate_sum / int(row.learning_rates) if row.learning_rates else None for row in rows],
+            "max": [row.learning_rate_max for row in rows],
         },
     }

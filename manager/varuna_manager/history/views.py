@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from varuna_manager.db.engine import Database
 from varuna_manager.domain.retention import KeepDays
 from varuna_manager.fleet.vm_list import VmList
+from varuna_manager.fleet.vm_usage import UsageBoard, UsageList
 from varuna_manager.history.event_list import EventList
 from varuna_manager.history.fleet_history import FleetHistoryService
 from varuna_manager.history.job_history import JobHistory
@@ -28,10 +29,18 @@ class Views:
     steps: StepMetrics
     traces: Traces
     vms: VmList
+    usage: UsageList
 
     @classmethod
-    def make_views(cls, database: Database, registry: VmRegistry, keep: KeepDays | None = None) -> Views:
-        """`keep`: how long the store keeps ended things; None: the default."""
+    def make_views(
+        cls,
+        database: Database,
+        registry: VmRegistry,
+        keep: KeepDays | None = None,
+        board: UsageBoard | None = None,
+    ) -> Views:
+        """`keep`: how long the store keeps ended things; None: the default. `board`: what is not stored yet of the VMs'
+        usage."""
         return cls(
             database=database,
             events=EventList(database),
@@ -42,4 +51,5 @@ class Views:
             steps=StepMetrics(database),
             traces=Traces(database),
             vms=VmList(database, registry),
+            usage=UsageList(database, board),
         )

@@ -275,6 +275,8 @@ async def _write_metrics(
             "generation": generation.number,
             "at": now,
             "between_s": sum(_between_s(step).values()),
+            "gradient_norm": _number_or_none(step.gradient_norm) if step.HasField("gradient_norm") else None,
+            "learning_rate": _number_or_none(step.learning_rate) if step.HasField("learning_rate") else None,
         }
         for step in steps
     ]
@@ -282,7 +284,7 @@ async def _write_metrics(
     new = statement.excluded
     statement = statement.on_conflict_do_update(
         index_elements=["job_id", "step"],
-        set_={name: new[name] for name in ("loss", "step_s", "examples", "generation", "at", "between_s")},
+        set_={column.name: new[column.name] for column in _METRICS.columns if not column.primary_key},
         where=new.generation >= MetricRow.generation,
     )
     await session.execute(statement, rows)

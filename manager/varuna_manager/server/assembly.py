@@ -34,6 +34,7 @@ from varuna_manager.domain.fleet_decision import FleetLimits, VmRange
 from varuna_manager.errors import StartError
 from varuna_manager.fleet.drains import DrainService
 from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.fleet.vm_usage import UsageBoard, UsageKeeper
 from varuna_manager.history.live import LiveFeed, ProgressBoard
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.history.retention import Retention
@@ -124,7 +125,8 @@ class TermParts:
         self._access = access = AccessControl(base.security, settings, database, self._events, self.sessions)
         chosen = _chosen(base, access)
         self.provider: Provider = MeasuredProvider(chosen.provider, instruments.record_provider)
-        views, board = Views.make_views(database, registry, settings.make_keep_days()), ProgressBoard()
+        usage, board = UsageBoard(), ProgressBoard()
+        views = Views.make_views(database, registry, settings.make_keep_days(), usage)
         self._live = LiveFeed(self._events, views.events, board)
         reports = ReportService(
             database, self._events, base.planning, self.bell, board=board, spans=base.spans, sessions=self.sessions
@@ -174,6 +176,7 @@ class TermParts:
         self._archives = archives = ArchiveService(database, base.data_dir / "archives")
         keep = settings.make_keep_days()
         self._retention = Retention(database, self._events, archives, keep, chosen.emulated)
+        self._usage_keeper = UsageKeeper(database, usage)
         self._gateway = AgentGateway(
             fleet=self.fleet,
             reports=reports,
@@ -185,6 +188,7 @@ class TermParts:
             peers=access.peers,
             archives=archives,
             instruments=instruments,
+            usage=usage,
         )
         self._services = Services(
             jobs=_job_service(base, database, self._events, self.bell),
@@ -233,7 +237,9 @@ class TermParts:
         look = self._base.instruments.time_round
         deciding = [run_controller(controller, self.bell, look) for controller in self._controllers]
         beside = [self._silence_clock.keep_attending()]
-        beside += [run_controller(self._retention, Bell(), look)]  # which no event wakes
+        beside += [
+            run_controller(each, Bell(), look) for each in (self._retention, self._usage_keeper)
+        ]  # no event wakes these
         target = self._base.settings.make_webhook_target()
         if target is not None:
             beside.append(WebhookSender(self._database, self._events, target).run())

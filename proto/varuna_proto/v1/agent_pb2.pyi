@@ -484,6 +484,7 @@ class Heartbeat(_message.Message):
     SETTING_UP_JOBS_FIELD_NUMBER: _builtins.int
     NEWCOMERS_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     rendezvous_port: _builtins.int
     held_bytes: _builtins.int
@@ -508,6 +509,10 @@ class Heartbeat(_message.Message):
 
     @_builtins.property
     def newcomers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Newcomer]: ...
+    @_builtins.property
+    def usage(self) -> Global___MachineUsage:
+        """set in the first heartbeat after each sample"""
+
     def __init__(
         self,
         *,
@@ -520,14 +525,84 @@ class Heartbeat(_message.Message):
         setting_up_jobs: _abc.Iterable[_builtins.str] | None = ...,
         newcomers: _abc.Iterable[Global___Newcomer] | None = ...,
         held_bytes: _builtins.int = ...,
+        usage: Global___MachineUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_bytes", b"held_bytes", "newcomers", b"newcomers", "prepared_jobs", b"prepared_jobs", "preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "setting_up_jobs", b"setting_up_jobs", "warm_jobs", b"warm_jobs", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_bytes", b"held_bytes", "newcomers", b"newcomers", "prepared_jobs", b"prepared_jobs", "preparing_jobs", b"preparing_jobs", "rendezvous_port", b"rendezvous_port", "sequence", b"sequence", "setting_up_jobs", b"setting_up_jobs", "usage", b"usage", "warm_jobs", b"warm_jobs", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class MachineUsage(_message.Message):
+    """means since the sample before"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CPU_SHARE_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    cpu_share: _builtins.float
+    """0 to 1, of all processors"""
+    memory_used_bytes: _builtins.int
+    memory_bytes: _builtins.int
+    received_bytes_per_s: _builtins.float
+    """over all interfaces"""
+    sent_bytes_per_s: _builtins.float
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuUsage]:
+        """empty: there is none, or its driver says nothing"""
+
+    def __init__(
+        self,
+        *,
+        cpu_share: _builtins.float = ...,
+        memory_used_bytes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        received_bytes_per_s: _builtins.float = ...,
+        sent_bytes_per_s: _builtins.float = ...,
+        gpus: _abc.Iterable[Global___GpuUsage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_share", b"cpu_share", "gpus", b"gpus", "memory_bytes", b"memory_bytes", "memory_used_bytes", b"memory_used_bytes", "received_bytes_per_s", b"received_bytes_per_s", "sent_bytes_per_s", b"sent_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MachineUsage: _TypeAlias = MachineUsage  # noqa: Y015
+
+@_typing.final
+class GpuUsage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    busy_share: _builtins.float
+    """0 to 1: the part of the time in which it computed"""
+    memory_used_bytes: _builtins.int
+    memory_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        busy_share: _builtins.float | None = ...,
+        memory_used_bytes: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share", "memory_bytes", b"memory_bytes", "memory_used_bytes", b"memory_used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
+    _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
+
+Global___GpuUsage: _TypeAlias = GpuUsage  # noqa: Y015
 
 @_typing.final
 class Newcomer(_message.Message):
@@ -998,6 +1073,8 @@ class StepResult(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     BETWEEN_FIELD_NUMBER: _builtins.int
     COPIED_STEP_FIELD_NUMBER: _builtins.int
+    GRADIENT_NORM_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """from 1"""
     loss: _builtins.float
@@ -1008,6 +1085,10 @@ class StepResult(_message.Message):
     skipped: _builtins.bool
     """the loss or a gradient was not finite, so the step updated nothing"""
     copied_step: _builtins.int
+    """as in the worker's StepDone"""
+    gradient_norm: _builtins.float
+    """as in the worker's StepDone"""
+    learning_rate: _builtins.float
     """as in the worker's StepDone"""
     @_builtins.property
     def between(self) -> Global___BetweenSteps:
@@ -1023,12 +1104,21 @@ class StepResult(_message.Message):
         skipped: _builtins.bool = ...,
         between: Global___BetweenSteps | None = ...,
         copied_step: _builtins.int = ...,
+        gradient_norm: _builtins.float | None = ...,
+        learning_rate: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["between", b"between"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "between", b"between", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["between", b"between", "copied_step", b"copied_step", "examples", b"examples", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "between", b"between", "copied_step", b"copied_step", "examples", b"examples", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__gradient_norm: _TypeAlias = _typing.Literal["gradient_norm"]  # noqa: Y015
+    _WhichOneofArgType__gradient_norm: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm"]  # noqa: Y015
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_norm) -> _WhichOneofReturnType__gradient_norm | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 

@@ -22,6 +22,7 @@ __all__ = [
     "allow_empty_stages",
     "check_parameters",
     "find_foreign_state",
+    "find_learning_rate",
     "left_out",
     "list_optimizers",
     "log_left_out",
@@ -38,6 +39,20 @@ _NAMED = 3
 """The most parameters that a message names."""
 _MARK = "_varuna_placeholder"
 _PLAIN = "_varuna_plain_init"
+
+
+def find_learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
+    """Of the first group of parameters of the first optimizer that has one.
+
+    None: there is none, or it is a tensor on an accelerator, which a read would wait for.
+    """
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups[:1]):
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            return float(rate) if rate.device.type == "cpu" else None
+        if rate is not None:
+            return float(rate)
+    return None
 
 
 def list_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:

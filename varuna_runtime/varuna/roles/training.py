@@ -31,7 +31,7 @@ from varuna.distributed.departure import GenerationEnded, PeerLost
 from varuna.distributed.topology import share_of_batch, spans_of_micro_batches
 from varuna.model.fixed_module import ModelSurface
 from varuna.optim.non_finite_steps import keep_buffers_finite
-from varuna.optim.optimizers import check_parameters, log_left_out
+from varuna.optim.optimizers import check_parameters, find_learning_rate, log_left_out
 from varuna.optim.parameter_updater import StepGradient
 from varuna.optim.precision import LossScaler
 from varuna.optim.reduction import clip_factor
@@ -48,6 +48,7 @@ from varuna.roles.reshaping import can_hold_state
 from varuna.roles.role import missing_optimizer
 from varuna.roles.training_parts import TrainingOptions, TrainingParts
 from varuna.roles.wrapped_model import WrappedModel
+from varuna.worker.worker import UpdateFigures
 
 __all__ = ["TrainingRole"]
 
@@ -158,7 +159,7 @@ class TrainingRole:
         self.checkpoints.set_boundary_requests(step.totals.requests)
         if self._parts.copies is not None:
             self._parts.copies.record_agreement(is_any_busy=step.totals.requests.copying)
-        self._report_step(step, step.totals)
+        self._report_step(step, step.totals, gradient.norm)
         self._parts.habits.end_step(self._updater.optimizers, self.checkpoints.registered)
         return step.totals.loss, step.overflow, gradient.norm
 
@@ -219,7 +220,7 @@ class TrainingRole:
             overflow=not math.isfinite(totals.squared_norm),
         )
 
-    def _report_step(self, step: TrainingStep, totals: StepTotals) -> None:
+    def _report_step(self, step: TrainingStep, totals: StepTotals, gradient_norm: float) -> None:
         assert step.passed is not None
         if not self.checkpoints.state_bytes and not step.overflow:
             self.checkpoints.count_state()  # the optimizer's state is there after its first update
@@ -232,7 +233,7 @@ class TrainingRole:
             passed=step.passed,
             times=times,
             device=self._device,
-            skipped=skipped,
+            update=UpdateFigures(skipped, gradient_norm, find_learning_rate(self._updater.optimizers)),
             copied_step=0 if self._parts.copies is None else self._parts.copies.whole_step,
         )
         self._parts.scalars.write_step(

@@ -133,10 +133,10 @@ class WorkerProcess:
         passed: PassResult,
         times: StepTimes,
         device: torch.device,
-        skipped: bool = False,
+        update: UpdateFigures,
         copied_step: int = 0,
     ) -> None:
-        """Reports a finished step to the agent. `skipped`: its gradient was not finite, so it has updated nothing.
+        """Reports a finished step to the agent.
 
         `copied_step`: the newest step whose state other VMs have a whole copy of; 0: none.
         """
@@ -150,7 +150,7 @@ class WorkerProcess:
                 backward_us=passed.backward_us,
                 wait_us=passed.wait_us,
                 memory_bytes=measure_memory_bytes(device),
-                skipped=skipped,
+                skipped=update.skipped,
                 between=agent_pb2.BetweenSteps(
                     data_us=times.data_ns // 1000,
                     evaluation_us=times.evaluation_ns // 1000,
@@ -158,9 +158,20 @@ class WorkerProcess:
                     script_us=times.script_ns // 1000,
                 ),
                 copied_step=copied_step,
+                gradient_norm=update.gradient_norm,
+                learning_rate=update.learning_rate,
             )
         )
         self.spans.end_start(step, times.call_ns / 1e9)
+
+
+class UpdateFigures(NamedTuple):
+    """What is reported of a step's update."""
+
+    skipped: bool
+    """The loss or the gradient was not finite, so the step has updated nothing."""
+    gradient_norm: float
+    learning_rate: float | None
 
 
 class _Meeting(NamedTuple):

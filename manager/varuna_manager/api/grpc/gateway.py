@@ -23,6 +23,7 @@ from varuna_manager.db.engine import NotLeaderError, StoreAwayError
 from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.states import WaitKind
 from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.fleet.vm_usage import UsageBoard
 from varuna_manager.jobs.archives import ArchiveService
 from varuna_manager.metrics.instruments import Instruments
 from varuna_manager.world.bell import Bell
@@ -58,7 +59,9 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
         peers: PeerCheck,
         archives: ArchiveService,
         instruments: Instruments,
+        usage: UsageBoard,
     ) -> None:
+        self._usage = usage
         self._archives = archives
         self._heartbeats = instruments.heartbeats
         self._peers = peers
@@ -217,6 +220,8 @@ class AgentGateway(agent_pb2_grpc.AgentServiceServicer):
             newcomers=tuple(_make_newcomers(heartbeat.newcomers)),
         )
         self._registry.record_held_bytes(session.vm_id, min(heartbeat.held_bytes, MOST_STATE_BYTES))
+        if heartbeat.HasField("usage"):
+            self._usage.record_sample(session.vm_id, heartbeat.usage)
         if is_news:
             self._bell.notify_listeners()
         session.acknowledge(heartbeat=heartbeat.sequence)

@@ -173,6 +173,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "step_s": 0.43,
         "between_s": 0.02,
         "examples": 64,
+        "gradient_norm": 0.82,
+        "learning_rate": 0.0003,
         "generation": 3,
         "at": _LATER,
     },
@@ -189,6 +191,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "loss": _SPREAD,
         "step_s": {"min": [0.4], "mean": [0.43], "max": [0.9]},
         "examples_per_s": {"min": [71.1], "mean": [148.8], "max": [160.0]},
+        "gradient_norm": {"min": [0.4], "mean": [0.82], "max": [3.1]},
+        "learning_rate": {"min": [0.0001], "mean": [0.0002], "max": [0.0003]},
     },
     "LoggedSeriesDocument": {
         "name": "accuracy",

@@ -107,6 +107,11 @@ def _vm_routes(router: APIRouter, fleet: FleetService, drains: DrainService, vie
         """One VM, with its history."""
         return await views.vms.find_vm(vm)
 
+    @router.get("/vms/{vm}/usage")
+    async def get_vm_usage(vm: by.VmId) -> rest.VmUsageDocument:
+        """How busy the VM has been over its life: processors, memory, network, GPUs."""
+        return await views.usage.read_usage(vm)
+
     @router.post("/vms/{vm}/preempt")
     async def preempt_vm(vm: by.VmId, body: PreemptBody) -> rest.PreemptionDocument:
         """Take a VM as a spot market does, with a provider that emulates one."""

@@ -6,6 +6,9 @@ import { eventList } from "./events.js";
 import { heard, troubles } from "./fleet.js";
 import { bytes, count, money, seconds } from "./format.js";
 import { requests } from "./panels.js";
+import { usage } from "./usage.js";
+
+const USAGE_MS = 15_000;
 
 export function vmPage({ root, signal, may, argument, title }) {
   title(argument);
@@ -17,7 +20,9 @@ export function vmPage({ root, signal, may, argument, title }) {
   const events = eventList({ about: { vm: argument }, signal, head: "Events of this VM" });
   const top = h("div", { class: "page" }, head, summary);
   const tables = [card("Workers", [], workers.element), card("History", [], past.element)];
-  root.append(top, ...tables, events.element);
+  const busy = usage(argument, signal);
+  root.append(top, tables[0], busy.element, tables[1], events.element);
+  const refreshUsage = requests(busy.element, busy.refresh, signal);
 
   const us = (value) => seconds(value === null ? null : value / 1e6);
   const refresh = requests([top, ...tables], async () => {
@@ -33,7 +38,9 @@ export function vmPage({ root, signal, may, argument, title }) {
   }, signal);
   const soon = atMostEvery(1000, refresh);
   const timer = setInterval(() => { if (!document.hidden) soon(); }, 5000);
-  signal.addEventListener("abort", () => { soon.stop(); clearInterval(timer); });
+  signal.addEventListener("abort", () => { soon.stop(); clearInterval(timer); clearInterval(slow); });
+  const slow = setInterval(() => { if (!document.hidden) refreshUsage(); }, USAGE_MS);
   refresh();
-  return { refresh, onEvent: (event) => { if (event.vm_id === argument) { events.add(event); soon(); } } };
+  refreshUsage();
+  return { refresh: () => Promise.all([refresh(), refreshUsage()]), onEvent: (event) => { if (event.vm_id === argument) { events.add(event); soon(); } } };
 }

@@ -48,6 +48,12 @@ def test_save_first_reaches_every_rank_and_nothing_is_lost(zygote: Zygote, tmp_p
     # Waits must be woken: with only their safety net, which looks once a second, every step takes that long.
     assert min(step.step_us for step in done) < 500_000
     assert all(step.forward_us > 0 and step.backward_us > 0 for step in done)
+    # The script's scheduler halves it after each second step.
+    assert [step.learning_rate for step in done] == pytest.approx([1e-3 * 0.5 ** (n // 2) for n in range(len(done))])
+    assert [step.gradient_norm for step in done] == pytest.approx(expected.norms, rel=1e-3)
+    # Each rank has half of the gradients and reports the norm of all.
+    norms = [step.gradient_norm for step in second.steps()]
+    assert [step.gradient_norm for step in done] == norms[: len(done)]
 
 
 def test_a_step_lasts_from_the_one_before_and_says_what_lay_between(zygote: Zygote, tmp_path: Path) -> None:
