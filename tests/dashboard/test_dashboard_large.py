@@ -54,7 +54,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RestW
 async def settled(page: Page, where: str) -> None:
     """Waits until the page has drawn everything."""
     await expect(page.get_by_role("heading", level=1)).to_be_visible()
-    charts = 4 if where.startswith("jobs/") else 1 if where == "fleet" else 0
+    charts = {"jobs/": 4, "fleet": 1, "vms/v": 3}.get(where[:5], 0)
     await expect(page.locator(".chart.plotted")).to_have_count(charts)
 
 

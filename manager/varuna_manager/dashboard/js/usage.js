@@ -30,7 +30,7 @@ export function usage(vm, signal) {
       for (const { one, drawn, element: place } of cards) {
         const isKnown = one.lines.some(([column]) => found[column].some((value) => value !== null));
         place.hidden = !isKnown && one.title.startsWith("GPU"); // a machine without them has no such charts
-        drawn.draw(contentOf(one, found));
+        if (!place.hidden) drawn.draw(contentOf(one, found));
       }
     },
   };
