@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from dashboard_world import JOB, fill_job
+from dashboard_world import JOB, SHAPES, fill_job
 from rest_world import SPEC, RestWorld, generation, migrated, report, rest_world, worker
+from varuna_proto.v1 import agent_pb2 as pb
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -94,3 +95,30 @@ async def test_jobs_are_compared_in_one_chart(
             await wait_for_chart(page, title, names)
         await expect(region(page, "Loss").locator("figcaption")).to_contain_text(re.compile("gpt-2b: .* other: "))
         await screenshot(page, "compare")
+
+
+async def log_values(world: RestWorld, name: str, values: dict[int, float]) -> None:
+    newest = len(SHAPES) + 1
+    logged = [pb.LoggedValue(name=name, step=step, value=value, rank=0) for step, value in values.items()]
+    fact = pb.ValuesLogged(job_id=JOB, generation=newest, values=logged)
+    await world.reports.apply_reports("vm-00001", [pb.Report(number=1, values_logged=fact)])
+
+
+async def test_what_the_script_logs_has_charts_of_its_own(
+    world: RestWorld, open_page: Any, screenshot: Callable[[Page, str], Any], tmp_path: Path
+) -> None:
+    await log_values(world, "accuracy", {step: step / 1000 for step in range(510, STEPS + 1, 10)})
+    await log_values(world, "loss", {STEPS: 7.0})
+    async with open_page(f"{world.url}/#/jobs/{JOB}", may_fail=MAY_FAIL) as page:
+        await wait_for_chart(page, "accuracy", "chart.data.at(-1).y.length === 10 && chart.data.at(-1).y[9] === 0.6")
+        await expect(region(page, "accuracy").locator("figcaption")).to_contain_text("From 0.51 at step 510 to 0.6")
+        await wait_for_chart(page, "loss (script)", "chart.data.at(-1).y.join() === '7'")
+        await wait_for_chart(page, "Loss", "!chart.data.some((one) => one.y.includes(7))")
+        await log_values(world, "accuracy", {STEPS + 10: 0.75})
+        await wait_for_chart(page, "accuracy", "chart.data.at(-1).y.length === 11 && chart.data.at(-1).y[10] === 0.75")
+        await screenshot(page, "job-logged-values")
+        async with page.expect_download() as download:
+            await page.get_by_role("button", name="CSV").click()
+        await (await download.value).save_as(tmp_path / "steps.csv")
+        rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
+        assert [float(row["accuracy"]) for row in rows if row["accuracy"]][-2:] == [0.6, 0.75]

@@ -66,9 +66,9 @@ function contentOf(name, runs, options) {
 }
 
 function valuesOf({ series, generations }, name) {
-  const points = series.points.filter((point) => point.values[name] && point.values[name][1] !== null);
+  const points = series.pointsOf(name);
   const training = generations.filter((one) => one.kind === "training");
-  return { points, isDownSampled: series.isDownSampled, training, byNumber: new Map(training.map((one) => [one.number, one])), of: (point) => point.values[name] };
+  return { points, isDownSampled: series.isDownSampled && !series.isLogged(name), training, byNumber: new Map(training.map((one) => [one.number, one])), of: (point) => point.values[name] };
 }
 
 const steps = (point) => (point.first === point.last ? count(point.last) : `${count(point.first)}–${count(point.last)}`);
@@ -153,7 +153,7 @@ function download(runs) {
   const names = [...new Set(runs.flatMap((run) => run.series.names))];
   const head = ["job", "first_step", "last_step", "at", "generation", ...names.flatMap((name) => [name, `${name}_min`, `${name}_max`])];
   const quoted = (value) => (/[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value ?? "");
-  const rows = runs.flatMap((run) => run.series.points.map((point) => [run.name, point.first, point.last, new Date(point.at).toISOString(), point.generation,
+  const rows = runs.flatMap((run) => run.series.all.map((point) => [run.name, point.first, point.last, new Date(point.at).toISOString(), point.generation,
     ...names.flatMap((name) => { const [low, mean, high] = point.values[name] ?? []; return [mean, low, high]; })]));
   const address = URL.createObjectURL(new Blob([[head, ...rows].map((row) => row.map(quoted).join(",")).join("\n"), "\n"], { type: "text/csv" }));
   const file = h("a", { href: address, download: `${runs.map((run) => run.name).join("-")}-steps.csv` });

@@ -4,7 +4,7 @@ import { get } from "./api.js";
 const POINTS = 800;
 
 export class Series {
-  #job; #generation = null; #base = 0;
+  #job; #generation = null; #base = 0; #logged = new Map();
 
   /** One entry per bucket: {first, last, at (ms), generation, count, values}, with [min, mean, max] of each named series. */
   points = [];
@@ -12,11 +12,21 @@ export class Series {
 
   constructor(job) { this.#job = encodeURIComponent(job); }
 
-  /** The names of the series that have any value, in the order of the manager's answer. */
+  /** The names of the series that have any value: the manager's own, then what the script has logged. */
   get names() {
-    const names = Object.keys(this.points.at(-1)?.values ?? {});
-    return names.filter((name) => this.points.some((point) => point.values[name]?.[1] !== null && point.values[name] !== undefined));
+    return [...Object.keys(this.points.at(-1)?.values ?? {}).filter((name) => this.pointsOf(name).length), ...this.#logged.keys()];
   }
+
+  /** The entries that have a value under this name. */
+  pointsOf(name) {
+    return this.#logged.get(name) ?? this.points.filter((point) => point.values[name] && point.values[name][1] !== null);
+  }
+
+  /** Whether the script has logged what has this name. Each entry is one value then. */
+  isLogged(name) { return this.#logged.has(name); }
+
+  /** All entries, those of the script's values last. */
+  get all() { return [...this.points, ...[...this.#logged.values()].flat()]; }
 
   async update(generations, signal) {
     const newest = generations.at(-1)?.number ?? null;
@@ -33,6 +43,24 @@ export class Series {
       [this.points, this.#base, this.#generation, this.isDownSampled] = [points, points.length, newest, found.bucket_steps > 1];
     } else {
       this.points.push(...points.filter((point) => point.first > (this.points.at(-1)?.last ?? 0)));
+    }
+    await this.#updateLogged(from === 1, signal);
+  }
+
+  async #updateLogged(isWhole, signal) {
+    const known = [...this.#logged.values()].map((points) => points.at(-1).last);
+    const after = isWhole || !known.length ? "" : `&after_step=${Math.min(...known)}`;
+    const found = await get(`jobs/${this.#job}/metrics/logged?points=${POINTS}${after}`, signal);
+    if (isWhole) this.#logged.clear();
+    for (const one of found) {
+      const name = this.points.at(-1)?.values[one.name] ? `${one.name} (script)` : one.name;
+      const before = this.#logged.get(name) ?? [];
+      const points = one.step.map((step, index) => ({
+        first: step, last: step, at: 1000 * one.at_unix_s[index], generation: one.generation[index], count: 1,
+        values: { [name]: Array(3).fill(one.value[index]) },
+      }));
+      const all = [...before, ...points.filter((point) => point.first > (before.at(-1)?.last ?? -1))];
+      if (all.length) this.#logged.set(name, all);
     }
   }
 }
