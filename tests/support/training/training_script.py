@@ -9,7 +9,7 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
 "evaluates_first": bool, before the first step; "trains_other": bool, a model without one of its biases,
 "keeps_parameters": bool, for a script that cannot take another stage; "dies_in_move": the rank that dies when it does,
-by its first rank,
+by its first rank, "data_workers": of `Batches`,
 "pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
@@ -153,7 +153,14 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
     steps: list[dict[str, float]] = []
     counts: list[dict[str, int]] = []
     last = None if wanted.get("forever") else task.steps
-    for step, batch in Batches(Examples(task.padded), global_batch=task.global_batch, first_step=first, last_step=last):
+    batches = Batches(
+        Examples(task.padded),
+        global_batch=task.global_batch,
+        first_step=first,
+        last_step=last,
+        workers=wanted.get("data_workers", 0),
+    )
+    for step, batch in batches:
         fault = {"rank": rank, "step": step}
         if fault in (wanted.get("die"), wanted.get("raise")) and step > first:
             wait_for_others(out, rank, step - 1)

@@ -134,6 +134,7 @@ VARIANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dropout": 0.3, "tied": False}, {"variant": "checkpointed"}),
     ({"tied": False}, {"variant": "frozen"}),
     ({"offload": True}, {}),
+    ({"padded": True}, {"data_workers": 2}),
 ]
 
 
