@@ -93,6 +93,8 @@ COURSE = MetricBucketsDocument(
     loss={"min": [1.0, 1.0], "mean": [2.0, 1.5], "max": [3.0, 2.0]},
     step_s={"min": [0.5, 5.0], "mean": [1.0, 5.0], "max": [1.5, 5.0]},
     examples_per_s={"min": [16.0, 4.8], "mean": [24.0, 4.8], "max": [48.0, 4.8]},
+    gradient_norm={"min": [None, 1.0], "mean": [None, 1.0], "max": [None, 1.0]},
+    learning_rate={"min": [0.1, 0.1], "mean": [0.1, 0.1], "max": [0.1, 0.1]},
 )
 """30 steps of 24 examples in 1 s each, then 10 in 5 s each."""
 NOW = datetime(2026, 1, 1, 0, 5, tzinfo=UTC)
@@ -150,6 +152,7 @@ def test_a_failed_jobs_page_shows_the_traceback_word_for_word() -> None:
         id=1,
         at="2026-01-01T00:00:03+00:00",
         job_id="j-1",
+        job_name=None,
         generation=2,
         vm_id=None,
         kind="job_failed",
@@ -222,7 +225,15 @@ def test_plain_output_is_neither_folded_nor_padded() -> None:
     assert all(line == line.rstrip() for line in lines)
     words = "why " * 500
     event = EventDocument(
-        id=1, at=JOB["created_at"], job_id=None, generation=None, vm_id=None, kind="x", message=words, data={}
+        id=1,
+        at=JOB["created_at"],
+        job_id=None,
+        job_name=None,
+        generation=None,
+        vm_id=None,
+        kind="x",
+        message=words,
+        data={},
     )
     assert len(render_plain(render.event_row(event)).splitlines()) == 1
 
@@ -274,6 +285,8 @@ STEP = StepMetricsDocument(
     examples=64,
     generation=2,
     at="2026-01-01T00:00:01+00:00",
+    gradient_norm=None,
+    learning_rate=0.1,
 )
 
 

@@ -58,7 +58,15 @@ def test_the_time_left_is_that_of_the_steps_to_go_at_the_generations_rate() -> N
 def test_the_foot_of_the_terminal_fits_and_tells_what_happens_when_no_step_comes() -> None:
     watched = WatchedJob(job())
     watched.last_event = EventDocument(
-        id=1, at="", job_id=None, generation=2, vm_id=None, kind="decision", message="waiting for " * 20, data={}
+        id=1,
+        at="",
+        job_id=None,
+        job_name=None,
+        generation=2,
+        vm_id=None,
+        kind="decision",
+        message="waiting for " * 20,
+        data={},
     )
     assert "waiting for" in footer(watched, 0.0)
     watched.add_progress(progress(20), 1.0)
@@ -139,7 +147,9 @@ def test_ranks_and_times_that_are_none_are_refused_in_one_line() -> None:
 
 
 def test_events_are_filtered_as_they_come() -> None:
-    lost = EventDocument(id=1, at="", job_id=None, generation=None, vm_id="vm-1", kind="vm_lost", message="", data={})
+    lost = EventDocument(
+        id=1, at="", job_id=None, job_name=None, generation=None, vm_id="vm-1", kind="vm_lost", message="", data={}
+    )
     assert is_wanted(lost, None, None)
     assert is_wanted(lost, ["vm_ready", "vm_lost"], "vm-1")
     assert not is_wanted(lost, ["vm_ready"], None)
