@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,23 +82,30 @@ class VmList:
     async def list_page(self, wanted: VmFilter, *, limit: int, cursor: str | None = None) -> Page[VmDocument]:
         """The matching VMs, oldest first. Raises MissingError for an unknown job."""
         async with self._database.read() as session:
-            return await self.read_page(session, wanted, limit=limit, cursor=cursor)
+            found, workers = await self._read_facts(session, wanted, limit=limit, cursor=cursor)
+        items: list[VmDocument] = []
+        for first in range(0, len(found.items), _AT_ONCE):
+            items += [self._document(vm, workers.get(vm.id, ())) for vm in found.items[first : first + _AT_ONCE]]
+            await asyncio.sleep(0)
+        return Page(items, found.next_cursor)
 
     async def read_page(
         self, session: AsyncSession, wanted: VmFilter, *, limit: int, cursor: str | None = None
     ) -> Page[VmDocument]:
-        """As `list_page`, with the caller's session."""
+        """As `list_page`, for a few VMs, with the caller's session."""
+        found, workers = await self._read_facts(session, wanted, limit=limit, cursor=cursor)
+        return Page([self._document(vm, workers.get(vm.id, ())) for vm in found.items], found.next_cursor)
+
+    async def _read_facts(
+        self, session: AsyncSession, wanted: VmFilter, *, limit: int, cursor: str | None
+    ) -> tuple[Page[_VmFacts], Mapping[str, Sequence[WorkerFacts]]]:
+        """The matching VMs, and by VM its workers that have not stopped."""
         query = await self._filtered(session, _VMS, wanted)
         rows, following = _OLDEST_FIRST.cut_page(
             (await session.execute(_OLDEST_FIRST.make_page_query(query, cursor, limit))).all(), limit
         )
         workers = await read_workers_on(session, [row.id for row in rows])
-        items: list[VmDocument] = []
-        for first in range(0, len(rows), _AT_ONCE):
-            facts = map(_VmFacts._make, rows[first : first + _AT_ONCE])
-            items += [self._document(vm, workers.get(vm.id, ())) for vm in facts]
-            await asyncio.sleep(0)
-        return Page(items, following)
+        return Page([*map(_VmFacts._make, rows)], following), workers
 
     async def find_vm(self, vm_id: str) -> VmDetailDocument:
         """Raises MissingError."""

@@ -45,6 +45,7 @@ def test_the_public_surface() -> None:
         "describe_sections",
         "get_this_rank_config_varuna",
         "get_varuna_config",
+        "log",
         "opaque",
     ]
 
