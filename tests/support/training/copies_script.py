@@ -15,6 +15,7 @@ from typing import Any
 
 import training_script
 import varuna.copies.owner
+import varuna.copies.sending
 from killing_script import die
 from varuna.copies.owner import CopyOwner
 from varuna.pipeline.engine import Engine
@@ -33,7 +34,7 @@ def wait_for_copies(lost: dict[str, Any]) -> None:
 
     def run_when_whole(engine: Engine, *args: Any, **named: Any) -> Any:
         for owner in owners:
-            wait_until(lambda owner=owner: not owner.is_sending or owner._stopped.is_set(), "the copy")
+            wait_until(lambda owner=owner: not owner.is_sending or owner._keeper.is_stopped, "the copy")
             if named["step"] == lost.get("step"):
                 die()
         return run(engine, *args, **named)
@@ -43,7 +44,7 @@ def wait_for_copies(lost: dict[str, Any]) -> None:
 
 
 def watch_chunks(lost: dict[str, Any], damaged_step: int | None) -> None:
-    send_copy, send_chunk = CopyOwner._send_copy, varuna.copies.owner.send_chunk
+    send_copy, send_chunk = CopyOwner._send_copy, varuna.copies.sending.send_chunk
     now = {"step": 0, "chunks": 0, "damages": damaged_step}
 
     def note_step(owner: CopyOwner, held: Any, series: int) -> None:
@@ -62,7 +63,7 @@ def watch_chunks(lost: dict[str, Any], damaged_step: int | None) -> None:
         return size
 
     CopyOwner._send_copy = note_step  # type: ignore[method-assign, assignment]
-    varuna.copies.owner.send_chunk = send_or_fail
+    varuna.copies.sending.send_chunk = send_or_fail
 
 
 class Harming:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from queue import SimpleQueue
 
 import structlog
@@ -15,26 +14,17 @@ import torch
 
 from varuna.checkpoint import CheckpointError, TrainingState
 from varuna.checkpoint.saving.snapshot import HostBuffers
-from varuna.copies.pacing import CopyPace
+from varuna.copies.sending import PacedConnection
 from varuna.devices.accelerator import is_accelerator, use_stream
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
-from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message, receive_message
-from varuna.holdings.giving import send_chunk
 from varuna.holdings.inventory import HeldFiles, encode_inventory, make_inventory
-from varuna.holdings.taking import connect_to_server
-from varuna.holdings.transfer_protocol import COPY, LARGEST_MESSAGE_BYTES, NUMBER
+from varuna.holdings.transfer_protocol import COPY, NUMBER
 
 __all__ = ["CopyOwner"]
 
 _log = structlog.get_logger("varuna")
 
-_CHUNK_BYTES = 256 << 10
-"""Smaller than those of a transfer: messages of the pipeline wait for one at most."""
-_UNSENT_BYTES = 128 << 10
-"""In the kernel: what is in its queue stands before messages of the pipeline."""
-_BULK_PRIORITY = 2
-"""Linux's TC_PRIO_BULK: queues that know priorities send all else first."""
 _RETRY_S = 1.0
 _RECHECK_S = 0.5
 _MOST_WAITING = 0.01
@@ -61,12 +51,9 @@ class CopyOwner:
         is_pipeline_sending: Callable[[], bool],
     ) -> None:
         """`keeper_address`: `host:port` of the `CopyKeeper`. `series`: as for `forget_copies`."""
-        self._keeper_address = keeper_address
-        self._key = key
         self._generation, self._rank = generation, rank
         self._stream = torch.Stream(device) if is_accelerator(device) else None
-        self._stopped = threading.Event()
-        self._pace = CopyPace(is_pipeline_sending, self._stopped)
+        self._keeper = PacedConnection(keeper_address, key, is_pipeline_sending)
         self._is_captured = threading.Event()
         self._is_captured.set()
         self._buffers = [HostBuffers(), HostBuffers()]
@@ -76,7 +63,6 @@ class CopyOwner:
         self._series = series
         """Of rounds: each checkpoint that is loaded begins another one."""
         self._rounds: SimpleQueue[tuple[int, TrainingState] | None] = SimpleQueue()
-        self._connection: socket.socket | None = None
         self.is_sending = False
         """Whether this rank's copy of the round is not whole."""
         self._rests_until_s = 0.0
@@ -120,12 +106,8 @@ class CopyOwner:
 
     def shut_down(self) -> None:
         """Ends what is under way. From any thread."""
-        self._stopped.set()
         self._rounds.put(None)
-        connection = self._connection
-        if connection is not None:
-            with suppress(OSError):  # it has ended by itself
-                connection.shutdown(socket.SHUT_RDWR)
+        self._keeper.shut_down()
 
     def _run(self) -> None:
         while (given := self._rounds.get()) is not None:
@@ -139,8 +121,7 @@ class CopyOwner:
                 del given
                 self._is_captured.set()
             while not self._try_to_send(held, series):
-                self._stopped.wait(_RETRY_S)
-                if self._stopped.is_set():
+                if self._keeper.wait_until_stopped(_RETRY_S):
                     return
             self.is_sending = False
 
@@ -155,44 +136,18 @@ class CopyOwner:
         try:
             self._send_copy(held, series)
         except (OSError, ValueError, struct.error) as error:
-            self._drop_connection()
-            if not self._stopped.is_set():
+            self._keeper.drop()
+            if not self._keeper.is_stopped:
                 _log.warning(
                     "a copy of this rank's state was not kept, and is sent again",
                     step=held.inventory.step,
-                    keeper=self._keeper_address,
+                    keeper=self._keeper.address,
                     reason=first_line(error),
                 )
             return False
         return True
 
     def _send_copy(self, held: HeldFiles, series: int) -> None:
-        connection = self._connect()
         kept = 0 if self._whole is None else self._whole.inventory.step
         words = [NUMBER.pack(series), NUMBER.pack(kept), encode_inventory(held.inventory)]
-        connection.sendall(pack_message(COPY, words))
-        for entry in held.inventory.receipt.files:
-            for chunk in held.files[entry.name].iterate_chunks(0, _CHUNK_BYTES):
-                self._pace.begin_chunk()
-                if self._stopped.is_set():
-                    raise ConnectionError("stopped")
-                send_chunk(connection, chunk)
-                self._pace.end_chunk()
-        status, words = receive_message(connection, LARGEST_MESSAGE_BYTES)
-        if status != AnswerStatus.DONE:
-            raise ValueError(words[0].decode(errors="replace") if words else "it was refused")
-
-    def _connect(self) -> socket.socket:
-        if self._connection is not None:
-            return self._connection
-        connection = connect_to_server(self._keeper_address, self._key)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT_BYTES)
-        if hasattr(socket, "SO_PRIORITY"):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK_PRIORITY)
-        self._connection = connection
-        return connection
-
-    def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._keeper.send_files(COPY, words, [held.files[entry.name] for entry in held.inventory.receipt.files])

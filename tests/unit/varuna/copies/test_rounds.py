@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from tied_ranks import OPTIMIZERS, Rank, ranks_of, trained
 from varuna.copies import owner as owner_module
+from varuna.copies import sending as sending_module
 from varuna.copies.keeper import CopyKeeper
 from varuna.copies.owner import CopyOwner
 from varuna.copies.pacing import IdleProcessors
@@ -105,7 +106,7 @@ def test_a_round_that_fails_costs_no_whole_one(
     for step in (1, 2):
         change(rank, step)
         run_round(owner, rank, step)
-    send, seen = owner_module.send_chunk, list[list[int]]()
+    send, seen = sending_module.send_chunk, list[list[int]]()
 
     def send_or_break(connection: socket.socket, chunk: list[memoryview]) -> int:
         if len(seen) < 2:
@@ -113,7 +114,7 @@ def test_a_round_that_fails_costs_no_whole_one(
             connection.shutdown(socket.SHUT_RDWR)
         return send(connection, chunk)
 
-    monkeypatch.setattr(owner_module, "send_chunk", send_or_break)
+    monkeypatch.setattr(sending_module, "send_chunk", send_or_break)
     expected = change(rank, 3)
     with capture_logs() as log:
         run_round(owner, rank, 3)
