@@ -118,6 +118,8 @@ class WorkerEnvironment:
     what is expected. 0: it has its rank."""
     keepers: tuple[int, ...] = ()
     """By stage: the rank that keeps a copy of what the stage's rank in the first replica has; empty: no copies."""
+    copies_shares: bool = False
+    """In long steps, each rank's sums of gradients are copied to another replica now and then."""
     on_non_finite: OnNonFinite = OnNonFinite.SKIP
     report_path: str = ""
     """For Mode.INSPECT: the file for the report, as JSON."""
@@ -190,6 +192,7 @@ class WorkerEnvironment:
             **({"VARUNA_SURVIVORS": ",".join(map(str, self.survivors))} if self.survivors else {}),
             **({"VARUNA_NEWCOMER": str(self.newcomer)} if self.newcomer else {}),
             **({"VARUNA_KEEPERS": ",".join(map(str, self.keepers))} if self.keepers else {}),
+            **({"VARUNA_COPIES_SHARES": "1"} if self.copies_shares else {}),
             **({} if self.on_non_finite is OnNonFinite.SKIP else {"VARUNA_ON_NONFINITE": self.on_non_finite.value}),
             **({"VARUNA_REPORT_PATH": self.report_path} if self.report_path else {}),
             **({"VARUNA_REPORT_TIMES": self.report_times} if self.report_times else {}),
@@ -235,6 +238,7 @@ class WorkerEnvironment:
             survivors=_ints(environ, "VARUNA_SURVIVORS"),
             newcomer=int(environ.get("VARUNA_NEWCOMER", "0")),
             keepers=_ints(environ, "VARUNA_KEEPERS"),
+            copies_shares=environ.get("VARUNA_COPIES_SHARES", "") == "1",
             on_non_finite=OnNonFinite(environ.get("VARUNA_ON_NONFINITE", OnNonFinite.SKIP.value)),
             report_path=environ.get("VARUNA_REPORT_PATH", ""),
             report_times=environ.get("VARUNA_REPORT_TIMES", ""),

@@ -112,6 +112,7 @@ def make_environment(launch: agent_pb2.Launch, rank: int, local_rank: int, *, de
         holders=() if launch.in_place else tuple(launch.holders),
         survivors=tuple(launch.holders) if launch.in_place and len(launch.holders) < launch.world_size else (),
         keepers=tuple(launch.keepers),
+        copies_shares=launch.copies_shares,
         on_non_finite=_ON_NON_FINITE[launch.on_non_finite],
         traceparent=child(launch.traceparent, f"rank {rank}"),
     )

@@ -232,7 +232,8 @@ class JobSpec(_Strict):
     copies: Literal["auto", "on", "off"] = Field(
         default="off",
         description="auto: where one VM alone has a stage, another VM keeps a copy of it in memory, so that the loss "
-        "of a VM costs no section; on: also where several have it; off: never",
+        "of a VM costs no section; on: also where several have it; off: never. auto and on also copy the sums of "
+        "gradients in long steps, so that a loss costs seconds of the step under way",
     )
     priority: int = Field(
         default=0,

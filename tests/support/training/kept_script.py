@@ -3,7 +3,8 @@
 More in its JSON file: "kills": several faults as `killing_script` has one in "kill"; "p": stages; "op_s": seconds by
 which each op is longer; "slow": {"rank", "op_s"}, the same for one rank; "variant": "frozen" (the first blocks train
 nothing), "checkpointed" (the model runs each block again in its backward) or "ledger" (losses and gradients tell which
-examples were counted, and how often).
+examples were counted, and how often); "marks_every": micro-batches between two marks of a share, in which a rank waits
+until its copy is whole; "lossy": ranks whose copies are never whole.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
 """
@@ -26,8 +27,13 @@ from torch.utils.checkpoint import checkpoint
 
 import killing_script
 import training_script
+import varuna.copies.rank_shares
+import varuna.copies.share_owner
 from killing_script import arm, meet_before
 from small_gpt import SmallGPT, Task
+from varuna.copies.rank_shares import RankShares
+from varuna.copies.sending import PacedConnection
+from varuna.copies.share_owner import ShareOwner
 from varuna.cut_point import CutPoint
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.pass_timer import PassTimer
@@ -115,6 +121,27 @@ def keep_ledger(task: Task) -> None:
     training_script.example_batch = make_entries  # type: ignore[assignment]
 
 
+def make_marks(interval: int, *, lossy: bool, finishes: bool) -> None:
+    """Makes each rank copy its sums so often, and go on when they are kept."""
+    RankShares.is_worth_finishing = lambda _: finishes  # type: ignore[method-assign, assignment]
+    varuna.copies.rank_shares.micro_batches_between_marks = lambda _: interval  # type: ignore[assignment]
+    varuna.copies.share_owner._MOST_COPYING = 1e9
+    copy_sums = ShareOwner.copy_sums
+
+    def copy_and_wait(owner: ShareOwner, *args: Any) -> None:
+        copy_sums(owner, *args)
+        copy = owner._current
+        assert copy is not None
+        wait_until(lambda: copy.is_sent or owner._keeper.is_stopped, "the copy of the share")
+
+    def fail_to_send(*_: Any) -> None:
+        raise ConnectionError("as the test wants it")
+
+    ShareOwner.copy_sums = copy_and_wait  # type: ignore[method-assign, assignment]
+    if lossy:
+        PacedConnection.send_files = fail_to_send  # type: ignore[method-assign, assignment]
+
+
 def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: int) -> None:
     """Puts this rank's death off until the ranks that are to keep their shares are in the pass."""
     die = killing_script.die
@@ -171,6 +198,8 @@ if __name__ == "__main__":
         keep_ledger(Task(**wanted["task"]))
     else:
         vary_model(wanted.get("variant", ""))
+    if wanted.get("marks_every"):
+        make_marks(wanted["marks_every"], lossy=own in wanted.get("lossy", []), finishes=wanted["finishes"])
     kills = wanted.get("kills", [])
     meet_before(*(kill["rank"] for kill in kills))
     if own in [kill["rank"] for kill in kills if "step" in kill]:

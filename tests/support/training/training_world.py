@@ -74,6 +74,7 @@ class Ranks:
     """More of it, for every rank."""
     holders: tuple[int, ...] = ()
     keepers: tuple[int, ...] = ()
+    copies_shares: bool = False
     launched: Callable[[int], Mapping[str, str]] | None = None
     """By rank: the variables of another launcher, in place of Varuna's."""
 
@@ -105,6 +106,7 @@ class Ranks:
             device=self.device(rank),
             holders=self.holders,
             keepers=self.keepers,
+            copies_shares=self.copies_shares,
         )
 
     def holder_environment(self) -> WorkerEnvironment:

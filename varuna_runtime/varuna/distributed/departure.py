@@ -76,12 +76,13 @@ class _Shield:
     mates: frozenset[int]
     """The other ranks of the replica."""
     patience_s: float
+    is_worth_it: Callable[[], bool]
 
     def defers(self, exit_: GenerationEnded | PeerLost) -> bool:
-        """Whether the replica can still finish."""
-        if isinstance(exit_, GenerationEnded):
-            return True
-        return exit_.suspects is not None and self.mates.isdisjoint(exit_.suspects)
+        """Whether the replica can still finish, and is to."""
+        if isinstance(exit_, PeerLost) and (exit_.suspects is None or not self.mates.isdisjoint(exit_.suspects)):
+            return False
+        return self.is_worth_it()
 
 
 class Departure:
@@ -179,16 +180,19 @@ class Departure:
         self._try_to_stay, self._find_obstacle = try_to_stay, find_obstacle
 
     @contextmanager
-    def finish_first(self, mates: Collection[int], patience_s: float) -> Iterator[None]:
+    def finish_first(
+        self, mates: Collection[int], patience_s: float, is_worth_it: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
         """Around work that only the ranks of one replica do: a reason to leave that does not concern it waits.
 
         At the end of the block this worker leaves for the first such reason, and this raises as `raise_if_leaving`. It
         leaves at once, for any reason, when one of its `mates`, the other ranks of its replica, is gone; when the
-        process may not stay afterwards; or when a wait in the block takes longer than `patience_s` after the first
+        process may not stay afterwards; when the work is not worth finishing, which `is_worth_it` says when the reason
+        comes, in any thread; or when a wait in the block takes longer than `patience_s` after the first
         reason.
         """
         with self.condition:
-            self._shield = _Shield(frozenset(mates), patience_s)
+            self._shield = _Shield(frozenset(mates), patience_s, is_worth_it)
         try:
             yield
         finally:

@@ -8,6 +8,10 @@
     keeper: done: it has all of them
             refused: the reason
 
+    owner:  sums: the number of its series, how many micro-batches are in the sums that stay, the bytes of the file, the
+            mark; then the file's chunks
+    keeper: as above
+
 A connection serves one request after the other. The messages are packed as those of the rendezvous store.
 """
 
@@ -26,11 +30,13 @@ __all__ = [
     "LARGEST_MESSAGE_BYTES",
     "NUMBER",
     "SILENCE_S",
+    "SUMS",
     "sum_chunk",
 ]
 
 FETCH = 1
 COPY = 2
+SUMS = 3
 CHUNK_BYTES = 1 << 20
 """Large enough that its header costs nothing, small enough to be in the processor's cache for the checksum."""
 CHUNK_HEADER = struct.Struct("!I16s")

@@ -22,7 +22,7 @@ from varuna.partition.stages.written_buffers import WrittenBuffers
 from varuna.pipeline.gradient_forecast import GradientForecast
 from varuna.pipeline.loss_weight import WeightedLoss
 from varuna.pipeline.micro_batches import MicroBatch, move_to_device
-from varuna.pipeline.pass_state import MessageIntake, PassResult, PassState, Stash
+from varuna.pipeline.pass_state import MessageIntake, PassResult, PassState, PassTimes, Stash
 from varuna.pipeline.pass_timer import OpTimes, PassTimer
 from varuna.pipeline.random_streams import RandomStreams, preserve_generators
 from varuna.pipeline.stage_setting import BoundaryShape, RunnableStage, StageContext, StageLinks, StagePosition
@@ -103,6 +103,7 @@ class Engine:
         step: int,
         loss_scale: float = 1.0,
         before_last_backward: Callable[[], None] | None = None,
+        after_backward: Callable[[int, PassState], None] | None = None,
         write_back_buffers: bool = True,
     ) -> PassResult:
         """Runs forward and backward of all micro-batches.
@@ -117,6 +118,8 @@ class Engine:
             loss_scale: not part of `PassResult.loss_sum`.
             before_last_backward: called when one backward is left, after which gradients are final; never called when
                 there are no micro-batches.
+            after_backward: called with how many backwards are done, after each but the last: `.grad` has the sums of so
+                many micro-batches then.
             write_back_buffers: if false, the caller decides whether the buffers that the forward writes keep their new
                 values (`WrittenBuffers.write_back` or `discard_writes`).
         """
@@ -142,6 +145,8 @@ class Engine:
                         if self._stage.is_last and run.backwards == 0:
                             run.expected_weight = expected_weight(run.losses[0].weight, run.losses[0].examples)
                         self._run_backward(run, loss_scale, seed, step)
+                        if after_backward is not None and run.backwards < n:
+                            after_backward(run.backwards, run)
         result = self._finish_pass(run)
         if write_back_buffers:
             self._written.write_back()
@@ -188,15 +193,7 @@ class Engine:
         op_times, wait_us = run.timer.finish_pass(self._timeline)
         if run.forwards:
             self._op_times = op_times
-        return PassResult(
-            loss_sum=sum(loss.total for loss in run.losses),
-            weight=sum(loss.weight for loss in run.losses),
-            examples=sum(loss.examples for loss in run.losses),
-            expected_weight=run.expected_weight,
-            forward_us=op_times.forward_us,
-            backward_us=op_times.backward_us,
-            wait_us=wait_us,
-        )
+        return run.sum_up(len(run.losses), PassTimes(op_times.forward_us, op_times.backward_us, wait_us))
 
     def _choose_or_wait(self, run: PassState) -> int:
         action = WAIT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from varuna.partition.model_io.batch import take_examples
 
-__all__ = ["MicroBatch", "cut_inputs", "cut_spans", "move_to_device"]
+__all__ = ["MicroBatch", "cut_inputs", "cut_spans", "join_spans", "move_to_device", "split_spans"]
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,19 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def join_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The numbers as runs [first, end), which are short to send."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number:
+            spans[-1] = (spans[-1][0], number + 1)
+        else:
+            spans.append((number, number + 1))
+    return spans
+
+
+def split_spans(spans: Iterable[Sequence[int]]) -> list[int]:
+    """The numbers in runs [first, end)."""
+    return [number for first, end in spans for number in range(first, end)]

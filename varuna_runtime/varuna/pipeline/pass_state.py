@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from varuna.pipeline.pass_timer import PassTimer
 from varuna.pipeline.stage_setting import BoundaryShape
 from varuna.pipeline.transport import LinkReceiver, MessageTensor
 
-__all__ = ["MessageIntake", "PassResult", "PassState", "Stash"]
+__all__ = ["MessageIntake", "PassResult", "PassState", "PassTimes", "Stash"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,27 @@ class PassResult:
     """Median per micro-batch."""
     wait_us: int
     """Time in which no op ran."""
+
+    def join(self, later: PassResult) -> PassResult:
+        """The result of both passes; the times are those of the later one, if it ran anything."""
+        return replace(
+            later if later.forward_us else self,
+            loss_sum=self.loss_sum + later.loss_sum,
+            weight=self.weight + later.weight,
+            examples=self.examples + later.examples,
+            expected_weight=later.expected_weight or self.expected_weight,
+        )
+
+
+class PassTimes(NamedTuple):
+    """As `PassResult` has them."""
+
+    forward_us: int
+    backward_us: int
+    wait_us: int
+
+
+_NO_TIMES = PassTimes(0, 0, 0)
 
 
 @dataclass
@@ -67,6 +89,19 @@ class PassState:
     losses: list[WeightedLoss] = field(default_factory=list)
     """On the last stage, by micro-batch."""
     expected_weight: float = 0.0
+
+    def sum_up(self, count: int, times: PassTimes = _NO_TIMES) -> PassResult:
+        """The result of the first `count` micro-batches."""
+        losses = self.losses[:count]
+        return PassResult(
+            loss_sum=sum(loss.total for loss in losses),
+            weight=sum(loss.weight for loss in losses),
+            examples=sum(loss.examples for loss in losses),
+            expected_weight=self.expected_weight,
+            forward_us=times.forward_us,
+            backward_us=times.backward_us,
+            wait_us=times.wait_us,
+        )
 
 
 class MessageIntake:

@@ -10,13 +10,14 @@ Letters: P stages, D replicas, M micro-batches in the global batch; rank = repli
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from varuna.copies.share_marks import MarkKey, ShareMark
 from varuna.pipeline.pass_state import PassResult
 from varuna.roles.moved_sums import SumsPlan
 from varuna_planner.schedule.batching import split_evenly
 
-__all__ = ["KeptShare", "StepRest", "deal_evenly", "find_complete", "join_spans", "split_spans"]
+__all__ = ["KeptShare", "StepRest", "SumsChoice", "choose_sums", "deal_evenly", "find_complete"]
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,7 @@ class KeptShare:
 
     def join(self, later: KeptShare) -> KeptShare:
         """Both together; the times are those of the later pass, if it ran anything."""
-        timed = later.passed if later.numbers else self.passed
-        joined = replace(
-            timed,
-            loss_sum=self.passed.loss_sum + later.passed.loss_sum,
-            weight=self.passed.weight + later.passed.weight,
-            examples=self.passed.examples + later.passed.examples,
-            expected_weight=later.passed.expected_weight or self.passed.expected_weight,
-        )
+        joined = self.passed.join(later.passed)
         return KeptShare((*self.numbers, *later.numbers), joined, self.is_even and later.is_even)
 
 
@@ -53,8 +47,6 @@ class StepRest:
     """The micro-batches that all replicas run."""
     expected_weight: float
     """The weight by which the kept backward passes divided."""
-    keeps_share: bool
-    """Whether the sums that this rank has count."""
     sums: SumsPlan | None = None
     """Where the sums that count go; None: they stay where they are."""
 
@@ -84,17 +76,53 @@ def deal_evenly(numbers: Sequence[int], d: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[run.start : run.stop]) for run in split_evenly(len(numbers), d))
 
 
-def join_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The numbers as runs [first, end), which are short to send."""
-    spans: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][1] == number:
-            spans[-1] = (spans[-1][0], number + 1)
-        else:
-            spans.append((number, number + 1))
-    return spans
+@dataclass(frozen=True)
+class SumsChoice:
+    """Which of a rank's sums count of the step under way."""
+
+    live: bool
+    """Those in `.grad`."""
+    marks: tuple[ShareMark, ...] = ()
+    """The copies that are added to them."""
 
 
-def split_spans(spans: Iterable[Sequence[int]]) -> list[int]:
-    """The numbers in runs [first, end)."""
-    return [number for first, end in spans for number in range(first, end)]
+def choose_sums(
+    shares: Sequence[Iterable[int]],
+    marks: Sequence[Iterable[ShareMark]],
+    stages: Sequence[Hashable],
+    p: int,
+) -> list[SumsChoice]:
+    """By rank: what counts, so that each micro-batch is in the sums of each stage once, or not at all.
+
+    What replicas have finished counts first, as `find_complete` says. Then come the copies at marks, those with most
+    micro-batches first. A mark counts if each stage has a copy of it, and if none of its micro-batches counts already.
+    Where several ranks have a copy, it counts in one replica if that has all of them, so that another loss costs one
+    replica's.
+
+    Args:
+        shares: by rank, the micro-batches that `.grad` has; none for a new process.
+        marks: by rank, the copies that it has.
+        stages: by rank, the stage with which the sums were made; None for a new process.
+        p: stages of the new shape; rank = replica * p + stage.
+    """
+    old = [rank for rank, stage in enumerate(stages) if stage is not None]
+    counted = find_complete([shares[rank] for rank in old], [stages[rank] for rank in old])
+    live = [bool(share) and counted.issuperset(share) for share in map(frozenset, shares)]
+    holders: dict[MarkKey, dict[Hashable, dict[int, ShareMark]]] = {}
+    for rank in old:
+        for mark in marks[rank]:
+            holders.setdefault(mark.key, {}).setdefault(stages[rank], {})[rank] = mark
+    all_stages = {stages[rank] for rank in old}
+    chosen: list[list[ShareMark]] = [[] for _ in shares]
+    for key in sorted(holders, key=lambda key: (-key.micro_batches, key)):
+        of_stage = holders[key]
+        copies = [mark.numbers for by_rank in of_stage.values() for mark in by_rank.values()]
+        if of_stage.keys() != all_stages or len(set(copies)) > 1 or not counted.isdisjoint(copies[0]):
+            continue
+        counted |= copies[0]
+        replicas = [{rank // p for rank in by_rank} for by_rank in of_stage.values()]
+        together = min(set.intersection(*replicas), default=None)
+        for by_rank in of_stage.values():
+            rank = min(by_rank, key=lambda rank: (rank // p != together, rank))
+            chosen[rank].append(by_rank[rank])
+    return [SumsChoice(of_rank, tuple(of_marks)) for of_rank, of_marks in zip(live, chosen, strict=True)]

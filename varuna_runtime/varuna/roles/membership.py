@@ -13,6 +13,7 @@ from dataclasses import replace
 import structlog
 
 from varuna.assembly.assembly import connect_stage
+from varuna.copies.share_marks import MarkedSums
 from varuna.data.batches import follow_shape
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.start_phases import StartPhases
@@ -21,8 +22,9 @@ from varuna.distributed.agreement import BoundaryRequests
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.partition import Stage
-from varuna.roles.kept_shares import StepRest
+from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice
 from varuna.roles.leaving import StateHolder
+from varuna.roles.moved_sums import add_sums
 from varuna.roles.moving import StageMove, take_state
 from varuna.roles.progress import TrainingStep
 from varuna.roles.reshaping import (
@@ -35,6 +37,7 @@ from varuna.roles.reshaping import (
     follow_sums,
     must_move,
     plan_rest,
+    settle_sums,
 )
 from varuna.roles.role import report_ready
 from varuna.roles.training_parts import TrainingParts
@@ -218,9 +221,11 @@ class GenerationMembership:
             is_new=self._awaited_in is not None,
         )
         own = add_step(own, step)
+        marked = self._list_marked(step)
+        own = replace(own, marks=[one.mark for one in marked])
         everyone = worker.topology.everyone
         texts = worker.rendezvous.exchange_values("member", everyone, own.to_json())
-        members = [GenerationMember.from_json(text) for text in texts]
+        members, choices = settle_sums([GenerationMember.from_json(text) for text in texts], worker.topology.p)
         totals = choose_totals(own, members, is_reduced=step is not None and step.is_reduced)
         if step is None:
             return members
@@ -231,14 +236,32 @@ class GenerationMembership:
             step.is_reduced = False
             step.rest = plan_rest(members, worker.environment, parts.stages)
             step.redone = count_redone(step.rest, members, worker.environment)
-            if step.rest is None or not step.rest.keeps_share:
-                step.drop_share()
-                for parameter in parts.assembly.stage.parameters.values():
-                    parameter.grad = None
+            chosen = choices[worker.topology.rank] if step.rest is not None else SumsChoice(live=False)
+            self._settle_share(step, chosen, marked)
         else:  # a rank that has begun the next step has dropped them, so no rank may follow them
             step.totals = replace(step.totals, requests=BoundaryRequests())
             step.was_interrupted = True
         return members
+
+    def _list_marked(self, step: TrainingStep | None) -> list[MarkedSums]:
+        """The copies of sums in this process's memory that may count of the step under way."""
+        shares, progress = self._parts.shares, self._parts.progress
+        if shares is None or step is None or step.totals is not None:
+            return []
+        return shares.list_sums(progress.step + 1)
+
+    def _settle_share(self, step: TrainingStep, choice: SumsChoice, marked: Sequence[MarkedSums]) -> None:
+        """Makes `.grad` what counts of this rank's sums, and adds the chosen copies."""
+        parameters = self._parts.assembly.stage.parameters
+        if not choice.live:
+            step.drop_share()
+            for parameter in parameters.values():
+                parameter.grad = None
+        for mark in choice.marks:
+            sums = next(one.sums for one in marked if one.mark == mark)
+            add_sums(parameters, sums)
+            share = KeptShare(tuple(sorted(mark.numbers)), mark.passed)
+            step.kept = share if step.kept is None else step.kept.join(share)
 
     def _give_to_new(self, members: Sequence[GenerationMember], before: WorkerEnvironment) -> None:
         """Gives new processes the state of their stages, while all others keep theirs. `before`: as for `_move`.
@@ -320,6 +343,7 @@ class GenerationMembership:
         if parts.copies is not None:
             parts.copies.finish_capture()
             parts.copies = None
+        parts.shares = None
         parts.expected_weight.follow_replicas(parts.assembly.replicas)
         parts.changes.follow_ranks(parts.assembly.everyone)
         parts.non_finite.set_logging(logs=environment.rank == 0)

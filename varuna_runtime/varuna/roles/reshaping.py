@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from varuna.copies.share_marks import ShareMark
 from varuna.data.batches import is_recent_batch
 from varuna.distributed.agreement import BoundaryRequests, StepTotals
 from varuna.distributed.gloo import list_script_groups
 from varuna.distributed.group_sockets import can_find_sockets
 from varuna.distributed.worker_environment import list_shape_readers
+from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
-from varuna.roles.kept_shares import KeptShare, StepRest, deal_evenly, find_complete, join_spans, split_spans
+from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice, choose_sums, deal_evenly, find_complete
 from varuna.roles.moved_sums import SumsPlan, plan_moved_sums
 from varuna.roles.progress import TrainingStep
 from varuna_planner.schedule.batching import count_micro_batches
@@ -36,6 +38,7 @@ __all__ = [
     "follow_sums",
     "must_move",
     "plan_rest",
+    "settle_sums",
 ]
 
 _SWITCH = "VARUNA_IN_PLACE"
@@ -60,6 +63,8 @@ class GenerationMember:
     """Of these micro-batches (`PassResult`); 0 except on the last stage."""
     expected_weight: float = 0.0
     """The weight by which their backward passes divided; 0 except on the last stage."""
+    marks: Sequence[ShareMark] = ()
+    """The copies of sums of the step under way that it has, its own and those of other ranks with its stage."""
     sections: Sequence[int] = ()
     """The first section of its stage, and the one after the last."""
     is_at_start: bool = False
@@ -81,7 +86,8 @@ class GenerationMember:
         totals = fields["totals"]
         if totals is not None:
             totals = StepTotals(**{**totals, "requests": BoundaryRequests(**totals["requests"])})
-        return cls(**{**fields, "totals": totals})
+        marks = [ShareMark.from_document(mark) for mark in fields["marks"]]
+        return cls(**{**fields, "totals": totals, "marks": marks})
 
 
 def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationMember:
@@ -100,6 +106,35 @@ def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationM
         examples=passed.examples,
         expected_weight=passed.expected_weight,
     )
+
+
+def settle_sums(members: Sequence[GenerationMember], p: int) -> tuple[list[GenerationMember], list[SumsChoice]]:
+    """Which sums of the step under way count, the same on all ranks: by rank, and the members with just these.
+
+    `p`: stages of the new shape.
+    """
+    choices = choose_sums(
+        [split_spans(member.kept) for member in members],
+        [member.marks for member in members],
+        [None if member.is_new else tuple(member.sections) for member in members],
+        p,
+    )
+    return [_apply_choice(member, choice) for member, choice in zip(members, choices, strict=True)], choices
+
+
+def _apply_choice(member: GenerationMember, choice: SumsChoice) -> GenerationMember:
+    if not choice.live:
+        member = replace(member, kept=(), loss_sum=0.0, weight=0.0, examples=0, expected_weight=0.0)
+    for mark in choice.marks:
+        member = replace(
+            member,
+            kept=join_spans([*split_spans(member.kept), *mark.numbers]),
+            loss_sum=member.loss_sum + mark.loss_sum,
+            weight=member.weight + mark.weight,
+            examples=member.examples + mark.examples,
+            expected_weight=member.expected_weight or mark.expected_weight,
+        )
+    return replace(member, marks=())
 
 
 def choose_totals(own: GenerationMember, members: Sequence[GenerationMember], *, is_reduced: bool) -> StepTotals | None:
@@ -176,7 +211,6 @@ def plan_rest(
         numbers=deal_evenly(left, plan.d)[environment.rank // plan.p],
         count=len(left),
         expected_weight=expected,
-        keeps_share=shares[environment.rank] <= complete,
         sums=plan_moved_sums(shares, complete, held, stages) if moves else None,
     )
 

@@ -9,6 +9,7 @@ Letters: P stages, D replicas, B examples in the global batch.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from varuna.assembly.assembly import Assembly
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
 from varuna.copies.rank_copies import RankCopies
+from varuna.copies.rank_shares import RankShares
 from varuna.data.batches import fetch_examples, renew_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
@@ -39,7 +41,7 @@ from varuna.optim.split_check import check_splittable
 from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans
-from varuna.pipeline.pass_state import PassResult
+from varuna.pipeline.pass_state import PassResult, PassState
 from varuna.roles.kept_shares import KeptShare
 from varuna.roles.leaving import StateHolder
 from varuna.roles.membership import GenerationMembership
@@ -82,6 +84,8 @@ class TrainingRole:
         self._progress, self._expected_weight = parts.progress, parts.expected_weight
         self._updater, self._swap, self._changes = parts.updater, parts.swap, parts.changes
         self.checkpoints = parts.checkpoints
+        self._micro_batch_s = 0.0
+        """What each micro-batch of the newest pass took."""
         STEP_CLOCK.restart()
         self._holder = StateHolder(parts)
         self._membership = GenerationMembership(parts, self._holder)
@@ -145,6 +149,8 @@ class TrainingRole:
             self._begin_step(step)
             totals = self._pass_and_agree(step)
             if totals.changed:
+                if self._parts.shares is not None:
+                    self._parts.shares.forget_sums()
                 self._changes.exchange_changes()
                 self._follow_changes()
                 totals = self._pass_and_agree(step)
@@ -188,6 +194,8 @@ class TrainingRole:
     def _begin_copies(self) -> None:
         """Begins to copy the state to its keeper, if it is time for that. The step's passes do not change it."""
         worker = self._worker
+        if self._parts.shares is None and worker.environment.copies_shares and worker.topology.d > 1:
+            self._parts.shares = RankShares(worker, is_pipeline_sending=lambda: self.assembly.links.are_sending)
         if self._parts.copies is None and worker.environment.keepers and can_hold_state(worker.environment):
             self._parts.copies = RankCopies(
                 worker,
@@ -285,8 +293,11 @@ class TrainingRole:
                 parameter.grad = None
         micro_batches = self._cut_share(step)
         global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
-        may_keep = self._may_keep()
-        with self._finishing_share() if may_keep else nullcontext():
+        may_keep, began_s = self._may_keep(), time.monotonic()
+        with (
+            self._finishing_share() if may_keep else nullcontext(),
+            self._marking_share(step, micro_batches, kept, may_mark=may_keep) as follow_backward,
+        ):
             passed = self.assembly.engine.run_training_pass(
                 micro_batches,
                 expected_weight=partial(self._expect_weight, global_batch)
@@ -296,11 +307,13 @@ class TrainingRole:
                 step=self._progress.step + 1,
                 loss_scale=loss_scale,
                 before_last_backward=self.assembly.reducer.mark_last_backward,
+                after_backward=follow_backward,
                 write_back_buffers=False,
             )
             share = KeptShare(tuple(micro_batch.index for micro_batch in micro_batches), passed)
             share = share if kept is None else kept.join(share)
             step.passed, step.kept = share.passed, share if may_keep else None
+        self._micro_batch_s = (time.monotonic() - began_s) / len(micro_batches) if micro_batches else 0.0
         return global_batch
 
     def _cut_share(self, step: TrainingStep) -> list[MicroBatch]:
@@ -327,7 +340,32 @@ class TrainingRole:
         if self.assembly.stage.weighted and not self._expected_weight.is_known:  # the replicas exchange it in the pass
             return nullcontext()
         patience_s = _LEAST_PATIENCE_S + 3 * self.assembly.engine.longest_bubble_s
-        return self._worker.departure.finish_first(self._worker.topology.mates, patience_s)
+        shares = self._parts.shares
+        is_worth_it = (lambda: True) if shares is None else shares.is_worth_finishing
+        return self._worker.departure.finish_first(self._worker.topology.mates, patience_s, is_worth_it)
+
+    @contextmanager
+    def _marking_share(
+        self, step: TrainingStep, micro_batches: Sequence[MicroBatch], kept: KeptShare | None, *, may_mark: bool
+    ) -> Iterator[Callable[[int, PassState], None] | None]:
+        """Around a pass: copies its sums at marks. What it yields is to be called after each backward."""
+        shares, totals = self._parts.shares, self._progress.committed_totals
+        is_known = not self.assembly.stage.weighted or self._expected_weight.is_known
+        is_whole = kept is None or kept.is_even
+        if shares is None or not (may_mark and is_known and is_whole):
+            yield None
+            return
+        shares.begin_pass(
+            self._progress.step + 1,
+            [micro_batch.index for micro_batch in micro_batches],
+            self.assembly.stage.parameters,
+            kept=None if kept is None else (kept.numbers, kept.passed),
+            micro_batch_s=0.0 if totals is None else totals.micro_batch_s,
+        )
+        try:
+            yield shares.follow_backward
+        finally:
+            shares.end_pass()
 
     def _agree_on(self, passed: PassResult) -> StepTotals:
         is_first_replica = self._worker.topology.replica == 0
@@ -339,6 +377,7 @@ class TrainingRole:
                 weight=passed.weight,
                 expected_weight=passed.expected_weight if is_first_replica else 0.0,
                 squared_norm=self.assembly.reducer.squared_norm(),
+                micro_batch_s=self._micro_batch_s / self._worker.environment.world_size,
                 requests=replace(
                     self.checkpoints.boundary_requests(),
                     copying=self._parts.copies is not None and self._parts.copies.is_busy,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from varuna.assembly.assembly import agree_on_seed, assemble_alone, assemble_rank, stages_of
 from varuna.copies.rank_copies import RankCopies
+from varuna.copies.rank_shares import RankShares
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.tensorboard import TensorBoardWriter
 from varuna.model.fixed_module import ModelSurface
@@ -57,6 +58,7 @@ class TrainingParts:
         surface: what the script sees of the model.
         scalars: where each step's figures go for TensorBoard.
         copies: of the present generation; None: before its first step here, or no copies are kept.
+        shares: the same, of the share of the step under way.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class TrainingParts:
         )
         self.habits = ScriptHabits()
         self.copies: RankCopies | None = None
+        self.shares: RankShares | None = None
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from varuna.copies.share_marks import ShareMark
+from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
-from varuna.roles.kept_shares import KeptShare, deal_evenly, find_complete, join_spans, split_spans
+from varuna.roles.kept_shares import KeptShare, SumsChoice, choose_sums, deal_evenly, find_complete
 from varuna_planner.schedule.batching import micro_batches
 
 
@@ -91,3 +93,74 @@ def test_later_passes_add_to_a_share() -> None:
     more = share.join(share)
     assert (more.numbers, more.passed.loss_sum, more.passed.weight) == ((0, 1, 0, 1), 4.0, 8.0)
     assert (more.passed.examples, more.passed.expected_weight, more.passed.forward_us) == (4, 8.0, 5)
+
+
+@st.composite
+def held_sums(
+    draw: st.DrawFn,
+) -> tuple[int, int, int, list[frozenset[int]], list[list[ShareMark]]]:
+    """(P, D, M, by rank: what `.grad` has, and the copies at marks) after a loss in a generation of P x D.
+
+    A replica has a prefix of its share at each mark, and each rank's copies may be in its own memory, in that of the
+    same stage of another replica, in both, or nowhere. Some ranks have finished their shares.
+    """
+    p, d = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    m = draw(st.integers(d, 12))
+    live = [frozenset[int]() for _ in range(p * d)]
+    marks: list[list[ShareMark]] = [[] for _ in range(p * d)]
+    for replica, share in enumerate(micro_batches(m, 1, d)):
+        counts = draw(st.sets(st.integers(1, len(share)), max_size=2))
+        for stage in range(p):
+            rank = replica * p + stage
+            if draw(st.booleans()):
+                live[rank] = frozenset(share)
+            for count in sorted(counts):
+                mark = ShareMark(generation=1, replica=replica, step=3, spans=tuple(join_spans(sorted(share)[:count])))
+                keepers = draw(st.sets(st.integers(0, d - 1), max_size=2))
+                for keeper in keepers:
+                    marks[keeper * p + stage].append(mark)
+    return p, d, m, live, marks
+
+
+@given(held_sums())
+def test_each_micro_batch_counts_once_at_each_stage(
+    case: tuple[int, int, int, list[frozenset[int]], list[list[ShareMark]]],
+) -> None:
+    p, _, _, live, marks = case
+    choices = choose_sums(live, marks, list_stages(live, p), p)
+    counted: set[frozenset[int]] = set()
+    for stage in range(p):
+        numbers: list[int] = []
+        for rank in range(stage, len(live), p):
+            numbers += live[rank] if choices[rank].live else ()
+            for mark in choices[rank].marks:
+                assert mark in marks[rank]
+                numbers += mark.numbers
+        assert len(numbers) == len(set(numbers))
+        counted.add(frozenset(numbers))
+    assert len(counted) == 1
+    assert counted.pop() >= find_complete(live, list_stages(live, p))
+
+
+@given(held_sums())
+def test_no_replica_has_a_larger_mark_at_all_stages_than_what_counts(
+    case: tuple[int, int, int, list[frozenset[int]], list[list[ShareMark]]],
+) -> None:
+    p, d, m, live, marks = case
+    choices = choose_sums(live, marks, list_stages(live, p), p)
+    first_stage = [choice for rank, choice in enumerate(choices) if rank % p == 0]
+    counted = union([live[rank * p] for rank, choice in enumerate(first_stage) if choice.live])
+    counted |= union([mark.numbers for choice in first_stage for mark in choice.marks])
+    for replica, share in enumerate(micro_batches(m, 1, d)):
+        at_stage = [
+            {mark.numbers for rank in range(stage, len(live), p) for mark in marks[rank] if mark.replica == replica}
+            for stage in range(p)
+        ]
+        common = max(map(len, set.intersection(*at_stage)), default=0)
+        assert len(counted & set(share)) >= common
+
+
+def test_a_new_process_has_no_sums_and_prevents_none() -> None:
+    mark = ShareMark(generation=1, replica=1, step=3, spans=((2, 3),))
+    choices = choose_sums([{0, 1}, set(), set()], [[mark], [], []], [(0, 4), None, None], p=3)
+    assert choices == [SumsChoice(True, (mark,)), SumsChoice(False), SumsChoice(False)]

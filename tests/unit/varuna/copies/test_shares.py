@@ -1,0 +1,140 @@
+"""Copies of a share's sums over real connections: one mark that all ranks have is always there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from varuna.copies import rank_shares as rank_shares_module
+from varuna.copies import share_owner as share_owner_module
+from varuna.copies.rank_shares import RankShares, _Share
+from varuna.copies.sending import PacedConnection
+from varuna.copies.share_keeper import ShareKeeper
+from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
+from varuna.copies.share_owner import ShareOwner
+from varuna.distributed.handshake import MeetingKey
+from varuna.distributed.topology import Topology
+from waiting import wait_until
+
+HOST = "127.0.0.1"
+KEY = MeetingKey.derive_key("secret", "job", 7, host=HOST, port=1)
+STEP = 5
+
+
+class World:
+    """An owner and its keeper, and what the ranks of the replica have reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(share_owner_module, "_MOST_COPYING", 1e9)
+        self.keeper = ShareKeeper(KEY, HOST)
+        self.sent: list[MarkKey] = []
+        self.late: set[int] = set()
+        """Marks that another rank of the replica has left out."""
+        self.owner = ShareOwner(
+            PacedConnection(self.keeper.address, KEY, lambda: False),
+            report_sent=self.sent.append,
+            have_all_sent=lambda mark: mark in self.sent and mark.micro_batches not in self.late,
+        )
+
+    def copy(self, done: int, step: int = STEP) -> None:
+        mark = ShareMark(generation=7, replica=1, step=step, spans=((0, done),), loss_sum=float(done))
+        self.owner.copy_sums(mark, {"weight": torch.full((300, 1000), float(done)), "bias": torch.tensor(-1.0)})
+        wait_until(lambda: not self.owner.is_busy, "the copy")
+
+    def close(self) -> None:
+        self.owner.shut_down()
+        self.keeper.close()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World(monkeypatch)
+    yield world
+    world.close()
+
+
+def count_done(held: list[MarkedSums]) -> list[int]:
+    """Of each copy, whose sums are those of its mark."""
+    for marked in held:
+        assert torch.equal(marked.sums["weight"], torch.full((300, 1000), float(marked.mark.key.micro_batches)))
+        assert marked.mark.loss_sum == marked.mark.key.micro_batches
+    return sorted(marked.mark.key.micro_batches for marked in held)
+
+
+def test_the_newest_mark_and_the_one_before_stay(world: World) -> None:
+    for done in (2, 4, 6):
+        world.copy(done)
+    assert count_done(world.keeper.list_sums()) == [4, 6]
+    assert count_done(list(world.owner.list_sums(STEP))) == [4, 6]
+
+
+def test_a_mark_that_another_rank_leaves_out_is_replaced(world: World) -> None:
+    world.late = {4, 6}
+    for done in (2, 4, 6, 8):
+        world.copy(done)
+    assert count_done(world.keeper.list_sums()) == [2, 8]
+    assert count_done(list(world.owner.list_sums(STEP))) == [2, 8]
+
+
+def test_copies_of_earlier_steps_are_dropped(world: World) -> None:
+    world.copy(2)
+    world.copy(4)
+    world.copy(1, step=STEP + 1)
+    assert count_done(world.keeper.list_sums()) == [1]
+    assert count_done(list(world.owner.list_sums(STEP + 1))) == [1]
+    assert not list(world.owner.list_sums(STEP))
+
+
+def test_a_pass_that_does_not_count_leaves_no_copies(world: World) -> None:
+    world.copy(2)
+    world.owner.forget_sums(1)
+    assert not list(world.owner.list_sums(STEP))
+    world.copy(3)  # its keeper has not heard of it yet
+    assert count_done(world.keeper.list_sums()) == [2]
+    world.keeper.forget_sums(2)
+    assert not world.keeper.list_sums()
+    world.owner.forget_sums(2)
+    world.copy(4)
+    assert count_done(world.keeper.list_sums()) == [4]
+
+
+def test_a_keeper_that_is_gone_costs_nothing_but_the_copy(world: World) -> None:
+    world.copy(2)
+    world.keeper.close()
+    world.copy(4)
+    assert count_done(list(world.owner.list_sums(STEP))) == [2, 4]
+    assert count_done(world.keeper.list_sums()) == [2]
+    assert [mark.micro_batches for mark in world.sent] == [2]
+
+
+def test_marks_are_ten_seconds_apart() -> None:
+    assert micro_batches_between_marks(0.0) == 0
+    assert micro_batches_between_marks(0.3) == 34
+    assert micro_batches_between_marks(25.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("done", "marked", "d", "interval", "is_worth_it"),
+    [
+        (5, 4, 3, 2, False),
+        (19, 18, 3, 2, True),
+        (9, 0, 2, 12, False),
+        (10, 0, 2, 12, True),
+        (5, 0, 3, 0, True),
+    ],
+)
+def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
+    done: int, marked: int, d: int, interval: int, is_worth_it: bool
+) -> None:
+    """Of 20 micro-batches. Without marks, replicas always finish."""
+    shares = RankShares.__new__(RankShares)
+    shares._worker = type("Worker", (), {"topology": Topology(2, d, 0)})()  # type: ignore[assignment]
+    shares._share = _Share(STEP, {}, range(20), (), None, interval, done, marked)
+    assert shares.is_worth_finishing() is is_worth_it
+
+
+def test_sparse_sums_are_not_copied() -> None:
+    assert not rank_shares_module._can_copy({"weight": torch.eye(2).to_sparse()})
+    assert rank_shares_module._can_copy({"weight": torch.eye(2)})

@@ -1,0 +1,228 @@
+"""This rank's part in the copies of its replica's share of a step: when it copies its sums, and what it keeps.
+
+A long step loses less with them. What a lost replica had done up to its newest mark counts, since another replica has
+the sums; and the others can leave at once, with what they had at theirs, where to finish their shares would take longer
+(`is_worth_finishing`).
+
+A rank's sums are kept by the rank with the same stage in another replica, so that they need not move again where stages
+stay. Letters: P stages, D replicas; rank = replica * P + stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor, nn
+
+from varuna.copies.rank_copies import count_available_bytes
+from varuna.copies.sending import PacedConnection
+from varuna.copies.share_keeper import ShareKeeper
+from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
+from varuna.copies.share_owner import ShareOwner
+from varuna.distributed.handshake import MeetingKey
+from varuna.pipeline.pass_state import PassResult, PassState
+from varuna.worker.worker import WorkerProcess
+
+__all__ = ["RankShares"]
+
+_log = structlog.get_logger("varuna")
+
+_COPIES = 4
+"""Of a stage's sums in memory: two of this rank's own, and two of the rank for which it keeps some."""
+_LARGEST_PART = 0.5
+"""Of the memory that is available: the script may need more later."""
+
+
+@dataclass
+class _Share:
+    """A pass that adds to a replica's share of a step."""
+
+    step: int
+    parameters: Mapping[str, nn.Parameter]
+    numbers: Sequence[int]
+    """Of the pass's micro-batches in the global batch."""
+    kept_numbers: Sequence[int]
+    """Of those that the sums had before the pass."""
+    kept: PassResult | None
+    """The result of those; None: there are none."""
+    interval: int
+    """From one mark to the next; 0: there are no marks."""
+    done: int = 0
+    """Of the pass's micro-batches."""
+    marked: int = 0
+    """Of those, in the newest mark."""
+
+
+class RankShares:
+    """The copies of one generation, from its making until `shut_down`."""
+
+    def __init__(self, worker: WorkerProcess, *, is_pipeline_sending: Callable[[], bool]) -> None:
+        """All ranks of a generation whose environment says `copies_shares` make one, in the same step."""
+        self._worker = worker
+        self._key = MeetingKey.from_environment(worker.environment)
+        self._is_pipeline_sending = is_pipeline_sending
+        self._owner: ShareOwner | None = None
+        self._has_room: bool | None = None
+        """Whether this rank can take part; None: not known yet."""
+        self._keeper = self._make_keeper()
+        self._series = 0
+        """Of passes: one that does not count ends it."""
+        self._share: _Share | None = None
+        self._reported: list[MarkKey] = []
+        worker.departure.add_breaker(lambda _: self.shut_down())
+
+    def begin_pass(
+        self,
+        step: int,
+        numbers: Sequence[int],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        kept: tuple[Sequence[int], PassResult] | None,
+        micro_batch_s: float,
+    ) -> None:
+        """A pass over the micro-batches `numbers` begins that adds to `kept`, the share that the sums have already.
+
+        `micro_batch_s`: what each takes, the same on all ranks; 0: not known.
+        """
+        interval = micro_batches_between_marks(micro_batch_s)
+        kept_numbers, kept_result = kept or ((), None)
+        is_long = 0 < interval < len(numbers)
+        self._share = _Share(step, parameters, numbers, kept_numbers, kept_result, interval if is_long else 0)
+        if is_long and kept_result is not None:
+            self._make_mark(self._share, kept_result)
+
+    def follow_backward(self, done: int, run: PassState) -> None:
+        """The sums have `done` micro-batches of the pass."""
+        share = self._share
+        assert share is not None, "a pass has begun"
+        share.done = done
+        if share.interval and done % share.interval == 0:
+            result = run.sum_up(done)
+            self._make_mark(share, result if share.kept is None else share.kept.join(result))
+
+    def end_pass(self) -> None:
+        """The pass has ended, or has been left."""
+        self._share = None
+
+    def is_worth_finishing(self) -> bool:
+        """Whether this replica ends its share when another one is hit, rather than to leave with its newest mark.
+
+        While it ends it, the devices of the replica that was hit are idle; if it leaves, all other replicas run again
+        what they have done since their marks. From any thread.
+        """
+        share = self._share
+        if share is None or not share.interval:
+            return True
+        left = len(share.numbers) - share.done
+        return (share.done - share.marked) * (self._worker.topology.d - 1) >= left
+
+    def list_sums(self, step: int) -> list[MarkedSums]:
+        """All copies of that step's shares in this process's memory."""
+        kept = [] if self._keeper is None else self._keeper.list_sums()
+        own = [] if self._owner is None else self._owner.list_sums(step)
+        return [*own, *(marked for marked in kept if marked.mark.step == step)]
+
+    def forget_sums(self) -> None:
+        """All ranks know that the pass does not count."""
+        self._series += 1
+        if self._owner is not None:
+            self._owner.forget_sums(self._series)
+        if self._keeper is not None:
+            self._keeper.forget_sums(self._series)
+
+    def shut_down(self) -> None:
+        """Ends all connections. What is held stays. From any thread."""
+        if self._owner is not None:
+            self._owner.shut_down()
+        if self._keeper is not None:
+            self._keeper.shut_down()
+
+    def _make_mark(self, share: _Share, result: PassResult) -> None:
+        gradients = {name: one.grad for name, one in share.parameters.items() if one.grad is not None}
+        if self._has_room is None:
+            self._has_room = _can_copy(gradients)
+        if not self._has_room:
+            return
+        if self._owner is None:
+            self._owner = self._make_owner()
+        if self._owner is None or self._owner.is_busy:
+            return
+        environment = self._worker.environment
+        mark = ShareMark.of_pass(
+            (*share.kept_numbers, *share.numbers[: share.done]),
+            result,
+            generation=environment.generation,
+            replica=self._worker.topology.replica,
+            step=share.step,
+        )
+        self._owner.copy_sums(mark, gradients)
+        share.marked = share.done
+
+    def _make_keeper(self) -> ShareKeeper | None:
+        rendezvous, rank = self._worker.rendezvous, self._worker.environment.rank
+        try:
+            keeper = ShareKeeper(self._key, rendezvous.own_address())
+        except OSError as error:
+            _log.warning("no copies of shares are kept: there is no port for them", reason=str(error))
+            rendezvous.store.set(_address_key(rank), "")
+            return None
+        rendezvous.store.set(_address_key(rank), keeper.address)
+        return keeper
+
+    def _make_owner(self) -> ShareOwner | None:
+        address = self._find_keeper()
+        if not address:
+            self._has_room = False
+            return None
+        store, stages = self._worker.rendezvous.store, range(self._worker.topology.p)
+
+        def report_sent(mark: MarkKey) -> None:
+            for earlier in [one for one in self._reported if one.step < mark.step]:
+                store.delete_key(_sent_key(earlier, self._worker.topology.stage))
+                self._reported.remove(earlier)
+            store.set(_sent_key(mark, self._worker.topology.stage), "")
+            self._reported.append(mark)
+
+        return ShareOwner(
+            PacedConnection(address, self._key, self._is_pipeline_sending),
+            report_sent=report_sent,
+            have_all_sent=lambda mark: store.check([_sent_key(mark, stage) for stage in stages]),
+        )
+
+    def _find_keeper(self) -> str:
+        """The address of the next replica's rank with this stage that is on another host; if all are on this one, of
+        the next. Empty: none keeps sums."""
+        p, d, rank = self._worker.topology.p, self._worker.topology.d, self._worker.topology.rank
+        others = [(rank + ahead * p) % (p * d) for ahead in range(1, d)]
+        texts = self._worker.rendezvous.store.multi_get([_address_key(other) for other in others])
+        addresses = [text.decode() for text in texts if text]
+        own_host = self._worker.rendezvous.own_address()
+        return min(addresses, key=lambda address: address.rpartition(":")[0] == own_host, default="")
+
+
+def _can_copy(gradients: Mapping[str, Tensor]) -> bool:
+    """Stages have about the same size, so this rank's sums stand for those that it keeps."""
+    if any(gradient.layout is not torch.strided for gradient in gradients.values()):
+        _log.warning("no copies of shares are kept: the model has sparse gradients")
+        return False
+    needed, available = _COPIES * sum(gradient.nbytes for gradient in gradients.values()), count_available_bytes()
+    if available is None or needed <= _LARGEST_PART * available:
+        return True
+    _log.warning(
+        "no copies of shares are kept: there is not enough host memory on this VM",
+        needed_gib=round(needed / 2**30, 2),
+        available_gib=round(available / 2**30, 2),
+        share=_LARGEST_PART,
+    )
+    return False
+
+
+def _address_key(rank: int) -> str:
+    return f"shares/address/{rank}"
+
+
+def _sent_key(mark: MarkKey, stage: int) -> str:
+    return f"shares/{'/'.join(map(str, mark))}/{stage}"

@@ -1,0 +1,117 @@
+"""Marks: how much of its share of a step a replica has done when its ranks copy their sums.
+
+All ranks of a replica copy their sums after the same micro-batches, so the copies of one mark fit together whatever
+becomes of the ranks. `ShareMark` is what processes say of such a copy to one another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from varuna.pipeline.micro_batches import join_spans, split_spans
+from varuna.pipeline.pass_state import PassResult
+
+__all__ = ["MarkKey", "MarkedSums", "ShareMark", "micro_batches_between_marks"]
+
+_INTERVAL_S = 10.0
+"""Between two marks. A mark of a stage of a gigabyte takes 0.1 s of a GPU's step; a loss costs half an interval."""
+
+
+class MarkKey(NamedTuple):
+    """One mark of one replica."""
+
+    generation: int
+    replica: int
+    step: int
+    micro_batches: int
+    """How many are in the sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareMark:
+    """A rank's sums at a mark."""
+
+    generation: int
+    replica: int
+    step: int
+    """The step under way."""
+    spans: tuple[tuple[int, int], ...]
+    """The micro-batches of the global batch that are in the sums, as runs [first, end)."""
+    loss_sum: float = 0.0
+    weight: float = 0.0
+    examples: int = 0
+    expected_weight: float = 0.0
+    """Of these micro-batches (`PassResult`); 0 except on the last stage."""
+
+    @classmethod
+    def of_pass(
+        cls, numbers: Sequence[int], passed: PassResult, *, generation: int, replica: int, step: int
+    ) -> ShareMark:
+        return cls(
+            generation=generation,
+            replica=replica,
+            step=step,
+            spans=tuple(join_spans(numbers)),
+            loss_sum=passed.loss_sum,
+            weight=passed.weight,
+            examples=passed.examples,
+            expected_weight=passed.expected_weight,
+        )
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        return frozenset(split_spans(self.spans))
+
+    @property
+    def key(self) -> MarkKey:
+        return MarkKey(self.generation, self.replica, self.step, sum(end - first for first, end in self.spans))
+
+    @property
+    def passed(self) -> PassResult:
+        """The result of the passes over these micro-batches, without times."""
+        return PassResult(
+            loss_sum=self.loss_sum,
+            weight=self.weight,
+            examples=self.examples,
+            expected_weight=self.expected_weight,
+            forward_us=0,
+            backward_us=0,
+            wait_us=0,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ShareMark:
+        """Raises ValueError for anything else."""
+        return cls.from_document(json.loads(text))
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> ShareMark:
+        """Raises ValueError for anything else."""
+        try:
+            spans = tuple((int(first), int(end)) for first, end in document["spans"])
+            return cls(**{**document, "spans": spans})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no mark of a share: {error!r}") from None
+
+
+class MarkedSums(NamedTuple):
+    """The sums of one rank at a mark, in the memory of this process."""
+
+    mark: ShareMark
+    sums: Mapping[str, Tensor]
+    """By first name of the parameter."""
+
+
+def micro_batches_between_marks(micro_batch_s: float) -> int:
+    """How many micro-batches a replica runs from one mark to the next. `micro_batch_s`: what each takes; 0: not
+    known. Returns 0 if there are to be none."""
+    return math.ceil(_INTERVAL_S / micro_batch_s) if micro_batch_s > 0 else 0

@@ -1,0 +1,154 @@
+"""Copies this rank's sums at marks, and sends them to the process that keeps them, while training goes on."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import structlog
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.format.tensor_file import iterate_pieces
+from varuna.checkpoint.saving.snapshot import HostBuffers
+from varuna.copies.sending import PacedConnection
+from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark
+from varuna.devices.accelerator import is_accelerator, record_event
+from varuna.diagnostics.error_text import first_line
+from varuna.holdings.inventory import HeldFile
+from varuna.holdings.transfer_protocol import NUMBER, SUMS
+
+__all__ = ["ShareOwner"]
+
+_log = structlog.get_logger("varuna")
+
+_MOST_COPYING = 0.01
+"""Of all time: what training may wait for copies of sums. Where they take longer, marks are left out."""
+
+
+@dataclass
+class _Copy:
+    """The sums of one mark, in one of the two sets of buffers."""
+
+    marked: MarkedSums
+    buffers: HostBuffers
+    series: int
+    wait_until_copied: Callable[[], None]
+    """From the device."""
+    is_sent: bool = False
+
+
+class ShareOwner:
+    """The newest mark that all ranks of the replica have sent, and the one after it.
+
+    Where ranks are late and leave marks out, that one is replaced by a later mark, and the common one stays: so at any
+    time there is one that all have.
+    """
+
+    def __init__(
+        self,
+        keeper: PacedConnection,
+        *,
+        report_sent: Callable[[MarkKey], None],
+        have_all_sent: Callable[[MarkKey], bool],
+    ) -> None:
+        """`report_sent`: called from a thread when the keeper has this rank's copy of a mark; it may raise OSError or
+        RuntimeError. `have_all_sent`: whether all ranks of the replica have reported that."""
+        self._keeper = keeper
+        self._report_sent, self._have_all_sent = report_sent, have_all_sent
+        self._common: _Copy | None = None
+        self._current: _Copy | None = None
+        self._free = [HostBuffers(), HostBuffers()]
+        self._rests_until_s = 0.0
+        self._series = 0
+        self._copies: SimpleQueue[tuple[_Copy, int] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="varuna-shares", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether no mark can be made now."""
+        is_sending = self._current is not None and not self._current.is_sent
+        return is_sending or self._keeper.is_stopped or time.monotonic() < self._rests_until_s
+
+    def copy_sums(self, mark: ShareMark, gradients: Mapping[str, Tensor]) -> None:
+        """Copies the sums into host memory. A device does so in the order of its work, so they may change at once."""
+        began_s = time.monotonic()
+        self._make_room(mark)
+        buffers = self._free.pop()
+        sums = {name: buffers.copy_tensor(name, gradient) for name, gradient in gradients.items()}
+        device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+        wait = record_event(device).synchronize if is_accelerator(device) else _wait_for_nothing
+        self._current = _Copy(MarkedSums(mark, sums), buffers, self._series, wait)
+        kept_count = 0 if self._common is None else self._common.marked.mark.key.micro_batches
+        self._copies.put((self._current, kept_count))
+        now_s = time.monotonic()
+        self._rests_until_s = now_s + (now_s - began_s) / _MOST_COPYING
+
+    def _make_room(self, mark: ShareMark) -> None:
+        """Leaves at most one copy, that of the newest mark of this share that all ranks have."""
+        common, current = self._common, self._current
+        if current is not None and self._is_of_share(current, mark) and self._have_all_sent(current.marked.mark.key):
+            common, current = current, common
+        self._discard(current)
+        if common is not None and not self._is_of_share(common, mark):
+            self._discard(common)
+            common = None
+        self._common, self._current = common, None
+
+    def list_sums(self, step: int) -> Iterator[MarkedSums]:
+        """What this rank has of its own share of that step."""
+        for copy in (self._common, self._current):
+            if copy is not None and copy.marked.mark.step == step and copy.series == self._series:
+                copy.wait_until_copied()
+                yield copy.marked
+
+    def forget_sums(self, series: int) -> None:
+        """The pass does not count: no copy is of use."""
+        self._series = series
+
+    def _is_of_share(self, copy: _Copy, mark: ShareMark) -> bool:
+        return copy.series == self._series and copy.marked.mark.step == mark.step
+
+    def shut_down(self) -> None:
+        """Ends what is under way. From any thread."""
+        self._copies.put(None)
+        self._keeper.shut_down()
+
+    def _discard(self, copy: _Copy | None) -> None:
+        if copy is not None:
+            self._free.append(copy.buffers)
+
+    def _run(self) -> None:
+        while (given := self._copies.get()) is not None:
+            copy, kept_count = given
+            copy.wait_until_copied()
+            if copy.series == self._series:
+                self._try_to_send(copy, kept_count)
+            copy.is_sent = True
+
+    def _try_to_send(self, copy: _Copy, kept_count: int) -> None:
+        """A copy that cannot be sent is given up: the next mark comes soon."""
+        mark = copy.marked.mark
+        try:
+            pieces = tuple(iterate_pieces(copy.marked.sums, {}))
+            file = HeldFile(sum(map(len, pieces)), pieces)
+            words = [*map(NUMBER.pack, (copy.series, kept_count, file.bytes)), mark.to_json().encode()]
+            self._keeper.send_files(SUMS, words, [file])
+            self._report_sent(mark.key)
+        except (OSError, ValueError, KeyError, struct.error, RuntimeError) as error:
+            self._keeper.drop()
+            if not self._keeper.is_stopped:
+                _log.warning(
+                    "the sums of this rank's share were not kept",
+                    step=mark.step,
+                    keeper=self._keeper.address,
+                    reason=first_line(error),
+                )
+
+
+def _wait_for_nothing() -> None:
+    """Copies from the CPU are done when they return."""
