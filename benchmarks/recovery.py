@@ -7,7 +7,8 @@
 
 Each trial has a manager of its own with local VMs (`varuna manager --vms 4`, with a --slow-threshold that none reaches,
 because waiting layers look slow), real agents and workers, and a job of Linear layers with AdamW as 2 stages × 2
-replicas. Its layers also wait for as long as a device would compute; those of `22MB-10s` wait for 10 s in each step.
+replicas. Its layers also wait for as long as a device would compute; those of `22MB-10s` and
+`22MB-40s` wait for so long in each step.
 All processes of the last rank's VM get SIGKILL in the middle of a step (`--kill-at`), and no VM replaces it. Some steps
 later one comes back, and the job grows. In the row `in place` processes stay at the loss and at the growth, where new
 ones, which are started ahead, join them and take what they lack from their memories. In the row `not ahead`
@@ -18,6 +19,9 @@ cuts` the number of stages is the planner's choice, a device holds no whole mode
 left: after the loss the survivors of 2 × 2 become 3 × 1, in place or (`other cuts, memory`) in new processes. Rows and
 sizes take turns. With `--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job
 saves before it leaves.
+
+In the row `marks`, ranks also copy their sums of gradients to the other replica every ten seconds (`copies: auto`), so
+that a loss in a long step costs less than the lost replica's share.
 
 With `--shape 2x1` the job has one replica, and a third VM takes the place of the lost one. In the row `copies`, the
 workers keep copies of each other's states, so the loss costs at most some steps; in the row `no copies` it is a restart
@@ -60,6 +64,7 @@ SIZES = {
     for size in (
         ModelSize(name="22MB", width=256, layers=28, global_batch=64, micro_batch=8, example_ms=0.125),
         ModelSize(name="22MB-10s", width=256, layers=28, global_batch=64, micro_batch=4, example_ms=6.5),
+        ModelSize(name="22MB-40s", width=256, layers=28, global_batch=64, micro_batch=2, example_ms=26.0),
         ModelSize(name="200MB", width=1024, layers=16, global_batch=64, micro_batch=8, example_ms=0.25),
         ModelSize(name="1.2GB", width=2048, layers=24, global_batch=32, micro_batch=4, example_ms=0.25),
         ModelSize(name="4.8GB", width=4096, layers=24, global_batch=32, micro_batch=4, example_ms=0.25),
@@ -76,6 +81,7 @@ ROWS = {
         RecoveryWay(name="other cuts", changes_cuts=True),
         RecoveryWay(name="other cuts, memory", flags="--copy-batches", changes_cuts=True),
         RecoveryWay(name="restart", environment={"VARUNA_IN_PLACE": "0"}),
+        RecoveryWay(name="marks", copies="auto"),
         RecoveryWay(name="copies", copies="on"),
         RecoveryWay(name="no copies"),
     )
