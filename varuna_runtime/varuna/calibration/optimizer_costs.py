@@ -51,6 +51,9 @@ class OptimizerMemory:
 ADAM_MEMORY = OptimizerMemory(8.0, 0)
 """Two fp32 numbers per parameter."""
 
+_AVERAGE_BYTES = 4.0
+"""A moving average keeps one fp32 number per parameter."""
+
 
 def measure_optimizer(optimizer: Optimizer, *, averaged: bool = False) -> OptimizerMemory:
     """What `optimizer` will keep. One that cannot be copied is taken to keep two elements each, as Adam does.
@@ -109,25 +112,33 @@ class OptimizerCosts:
 class OptimizerSetup:
     """The optimizer, or several, that training will use, and where it keeps its state."""
 
-    optimizers: Optimizers
+    optimizers: Optimizers = ()
+    """Empty: not known yet. Then its memory is taken to be Adam's, and its step counts as free."""
     on_device: bool = True
     """Whether the state is on the device; else it is on the host."""
     averaged: bool = False
     """Whether a moving average of the parameters is kept beside the state."""
 
     def measure_memory(self) -> list[OptimizerMemory]:
-        """Of each optimizer, in the device's memory."""
+        """Of each optimizer, in the device's memory; of one where none is known."""
+        optimizers = self.list_known()
         if not self.on_device:
-            return [OptimizerMemory(0.0, 0) for _ in list_optimizers(self.optimizers)]
-        return [measure_optimizer(each, averaged=self.averaged) for each in list_optimizers(self.optimizers)]
+            return [OptimizerMemory(0.0, 0) for _ in optimizers or (None,)]
+        if not optimizers:
+            average = _AVERAGE_BYTES if self.averaged else 0.0
+            return [OptimizerMemory(ADAM_MEMORY.per_element + average, ADAM_MEMORY.fixed)]
+        return [measure_optimizer(each, averaged=self.averaged) for each in optimizers]
+
+    def list_known(self) -> tuple[Optimizer, ...]:
+        return () if self.optimizers == () else list_optimizers(self.optimizers)
 
     def measure_costs(self, device: torch.device, clock: ComputeClock, sharing: float) -> OptimizerCosts:
         """`sharing`: how many times as long work takes because ranks share cores."""
         memory = self.measure_memory()
         stepped_on = device if self.on_device else torch.device("cpu")
-        optimizers = list_optimizers(self.optimizers)
+        optimizers = self.list_known()
         times = [time_optimizer(each, stepped_on, clock).scale_times(sharing) for each in optimizers]
-        return OptimizerCosts(optimizers, memory, times)
+        return OptimizerCosts(optimizers, memory, times or [OptimizerTime(0.0, 0.0)])
 
 
 def number_holders(optimizers: Sequence[Optimizer]) -> dict[int, int]:

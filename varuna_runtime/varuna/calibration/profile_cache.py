@@ -22,13 +22,16 @@ from varuna.calibration.sections import list_doubled_sizes
 from varuna.calibration.subject import CalibrationSubject
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.storage.store import CheckpointStore
-from varuna.optim.optimizers import list_optimizers
 from varuna.partition.cutting.shapes import Boundary
 from varuna_planner.profile.document import Profile
 
-__all__ = ["ProfileCache", "find_misfit", "make_fingerprint"]
+__all__ = ["KeptProfile", "ProfileCache", "find_misfit", "make_fingerprint"]
 
 _log = structlog.get_logger(__name__)
+
+_KEPT_FILE = "profile.json"
+_FINGERPRINT = "fingerprint"
+"""The fingerprint's name in the environment of a kept profile."""
 
 
 def make_fingerprint(subject: CalibrationSubject, optimizer: OptimizerSetup, hardware: Sequence[str]) -> str:
@@ -41,7 +44,8 @@ def make_fingerprint(subject: CalibrationSubject, optimizer: OptimizerSetup, har
         hardware: of every rank.
     """
     model, model_map, inputs = subject.model, subject.model_map, subject.get_batch(1)
-    optimizers, memory = list_optimizers(optimizer.optimizers), optimizer.measure_memory()
+    optimizers, memory = optimizer.list_known(), optimizer.measure_memory()
+    kinds = [_type_name(each) for each in optimizers] or ["not known"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     described = {
         "modules": [[name, _type_name(module), _list_settings(module)] for name, module in model.named_modules()],
@@ -59,9 +63,7 @@ def make_fingerprint(subject: CalibrationSubject, optimizer: OptimizerSetup, har
         "random": model_map.random_by_micro_batch,
         "precision": str(subject.precision.dtype),
         "optimizer": [
-            fact
-            for optimizer, kept in zip(optimizers, memory, strict=True)
-            for fact in (_type_name(optimizer), kept.per_element, kept.fixed)
+            fact for kind, kept in zip(kinds, memory, strict=True) for fact in (kind, kept.per_element, kept.fixed)
         ],
         "torch": torch.__version__.split(".")[:2],
         "hardware": sorted(set(hardware)),
@@ -131,6 +133,39 @@ class ProfileCache:
             CheckpointStore(self._url).put(_file_name(key), profile.to_json().encode())
         except (CheckpointError, ValueError) as error:
             _log.warning("the profile is not kept for other jobs", url=self._url, error=str(error))
+
+
+class KeptProfile:
+    """The profile that one training keeps beside its checkpoints, in `profile.json`.
+
+    It is a profile document as any other. Its environment names the fingerprint, so that a profile of another model, or
+    of other hardware, is not taken for this one's.
+    """
+
+    def __init__(self, url: str) -> None:
+        """`url`: of the checkpoint store."""
+        self._url = url
+
+    def find_profile(self, key: str) -> Profile | None:
+        """The profile, if it is there and has this fingerprint."""
+        try:
+            text = CheckpointStore(self._url).get(_KEPT_FILE)
+            profile = None if text is None else Profile.from_json(text.decode())
+        except (CheckpointError, ValueError) as error:
+            _log.warning("the profile beside the checkpoints cannot be used", url=self._url, error=str(error))
+            return None
+        if profile is not None and profile.environment.get(_FINGERPRINT) != key:
+            _log.info("the profile beside the checkpoints is of another model or other hardware", url=self._url)
+            return None
+        return profile
+
+    def put_profile(self, key: str, profile: Profile) -> None:
+        """Replaces the profile."""
+        marked = profile.model_copy(update={"environment": {**profile.environment, _FINGERPRINT: key}})
+        try:
+            CheckpointStore(self._url).put(_KEPT_FILE, marked.to_json().encode())
+        except (CheckpointError, ValueError) as error:
+            _log.warning("the profile is not kept: the next start measures again", url=self._url, error=str(error))
 
 
 def _file_name(key: str) -> str:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from varuna.calibration.fleet_network import measure_network
 from varuna.calibration.measurements import merge_measurements
-from varuna.calibration.optimizer_costs import ADAM_MEMORY, OptimizerCosts, OptimizerSetup, OptimizerTime
+from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.calibration.peers import CalibrationPeers
 from varuna.calibration.profile import make_profile
 from varuna.calibration.section_meters import SectionMeters
@@ -152,9 +152,7 @@ class Profiler(nn.Module):
         sections.by_section = merge_measurements(
             sections.by_section, before, len(self._subject.model_map.sections), every_size=self._add_to_existing
         )
-        costs = OptimizerCosts((), [ADAM_MEMORY], [OptimizerTime(0.0, 0.0)])
-        if self._optimizers:
-            costs = OptimizerSetup(self._optimizers).measure_costs(self._device, meters.clock, sections.sharing)
+        costs = OptimizerSetup(self._optimizers).measure_costs(self._device, meters.clock, sections.sharing)
         profile = make_profile(self._subject, sections, network, costs)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(profile.to_json())

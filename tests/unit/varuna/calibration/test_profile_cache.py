@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from varuna import CutPoint
+from varuna.calibration.clock import ComputeClock
 from varuna.calibration.fleet_network import device_name
 from varuna.calibration.optimizer_costs import OptimizerSetup
-from varuna.calibration.profile_cache import ProfileCache, find_misfit, make_fingerprint
+from varuna.calibration.profile_cache import KeptProfile, ProfileCache, find_misfit, make_fingerprint
 from varuna.calibration.subject import CalibrationSubject
 from varuna.optim.precision import TrainingPrecision
 from varuna.partition import trace
@@ -131,6 +132,44 @@ def test_the_cache_gives_what_it_was_given_and_never_fails(tmp_path: Path) -> No
         broken = ProfileCache(url)
         assert broken.find_profile("key") is None
         broken.put_profile("key", known)
+
+
+def test_the_profile_beside_the_checkpoints_is_taken_for_what_it_was_measured_for(tmp_path: Path) -> None:
+    known, kept = profile("a", ranks=1), KeptProfile(str(tmp_path))
+    assert kept.find_profile("key") is None
+    kept.put_profile("key", known)
+    found = kept.find_profile("key")
+    assert found is not None
+    assert (found.sections, kept.find_profile("another")) == (known.sections, None)
+    assert Profile.from_json((tmp_path / "profile.json").read_text()) == found, "an ordinary profile document"
+    (tmp_path / "profile.json").write_text("{}")
+    assert kept.find_profile("key") is None
+    KeptProfile("nonsense://x").put_profile("key", known)
+
+
+def test_without_an_optimizer_the_fingerprint_is_one_of_its_own() -> None:
+    model = Heads()
+    subject = CalibrationSubject(model, trace(model, get_batch(2)), get_batch, CPU, TrainingPrecision(None, "cpu"))
+    prints = {
+        make_fingerprint(subject, setup, ["cpu"])
+        for setup in (
+            OptimizerSetup(),
+            OptimizerSetup(averaged=True),
+            OptimizerSetup(on_device=False),
+            OptimizerSetup(torch.optim.Adam(model.parameters())),
+        )
+    }
+    assert len(prints) == 4
+
+
+def test_an_optimizer_that_is_not_known_yet_keeps_what_adam_does() -> None:
+    parameters = list(Heads().parameters())
+    costs = OptimizerSetup().measure_costs(CPU, ComputeClock(CPU), sharing=1.0)
+    assert costs.bytes_for(parameters) == 8 * sum(parameter.numel() for parameter in parameters)
+    assert costs.us_for(parameters) == 0.0
+    averaged = OptimizerSetup(averaged=True).measure_costs(CPU, ComputeClock(CPU), sharing=1.0)
+    assert averaged.bytes_for(parameters) == costs.bytes_for(parameters) * 12 // 8
+    assert OptimizerSetup(on_device=False).measure_costs(CPU, ComputeClock(CPU), sharing=1.0).bytes_for(parameters) == 0
 
 
 def test_a_device_is_named_with_its_kind() -> None:
