@@ -74,6 +74,8 @@ class RankPresence(ABC):
         self._over = False
         self._has_left = False
         self._roll_call: RollCall | None = None
+        self._rank_0_code: int | None = None
+        """The exit code with which rank 0 has said goodbye."""
         calls.announce = self._announce_call
         departure.add_breaker(self._leave)
         # A forked child (a data loader's worker) must not keep the connections of a parent that is dead.
@@ -113,7 +115,18 @@ class RankPresence(ABC):
             self._end_known.wait(_END_KNOWN_S)
         if self._departure.exit_code in (None, EXIT_GENERATION_ENDED):
             self._over = True
-            self._send_to_all(PresenceMessage(GOODBYE, 0))
+            self._send_to_all(PresenceMessage(GOODBYE, 0, self._departure.exit_code or 0))
+
+    def wait_for_training(self) -> int:
+        """Waits, on a rank that takes no part in the training, until rank 0 has ended; returns rank 0's exit code.
+
+        Returns EXIT_GENERATION_ENDED as soon as this rank itself is asked to leave, which the others need not notice.
+        Raises PeerLost when a rank is lost.
+        """
+        self._departure.wait_until(lambda: self._rank_0_code is not None or self._departure.save_first)
+        self._over = True
+        self._send_to_all(PresenceMessage(GOODBYE, 0))
+        return EXIT_GENERATION_ENDED if self._rank_0_code is None else self._rank_0_code
 
     def _leave(self, exit_: GenerationEnded | PeerLost) -> None:
         """Ends this rank's part for a process that goes on."""
@@ -224,7 +237,11 @@ class _ConnectedPresence(RankPresence):
                 self._send_message(connection, PresenceMessage(CALL_KNOWN, self._rank, message.number))
         self._hears_rank_0 = False
         self._end_known.set()  # rank 0 can no longer announce it
-        if not self._over and message is None:
+        if message is not None:
+            with self._departure.condition:
+                self._rank_0_code = message.number
+                self._departure.condition.notify_all()
+        elif not self._over:
             self._leave_after_loss(0)
 
 

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 GOODBYE = b"b"
+"""A rank ends, and no other depends on it any longer. The number is its exit code."""
 RANK_LEFT = b"g"
 """A rank leaves because another one is gone. It has ended its connections, or has no more to send on them."""
 RANK_LOST = b"l"
@@ -47,7 +48,7 @@ class PresenceMessage(NamedTuple):
     kind: bytes
     rank: int
     number: int = 0
-    """Of the call."""
+    """Of the call; with GOODBYE the exit code."""
     steps: int = 0
     """Done before the call."""
 

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -21,6 +22,7 @@ from varuna.distributed.presence_messages import (
     pack_message,
     receive_message,
 )
+from varuna_proto.environment import EXIT_GENERATION_ENDED
 from waiting import DEADLINE_S, wait_until
 
 
@@ -87,6 +89,30 @@ def test_leaving_a_generation_that_is_over_is_a_goodbye_and_leaving_for_a_lost_p
     ranks[2].presence.announce_leaving()
     ranks[2].die()
     assert ranks[0].reason() == "rank 2 is gone: its process has ended"
+
+
+@pytest.mark.parametrize("code", [0, EXIT_GENERATION_ENDED])
+def test_a_rank_without_a_place_ends_as_rank_0_does(ranks: list[Rank], code: int) -> None:
+    if code == EXIT_GENERATION_ENDED:
+        ranks[0].departure.leave_generation(GenerationEnded("asked to leave"))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[2].presence.wait_for_training)
+        ranks[0].presence.announce_leaving()
+        assert waiting.result(DEADLINE_S) == code
+
+
+def test_a_rank_without_a_place_leaves_unnoticed_when_it_is_asked_to(ranks: list[Rank]) -> None:
+    ranks[2].departure.request_save_first()
+    assert ranks[2].presence.wait_for_training() == EXIT_GENERATION_ENDED
+    ranks[2].die()
+    ranks[1].die()  # comes after the goodbye
+    assert ranks[0].reason() == "rank 1 is gone: its process has ended"
+
+
+def test_a_rank_without_a_place_leaves_with_the_others_after_a_loss(ranks: list[Rank]) -> None:
+    ranks[1].die()
+    with pytest.raises(PeerLost):
+        ranks[2].presence.wait_for_training()
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
