@@ -135,7 +135,7 @@ class AutomaticCheckpoints:
             self._writer.start_save(step, state())
             saved = wait_for_save(self._writer, self._departure)
             outcome = "not saved" if saved is None else f"{saved.result} {saved.error}".strip()
-        self._departure.leave_after_save(GenerationEnded(f"the agent asked to save and leave; step {step}: {outcome}"))
+        self._departure.leave_after_save(GenerationEnded(f"asked to save and leave; step {step}: {outcome}"))
         self._departure.raise_if_leaving()
 
 
