@@ -128,6 +128,10 @@ class WorkerEnvironment:
     launcher_map: str = ""
     """If torchrun or a similar launcher started this process: the stage-to-rank map in that launcher's numbers. Such
     workers exchange their rendezvous address through torch's store. No environment variable has it."""
+    shape_is_open: bool = False
+    """The script leaves the shape to the planner, under another launcher. The ranks choose the plan when they have met.
+    Before that, `plan` has each of them as a replica, and the script's micro-batch or 0. No environment variable has
+    it."""
 
     @classmethod
     def alone(cls, job_id: str, *, micro_batch: int, global_batch: int, device: str = "cpu") -> WorkerEnvironment:

@@ -12,11 +12,13 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
+from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
 from varuna.data.batches import follow_shape
 from varuna.devices.worker_device import choose_device, make_device_current
 from varuna.diagnostics.tensorboard import TensorBoardWriter
+from varuna.distributed.other_launchers import Stages
 from varuna.distributed.worker_environment import read_worker_environment
 from varuna.model.module_view import ModuleView
 from varuna.optim.optimizers import Optimizers, list_optimizers
@@ -24,6 +26,7 @@ from varuna.optim.precision import LossScaler, TrainingPrecision
 from varuna.partition.model_io.example_inputs import example_maker
 from varuna.roles.calibration import CalibrationRole
 from varuna.roles.inspection import InspectionRole
+from varuna.roles.planned_shape import take_planned_place
 from varuna.roles.role import VarunaRole
 from varuna.roles.training import TrainingRole
 from varuna.roles.training_parts import TrainingOptions
@@ -47,7 +50,8 @@ class Varuna(ModuleView):
             over something else (tokens) and the weight is their number: see `step`. It is on the CPU or on `meta`. From
             `meta`, its modules initialise this stage's part, and no other part is ever in memory.
         stage_to_rank_map: ranks of each stage, joined by `,` and `;`.
-        stages: P, in place of the map, for torchrun and similar launchers; ranks count replica by replica.
+        stages: P, in place of the map, for torchrun and similar launchers; ranks count replica by replica. "auto": the
+            planner chooses P, D and the micro-batch for the processes that there are.
         get_batch_fn: `get_batch_fn(size, device="cpu")` gives example inputs, a dict for `model(**inputs)`; or one
             such dict, of any batch size.
         batch_size: B.
@@ -55,7 +59,8 @@ class Varuna(ModuleView):
         fp16: mixed precision with fp16: parameters and optimizer stay fp32, and the loss is scaled (`set_optimizer`).
         local_rank, device: index of the CUDA device; -1: the launcher's.
         shared_weights: pairs of parameter names that train as one. Parameters that share memory are found without it.
-        from_cache: False measures the model when the job first starts, even if the manager has its profile.
+        from_cache: False measures the model when the job first starts, even if the manager has its profile; with
+            `stages="auto"` at each start.
         dtype: the type of the forward's matrix products; `torch.bfloat16` is mixed precision without a loss scale.
         offload_optimizer: keep the optimizer and its state in host memory; `parameters()` are then copies there.
         cut_points: the number of cut-points to find in a model that has no CutPoint; None: between its repeated blocks;
@@ -97,7 +102,7 @@ class Varuna(ModuleView):
         offload_optimizer: bool = False,
         cut_points: int | None = None,
         weights: str | os.PathLike[str] | None = None,
-        stages: int | None = None,
+        stages: Stages | None = None,
         ema: float | None = None,
         max_non_finite_steps: int | None = None,
         accumulate: bool = False,
@@ -148,6 +153,9 @@ class Varuna(ModuleView):
             options=model_options,
             traced=traced,
         )
+        if environment.shape_is_open:
+            setup = OptimizerSetup(on_device=not offload_optimizer, averaged=ema is not None)
+            take_planned_place(wrapped, setup, from_cache=from_cache)
         seed = torch.initial_seed()
         self._role: VarunaRole
         SCRIPT_VALUES.send_to()

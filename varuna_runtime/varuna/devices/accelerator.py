@@ -29,6 +29,7 @@ __all__ = [
     "release_cached_memory",
     "seed_device_generator",
     "set_generator_state",
+    "total_memory_bytes",
     "use_stream",
     "wait_for_device",
     "wait_for_stream",
@@ -113,6 +114,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 def free_memory_bytes(device: torch.device) -> int:
     """The device's memory that no process uses."""
     return int(_module(device).mem_get_info(device)[0])
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """The memory that the device has."""
+    return int(_module(device).mem_get_info(device)[1])
 
 
 def release_cached_memory(devices: Iterable[torch.device]) -> None:

@@ -1,5 +1,8 @@
 """This process as a launcher other than Varuna's started it: torchrun, srun, mpirun, or one with their variables.
 
+Such a launcher knows neither shape nor sizes. The script gives them, or it leaves the shape open (`stages="auto"`);
+then the ranks plan it when they have met (`varuna.roles.planned_shape`).
+
 Letters: P stages, D replicas, B examples in the global batch, m in a micro-batch.
 """
 
@@ -8,7 +11,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -17,7 +21,10 @@ from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
 from varuna_proto.stage_map import StageMap
 
-__all__ = ["LaunchedRank", "detect_launched_rank", "make_generation_number"]
+__all__ = ["LaunchedRank", "Stages", "check_stages", "detect_launched_rank", "make_generation_number"]
+
+Stages = int | Literal["auto"]
+"""The argument of `Varuna`: P, or "auto" to leave the shape to the planner."""
 
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE"),
@@ -45,12 +52,13 @@ class LaunchedRank:
         self,
         stage_to_rank_map: str | None,
         *,
-        stages: int | None,
+        stages: Stages | None,
         batch_size: int | None,
         chunk_size: int | None,
         checkpoint_url: str,
     ) -> WorkerEnvironment:
         """The environment of a worker that trains. Raises ValueError when an argument is missing or does not fit."""
+        is_open = check_stages(stages) == "auto"
         stage_map = self._stage_map(stage_to_rank_map, stages)
         for name, size in (("batch_size", batch_size), ("chunk_size", chunk_size)):
             if size is not None and size < 1:
@@ -60,6 +68,9 @@ class LaunchedRank:
                 f"batch_size is not given, and {self.launcher} does not know it: give Varuna(..., batch_size=B), the "
                 "examples of all replicas together in one step"
             )
+        if is_open:
+            open_shape = self._environment(stage_map, batch_size, chunk_size or 0, checkpoint_url)
+            return replace(open_shape, shape_is_open=True)
         if chunk_size is None and stage_map.p > 1:
             raise ValueError(
                 f"chunk_size is not given, and {self.launcher} does not know it: give Varuna(..., chunk_size=m), the "
@@ -71,13 +82,18 @@ class LaunchedRank:
         """The environment of a worker that measures, where neither shape nor sizes matter."""
         return self._environment(StageMap.of_shape(1, self.world_size), 0, 0, "")
 
-    def _stage_map(self, text: str | None, stages: int | None) -> StageMap:
+    def _stage_map(self, text: str | None, stages: Stages | None) -> StageMap:
+        """The map that the arguments give. That of an open shape has all ranks, as if each were a replica."""
         if text is None and stages is None:
             raise ValueError(
                 f"{self.launcher} started {self.world_size} processes, but nothing says which of them train together: "
-                "give Varuna(..., stages=P) for P pipeline stages (stages=1: data parallel alone), or a "
-                "stage_to_rank_map"
+                "give Varuna(..., stages=P) for P pipeline stages (stages=1: data parallel alone), "
+                "stages='auto' to let the planner choose, or a stage_to_rank_map"
             )
+        if stages == "auto":
+            if text is not None:
+                raise ValueError(f"stages='auto' contradicts stage_to_rank_map {text!r}: give one of them")
+            return StageMap.of_shape(1, self.world_size)
         if text is None:
             assert stages is not None
             if stages < 1 or self.world_size % stages:
@@ -120,6 +136,13 @@ class LaunchedRank:
         devices = len(list_accelerators())
         number = self.rank if self.local_rank < 0 else self.local_rank
         return number % devices if devices else max(self.local_rank, 0)
+
+
+def check_stages(stages: object) -> Stages | None:
+    """The argument `stages`. Raises ValueError when it is neither a whole number nor "auto"."""
+    if stages is None or stages == "auto" or (isinstance(stages, int) and not isinstance(stages, bool)):
+        return stages
+    raise ValueError(f"stages={stages!r}: give the number of pipeline stages, or 'auto' to let the planner choose")
 
 
 def make_generation_number() -> int:

@@ -77,6 +77,7 @@ def check_arguments_agree(environment: WorkerEnvironment, store: Store) -> None:
     Raises ValueError naming the argument that differs.
     """
     own = {
+        "stages": "auto" if environment.shape_is_open else environment.plan.p,
         "stage_to_rank_map": environment.stage_to_rank_map,
         "batch_size": environment.plan.global_batch,
         "chunk_size": environment.plan.micro_batch,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from varuna.devices.accelerator import default_device_kind
-from varuna.distributed.other_launchers import detect_launched_rank, make_generation_number
+from varuna.distributed.other_launchers import Stages, check_stages, detect_launched_rank, make_generation_number
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.stage_map import StageMap
 
@@ -96,7 +96,7 @@ def read_worker_environment(
     environ: Mapping[str, str] | None = None,
     *,
     stage_to_rank_map: str | None = None,
-    stages: int | None = None,
+    stages: Stages | None = None,
     batch_size: int | None = None,
     chunk_size: int | None = None,
     profiles: bool = False,
@@ -104,11 +104,12 @@ def read_worker_environment(
     """The environment that the launcher gives this process; without a launcher, a single process: P = D = 1.
 
     The arguments are the script's own; None leaves one to the launcher. torchrun and its like know neither shape nor
-    sizes, so there the arguments give them. Sizes that are not given are 0. `profiles`: no shape is needed, because
-    the process measures and does not train.
+    sizes, so there the arguments give them. Sizes that are not given are 0. `stages="auto"` leaves the shape to the
+    launcher, and to the planner where the launcher knows none. `profiles`: no shape is needed, because the process
+    measures and does not train.
     Raises ValueError when an argument contradicts the launcher, or one that it does not know is missing.
     """
-    launched = None
+    launched, stages = None, check_stages(stages)
     environment = WorkerEnvironment.from_environ(os.environ if environ is None else environ)
     if environment is None:
         launched = detect_launched_rank(environ)
@@ -116,7 +117,7 @@ def read_worker_environment(
         return launched.make_profiling_environment()
     if launched is not None:
         url = (os.environ if environ is None else environ).get("VARUNA_CHECKPOINT_URL", "")
-        if launched.world_size > 1:
+        if launched.world_size > 1 or stages == "auto":
             return launched.make_environment(
                 stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size, checkpoint_url=url
             )
@@ -124,6 +125,7 @@ def read_worker_environment(
             {}, stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
         )
         return replace(alone, generation=make_generation_number(), checkpoint_url=url, launcher_map="0")
+    stages = None if stages == "auto" else stages
     if environment is None:
         for name, value, p, d in (
             ("stage_to_rank_map", stage_to_rank_map, *get_varuna_config(stage_to_rank_map or "0")),

@@ -109,7 +109,7 @@ def check_splittable(optimizer: Optimizer, environment: WorkerEnvironment, secti
     """
     if needs_closure(optimizer):
         raise ValueError(_CLOSURE.format(name=type(optimizer).__name__))
-    open_shape = environment.mode is Mode.CALIBRATE
+    open_shape = environment.mode is Mode.CALIBRATE or environment.shape_is_open
     matters = {
         "stages": environment.plan.p > 1 or (open_shape and sections > 1),
         "replicas": environment.world_size > 1 or open_shape,

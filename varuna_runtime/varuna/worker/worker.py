@@ -24,6 +24,8 @@ from varuna.pipeline.pass_state import PassResult
 from varuna.worker.agent_link import AgentLink, install_excepthook
 from varuna.worker.interpreter_exit import leave_interpreter
 from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.plan import Plan
+from varuna_proto.stage_map import StageMap
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 __all__ = ["WorkerProcess"]
@@ -90,6 +92,34 @@ class WorkerProcess:
             calls=met.calls,
             presence=met.presence,
         )
+
+    def take_place(self, plan: Plan) -> bool:
+        """Makes this process a rank of a plan that the ranks have made after they met. Ranks keep their numbers.
+
+        Returns False, and changes nothing, on a rank for which the plan has no place.
+        """
+        if self.environment.rank >= plan.p * plan.d:
+            return False
+        self.environment = replace(
+            self.environment,
+            plan=plan,
+            world_size=plan.p * plan.d,
+            launcher_map=str(StageMap.of_shape(plan.p, plan.d)),
+        )
+        self.topology = Topology(plan.p, plan.d, self.environment.rank)
+        record_environment(self.environment)
+        return True
+
+    def wait_without_place(self) -> int:
+        """Waits until the ranks that train have ended, and returns the exit code for this process, which is theirs.
+
+        Raises PeerLost when one of them is lost.
+        """
+        presence = self.presence
+        assert presence is not None, "a lone rank always has a place"
+        code = presence.wait_for_training()
+        atexit.unregister(presence.announce_leaving)
+        return code
 
     def end_membership(self, *, links_ended: bool) -> None:
         """Ends what is left of this process's part in a generation that it has left, if that was not done before.

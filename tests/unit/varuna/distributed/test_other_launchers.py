@@ -92,6 +92,23 @@ def test_shape_and_sizes_come_from_the_arguments(environ: dict[str, str]) -> Non
     assert (data_parallel.plan.p, data_parallel.plan.d, data_parallel.plan.micro_batch) == (1, 4, 4)
 
 
+@pytest.mark.parametrize("world_size", ["1", "4"])
+def test_an_open_shape_has_all_ranks_until_it_is_planned(world_size: str) -> None:
+    environ = {**TORCH, "RANK": "0", "WORLD_SIZE": world_size, "VARUNA_CHECKPOINT_URL": "/ckpt"}
+    environment = read_worker_environment(environ, stages="auto", batch_size=16)
+    assert environment.shape_is_open
+    assert environment.world_size == environment.plan.d == int(world_size)
+    assert (environment.plan.p, environment.plan.micro_batch, environment.checkpoint_url) == (1, 0, "/ckpt")
+    assert read_worker_environment(environ, stages="auto", batch_size=16, chunk_size=4).plan.micro_batch == 4
+    assert not read_worker_environment(environ, stages=1, batch_size=16).shape_is_open
+
+
+def test_where_the_launcher_knows_the_shape_an_open_one_is_that() -> None:
+    own = WorkerEnvironment.alone("job", micro_batch=2, global_batch=4)
+    assert read_worker_environment(own.to_environ(), stages="auto") == own
+    assert not read_worker_environment({}, stages="auto", batch_size=4).shape_is_open
+
+
 def test_torchs_own_variables_come_first() -> None:
     assert read_worker_environment({**SRUN, **TORCH, "RANK": "3"}, stages=4, batch_size=4, chunk_size=1).rank == 3
 
@@ -134,6 +151,10 @@ def test_one_process_of_torchrun_is_alone_and_keeps_its_checkpoints() -> None:
         ({**TORCH, "WORLD_SIZE": "four"}, {}, "WORLD_SIZE='four' is not a whole number"),
         (TORCH, {"stages": 2, "batch_size": 0}, "batch_size=0: it must be at least 1 example"),
         ({}, {"stages": 2}, "stages=2 needs 2 processes, but this one was not started by"),
+        (TORCH, {"stages": "auto"}, r"batch_size is not given, .*: give Varuna\(..., batch_size=B\)"),
+        (TORCH, {"stages": "auto", "stage_to_rank_map": "0;1", "batch_size": 8}, "stages='auto' contradicts stage_to_"),
+        (TORCH, {"stages": "automatic", "batch_size": 8}, "stages='automatic': give the number of pipeline stages, or"),
+        ({}, {"stages": "automatic"}, "stages='automatic': give the number of pipeline stages, or 'auto'"),
     ],
 )
 def test_what_is_missing_or_does_not_fit_is_told_in_one_line(
@@ -150,6 +171,13 @@ def test_the_scripts_kind_of_device_counts_where_the_launcher_gives_none() -> No
 
 
 # ---------------------------------------------------------------- how they meet
+
+
+def test_ranks_of_which_one_leaves_the_shape_open_are_told() -> None:
+    store = HashStore()
+    check_arguments_agree(read_worker_environment({**TORCH, "RANK": "0"}, stages="auto", batch_size=8), store)
+    with pytest.raises(ValueError, match="stages=1 here, but 'auto' on rank 0"):
+        check_arguments_agree(read_worker_environment(TORCH, stages=1, batch_size=8), store)
 
 
 def test_ranks_with_other_arguments_are_told_which() -> None:
