@@ -20,7 +20,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120, help="steps to train in all, over all restarts")
-    parser.add_argument("--global-batch", type=int, help="global batch without a job")
+    parser.add_argument("--global-batch", type=int, help="global batch without a job: by hand, under torchrun or srun")
     parser.add_argument("--config", choices=CONFIGS, default="tiny", help="size of the model: %(choices)s")
     parser.add_argument("--tokens", type=Path, metavar="FILE", help="what to train on: uint16 token numbers, no header")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the matrix products: %(choices)s")
@@ -33,6 +33,8 @@ def main() -> None:
     model = Varuna(
         build_model(config),
         get_batch_fn=lambda size, device=None: dataset.batch(list(range(size))),
+        batch_size=arguments.global_batch,
+        stages="auto",  # of the job's plan; under torchrun and srun of one that is made for the processes there
         dtype=DTYPES[arguments.dtype],
         offload_optimizer=arguments.offload_optimizer,
     )
