@@ -42,6 +42,11 @@ class System:
     """Whether complete replicas keep their share of a step, and processes give their state to new ones."""
     copies: bool = False
     """Whether a second VM has each committed section."""
+    moves: bool = False
+    """Whether processes take other stages in place, with what counts of the step where all hold a part of it."""
+    marks_s: float | None = None
+    """Replicas copy their sums to one another that often, and leave at once where that is worth more than to finish
+    their shares; None: they do not."""
     sums_copied_s: float | None = None
     """Gradient sums are copied to a second VM that often, and move to any shape; None: they are not."""
     prepares: bool = False
@@ -90,7 +95,7 @@ class Start:
     """The VM of each rank."""
     in_place: bool = False
     from_memory: bool = False
-    """Whether processes of the generation before hold the whole state."""
+    """Whether processes of the generation before give the whole state. With `in_place`, they take other stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,12 +357,29 @@ class ReplayedJob:
             self._throw_away(min(self.done, generation.plan.examples_per_s * since_s) * hit_share)
             generation.shares_end_s = now
         elif self.system.survivors and trains and self._can_keep(generation):
-            self._throw_away(self.done * hit_share)
-            left = generation.plan.global_batch * generation.complete / generation.plan.d - self.done
-            rate = self._share_rate(generation) if generation.complete else 0.0
-            generation.shares_end_s = now + max(0.0, left) / rate if rate else now
+            self._keep_shares(now, generation, hit_share)
         else:
             generation.shares_end_s = now
+
+    def _keep_shares(self, now: float, generation: ReplayedGeneration, hit_share: float) -> None:
+        """Complete replicas finish their shares, or leave with what they had at their marks."""
+        plan = generation.plan
+        since_mark = self._examples_since_mark(plan)
+        left_s = max(0.0, plan.global_batch - self.done) / plan.examples_per_s
+        if since_mark < self.done and since_mark * (plan.d - 1) < left_s * plan.examples_per_s:
+            self._throw_away(since_mark)
+            generation.shares_end_s = now
+            return
+        self._throw_away(min(self.done, since_mark) * hit_share)
+        left = plan.global_batch * generation.complete / plan.d - self.done
+        rate = self._share_rate(generation) if generation.complete else 0.0
+        generation.shares_end_s = now + max(0.0, left) / rate if rate else now
+
+    def _examples_since_mark(self, plan: Plan) -> float:
+        """Half of what is done from one mark to the next; all of a step without marks."""
+        if self.system.marks_s is None or plan.d < 2 or plan.predicted_minibatch_s <= self.system.marks_s:
+            return float(plan.global_batch)
+        return plan.examples_per_s * self.system.marks_s / 2
 
     def _can_keep(self, generation: ReplayedGeneration) -> bool:
         p = generation.plan.p
@@ -431,7 +453,7 @@ class ReplayedJob:
         if kind is MorphKind.FROM_STORE:
             self._throw_away(self.committed + self.done - self._stored)
             self._writing = None
-        elif kind is MorphKind.FROM_MEMORY and self.system.sums_copied_s is None:
+        elif self.system.sums_copied_s is None and not self._keeps_step(action, kind):
             self._throw_away(self.done)
         moving_s = self._predict_moving_s(action, kind)
         cost = MorphCost(kind=kind, fixed_s=self.system.fixed_s[kind], moving_s=moving_s)
@@ -453,6 +475,13 @@ class ReplayedJob:
         if hit:
             self._lose_ranks(now, self.generation, hit)
 
+    def _keeps_step(self, start: Start, kind: MorphKind) -> bool:
+        """Whether what counts of the step goes on, which it does not with other micro-batches."""
+        before = self.generation
+        if kind is not MorphKind.IN_PLACE or before is None:
+            return False
+        return not start.from_memory or start.plan.micro_batch == before.plan.micro_batch
+
     def _booked_ahead(self, now: float, begins_s: float) -> None:
         """A save before a morph is launching time of the next generation here; it is booked as a save."""
         self._booked["saving"] += begins_s - now
@@ -467,7 +496,7 @@ class ReplayedJob:
         return MorphKind.FROM_STORE
 
     def _predict_moving_s(self, start: Start, kind: MorphKind) -> float:
-        if kind is MorphKind.IN_PLACE or (self.generation is None and self.committed == 0):
+        if (kind is MorphKind.IN_PLACE and not start.from_memory) or (self.generation is None and self.committed == 0):
             return 0.0
         if kind is MorphKind.FROM_STORE or self.holding is None:
             return self.state.read_store_s(start.plan)

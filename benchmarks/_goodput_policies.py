@@ -233,9 +233,8 @@ class ManagersRules:
             proposal=proposal,
             fleet=self._fleet,
             morphs=estimate_morphs(self._shapes),
-            # Neither is in the replay: processes that start ahead, and those that take other stages.
-            starts_ahead=False,
-            has_fixed_stages=True,
+            starts_ahead=False,  # not in the replay
+            has_fixed_stages=not job.system.moves,
         )
 
     def _view_generation(self, now: float, job: ReplayedJob, survivors: frozenset[Device]) -> GenerationView | None:

@@ -24,7 +24,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ VARUNA_2021_S = 120.0
 """What its morphs wait before a relaunch."""
 PARCAE_S = (28.8, 42.9)
 """Its restart on 1 and on 32 nodes."""
+MARKS_S = 10.0
+"""The runtime's interval between two marks of a share."""
 SUMS_COPIED_S = 15.0
 """The design's interval between copies of gradient sums: 1.1 GB a rank over 10 Gb/s, beside training."""
 
@@ -159,6 +161,7 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
     before = System(fixed_s=PRIOR_FIXED_S, detect_s=detect_s)
     now = System(fixed_s=PRIOR_FIXED_S, survivors=True, detect_s=detect_s)
     copies = System(fixed_s=PRIOR_FIXED_S, survivors=True, copies=True, detect_s=detect_s)
+    marks = replace(copies, moves=True, marks_s=MARKS_S)
     design = System(
         fixed_s=dict.fromkeys(MorphKind, PRIOR_FIXED_S[MorphKind.IN_PLACE]),
         survivors=True,
@@ -180,6 +183,8 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
     return policies | {
         "survivors": (now, ManagersRules(plans, rules, saves, state)),
         "copies": (copies, ManagersRules(plans, rules, saves, state)),
+        "moves": (replace(copies, moves=True), ManagersRules(plans, rules, saves, state)),
+        "marks": (marks, ManagersRules(plans, rules, saves, state)),
         "design": (design, WorthwhilePlan(plans, saves)),
     }
 

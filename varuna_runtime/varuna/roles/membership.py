@@ -7,10 +7,12 @@ they lack, and connect. A new process among them does the same in its script's `
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import structlog
+from torch import Tensor
 
 from varuna.assembly.assembly import connect_stage
 from varuna.copies.share_marks import MarkedSums
@@ -53,6 +55,16 @@ _LINKS_END_S = 2.0
 """How long to wait for the threads of links whose connections are broken: they end within milliseconds."""
 
 
+class FirstStep(NamedTuple):
+    """What a new process finds of the step that the survivors are in."""
+
+    rest: StepRest | None = None
+    """What its replica runs of it; None: its share."""
+    kept: KeptShare | None = None
+    """What the sums have that it has got; None: it has got none."""
+    sums: Sequence[Mapping[str, Tensor]] = ()
+
+
 class GenerationMembership:
     """This process as a member of one generation after another."""
 
@@ -61,8 +73,8 @@ class GenerationMembership:
         self._holder = holder
         self._awaited_in = CallKind.RESUME if parts.worker.environment.joins_survivors else None
         """The call of the script in which survivors wait for this new process; None: it is one of them."""
-        self._first_rest: StepRest | None = None
-        """What this new process runs of the step in which it begins; None: its share."""
+        self._first_step = FirstStep()
+        """What this new process finds of the step in which it begins."""
         self._give_command: GiveCommand | StoreCommand | None = None
         """Given when the step under way had been agreed on: the script's next call gives the state."""
 
@@ -97,15 +109,19 @@ class GenerationMembership:
         worker.phases.end_phase("script")
         members = self._catch_up(None, 0)
         self._require_together(members)
-        loaded, reason = take_state(worker, parts.checkpoints.training_state())
+        taken, reason = take_state(worker, parts.checkpoints.training_state())
         self._require_success(reason)
-        assert loaded is not None
-        parts.checkpoints.continue_from(loaded)
+        assert taken is not None
+        parts.checkpoints.continue_from(taken.loaded)
         parts.changes.begin_step()  # what was loaded of them is agreed on by the others
         for member in members:
             if member.weight_per_example is not None:
                 parts.expected_weight.follow_others(member.weight_per_example)
-        self._first_rest = plan_rest(members, worker.environment, parts.stages)
+        rest = plan_rest(members, worker.environment, parts.stages)
+        self._first_step = FirstStep(rest, None, taken.sums)
+        if rest is not None and rest.sums is not None:
+            kept = follow_sums(rest.sums, members, worker.environment, rest.expected_weight)
+            self._first_step = FirstStep(rest, kept, taken.sums)
         worker.phases.end_phase("load")
         parts.assembly.disconnect(_LINKS_END_S)
         self._connect_anew(stage)
@@ -121,10 +137,12 @@ class GenerationMembership:
             )
         self._awaited_in = None
 
-    def take_first_rest(self) -> StepRest | None:
-        """What this process runs of the step that begins; None: its share. Only a new process's first step has one."""
-        rest, self._first_rest = self._first_rest, None
-        return rest
+    def begin_first_step(self, step: TrainingStep) -> None:
+        """In the first step of a new process among survivors: makes `.grad` what it has got of the step."""
+        first, self._first_step = self._first_step, FirstStep()
+        step.rest, step.kept = first.rest, first.kept
+        for sums in first.sums:
+            add_sums(self._parts.assembly.stage.parameters, sums)
 
     # Going on in the next generation
 

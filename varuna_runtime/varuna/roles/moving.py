@@ -10,6 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -211,13 +212,21 @@ class StageMove:
         return self._parts.device if self._parts.updater.host is None else torch.device("cpu")
 
 
-def take_state(worker: WorkerProcess, state: TrainingState) -> tuple[LoadedCheckpoint | None, str]:
+class TakenState(NamedTuple):
+    """What a new process has taken from the others."""
+
+    loaded: LoadedCheckpoint
+    sums: list[dict[str, Tensor]]
+    """Of the step under way, by first name of the parameter; each of another rank."""
+
+
+def take_state(worker: WorkerProcess, state: TrainingState) -> tuple[TakenState | None, str]:
     """A new process's part where the others make a `StageMove`: fills `state` with what they hold.
 
-    Returns what was loaded, or None and the reason, which all ranks get.
+    Returns what was taken, or None and the reason, which all ranks get.
     """
     exchange = _make_exchange(worker)
-    loaded: LoadedCheckpoint | None = None
+    taken: TakenState | None = None
     try:
         reason = exchange.share_inventories(None, "")
         if reason:
@@ -225,13 +234,13 @@ def take_state(worker: WorkerProcess, state: TrainingState) -> tuple[LoadedCheck
         staged, reason = exchange.stage_state(state, "")
         if staged is not None:
             try:
-                loaded = staged.fill_state()
-            except CheckpointError as error:
-                reason = str(error)
+                taken = TakenState(staged.fill_state(), list(exchange.take_beside()))
+            except (CheckpointError, OSError, ValueError) as error:
+                reason = first_line(error)
         reason = exchange.agree(reason)
     finally:
         exchange.close()
-    return (None, reason) if reason else (loaded, "")
+    return (None, reason) if reason else (taken, "")
 
 
 def _make_exchange(worker: WorkerProcess) -> StateExchange:

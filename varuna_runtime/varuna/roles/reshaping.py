@@ -191,18 +191,16 @@ def plan_rest(
     """What this rank's replica runs of the step under way; None: its share, because nothing is kept.
 
     All ranks decide alike from the same `members`, which are in the order of their ranks. `stages`: the sections of
-    each. Nothing is kept where ranks take other stages beside new processes.
+    each.
     """
-    plan, moves = environment.plan, must_move(members, stages)
-    if moves and any(member.is_new for member in members):
-        return None
-    if len({member.committed for member in _list_survivors(members)}) > 1:
+    plan, moves, old = environment.plan, must_move(members, stages), _list_survivors(members)
+    if len({member.committed for member in old}) > 1:
         return None
     if any(member.kept and member.micro_batch != plan.micro_batch for member in members):
         return None
     shares = [frozenset(split_spans(member.kept)) for member in members]
     held = [range(*member.sections) for member in members]
-    complete = find_complete(shares, held)
+    complete = find_complete([split_spans(member.kept) for member in old], [tuple(member.sections) for member in old])
     expected = max(member.expected_weight for member in members)
     if not complete or not expected:
         return None

@@ -133,8 +133,8 @@ class TrainingRole:
     # Steps
 
     def train_step(self, inputs: Mapping[str, Any], clip_grad_max_norm: float | None) -> tuple[float, bool, float]:
-        rest = self._membership.take_first_rest()
-        step = TrainingStep(inputs=inputs, clip_grad_max_norm=clip_grad_max_norm, rest=rest)
+        step = TrainingStep(inputs=inputs, clip_grad_max_norm=clip_grad_max_norm)
+        self._membership.begin_first_step(step)
         while True:
             try:
                 return self._run_step(step)

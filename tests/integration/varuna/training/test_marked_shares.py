@@ -131,6 +131,28 @@ def test_marks_move_to_other_stages(number: int, zygote: Zygote, tmp_path: Path)
     assert set(range(case.count)) - list_redone(world, 2, case) >= set(sorted(case.share(0))[:EVERY])
 
 
+@pytest.mark.parametrize("finishes", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(3, 2), pytest.param((1, 6), marks=pytest.mark.slow)])
+def test_new_processes_get_what_counts_of_the_step(
+    shape: tuple[int, int], finishes: bool, zygote: Zygote, tmp_path: Path
+) -> None:
+    """All ranks leave in the middle of a step, and take other stages with two new processes."""
+    case = marked_case(2, 2, finishes=finishes, op_s=0.1, task={"doubled": True})
+    with ExitStack() as stack:
+        world = start_marked(stack, zygote, tmp_path, case)
+        for end in world.ends.values():
+            end.wait_for(lambda message: message.step_done.step == STEP - 1)
+        wait_until(lambda: all(len(ran) > EVERY + 1 for ran in read_forwards(world, 1).values()), "a pass under way")
+        for end in world.ends.values():
+            end.send_leave(agent_pb2.STOP_MODE_LEAVE_NOW, keep_state=True)
+        p, d = shape
+        plan = replace(world.plan, p=p, d=d, stage_starts=(), recompute=())
+        assert world.grow(plan, [0, None, 1, 2, None, 3]) == STEP - 1
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+    redone = {world.ends[rank].wait_for_number("ready", 2).ready.micro_batches_redone for rank in range(4)}
+    assert redone == {0} if finishes else redone < set(range(case.count - 2 * EVERY + 1))
+
+
 LOSSES: dict[str, tuple[tuple[int, int], list[list[dict[str, Any]]]]] = {
     "one replica": ((2, 2), [[op_kill(1, "B", 3)]]),
     "two replicas": ((2, 3), [[op_kill(0, "B", 2), op_kill(3, "B", 2)]]),
