@@ -18,6 +18,9 @@ import structlog
 import torch
 from torch import nn
 
+from varuna.devices.accelerator import is_accelerator
+from varuna.devices.accelerator_autocast import accelerator_autocast
+
 __all__ = ["GROWTH_STEPS", "LossScaler", "TrainingPrecision"]
 
 _log = structlog.get_logger("varuna")
@@ -65,10 +68,13 @@ class TrainingPrecision:
     def dry_run_context(self) -> AbstractContextManager[object]:
         """Around the dry run, whose fake tensors are on the CPU, whatever device the stages will use.
 
-        CPU and CUDA agree on the operations that compute in half precision, and nearly on those that must not. If they
-        differ at a boundary, the stage raises an error.
+        Boundaries have the types of that device, whose autocast has other rules than the CPU's.
         """
-        return torch.autocast("cpu", self.dtype) if self.is_mixed else nullcontext()
+        if not self.is_mixed:
+            return nullcontext()
+        if is_accelerator(torch.device(self.device_type)):
+            return accelerator_autocast(self.device_type, self.dtype)
+        return torch.autocast("cpu", self.dtype)
 
     def pass_context(self) -> AbstractContextManager[object]:
         """Around all forwards and backwards between two changes of the parameters.
