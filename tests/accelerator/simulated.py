@@ -7,10 +7,12 @@ any process that has that folder in its path.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
 import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from typing import Any
 import torch
 
 NATIVE = Path(__file__).parent / "native"
+EXIT_RACES = 86
+"""How a process ends that leaves races behind."""
+
 FLAGS = ("-std=c++20", "-O0", "-fPIC", "-shared", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1")
 
 
@@ -56,6 +61,15 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _make_device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    atexit.register(_refuse_races)
+
+
+def _refuse_races() -> None:
+    """A process does not end well with races that no op has raised."""
+    races = take_races()
+    if races:
+        print("\n".join(["races on the simulated device:", *races]), file=sys.stderr, flush=True)
+        os._exit(EXIT_RACES)
 
 
 def _make_device_module() -> Any:

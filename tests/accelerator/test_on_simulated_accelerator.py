@@ -20,8 +20,11 @@ IMPORTS = [HERE, HERE / "entry_points", SUPPORT, SUPPORT / "training"]
 pytestmark = pytest.mark.needs("g++")
 
 
-def run_checks(name: str, *, devices: int = 2) -> None:
-    """Runs the tests of `inside/check_{name}.py`; torch loads the simulated device there and in its children."""
+def run_checks(name: str, *, only: str = "", devices: int = 2) -> None:
+    """Runs the tests of `inside/check_{name}.py`; torch loads the simulated device there and in its children.
+
+    `only`: as in pytest's `-k`.
+    """
     checks = HERE / "inside" / f"check_{name}.py"
     environ = {
         **os.environ,
@@ -31,7 +34,7 @@ def run_checks(name: str, *, devices: int = 2) -> None:
     }
     environ.pop("PYTEST_PLUGINS", None)
     # pytest's own handler of faults would come after the device's.
-    command = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:xdist", str(checks)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:xdist", "-k", only, str(checks)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
@@ -47,3 +50,13 @@ def test_the_device_computes_as_the_cpu_does() -> None:
 @pytest.mark.slow
 def test_each_ordering_of_the_product_is_needed() -> None:
     run_checks("orderings")
+
+
+@pytest.mark.long
+def test_training_is_plain_pytorchs() -> None:
+    run_checks("training", only="plain and 2x2")
+
+
+@pytest.mark.slow
+def test_training_of_other_shapes_is_plain_pytorchs() -> None:
+    run_checks("training", only="not (plain and 2x2)")

@@ -12,51 +12,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from small_gpt import Task, train_plainly
-from training_matrix import FACTORS, Configuration, assert_equal, covering_rows, plainly, run
+import device_rows
+from small_gpt import Task
 from training_world import Ranks, Zygote
 from varuna_proto.environment import EXIT_PEER_LOST
-
-SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
-HERE_FACTORS = {**FACTORS, "shape": SHAPES, "precision": ["float32", "bfloat16", "float16"]}
-PAIRS = [
-    ("shape", "precision"),
-    ("shape", "tied"),
-    ("shape", "skip"),
-    ("precision", "tied"),
-    ("precision", "optimizer"),
-]
-ROWS = [Configuration(**row) for row in covering_rows(HERE_FACTORS, PAIRS)]
 
 
 def device_of(rank: int) -> str:
     return f"cuda:{rank % torch.cuda.device_count()}"
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.mark.parametrize("shape", device_rows.SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_training_is_plain_pytorchs(zygote: Zygote, tmp_path: Path, shape: tuple[int, int]) -> None:
-    rows = [row for row in ROWS if row.shape == shape]
-    for row, outcome in zip(rows, run(zygote, tmp_path, rows, device_of), strict=True):
-        print(row)
-        assert_equal(outcome, plainly(row, torch.device("cuda", 0)), row.precision)
+    device_rows.check_rows(zygote, tmp_path, device_of, shape)
 
 
 def test_the_optimizer_may_be_on_the_host(zygote: Zygote, tmp_path: Path) -> None:
-    task = Task(precision="float16", loss_scale=2.0**7, offload=True, clip=0.5, learning_rate=1e-3)
-    with Ranks(zygote, tmp_path, task, 2, 2, recompute=(True, False), device=device_of) as world:
-        outcome = world.finish()
-    assert_equal(outcome, train_plainly(task, world.micro_batch, device=torch.device("cuda", 0)), task.precision)
+    device_rows.check_host_optimizer(zygote, tmp_path, device_of)
 
 
 def test_dropout_does_not_depend_on_the_shape(zygote: Zygote, tmp_path: Path) -> None:
-    task = Task(global_batch=7, dropout=0.2, steps=3, learning_rate=1e-3)
-    with Ranks(zygote, tmp_path / "alone", task, 1, 1, device=device_of) as world:
-        alone = world.finish()
-    with Ranks(zygote, tmp_path / "spread", task, 2, 2, recompute=(True, False), device=device_of) as world:
-        spread = world.finish()
-    assert spread.losses == pytest.approx(alone.losses, rel=1e-5)
-    for name, value in alone.parameters.items():
-        torch.testing.assert_close(spread.parameters[name], value, rtol=1e-4, atol=2e-5)
+    device_rows.check_dropout(zygote, tmp_path, device_of)
 
 
 @pytest.mark.parametrize(("p", "d"), [(3, 1), (1, 3)])

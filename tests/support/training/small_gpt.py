@@ -101,6 +101,9 @@ class SmallGPT(nn.Module):
         self.weighted, self.counts, self.checkpointed = task.padded, task.counts, task.checkpointed
         if task.counts:
             self.register_buffer("seen", torch.zeros(()))
+        self.tie_weights(task)
+
+    def tie_weights(self, task: Task) -> None:
         if task.tied:
             self.head.weight = self.embedding.weight
         if task.tied_blocks is not None:
@@ -225,6 +228,7 @@ def train_plainly(
 
     device = device or torch.device("cpu")
     model = make_model(task).to(device)
+    model.tie_weights(task)  # `to` unties them on devices that torch does not know
     optimizer = make_optimizer(model.parameters(), task)
     scheduler = make_scheduler(optimizer)
     losses, norms = [], []
