@@ -47,6 +47,10 @@ def test_the_device_computes_as_the_cpu_does() -> None:
     run_checks("device")
 
 
+def test_a_step_waits_for_the_device_as_little_as_it_says() -> None:
+    run_checks("steps")
+
+
 @pytest.mark.slow
 def test_each_ordering_of_the_product_is_needed() -> None:
     run_checks("orderings")

@@ -197,10 +197,10 @@ ORDERINGS = [
     Ordering(
         "an updated tensor is kept", COPIES, "tensor.record_stream(stream)", update_and_forget, "tensor.copy_(value"
     ),
-    Ordering("a message is sent when it is copied", TRANSPORT, "message.copied.synchronize()", send_over_link),
+    Ordering("a message is sent when it is copied", TRANSPORT, "wait_for_event(message.copied)", send_over_link),
     Ordering("the optimizer on the host waits for gradients", OFFLOAD, "wait_for_stream(device)", step_on_host),
     Ordering("a snapshot waits for its copies", SNAPSHOT, "wait_for_stream(device)", save),
-    Ordering("a staged sum starts when it is copied", COLLECTIVES, "copied.synchronize()", stage_gradients),
+    Ordering("a staged sum starts when it is copied", COLLECTIVES, "wait_for_event(copied)", stage_gradients),
 ]
 PROGRAMS = {**{each.program: each.module for each in ORDERINGS}, sum_gradients: COLLECTIVES}
 

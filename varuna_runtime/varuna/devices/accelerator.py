@@ -8,6 +8,7 @@ What only CUDA has is in `cuda_alone`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -32,8 +33,12 @@ __all__ = [
     "total_memory_bytes",
     "use_stream",
     "wait_for_device",
+    "wait_for_event",
     "wait_for_stream",
 ]
+
+_EVENT_POLL_S = 5e-5
+"""How often a wait looks whether an event has happened: a small part of what a copy of a boundary takes."""
 
 _WITHOUT = frozenset({"cpu", "meta", "mps"})
 """Kinds of devices that are used like a CPU, or not at all: Apple's has neither streams of ours nor float64."""
@@ -93,9 +98,19 @@ def record_event(device: torch.device, timed: bool = False) -> torch.Event:
     return event
 
 
+def wait_for_event(event: torch.Event) -> None:
+    """Waits until the event has happened, asleep.
+
+    `Event.synchronize` spins on CUDA, and so takes a processor from the threads that feed the devices. (torch 2.13
+    takes `blocking=True` for an event, and ignores it.)
+    """
+    while not event.query():
+        time.sleep(_EVENT_POLL_S)
+
+
 def wait_for_stream(device: torch.device) -> None:
     """Waits until the work that the device's current stream has now is done."""
-    torch.accelerator.current_stream(device).synchronize()
+    wait_for_event(record_event(device))
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from varuna.devices.accelerator import wait_for_event
 from varuna.devices.copy_stream import CopyStream
 from varuna.devices.cuda_alone import takes_device_tensors
 from varuna.diagnostics.error_text import first_line
@@ -112,7 +113,7 @@ class _StagedTensors:
         self._copies = copies
         self._values, copied = copies.to_host(self._refused)
         if copied is not None:
-            copied.synchronize()  # such a backend reads host memory as soon as the collective starts
+            wait_for_event(copied)  # such a backend reads host memory as soon as the collective starts
         values = iter(self._values)
         self.on_host = [next(values) if not takes_device_tensors(each.device) else each for each in tensors]
 

@@ -187,7 +187,11 @@ class _Bucket:
         first = self.members[0]
         # Flags behind the gradients tell which parameters have one. A parameter without a gradient must not get zeros,
         # because the optimizer leaves the former alone and decays the latter.
-        flags = torch.tensor([float(p.grad is not None) for p in self.members], dtype=first.dtype, device=first.device)
+        # They are made on the device: a copy from the host would wait for all that the device still has to do.
+        flags = torch.ones(len(self.members), dtype=first.dtype, device=first.device)
+        for number, parameter in enumerate(self.members):
+            if parameter.grad is None:
+                flags[number].zero_()
         parts = [
             torch.zeros(p.numel(), dtype=p.dtype, device=p.device) if p.grad is None else p.grad.flatten()
             for p in self.members
@@ -205,17 +209,17 @@ class _Bucket:
         flat, self._flat = self._flat, torch.empty(0)
         self.wait = None
         self.final.clear()
-        present = flat[-len(self.members) :].tolist()
+        # What this rank has a gradient of, a rank has one of. Only for the rest the host waits for the flags.
+        is_complete = all(parameter.grad is not None for parameter in self.members)
+        present = [] if is_complete else flat[-len(self.members) :].tolist()
         offset = 0
-        for parameter, has_gradient in zip(self.members, present, strict=True):
+        for number, parameter in enumerate(self.members):
             summed = flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
-            if not has_gradient:
-                continue
-            if parameter.grad is None:
-                parameter.grad = summed.clone()
-            else:
+            if parameter.grad is not None:
                 parameter.grad.copy_(summed)
+            elif present[number]:
+                parameter.grad = summed.clone()
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

@@ -11,17 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from varuna.devices.copy_stream import CopyStream
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure
 from varuna.partition.stages.written_buffers import WrittenBuffers
 from varuna.pipeline.gradient_forecast import GradientForecast
 from varuna.pipeline.loss_weight import WeightedLoss
-from varuna.pipeline.micro_batches import MicroBatch, move_to_device
+from varuna.pipeline.micro_batches import MicroBatch, copy_containers, load_inputs
 from varuna.pipeline.pass_state import MessageIntake, PassResult, PassState, PassTimes, Stash
 from varuna.pipeline.pass_timer import OpTimes, PassTimer
 from varuna.pipeline.random_streams import RandomStreams, preserve_generators
@@ -80,6 +82,7 @@ class Engine:
         if position.policy is Policy.VARUNA:
             self._forecast = GradientForecast(position.p - 1 - position.stage)
         self._op_times = OpTimes()
+        self._input_copies = CopyStream()
         self.update_stage(context.written or WrittenBuffers(nn.Module(), {}), context.random or RandomStreams(device))
 
     @property
@@ -165,7 +168,9 @@ class Engine:
                     self._links.activations_out.wait_for_room(_MESSAGES_AHEAD_IN_EVALUATION)
                 self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
                 with run.timer.measure_op(Op.F.name, number):
-                    outputs = self._run_stage(micro_batch, run.activations.take_message(number, self._device))
+                    outputs = self._run_stage(
+                        self._load(micro_batch), run.activations.take_message(number, self._device)
+                    )
                     self._send_outputs(run, outputs, number)
                 run.forwards += 1
                 run.activations.release_oldest()
@@ -239,7 +244,7 @@ class Engine:
         return self._forecast.changes_in_s(time.perf_counter_ns())
 
     def _run_forward(self, run: PassState, seed: int, step: int) -> None:
-        number, micro_batch = run.forwards, run.micro_batches[run.forwards]
+        number, micro_batch = run.forwards, self._load(run.micro_batches[run.forwards])
         received = run.activations.take_message(number, self._device)
         for tensor, boundary in zip(received, self._stage.receives, strict=False):
             tensor.requires_grad_(boundary.requires_grad)
@@ -295,9 +300,16 @@ class Engine:
         run.activations.release_oldest()
         run.gradients.release_oldest()
 
+    def _load(self, micro_batch: MicroBatch) -> MicroBatch:
+        """With its inputs on the device, where they stay until the backward: a recompute reads them again."""
+        return replace(micro_batch, inputs=load_inputs(micro_batch.inputs, self._device, self._input_copies))
+
     def _run_stage(self, micro_batch: MicroBatch, received: list[Tensor]) -> list[Tensor]:
-        """Runs the stage's forward. Refuses changes in place that would make a recompute silently wrong."""
-        inputs = {name: move_to_device(value, self._device) for name, value in micro_batch.inputs.items()}
+        """Runs the stage's forward. Refuses changes in place that would make a recompute silently wrong.
+
+        `micro_batch`: with its inputs on the device.
+        """
+        inputs = {name: copy_containers(value) for name, value in micro_batch.inputs.items()}
         kept = [*(value for value in micro_batch.inputs.values() if isinstance(value, Tensor)), *received]
         versions = [tensor._version for tensor in kept]
         with self._forward_context():

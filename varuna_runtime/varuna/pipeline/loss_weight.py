@@ -41,10 +41,17 @@ class WeightedLoss:
             )
         return weight
 
-    @property
-    def total(self) -> float:
-        """Loss times weight. A mean over nothing, which may be NaN, counts as 0."""
-        return float(self._loss) * self.weight if self.weight else 0.0
+    @staticmethod
+    def sum_losses(losses: Sequence[WeightedLoss]) -> float:
+        """The sum of loss times weight. A mean over nothing, which may be NaN, counts as 0.
+
+        The host reads all losses at once, because each read waits for the device.
+        """
+        counted = [loss for loss in losses if loss.weight]
+        if not counted:
+            return 0.0
+        values: list[float] = torch.stack([loss._loss.reshape(()) for loss in counted]).tolist()
+        return sum(value * loss.weight for value, loss in zip(values, counted, strict=True))
 
 
 class ExpectedWeight:

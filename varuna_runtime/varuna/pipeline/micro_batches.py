@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from varuna.devices.accelerator import is_accelerator
+from varuna.devices.copy_stream import CopyStream
 from varuna.partition.model_io.batch import take_examples
 
-__all__ = ["MicroBatch", "cut_inputs", "cut_spans", "join_spans", "move_to_device", "split_spans"]
+__all__ = [
+    "MicroBatch",
+    "copy_containers",
+    "cut_inputs",
+    "cut_spans",
+    "join_spans",
+    "load_inputs",
+    "pin_inputs",
+    "split_spans",
+]
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,41 @@ def cut_spans(inputs: Mapping[str, Any], spans: Mapping[int, range]) -> list[Mic
     return batches
 
 
-def move_to_device(value: Any, device: torch.device) -> Any:
-    """A tensor, or all tensors in nested containers, on `device`. Containers are copied: the model may change them."""
+def pin_inputs(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The inputs of a whole step as copies to `device` take them beside the computing: in pinned host memory.
+
+    A copy from ordinary memory makes the host wait for it. On a CPU the inputs themselves.
+    """
+    if not is_accelerator(device):
+        return dict(inputs)
+    return {name: _map_tensors(value, _pin) for name, value in inputs.items()}
+
+
+def load_inputs(inputs: Mapping[str, Any], device: torch.device, copies: CopyStream) -> dict[str, Any]:
+    """The inputs of a micro-batch on `device`, which ops launched next may use."""
+    if not is_accelerator(device):
+        return dict(inputs)
+    leaves, structure = tree_flatten(dict(inputs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_accelerator(leaf.device)]
+    for place, tensor in zip(places, copies.to_device([leaves[i] for i in places], device), strict=True):
+        leaves[place] = tensor
+    loaded: dict[str, Any] = tree_unflatten(leaves, structure)
+    return loaded
+
+
+def copy_containers(value: Any) -> Any:
+    """The same tensors in copies of the nested containers that hold them: the model may change the containers."""
+    return _map_tensors(value, lambda tensor: tensor)
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
+        return change(value)
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def join_spans(numbers: Iterable[int]) -> list[tuple[int, int]]:

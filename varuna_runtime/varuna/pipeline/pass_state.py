@@ -66,6 +66,7 @@ class Stash:
     """What a micro-batch leaves in memory between its forward and its backward."""
 
     micro_batch: MicroBatch
+    """With its inputs on the device."""
     received: list[Tensor]
     outputs: list[Tensor] | None = None
     """None after a forward that will be recomputed."""
@@ -94,7 +95,7 @@ class PassState:
         """The result of the first `count` micro-batches."""
         losses = self.losses[:count]
         return PassResult(
-            loss_sum=sum(loss.total for loss in losses),
+            loss_sum=WeightedLoss.sum_losses(losses),
             weight=sum(loss.weight for loss in losses),
             examples=sum(loss.examples for loss in losses),
             expected_weight=self.expected_weight,

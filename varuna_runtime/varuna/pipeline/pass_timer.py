@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from varuna.devices.accelerator import is_accelerator, record_event, wait_for_device
+from varuna.devices.accelerator import is_accelerator, record_event, wait_for_event
 from varuna.diagnostics.timeline import OPS, Timeline
 
 __all__ = ["OpTimes", "PassTimer"]
@@ -56,13 +56,9 @@ class PassTimer:
             self._ops.append(_TimedOp(name, micro_batch, begin_ns, time.perf_counter_ns()))
 
     def finish_pass(self, timeline: Timeline) -> tuple[OpTimes, int]:
-        """(median times of the ops, µs in which no op ran). Waits for the device. The timeline gets every op."""
-        if self._first is not None:
-            wait_for_device(self._device)
-            self._ops = [
-                _TimedOp(name, micro_batch, self._on_host_clock(begin), self._on_host_clock(end))
-                for name, micro_batch, begin, end in self._events
-            ]
+        """(median times of the ops, µs in which no op ran). Waits for the ops. The timeline gets every op."""
+        if self._events:
+            self._ops = self._read_events()
         elapsed_ns = time.perf_counter_ns() - self._began_ns
         durations: dict[str, list[int]] = {}
         for op in self._ops:
@@ -75,8 +71,26 @@ class PassTimer:
         )
         return op_times, max(0, round(idle_ns / 1e3))
 
-    def _on_host_clock(self, event: torch.Event) -> int:
-        # The device was idle at the beginning of the pass, so its first event happened then.
+    def _read_events(self) -> list[_TimedOp]:
+        """The ops on the host's clock. Waits for the last op's event, and for no other stream: one that sums gradients
+        with a rank that is gone would never end.
+
+        When the pass began, the device may still have been at work on the step before. So the clocks are compared at
+        the end of the last op, if the host has waited for that.
+        """
         assert self._first is not None
-        after_ms: float = self._first.elapsed_time(event)
-        return self._began_ns + round(after_ms * 1e6)
+        last = self._events[-1][3]
+        has_waited = not last.query()
+        wait_for_event(last)
+        first_ns = self._began_ns
+        if has_waited:
+            first_ns = max(first_ns, time.perf_counter_ns() - _elapsed_ns(self._first, last))
+        return [
+            _TimedOp(name, number, first_ns + _elapsed_ns(self._first, begin), first_ns + _elapsed_ns(self._first, end))
+            for name, number, begin, end in self._events
+        ]
+
+
+def _elapsed_ns(first: torch.Event, second: torch.Event) -> int:
+    after_ms: float = first.elapsed_time(second)
+    return round(after_ms * 1e6)

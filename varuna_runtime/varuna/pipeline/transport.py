@@ -22,6 +22,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from varuna.devices.accelerator import wait_for_event
 from varuna.devices.copy_stream import CopyStream
 from varuna.diagnostics.error_text import first_line
 from varuna.diagnostics.timeline import Timeline
@@ -224,7 +225,7 @@ class LinkSender:
         while (message := self._queue.get()) is not None:
             works = message.works
             if message.copied is not None:
-                message.copied.synchronize()
+                wait_for_event(message.copied)
             if works is None:
                 try:
                     works = self._start_sending(message.number, message.tensors)

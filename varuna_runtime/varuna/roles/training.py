@@ -40,7 +40,7 @@ from varuna.optim.reduction import clip_factor
 from varuna.optim.split_check import check_splittable
 from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
-from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans
+from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans, pin_inputs
 from varuna.pipeline.pass_state import PassResult, PassState
 from varuna.roles.kept_shares import KeptShare
 from varuna.roles.leaving import StateHolder
@@ -144,7 +144,11 @@ class TrainingRole:
             self._membership.join_next(step)  # when the exception is gone, whose frames hold parts of the stage
 
     def _run_step(self, step: TrainingStep) -> tuple[float, bool, float]:
-        """Runs what is left of the step."""
+        """Runs what is left of the step.
+
+        On an accelerator the host waits for the device to read the losses and the gradient's norm, and else for events
+        only, for what is sent.
+        """
         if step.totals is None:
             self._begin_step(step)
             totals = self._pass_and_agree(step)
@@ -322,9 +326,11 @@ class TrainingRole:
         if step.rest is None:
             step.inputs = renew_batch(step.inputs)
             sizes, first = share_of_batch(batch_size_of(step.inputs), environment, self._worker.topology.replica)
-            return cut_inputs(step.inputs, sizes, first, first * environment.plan.micro_batch)
+            inputs = pin_inputs(step.inputs, self._device)
+            return cut_inputs(inputs, sizes, first, first * environment.plan.micro_batch)
         spans = spans_of_micro_batches(step.rest.numbers, environment)
-        return cut_spans(fetch_examples(step.inputs, spans.values()), spans) if spans else []
+        inputs = pin_inputs(fetch_examples(step.inputs, spans.values()), self._device) if spans else {}
+        return cut_spans(inputs, spans)
 
     def _may_keep(self) -> bool:
         """Whether what this rank runs of the step stays valid when ranks of other replicas are lost."""
@@ -421,13 +427,14 @@ class TrainingRole:
             return self._evaluate_together(inputs, batch_size, ema=ema)
 
     def _evaluate_together(self, inputs: Mapping[str, Any], batch_size: int | None, *, ema: bool) -> float:
-        inputs = renew_batch(inputs)
+        inputs = pin_inputs(renew_batch(inputs), self._device)
         sizes, first = share_of_batch(batch_size_of(inputs), self._worker.environment, self._worker.topology.replica)
         parameters = self.assembly.stage.parameters
         averaged = self.average.exchange_values(parameters) if ema and self.average is not None else nullcontext()
         with self.assembly.evaluation_mode(), self._passing(), averaged:
             passed = self.assembly.engine.run_evaluation_pass(
-                cut_inputs(inputs, sizes, first), self._worker.link.report_evaluated_micro_batch
+                cut_inputs(pin_inputs(inputs, self._device), sizes, first),
+                self._worker.link.report_evaluated_micro_batch,
             )
         totals = agree_on_totals(
             self.assembly.everyone,

@@ -1,0 +1,91 @@
+"""What one training step does on an accelerator: the types that cross, and how often the host waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import simulated
+from small_gpt import Task, example_batch, make_model
+from varuna import CutPoint, Varuna
+from varuna.devices.copy_stream import CopyStream
+from varuna.distributed.departure import Departure
+from varuna.distributed.groups import RankGroup
+from varuna.optim.precision import TrainingPrecision
+from varuna.optim.reduction import GradientReducer
+from varuna.partition import build_stage, trace
+from varuna.pipeline.micro_batches import load_inputs, pin_inputs
+
+DEVICE = torch.device("sim", 0)
+
+
+class Blocks(nn.Module):
+    """The first stage ends behind a norm, whose result is fp32 on accelerators and bf16 on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.cut_point = CutPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.second(self.cut_point(self.norm(self.first(x)))), torch.ones_like(x))
+
+
+def test_what_crosses_has_the_type_that_autocast_gives_on_the_device() -> None:
+    precision, model = TrainingPrecision(torch.bfloat16, "sim"), Blocks()
+    with precision.dry_run_context():
+        model_map = trace(model, {"x": torch.ones(4, 4)})
+    stage = build_stage(model, model_map, 0, 1, device=DEVICE)
+    with precision.forward_context():
+        [sent] = stage.forward({"x": torch.ones(2, 4, device=DEVICE)}, [])
+    assert (sent.dtype, stage.sends[0].dtype) == (torch.float32, torch.float32)
+
+
+def test_the_host_does_not_wait_while_gradients_are_summed() -> None:
+    layer = nn.Linear(4, 4).to(DEVICE)
+    group = RankGroup(None, (0, 1), Departure(lambda code: None))
+    parameters = dict(layer.named_parameters())
+    reducer = GradientReducer(parameters, group, (), counted=parameters, bucket_bytes=1)
+    simulated.forbid_syncs(True)
+    try:
+        reducer.mark_last_backward()
+        layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
+        reducer.reduce_gradients()
+    finally:
+        simulated.forbid_syncs(False)
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.tolist() == [2.0] * 4
+
+
+def make_training(task: Task, **more: Any) -> Varuna:
+    """In four micro-batches, alone in this process."""
+    model = Varuna(make_model(task), get_batch_fn=example_batch, batch_size=4, chunk_size=1, device="sim:0", **more)
+    model.set_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_waits_for_the_device_twice(dtype: torch.dtype) -> None:
+    """For the losses and for the norm. Its inputs are copied meanwhile."""
+    model = make_training(Task(), dtype=dtype)
+    model.step(example_batch(4))
+    simulated.take_syncs()
+    model.step(example_batch(4), clip_grad_max_norm=0.5)
+    assert simulated.take_syncs() == {"copy to the host, pageable": 1, "_local_scalar_dense": 1}
+
+
+def test_inputs_in_containers_are_copied_too() -> None:
+    copies = CopyStream()
+    given = {"x": [torch.ones(2, 2), 3], "y": {"z": torch.zeros(2, device=DEVICE)}}
+    inputs = pin_inputs(given, DEVICE)
+    simulated.forbid_syncs(True)
+    try:
+        loaded = load_inputs(inputs, DEVICE, copies)
+    finally:
+        simulated.forbid_syncs(False)
+    assert (loaded["x"][0].tolist(), loaded["x"][1], loaded["y"]["z"].tolist()) == ([[1, 1], [1, 1]], 3, [0, 0])
+    assert loaded["y"]["z"] is given["y"]["z"]
