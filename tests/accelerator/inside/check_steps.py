@@ -18,7 +18,9 @@ from varuna.distributed.groups import RankGroup
 from varuna.optim.precision import TrainingPrecision
 from varuna.optim.reduction import GradientReducer
 from varuna.partition import build_stage, trace
+from varuna.pipeline.engine import Engine
 from varuna.pipeline.micro_batches import load_inputs, pin_inputs
+from varuna.pipeline.pass_state import PassState
 
 DEVICE = torch.device("sim", 0)
 
@@ -89,3 +91,17 @@ def test_inputs_in_containers_are_copied_too() -> None:
         simulated.forbid_syncs(False)
     assert (loaded["x"][0].tolist(), loaded["x"][1], loaded["y"]["z"].tolist()) == ([[1, 1], [1, 1]], 3, [0, 0])
     assert loaded["y"]["z"] is given["y"]["z"]
+
+
+def test_the_engine_chooses_with_at_most_one_op_left_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    choose = Engine._choose
+
+    def choose_and_count(engine: Engine, run: PassState) -> int:
+        now = torch.Stream(DEVICE).record_event()  # it comes after all that the host has waited for
+        left.append(sum(simulated.could_overlap(end, now) for *_, end in run.timer._events))
+        return choose(engine, run)
+
+    monkeypatch.setattr(Engine, "_choose", choose_and_count)
+    make_training(Task()).step(example_batch(4))
+    assert (max(left), len(left)) == (1, 8)

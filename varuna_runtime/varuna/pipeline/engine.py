@@ -4,6 +4,9 @@ Letters: P stages, N micro-batches of this replica in this pass, F forward, R re
 
 The engine plans nothing ahead. After each action it calls `choose` with what is done and what has arrived; WAIT means
 that the engine waits until a message arrives or the worker must leave. Micro-batches go in order on every link.
+
+An accelerator runs ops after the host has launched them. The engine chooses an op when at most one is left to finish:
+the device always has work, and a gradient that arrives is not behind forwards that were launched long before it.
 """
 
 from __future__ import annotations
@@ -202,6 +205,7 @@ class Engine:
 
     def _choose_or_wait(self, run: PassState) -> int:
         action = WAIT
+        run.timer.wait_for_last_but_one()
 
         def can_act() -> bool:
             nonlocal action

@@ -55,6 +55,11 @@ class PassTimer:
             yield
             self._ops.append(_TimedOp(name, micro_batch, begin_ns, time.perf_counter_ns()))
 
+    def wait_for_last_but_one(self) -> None:
+        """Waits until the device has at most one op of the pass left to finish."""
+        if len(self._events) > 1:
+            wait_for_event(self._events[-2][3])
+
     def finish_pass(self, timeline: Timeline) -> tuple[OpTimes, int]:
         """(median times of the ops, µs in which no op ran). Waits for the ops. The timeline gets every op."""
         if self._events:

@@ -147,7 +147,7 @@ class TrainingRole:
         """Runs what is left of the step.
 
         On an accelerator the host waits for the device to read the losses and the gradient's norm, and else for events
-        only, for what is sent.
+        only: so that at most one op is left to finish when the engine chooses the next, and for what is sent.
         """
         if step.totals is None:
             self._begin_step(step)
