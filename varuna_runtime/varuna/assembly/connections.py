@@ -104,7 +104,8 @@ def connect_holders(
         devices = rendezvous.exchange_values(f"{name}/device", ranks, nccl_device_name(device))
         if have_own_devices(devices):
             own = list(ranks).index(topology.rank)
-            group = connect_nccl(PrefixStore(f"{name}/nccl", rendezvous.store), own, len(ranks))
+            store = PrefixStore(f"{name}/nccl", rendezvous.store)
+            group = connect_nccl(store, own, len(ranks), address=rendezvous.own_address())
             rendezvous.abort_at_end(group)
             return NcclGroup(group, ranks, departure)
     return rendezvous.make_group(name, ranks)

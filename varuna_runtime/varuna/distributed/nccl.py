@@ -5,10 +5,13 @@ gloo copies gradients through host memory; NCCL takes them from device to device
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
+import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -21,6 +24,19 @@ _POLL_S = 0.0005
 """How often a wait checks whether the device is done. NCCL wakes no thread; a collective takes milliseconds."""
 
 
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""What torch's NCCL binding reads when a group is made. By default a thread of its own ends the process with SIGABRT
+when a peer is gone: the worker would seem to have been killed, and its state would be lost. Here a wait raises instead.
+"""
+
+_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+
 class _DeviceWork(Work, Protocol):
     def is_completed(self) -> bool: ...
 
@@ -30,14 +46,42 @@ def have_own_devices(devices: Sequence[str]) -> bool:
     return all(devices) and len(set(devices)) == len(devices)
 
 
-def connect_nccl(store: Store, rank: int, size: int) -> GlooGroup:
-    """The NCCL group of the ranks that share `store`. They connect at its first collective, not before."""
+def connect_nccl(store: Store, rank: int, size: int, *, address: str) -> GlooGroup:
+    """The NCCL group of the ranks that share `store`. They connect at its first collective, not before.
+
+    NCCL uses the network interface that has `address`, unless the user has named another one for it.
+    """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = NEVER
-    group = nccl(store, rank, size, options)
+    interface = _find_interface(address)
+    if interface:
+        os.environ.setdefault(_INTERFACE, f"={interface}")  # read at the first collective of the process
+    with _settings():
+        group = nccl(store, rank, size, options)
     keep_alive_forever(group)
     return cast(GlooGroup, group)  # it has all of that but send and recv by tag
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """In the block; groups of the script's own keep the user's."""
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update(_SETTINGS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _find_interface(address: str) -> str:
+    """The name of the network interface with this address; "" for none."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(each.address == address for each in addresses)), "")
 
 
 def abort_group(group: object, within_s: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from varuna.assembly.connections import connect_holders
 from varuna.devices.cuda_alone import nccl_device_name
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
-from varuna.distributed.nccl import NcclGroup, have_own_devices
+from varuna.distributed.nccl import NcclGroup, connect_nccl, have_own_devices
 from varuna.distributed.rendezvous import Rendezvous
 from varuna.distributed.topology import Topology
 from varuna.distributed.worker_environment import read_worker_environment
@@ -100,3 +102,33 @@ def test_a_wait_is_left_when_a_peer_is_lost() -> None:
     with pytest.raises(PeerLost, match="76"):
         wait()
     assert not work.waited
+
+
+class MadeGroup:
+    """Takes the place of torch's NCCL group, which this build of torch lacks: notes what it could read."""
+
+    class Options:
+        _timeout = timedelta()
+
+    def __init__(self, store: object, rank: int, size: int, options: MadeGroup.Options) -> None:
+        self.size, self.timeout = size, options._timeout
+        self.environment = dict(os.environ)
+
+
+def test_nccls_own_watchdogs_end_no_process_whose_waits_are_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MadeGroup, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    for name in ("TORCH_NCCL_ENABLE_MONITORING", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is restored, whatever is set
+        monkeypatch.delenv(name)
+    group: Any = connect_nccl(HashStore(), 0, 2, address="127.0.0.1")
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "NCCL_SOCKET_IFNAME")
+    assert [group.environment[name] for name in names] == ["0", "0", "=lo"]
+    assert [os.environ.get(name) for name in names[:2]] == ["3", None]  # for groups of the script's own
+
+
+def test_the_user_may_name_nccls_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MadeGroup, raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    group: Any = connect_nccl(HashStore(), 0, 2, address="127.0.0.1")
+    assert group.environment["NCCL_SOCKET_IFNAME"] == "ib0"
