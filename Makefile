@@ -11,7 +11,7 @@ PYTEST = $(BIN)/pytest --dist loadgroup
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv hooks chromium browser compiler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium browser compiler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install gpu lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -92,6 +92,11 @@ soak-traces: venv ## Play 10,000 traces of lost, repeated, late messages with ea
 
 soak-install: venv ## Install wheel, manager and a host over ssh from nothing, train there, upgrade (needs a registry, sshd)
 	$(BIN)/python tests/soak/install.py $(SOAK)
+
+gpu: venv ## On a machine with GPUs: the tests that need one, then one page of figures (GPU="--size gpt2-2.5b"; docs/gpu.md)
+	@$(BIN)/python -c 'from varuna.devices.accelerator import find_accelerator as find; find() or exit("make gpu: torch finds no accelerator here. Install a build of torch for your GPUs: see docs/gpu.md")'
+	$(BIN)/pytest -n 0 tests/gpu $(PYTEST_FLAGS)
+	$(BIN)/python benchmarks/gpu.py $(GPU)
 
 lint: venv ## ruff, mypy, import rules, generated code
 	$(BIN)/ruff check .
