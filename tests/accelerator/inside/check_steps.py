@@ -105,3 +105,20 @@ def test_the_engine_chooses_with_at_most_one_op_left_to_finish(monkeypatch: pyte
     monkeypatch.setattr(Engine, "_choose", choose_and_count)
     make_training(Task()).step(example_batch(4))
     assert (max(left), len(left)) == (1, 8)
+
+
+def test_an_error_for_want_of_memory_says_what_may_be_changed() -> None:
+    model = make_training(Task())
+    model.step(example_batch(4))
+    torch.accelerator.empty_cache()
+    free, total = torch.accelerator.get_memory_info(0)
+    simulated.limit_memory(DEVICE, total - free)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            model.step(example_batch(4))
+    finally:
+        simulated.limit_memory(DEVICE, total)
+    [note] = raised.value.__notes__
+    assert note.startswith("out of memory on sim:0, which has ")
+    assert "stage 1 of 1 had up to" in note
+    assert "with micro-batches of 1. Make micro-batches smaller (plan.micro_batch in the job file" in note

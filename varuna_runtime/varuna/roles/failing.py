@@ -6,14 +6,19 @@ that after the step, or that with the script's part of the step still missing: s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.optim import Optimizer
 
 from varuna.checkpoint.script_states import RegisteredStates
+from varuna.devices.accelerator import peak_memory_bytes, total_memory_bytes
+from varuna.distributed.topology import Topology
+from varuna_planner.memory import human
+from varuna_proto.plan import Plan
 
-__all__ = ["ScriptHabits", "are_finite"]
+__all__ = ["ScriptHabits", "are_finite", "explaining_memory"]
 
 
 class ScriptHabits:
@@ -49,6 +54,22 @@ def _describe(optimizers: Sequence[Optimizer], registered: RegisteredStates) -> 
         for group in optimizer.param_groups
     ]
     return repr((options, [scheduler.last_epoch for scheduler in registered.schedulers.values()]))
+
+
+@contextmanager
+def explaining_memory(device: torch.device, topology: Topology, plan: Plan) -> Iterator[None]:
+    """Around what a stage does on its device: the last line of an error for want of memory says what may be changed."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        has, had = human(total_memory_bytes(device)), human(peak_memory_bytes(device))
+        planned = f", and {human(plan.memory_bytes[topology.stage])} were planned" if plan.memory_bytes else ""
+        error.add_note(
+            f"out of memory on {device}, which has {has}: stage {topology.stage + 1} of {topology.p} had up to {had} "
+            f"with micro-batches of {plan.micro_batch}{planned}. Make micro-batches smaller (plan.micro_batch in the "
+            "job file, --chunk_size of the launchers), use more GPUs, or an optimizer that takes less (fused=True)"
+        )
+        raise
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:

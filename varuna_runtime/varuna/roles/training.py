@@ -42,6 +42,7 @@ from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans, pin_inputs
 from varuna.pipeline.pass_state import PassResult, PassState
+from varuna.roles.failing import explaining_memory
 from varuna.roles.kept_shares import KeptShare
 from varuna.roles.leaving import StateHolder
 from varuna.roles.membership import GenerationMembership
@@ -137,7 +138,8 @@ class TrainingRole:
         self._membership.begin_first_step(step)
         while True:
             try:
-                return self._run_step(step)
+                with explaining_memory(self._device, self._worker.topology, self._worker.environment.plan):
+                    return self._run_step(step)
             except (GenerationEnded, PeerLost):
                 if not self._worker.departure.stays:
                     raise
