@@ -71,7 +71,7 @@ class SectionProfile(_ProfileRecord):
     name: str
     """That of the model's cut."""
     parameter_bytes: Bytes
-    """A tied parameter counts in each section that uses it."""
+    """With the copies that autocast keeps during a step. A tied parameter counts in each section that uses it."""
     optimizer_bytes: Bytes
     """What the optimizer keeps of it on the device."""
     optimizer_us: Microseconds = 0.0

@@ -106,7 +106,8 @@ def _make_section(
     return SectionProfile(
         index=index,
         name=section.name,
-        parameter_bytes=sum(model_map.parameter_bytes[name] for name in section.parameters),
+        parameter_bytes=sum(model_map.parameter_bytes[name] for name in section.parameters)
+        + subject.precision.cast_bytes(trained),
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         optimizer_bytes=costs.bytes_for(trained),
         optimizer_us=costs.us_for(trained),

@@ -87,6 +87,14 @@ class TrainingPrecision:
         torch.clear_autocast_cache()  # of a context that the script may have around its steps
         return torch.autocast(self.device_type, self.dtype, enabled=False)
 
+    def cast_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """What autocast keeps, over all micro-batches of a step, of the parameters that matrix products read: a copy of
+        each in half precision."""
+        if not self.is_mixed or not self.casts_persist:
+            return 0
+        matrices = [each for each in parameters if each.dim() > 1 and each.requires_grad]
+        return sum(each.numel() * self.dtype.itemsize for each in matrices if each.dtype is torch.float32)
+
     def check_parameters(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raises ValueError when a trained parameter is in half precision, in which small updates vanish."""
         for name, parameter in named if self.is_mixed else ():
