@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import simulated
 from small_gpt import Task, example_batch, make_model
 from varuna import CutPoint, Varuna
+from varuna.devices.accelerator import record_event, use_stream
 from varuna.devices.copy_stream import CopyStream
 from varuna.distributed.departure import Departure
 from varuna.distributed.groups import RankGroup
@@ -122,3 +123,21 @@ def test_an_error_for_want_of_memory_says_what_may_be_changed() -> None:
     assert note.startswith("out of memory on sim:0, which has ")
     assert "stage 1 of 1 had up to" in note
     assert "with micro-batches of 1. Make micro-batches smaller (plan.micro_batch in the job file" in note
+
+
+def test_copies_could_run_while_the_device_computes() -> None:
+    out, into, x = CopyStream(), CopyStream(), torch.ones(8, 8, device=DEVICE)
+    _, sent = out.to_host([x])
+    y = x * 2
+    computed = record_event(DEVICE)
+    [received] = into.to_device([torch.ones(8, 8).pin_memory()], DEVICE)
+    arrived = record_event_on(into)
+    assert sent is not None
+    assert simulated.could_overlap(sent, computed)
+    assert simulated.could_overlap(arrived, computed)
+    assert (received + y).sum().item() == 3 * 64
+
+
+def record_event_on(copies: CopyStream) -> torch.Event:
+    with use_stream(copies._on(DEVICE)):
+        return record_event(DEVICE)

@@ -79,8 +79,7 @@ _WIDEST = frozenset(
 """Operators that compute in the widest type among their arguments."""
 
 _REFUSED = frozenset({"binary_cross_entropy"})
-"""Operators that raise under autocast on an accelerator, as the first step there says."""
-
+"""Operators that raise under autocast on an accelerator. The dry run lets them pass, and the first step raises."""
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
