@@ -53,7 +53,7 @@ class GradientReducer:
     With `mark_last_backward` before the last backward of a step, the sums overlap that backward: each bucket is sent as
     soon as its gradients are final. Collectives must begin in the same order on all replicas, so buckets go in one
     fixed order: last parameters first, because a backward finishes those first. `reduce_gradients` sends the rest and
-    waits. Parameters that several stages hold come after all others.
+    waits. Parameters that several stages hold come last, beside the others' sums.
     """
 
     def __init__(
@@ -151,14 +151,15 @@ class GradientReducer:
         """
         self._started = False
         self._require_dense(self._parameters.values())
-        if len(self._replicas.ranks) > 1:
-            while self._launched < len(self._buckets):
-                self._launch_next()
-            for number, bucket in enumerate(self._buckets):
-                bucket.finish_sum(self._timeline, f"bucket {number}", before_copy)
+        with_replicas = len(self._replicas.ranks) > 1
+        while with_replicas and self._launched < len(self._buckets):
+            self._launch_next()
+        for bucket in self._tied_buckets:  # beside the others, which have begun
+            bucket.start_sum()
+        for number, bucket in enumerate(self._buckets if with_replicas else ()):
+            bucket.finish_sum(self._timeline, f"bucket {number}", before_copy)
         self._launched = 0
         for number, bucket in enumerate(self._tied_buckets):
-            bucket.start_sum()
             bucket.finish_sum(self._timeline, f"tied {number}", before_copy)
 
     def squared_norm(self) -> float:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from varuna.distributed.departure import Departure
 from varuna.distributed.groups import RankGroup
-from varuna.optim.reduction import GradientReducer, clip_factor, make_buckets, scale_gradients
+from varuna.optim.reduction import GradientReducer, TiedGroup, clip_factor, make_buckets, scale_gradients
 from varuna.pipeline.random_streams import preserve_generators, seed_generators, stream_seed
 
 
@@ -55,6 +56,30 @@ def test_reducing_alone_changes_nothing() -> None:
     GradientReducer(named, alone(), [], counted="ab").reduce_gradients()
     assert torch.equal(named["a"].grad, torch.ones(2))
     assert named["b"].grad is None
+
+
+class NotedGroup(RankGroup):
+    """Notes when its sums begin and when they are waited for."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        super().__init__(None, [0, 1], Departure(lambda code: None))
+        self._name, self._notes = name, notes
+
+    def start_all_reduce(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        self._notes.append(f"{self._name} begins")
+        return lambda: self._notes.append(f"{self._name} is awaited")
+
+
+def test_tied_parameters_are_summed_beside_the_others() -> None:
+    notes: list[str] = []
+    named = dict(zip("abc", parameters(2, 2, 2), strict=True))
+    for parameter in named.values():
+        parameter.grad = torch.ones(2)
+    tied = [TiedGroup(NotedGroup("c", notes), ("c",))]
+    reducer = GradientReducer(named, NotedGroup("a, b", notes), tied, counted="abc")
+    reducer.reduce_gradients(lambda: notes.append("replaces"))
+    assert notes == ["a, b begins", "c begins", "a, b is awaited", "replaces", "c is awaited", "replaces"]
+    assert all(torch.equal(parameter.grad, torch.ones(2)) for parameter in named.values() if parameter.grad is not None)
 
 
 @settings(deadline=None)
