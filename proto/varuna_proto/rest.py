@@ -395,9 +395,12 @@ class JobTimeDocument(TypedDict):
     end: Timestamp
     """The end of the job; now, if it is not over."""
     total_s: float
+    elapsed_s: float
+    """Since the job's first start: `total_s` without the time before it."""
     useful_s: float
+    """Inside steps that counted: training and bubbles."""
     goodput: float
-    """useful_s / total_s."""
+    """useful_s / elapsed_s; `varuna_job_goodput_ratio` in /metrics is the same figure."""
     causes: list[TimeShareDocument]
     generations: list[GenerationTimeDocument]
 

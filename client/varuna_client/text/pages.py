@@ -307,5 +307,6 @@ def time_section(time: JobTimeDocument) -> RenderableType:
             "█" * round(one["share"] * _BAR_COLUMNS) or "▏", style="green" if one["cause"] == "training" else "yellow"
         )
         made.add_row(one["cause"].replace("_", " "), duration(one["seconds"]), f"{one['share']:.0%}", bar, one["text"])
-    total = f"{duration(time['useful_s'])} of {duration(time['total_s'])} were useful: goodput {time['goodput']:.0%}"
+    useful, elapsed = duration(time["useful_s"]), duration(time["elapsed_s"])
+    total = f"{useful} of {elapsed} since the first start passed in steps that count: goodput {time['goodput']:.0%}"
     return Group(made, Text(total, style="bold"))

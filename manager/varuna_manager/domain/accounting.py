@@ -114,6 +114,21 @@ class TimeOfJob:
     waiting_s: float = 0.0
     """Time without any generation, for want of VMs."""
 
+    @property
+    def useful_s(self) -> float:
+        """Time inside steps that counted, bubbles included; without what lies between steps."""
+        return self.sum_seconds("training_s") + self.sum_seconds("bubbles_s")
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the job first started, waiting for VMs after that included; 0 before."""
+        return self.end - self.start - self.generations[0].waiting_s if self.generations else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """The fraction of `elapsed_s` that is useful. Whatever shows a job's goodput takes it from here."""
+        return self.useful_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
     def sum_seconds(self, name: str) -> float:
         """The sum over all generations: `name` is a field of TimeOfGeneration."""
         seconds: list[float] = [getattr(spent, name) for spent in self.generations]

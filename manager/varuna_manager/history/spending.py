@@ -6,35 +6,24 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from sqlalchemy import Row, select
 
 from varuna_manager.answers.documents import format_time
 from varuna_manager.db.engine import Database
-from varuna_manager.db.models import GenerationRow
 from varuna_manager.domain import accounting
-from varuna_manager.domain.accounting import GenerationTimes, TimeOfJob
+from varuna_manager.domain.accounting import TimeOfJob
 from varuna_manager.domain.states import GenerationKind
+from varuna_manager.history.generation_times import (
+    GenerationRecord,
+    count_steps,
+    make_generation_times,
+    read_generation_records,
+)
 from varuna_manager.history.job_cost import read_job_bill
 from varuna_manager.jobs.jobs import find_job_row
 from varuna_proto.rest import JobCostDocument, JobTimeDocument, TimeCause
 
 MOST_VMS = 1000
 """The most VMs that a job's bill lists."""
-_COLUMNS = [
-    GenerationRow.number,
-    GenerationRow.kind,
-    GenerationRow.plan,
-    GenerationRow.created_at,
-    GenerationRow.started_at,
-    GenerationRow.last_step_at,
-    GenerationRow.ended_at,
-    GenerationRow.resumed_step,
-    GenerationRow.last_step,
-    GenerationRow.between_s,
-]
-_Generation = Row[*tuple[Any, ...]]
 
 
 class Spending:
@@ -46,14 +35,13 @@ class Spending:
         """Where the job's time went, from its submission to its end or now."""
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
-            query = select(*_COLUMNS).where(GenerationRow.job_id == job.id).order_by(GenerationRow.number)
-            rows = (await session.execute(query)).all()
+            records = await read_generation_records(session, job.id)
         now = self._now()
-        bubbles = await asyncio.to_thread(_bubble_shares, job.profile_json, rows, now)
-        before = itertools.accumulate((row.last_step or 0 for row in rows), max, initial=0)
-        past = [_past(row, bubbles.get(row.number, 0.0), best) for row, best in zip(rows, before, strict=False)]
+        bubbles = await asyncio.to_thread(_bubble_shares, job.profile_json, records, now)
         end = now if job.finished_at is None else job.finished_at
-        return _make_time_document(accounting.account_time(job.created_at, end, past))
+        return _make_time_document(
+            accounting.account_time(job.created_at, end, make_generation_times(records, bubbles))
+        )
 
     async def read_cost(self, id_or_name: str, most_vms: int = MOST_VMS) -> JobCostDocument:
         """VM-hours of the job and their cost, where prices are known, also for each of the most expensive VMs."""
@@ -62,27 +50,7 @@ class Spending:
             return await read_job_bill(session, job.id, self._now(), most_vms=most_vms)
 
 
-def _past(row: _Generation, bubble_share: float, best_before: int) -> GenerationTimes:
-    """`best_before`: the newest step that an earlier generation completed."""
-    return GenerationTimes(
-        number=row.number,
-        kind=GenerationKind(row.kind),
-        created_at=row.created_at,
-        first_step_at=row.started_at,
-        last_step_at=row.last_step_at,
-        ended_at=row.ended_at,
-        steps=_steps(row),
-        redone=max(min(row.last_step or 0, best_before) - (row.resumed_step or 0), 0),
-        bubble_share=bubble_share,
-        between_s=row.between_s or {},
-    )
-
-
-def _steps(row: _Generation) -> int:
-    return 0 if row.last_step is None else int(row.last_step - (row.resumed_step or 0))
-
-
-def _bubble_shares(profile_json: str | None, rows: Sequence[_Generation], now: float) -> Mapping[int, float]:
+def _bubble_shares(profile_json: str | None, rows: Sequence[GenerationRecord], now: float) -> Mapping[int, float]:
     """By generation: the fraction of the time within steps in which the stages, on average, compute nothing. Runs in a
     thread.
 
@@ -95,10 +63,10 @@ def _bubble_shares(profile_json: str | None, rows: Sequence[_Generation], now: f
     profile = Profile.from_json(profile_json)
     shares = {}
     for row in rows:
-        if row.kind != GenerationKind.TRAINING or row.started_at is None or _steps(row) < 2:
+        if row.kind != GenerationKind.TRAINING or row.started_at is None or count_steps(row) < 2:
             continue
         in_steps_s = row.last_step_at - row.started_at - sum((row.between_s or {}).values())
-        step_us = in_steps_s / (_steps(row) - 1) * 1e6
+        step_us = in_steps_s / (count_steps(row) - 1) * 1e6
         plan = row.plan
         predicted = profile.measurements_at(plan["micro_batch"])
         bounds = [*plan["stage_starts"], len(predicted)]
@@ -132,13 +100,13 @@ def _make_time_document(found: TimeOfJob) -> JobTimeDocument:
         ),
         "calibration": (found.sum_seconds("calibration_s"), "the model's profile was measured"),
     }
-    useful_s = seconds["training"][0]
     return {
         "start": format_time(found.start),
         "end": format_time(found.end),
         "total_s": total_s,
-        "useful_s": useful_s,
-        "goodput": useful_s / total_s if total_s > 0 else 0.0,
+        "elapsed_s": found.elapsed_s,
+        "useful_s": found.useful_s,
+        "goodput": found.goodput,
         "causes": [
             {"cause": cause, "seconds": spent, "share": spent / total_s if total_s > 0 else 0.0, "text": text}
             for cause, (spent, text) in seconds.items()

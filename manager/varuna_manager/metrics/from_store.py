@@ -17,7 +17,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, FleetRow, GenerationRow, JobProgressRow, JobRow, MetricRow, VmRow
+from varuna_manager.domain.accounting import account_time
 from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationKind, GenerationState, JobState, VmState
+from varuna_manager.history.generation_times import GenerationTimesCache
 from varuna_manager.jobs.jobs import IS_KEPT
 from varuna_manager.metrics.family import COUNTER, MetricFamily
 from varuna_manager.world.reading import NOT_GONE
@@ -59,7 +61,10 @@ STORE_FAMILIES = (
     MetricFamily("varuna_job_useful_steps", "Completed steps of a job, each counted once.", _JOB, COUNTER),
     MetricFamily("varuna_job_examples", "Training examples of a job's useful steps.", _JOB, COUNTER),
     MetricFamily(
-        "varuna_job_useful_seconds", "Time of a job's useful steps, without what lies between them.", _JOB, COUNTER
+        "varuna_job_useful_seconds",
+        "Sum of a job's step times, each step counted once, without what lies between steps.",
+        _JOB,
+        COUNTER,
     ),
     MetricFamily(
         "varuna_job_between_steps_seconds",
@@ -73,7 +78,11 @@ STORE_FAMILIES = (
     MetricFamily("varuna_job_redone_steps", "Steps of a job that were computed again after morphs.", _JOB, COUNTER),
     MetricFamily("varuna_job_generations", "Generations of a job; each new one is a morph.", _JOB, COUNTER),
     MetricFamily("varuna_job_elapsed_seconds", "Time since a job's first start.", _JOB),
-    MetricFamily("varuna_job_goodput_ratio", "Fraction of the time since a job's first start in useful steps.", _JOB),
+    MetricFamily(
+        "varuna_job_goodput_ratio",
+        "Fraction of the time since a job's first start that passed in steps that count; `varuna show` has the same.",
+        _JOB,
+    ),
     MetricFamily("varuna_job_gpus", "GPUs that a job trains on; 0 while it has no generation.", _JOB),
     MetricFamily("varuna_job_stages", "Pipeline stages (P) of a job's newest generation.", _JOB),
     MetricFamily("varuna_job_replicas", "Replicas (D) of a job's newest generation.", _JOB),
@@ -126,6 +135,7 @@ class StoreMetrics:
         self._provider = provider
         self._now = now
         self._done: dict[str, _CompletedSteps] = {}
+        self._generations: dict[str, GenerationTimesCache] = {}
 
     async def check_store(self) -> None:
         """Raises StoreAwayError if the store does not answer."""
@@ -168,17 +178,24 @@ class StoreMetrics:
         jobs = (await session.execute(query.order_by(JobRow.created_at, JobRow.id).limit(JOBS_SHOWN))).all()
         names = {job.id: job.name for job in jobs}
         self._done = {job_id: done for job_id, done in self._done.items() if job_id in names}
+        self._generations = {job_id: cache for job_id, cache in self._generations.items() if job_id in names}
         for job in jobs:
-            await self._progress(session, samples, job.id, job.name, job.started_at)
+            await self._progress(session, samples, job.id, job.name)
+            if job.started_at is not None:
+                samples.add_sample("varuna_job_elapsed_seconds", max(self._now() - job.started_at, 0.0), job.name)
+                samples.add_sample("varuna_job_goodput_ratio", await self._goodput(session, job), job.name)
         last_steps = await _generations(session, samples, names)
         for job in jobs:
             since = last_steps.get(job.id) or job.started_at or job.created_at
             samples.add_sample("varuna_job_step_age_seconds", max(self._now() - since, 0.0), job.name)
         await self._checkpoints(session, samples, names)
 
-    async def _progress(
-        self, session: AsyncSession, samples: StoreSamples, job_id: str, name: str, started_at: float | None
-    ) -> None:
+    async def _goodput(self, session: AsyncSession, job: Any) -> float:
+        now = self._now()
+        times = await self._generations.setdefault(job.id, GenerationTimesCache()).read_times(session, job.id, now)
+        return account_time(job.created_at, now, times).goodput
+
+    async def _progress(self, session: AsyncSession, samples: StoreSamples, job_id: str, name: str) -> None:
         done = self._done.setdefault(job_id, _CompletedSteps())
         row = MetricRow
         sums = (func.sum(row.examples), func.sum(row.step_s), func.sum(row.between_s))
@@ -192,12 +209,6 @@ class StoreMetrics:
         samples.add_sample("varuna_job_examples", done.examples, name)
         samples.add_sample("varuna_job_useful_seconds", done.seconds, name)
         samples.add_sample("varuna_job_between_steps_seconds", done.between_s, name)
-        if started_at is not None:
-            elapsed_s = max(self._now() - started_at, 0.0)
-            samples.add_sample("varuna_job_elapsed_seconds", elapsed_s, name)
-            samples.add_sample(
-                "varuna_job_goodput_ratio", min(done.seconds / elapsed_s, 1.0) if elapsed_s else 0.0, name
-            )
 
     async def _checkpoints(self, session: AsyncSession, samples: StoreSamples, names: dict[str, str]) -> None:
         row = CheckpointRow

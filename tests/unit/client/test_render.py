@@ -71,6 +71,7 @@ TIME = JobTimeDocument(
     start="2026-01-01T00:00:00+00:00",
     end="2026-01-01T00:00:10+00:00",
     total_s=10.0,
+    elapsed_s=10.0,
     useful_s=7.5,
     goodput=0.75,
     causes=[

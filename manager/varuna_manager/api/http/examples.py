@@ -205,6 +205,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "start": _AT,
         "end": _LATER,
         "total_s": 42.0,
+        "elapsed_s": 42.0,
         "useful_s": 31.5,
         "goodput": 0.75,
         "causes": [

@@ -38,7 +38,7 @@ export function timeLost() {
   return {
     element: card("Where the time went", note, bar, causes.element),
     draw(time) {
-      put(note, `${percent(time.goodput, 1)} of ${seconds(time.total_s)} made progress`);
+      put(note, `goodput ${percent(time.goodput, 1)}: the part of the ${seconds(time.elapsed_s)} since the first start that passed in steps that count`);
       put(bar, time.causes.filter((one) => one.share > 0).map((one) => {
         const part = h("div", { class: `bar-fill c-${one.cause}` });
         part.style.width = `${100 * one.share}%`;

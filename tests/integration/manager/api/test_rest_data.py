@@ -359,7 +359,9 @@ async def test_time_and_cost_add_up(world: RestWorld, client: AsyncClient) -> No
     bubbles_s = 1000.0 * (1 - busy_s / 10.0) + 200.0 * (1 - busy_s / 4.0)
     assert spent["bubbles"] == pytest.approx(bubbles_s)
     assert sum(one["between_s"] for one in found["generations"]) == pytest.approx(spent["script"])
-    assert found["useful_s"] == pytest.approx(spent["training"]) == pytest.approx(found["goodput"] * 7200.0)
+    assert found["elapsed_s"] == pytest.approx(7100.0), "since its first start"
+    assert found["useful_s"] == pytest.approx(spent["training"] + spent["bubbles"])
+    assert found["useful_s"] == pytest.approx(found["goodput"] * 7100.0)
     cost = await client.cost("gpt")
     hours = {one["vm_id"]: one["hours"] for one in cost["by_vm"]}
     assert hours == pytest.approx({"vm-0": 1110 / 3600, "vm-1": 1050 / 3600 / 4, "vm-2": 5900 / 3600})

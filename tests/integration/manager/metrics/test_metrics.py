@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
+from sqlalchemy import select
 
 from repository import ROOT
 from scripted_manager import ScriptedManager, start_training
 from secure_world import SecureManager
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, EventRow, FleetRow, GenerationRow, JobRow, MetricRow, VmRow
+from varuna_manager.history.spending import Spending
 from varuna_manager.metrics.exposition import MetricsService, render_page
-from varuna_manager.metrics.from_store import JOBS_SHOWN, STORE_FAMILIES, StoreMetrics
+from varuna_manager.metrics.from_store import JOBS_SHOWN, STORE_FAMILIES, StoreMetrics, StoreSamples
 from varuna_manager.metrics.instruments import COUNTED_FAMILIES, Instruments
 from varuna_manager.world.events import EventLog
 from varuna_proto.plan import Plan
@@ -73,8 +75,9 @@ async def test_a_running_job_has_its_figures(database: Database) -> None:
         session.add_all([job("one", started_at=900.0, active_name="one"), job("two", "failed")])
         session.add(FleetRow(provider="local", target=5))
         await session.flush()
-        session.add(generation("one", 1, state="ended", last_step=90, seconds_without_progress=2.0, steps_redone=0))
-        now = {"last_step": 100, "last_loss": 0.25, "last_step_at": 990.0}
+        first = {"created_at": 900.0, "started_at": 905.0, "last_step_at": 950.0, "ended_at": 950.0, "last_step": 90}
+        session.add(generation("one", 1, state="ended", seconds_without_progress=2.0, steps_redone=0, **first))
+        now = {"last_step": 100, "last_loss": 0.25, "last_step_at": 990.0, "created_at": 950.0, "resumed_step": 90}
         session.add(generation("one", 2, seconds_without_progress=3.0, steps_redone=4, **now))
         session.add_all(steps("one", *range(1, 101)))
         for step, at in ((50, 400.0), (90, 940.0)):
@@ -93,7 +96,7 @@ async def test_a_running_job_has_its_figures(database: Database) -> None:
         "redone_steps_total": 4,
         "generations_total": 2,
         "elapsed_seconds": 100,
-        "goodput_ratio": 0.5,
+        "goodput_ratio": 0.45,
         "gpus": 6,
         "stages": 2,
         "replicas": 3,
@@ -105,6 +108,35 @@ async def test_a_running_job_has_its_figures(database: Database) -> None:
     assert value(samples, "varuna_jobs", state="failed") == value(samples, "varuna_jobs", state="running") == 1
     assert not [name for name, labels in samples if ("job_name", "two") in labels], "it is over: its figures are gone"
     assert value(samples, "varuna_vms_wanted") == 5
+
+
+async def test_the_goodput_in_the_metrics_is_that_of_varuna_show(database: Database) -> None:
+    """At three moments: the second finds a generation that has settled since, the third finds more steps."""
+    now = 0.0
+    metrics, spending = StoreMetrics(database, "local", lambda: now), Spending(database, lambda: now)
+    async with database.write() as session:
+        session.add(job("one", started_at=150.0, active_name="one"))
+        await session.flush()
+        calibration = {"kind": "calibration", "state": "ended", "created_at": 150.0, "ended_at": 200.0}
+        first = {"created_at": 200.0, "started_at": 220.0, "last_step_at": 900.0, "ended_at": 950.0, "last_step": 70}
+        second = {"created_at": 1000.0, "started_at": 1020.0, "last_step_at": 1150.0, "last_step": 80}
+        session.add(generation("one", 1, **calibration))
+        session.add(generation("one", 2, state="ended", **first))
+        session.add(generation("one", 3, resumed_step=50, between_s={"script": 10.0}, **second))
+    figures = set()
+    for now in (1200.0, 2500.0, 2600.0):
+        samples = StoreSamples()
+        await metrics.collect_samples(samples)
+        exposed = {sample.name: sample.value for metric in samples.collect() for sample in metric.samples}
+        shown = await spending.read_time("one")
+        assert exposed["varuna_job_goodput_ratio"] == pytest.approx(shown["goodput"], rel=1e-12)
+        assert shown["elapsed_s"] == now - 150.0, "since its first start, not since it was submitted"
+        figures.add(shown["goodput"])
+        async with database.write() as session:
+            (newest,) = await session.scalars(select(GenerationRow).where(GenerationRow.number == 3))
+            newest.last_step = 100
+    assert len(figures) == 3
+    assert all(0.3 < figure < 1.0 for figure in figures)
 
 
 def _names_of_jobs() -> list[str]:
