@@ -129,6 +129,7 @@ docs: venv ## Write the pages that are made from the code
 	$(BIN)/python -m varuna_client.reference.python > docs/python.md
 	$(BIN)/python -m varuna_client.reference.job_file > docs/job-file.md
 	$(BIN)/varuna validate --schema > docs/job.schema.json
+	$(BIN)/python tests/support/migration_page.py
 
 wheel: venv ## Build the wheel that new VMs install from the manager (dist/, with the versions of what it needs)
 	rm -f dist/varuna_spot-*.whl

@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import psutil
@@ -43,6 +44,8 @@ class Need(NamedTuple):
 NEEDS = {
     "chromium": Need(lambda: chromium() is not None, "needs Chromium: run `make chromium` as root"),
     "g++": Need(lambda: shutil.which("g++") is not None, "needs g++: run `make compiler` as root"),
+    "accelerate": Need(lambda: find_spec("accelerate") is not None, "needs accelerate: run `make venv`"),
+    "lightning": Need(lambda: find_spec("lightning") is not None, "needs lightning: run `make venv`"),
     "root": Need(lambda: os.geteuid() == 0, "needs root, to start processes as another user: run it as root"),
 }
 """What `@pytest.mark.needs("chromium")` may name."""
