@@ -296,8 +296,10 @@ class _Search:
 
     def _parts_us(self, index: int, drawn: _StagedShape, time_us: float) -> tuple[float, float, float]:
         """A mini-batch's time in three: the busiest stage's work, all-reduce, and the rest."""
-        n = int(self.shapes.n[index])
-        work = (n - 1 if self.shapes.d[index] == 1 else n) * drawn.busiest_us
+        shapes = self.shapes
+        # With one replica the last micro-batch may be smaller; with several, the busiest one has full ones only.
+        alone = self.global_batch / self.sizes[shapes.size[index]]
+        work = (alone if shapes.d[index] == 1 else int(shapes.n[index])) * drawn.busiest_us
         rest = time_us - work - drawn.finish_us
         return work, drawn.finish_us, rest if rest > 1e-9 * time_us else 0.0
 

@@ -548,3 +548,13 @@ def test_a_model_too_large_for_any_fleet_names_its_heaviest_section() -> None:
     choice = choose(make_profile([1, 9, 1]), 8, 64, 4000)
     assert choice.best is None
     assert "section block.1 alone needs" in choice.reason
+
+
+def test_a_slower_micro_batch_is_compared_with_the_work_of_the_best_also_on_one_gpu() -> None:
+    choice = choose_plan(
+        make_profile((1, 1), sizes=(1, 2, 4), fixed_us=300), gpus=1, global_batch=4, device_memory_bytes=None
+    )
+    assert choice.best is not None
+    assert choice.best.micro_batch == 4
+    smallest = next(one for one in choice.candidates if one.micro_batch == 1)
+    assert "its busiest stage works 0.0096 s instead of 0.0042 s" in smallest.reason
