@@ -68,6 +68,8 @@ def _bubble_shares(profile_json: str | None, rows: Sequence[GenerationRecord], n
         in_steps_s = row.last_step_at - row.started_at - sum((row.between_s or {}).values())
         step_us = in_steps_s / (count_steps(row) - 1) * 1e6
         plan = row.plan
+        if plan["p"] * plan["d"] == 1:
+            continue  # one worker waits for nobody: if it is slower than its profile, the machine is
         predicted = profile.measurements_at(plan["micro_batch"])
         bounds = [*plan["stage_starts"], len(predicted)]
         busy_us = 2 * profile.stage_overhead_us * plan["p"]

@@ -15,6 +15,7 @@ from scripted_manager import profile_json
 from varuna_client import AsyncClient, NotFoundError, RefusedError
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, MetricRow
+from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
 from waiting import DEADLINE_S
 
@@ -367,6 +368,17 @@ async def test_time_and_cost_add_up(world: RestWorld, client: AsyncClient) -> No
     assert hours == pytest.approx({"vm-0": 1110 / 3600, "vm-1": 1050 / 3600 / 4, "vm-2": 5900 / 3600})
     assert cost["cost"] == pytest.approx(2.0 * 1110 / 3600 + 5900 / 3600)
     assert (cost["vms_without_price"], cost["cost_per_hour"]) == (1, 0.0)
+
+
+async def test_one_worker_waits_for_nobody(world: RestWorld, client: AsyncClient) -> None:
+    """However far its steps are from its profile: a slow machine is no bubble."""
+    job_id = (await client.submit(SPEC))["id"]
+    await world.change(job_id, created_at=0.0, finished_at=1200.0, profile_json=profile_json(8), state="succeeded")
+    plan = Plan(p=1, d=1, micro_batch=2, global_batch=8, stage_starts=(0,), recompute=(False,)).to_document()
+    moments = {"started_at": 100.0, "last_step_at": 1100.0, "ended_at": 1200.0, "resumed_step": 0, "last_step": 101}
+    await world.add(generation(job_id, 1, 0.0, plan=plan, **moments), worker(job_id, 1, 0, "vm-0"))
+    spent = {cause["cause"]: cause["seconds"] for cause in (await client.time("gpt"))["causes"]}
+    assert (spent["training"], spent["bubbles"]) == (1000.0, 0.0)
 
 
 async def test_the_pipeline_of_the_newest_traced_mini_batch(world: RestWorld, client: AsyncClient) -> None:
