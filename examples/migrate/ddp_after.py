@@ -8,6 +8,8 @@ from task import Classifier, load_datasets, parse_arguments
 from varuna import Varuna
 from varuna.data import Batches
 
+GLOBAL_BATCH = 16  # examples for an update; job.yaml says the same
+
 
 class WithLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +32,13 @@ def main() -> None:
     model.register_state("scheduler", scheduler)
     start = model.resume()
 
-    batches = Batches(train, shuffle=not arguments.in_order, first_step=start + 1, last_step=arguments.steps)
+    batches = Batches(
+        train,
+        global_batch=GLOBAL_BATCH,
+        shuffle=not arguments.in_order,
+        first_step=start + 1,
+        last_step=arguments.steps,
+    )
     for step, batch in batches:
         loss, _overflow, _norm = model.step(batch, clip_grad_max_norm=1.0)
         scheduler.step()
@@ -42,8 +50,8 @@ def main() -> None:
 
 
 def evaluate(model: Varuna, validation) -> float:
-    batches = Batches(validation, shuffle=False)
-    rounds = len(validation) // batches.global_batch
+    batches = Batches(validation, global_batch=GLOBAL_BATCH, shuffle=False)
+    rounds = len(validation) // GLOBAL_BATCH
     return sum(model.evaluate(batches.batch(index)) for index in range(1, rounds + 1)) / rounds
 
 

@@ -8,6 +8,8 @@ from task import LENGTH, TOKENS, load_datasets, parse_arguments
 from varuna import Varuna
 from varuna.data import Batches
 
+GLOBAL_BATCH = 16  # examples for an update; job.yaml says the same
+
 
 def build_model() -> BertForSequenceClassification:
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
@@ -38,6 +40,7 @@ def main() -> None:
 
     batches = Batches(
         train,
+        global_batch=GLOBAL_BATCH,
         collate=collate,
         shuffle=not arguments.in_order,
         first_step=start + 1,
@@ -61,8 +64,8 @@ def parameter_groups(model: Varuna, weight_decay: float):
 
 
 def evaluate(model: Varuna, validation) -> float:
-    batches = Batches(validation, collate=collate, shuffle=False)
-    rounds = len(validation) // batches.global_batch
+    batches = Batches(validation, global_batch=GLOBAL_BATCH, collate=collate, shuffle=False)
+    rounds = len(validation) // GLOBAL_BATCH
     return sum(model.evaluate(batches.batch(index)) for index in range(1, rounds + 1)) / rounds
 
 
