@@ -365,8 +365,8 @@ class ReplayedJob:
         """Complete replicas finish their shares, or leave with what they had at their marks."""
         plan = generation.plan
         since_mark = self._examples_since_mark(plan)
-        left_s = max(0.0, plan.global_batch - self.done) / plan.examples_per_s
-        if since_mark < self.done and since_mark * (plan.d - 1) < left_s * plan.examples_per_s:
+        idle = max(0.0, plan.global_batch - self.done) * (plan.p - 1)
+        if since_mark < self.done and since_mark * (plan.d - 1) * plan.p < idle:  # as `RankShares.is_worth_finishing`
             self._throw_away(since_mark)
             generation.shares_end_s = now
             return

@@ -14,8 +14,8 @@ or SkyPilot's format (`varuna_planner.liveput.spot_trace`).
 | checkpoint | the manager's decisions; each morph restarts from the checkpoint, as with VARUNA_IN_PLACE=0 |
 | parcae | the shapes that Parcae chose, where the trace has them; a morph takes 36 s, the mean of its 28.8 to 42.9 s |
 | survivors | the manager's decisions, as it is now: survivors go on, a lost replica's share is run again |
-| copies | and a second VM has each committed section |
-| design | not built: gradient sums, too, are copied (each 15 s) and move to any shape; new VMs are prepared ahead |
+| copies | and a second VM has each committed section, and replicas copy their sums to one another (marks) |
+| design | not built: sums move to any shape at once, also at growth; new VMs are prepared ahead |
 """
 
 from __future__ import annotations
@@ -159,9 +159,8 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
     parcae_s = sum(PARCAE_S) / 2
     parcae = System(fixed_s=dict.fromkeys(MorphKind, parcae_s), survivors=True, copies=True, detect_s=detect_s)
     before = System(fixed_s=PRIOR_FIXED_S, detect_s=detect_s)
-    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, detect_s=detect_s)
-    copies = System(fixed_s=PRIOR_FIXED_S, survivors=True, copies=True, detect_s=detect_s)
-    marks = replace(copies, moves=True, marks_s=MARKS_S)
+    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True, detect_s=detect_s)
+    copies = replace(now, copies=True, marks_s=MARKS_S)
     design = System(
         fixed_s=dict.fromkeys(MorphKind, PRIOR_FIXED_S[MorphKind.IN_PLACE]),
         survivors=True,
@@ -183,8 +182,6 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
     return policies | {
         "survivors": (now, ManagersRules(plans, rules, saves, state)),
         "copies": (copies, ManagersRules(plans, rules, saves, state)),
-        "moves": (replace(copies, moves=True), ManagersRules(plans, rules, saves, state)),
-        "marks": (marks, ManagersRules(plans, rules, saves, state)),
         "design": (design, WorthwhilePlan(plans, saves)),
     }
 

@@ -136,6 +136,15 @@ def test_a_loss_costs_the_lost_replicas_share_of_the_step() -> None:
     assert found.losses == 1
 
 
+def test_with_marks_a_loss_costs_what_was_done_since_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 3.25 s, one of four replicas has lost what it did since its mark, on average a quarter of a second."""
+    monkeypatch.setattr(goodput, "MARKS_S", 0.5)
+    found, _ = replay(parse_trace(LOSS), "copies")
+    assert found.redone_s == pytest.approx(0.25 / 4, abs=1e-2)
+    without, _ = replay(parse_trace(LOSS), "survivors")
+    assert found.examples > without.examples
+
+
 def test_without_survivors_a_loss_costs_all_since_the_newest_checkpoint() -> None:
     found, _ = replay(parse_trace(LOSS), "checkpoint")
     assert found.redone_s >= 3.25

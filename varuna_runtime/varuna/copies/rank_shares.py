@@ -110,14 +110,15 @@ class RankShares:
     def is_worth_finishing(self) -> bool:
         """Whether this replica ends its share when another one is hit, rather than to leave with its newest mark.
 
-        While it ends it, the devices of the replica that was hit are idle; if it leaves, all other replicas run again
-        what they have done since their marks. From any thread.
+        While it ends it, the other devices of the replica that was hit are idle, as if that had lost one. If it leaves,
+        all replicas that are whole run again what they have done since their marks. From any thread.
         """
         share = self._share
         if share is None or not share.interval:
             return True
-        left = len(share.numbers) - share.done
-        return (share.done - share.marked) * (self._worker.topology.d - 1) >= left
+        p, d = self._worker.topology.p, self._worker.topology.d
+        idle = (len(share.numbers) - share.done) * (p - 1)
+        return (share.done - share.marked) * (d - 1) * p >= idle
 
     def list_sums(self, step: int) -> list[MarkedSums]:
         """All copies of that step's shares in this process's memory."""

@@ -116,21 +116,22 @@ def test_marks_are_ten_seconds_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "marked", "d", "interval", "is_worth_it"),
+    ("done", "marked", "p", "d", "interval", "is_worth_it"),
     [
-        (5, 4, 3, 2, False),
-        (19, 18, 3, 2, True),
-        (9, 0, 2, 12, False),
-        (10, 0, 2, 12, True),
-        (5, 0, 3, 0, True),
+        (5, 4, 4, 3, 2, False),
+        (19, 18, 4, 3, 2, True),
+        (6, 0, 2, 2, 12, False),
+        (7, 0, 2, 2, 12, True),
+        (5, 4, 1, 3, 2, True),
+        (5, 0, 4, 3, 0, True),
     ],
 )
 def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
-    done: int, marked: int, d: int, interval: int, is_worth_it: bool
+    done: int, marked: int, p: int, d: int, interval: int, is_worth_it: bool
 ) -> None:
-    """Of 20 micro-batches. Without marks, replicas always finish."""
+    """Of 20 micro-batches. Replicas always finish without marks, and where a lost replica leaves no device idle."""
     shares = RankShares.__new__(RankShares)
-    shares._worker = type("Worker", (), {"topology": Topology(2, d, 0)})()  # type: ignore[assignment]
+    shares._worker = type("Worker", (), {"topology": Topology(p, d, 0)})()  # type: ignore[assignment]
     shares._share = _Share(STEP, {}, range(20), (), None, interval, done, marked)
     assert shares.is_worth_finishing() is is_worth_it
 
