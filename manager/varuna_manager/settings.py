@@ -14,13 +14,12 @@ from varuna_manager.domain.observed import Rules
 from varuna_manager.domain.retention import KeepDays
 from varuna_manager.domain.webhooks import WEBHOOK_EVENTS, WebhookTarget
 from varuna_manager.extras import check_extra
-from varuna_manager.providers.choice import CHOICES, check_choice, has_local_vms, is_cloud
+from varuna_manager.providers.choice import check_choice, get_request_timeout_s, has_local_vms
+from varuna_manager.providers.kind import CLOUD_REQUEST_TIMEOUT_S
 from varuna_manager.providers.replay import ReplaySettings
 from varuna_proto.hosts import Network, is_loopback, networks
 
 _SHORTEST_SECRET = 16
-CLOUD_REQUEST_TIMEOUT_S = 1200.0
-"""A cloud makes a VM, which then installs its agent."""
 
 
 class ManagerSettings(BaseSettings):
@@ -114,7 +113,11 @@ class ManagerSettings(BaseSettings):
         default=None,
         description="folder of the local VMs, which managers on one machine may share; default: in data_dir",
     )
-    provider: str = Field(default="local", description=f"where VMs come from: {CHOICES}")
+    provider: str = Field(
+        default="local",
+        description="where VMs come from: local, replay:TRACE.csv, or KIND:FILE, such as static:HOSTS.yaml or "
+        "azure:SETTINGS.yaml",
+    )
     replay_speed: float = Field(
         default=ReplaySettings.speed, gt=0, description="seconds of the trace that pass in one second"
     )
@@ -399,8 +402,9 @@ class ManagerSettings(BaseSettings):
         """The thresholds of the decisions: those that are settings, and the defaults of the others."""
         names = [each.name for each in fields(Rules) if each.name in type(self).model_fields]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if is_cloud(self.provider):
-            given.setdefault("request_timeout_s", CLOUD_REQUEST_TIMEOUT_S)
+        timeout_s = get_request_timeout_s(self.provider)
+        if timeout_s is not None:
+            given.setdefault("request_timeout_s", timeout_s)
         return Rules(**given)
 
 

@@ -82,12 +82,19 @@ def test_a_listed_host_is_missing_until_its_agent_comes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("provider", "message"),
     [
-        ("cloud", "expected local, replay:TRACE.csv, static:HOSTS.yaml or azure:SETTINGS.yaml"),
         ("replay:/nowhere.csv", "trace /nowhere.csv cannot be read (No such file or directory)"),
         ("static:/nowhere.yaml", "list of hosts /nowhere.yaml cannot be read (No such file or directory)"),
     ],
 )
-def test_a_wrong_provider_is_refused_in_one_line(provider: str, message: str) -> None:
+def test_a_wrong_file_of_a_provider_is_refused_in_one_line(provider: str, message: str) -> None:
     result = run_varuna("manager", "--provider", provider)
     assert result.returncode == 2
     assert result.stderr == f"varuna manager: --provider {provider!r}: {message}\n"
+
+
+def test_an_unknown_provider_is_refused_in_one_line_with_those_that_there_are() -> None:
+    result = run_varuna("manager", "--provider", "cloud")
+    assert result.returncode == 2
+    assert result.stderr.startswith("varuna manager: --provider 'cloud': expected local, replay:TRACE.csv, azure:")
+    assert result.stderr.count("\n") == 1
+    assert {"azure:SETTINGS.yaml", "static:HOSTS.yaml"} <= set(result.stderr.replace(",", " ").split())

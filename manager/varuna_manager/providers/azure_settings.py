@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from varuna_manager.providers.settings_file import read_settings_file
 
 
 class _Model(BaseModel):
@@ -92,19 +92,4 @@ class AzureSettings(_Model):
 
 def read_azure_settings(path: Path) -> AzureSettings:
     """Raises ValueError with one line that names the file, the field and the value."""
-    kind, parse = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("YAML", yaml.safe_load)
-    try:
-        document: Any = parse(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path}: not {kind}: {' '.join(str(error).split())}") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: expected a mapping with subscription_id, resource_group, ...")
-    try:
-        return AzureSettings.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        value = "" if first["type"] == "missing" or place == "sizes" else f" {first['input']!r}"
-        raise ValueError(f"{path}: {place}{value}: {first['msg'].removeprefix('Value error, ')}") from error
+    return read_settings_file(path, AzureSettings)

@@ -7,7 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from varuna_manager.domain.fleet_decision import Refusal
+from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
+
+__all__ = [
+    "CreatedVms",
+    "EmulatedProvider",
+    "Provider",
+    "ProviderNotice",
+    "ProviderRefusedError",
+    "ProviderVm",
+    "Refusal",
+    "RefusalKind",
+    "UnknownVmError",
+    "UnsupportedByProviderError",
+    "VmOffer",
+]
 
 
 class UnknownVmError(Exception):

@@ -1,25 +1,23 @@
-"""The provider that the settings choose: `local`, `replay:TRACE`, `static:HOSTS` or `azure:SETTINGS`."""
+"""The provider that the settings choose: `local`, `replay:TRACE`, or the KIND:FILE of an entry point.
+
+`local` and `replay` are no entry points, because their VMs are processes of the manager's own machine.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable
+import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from varuna_manager.extras import check_extra
-from varuna_manager.providers.azure_settings import AzureSize, read_azure_settings
 from varuna_manager.providers.base import EmulatedProvider, Provider
+from varuna_manager.providers.kind import PROVIDER_GROUP, AgentStart, ProviderContext, ProviderKind
 from varuna_manager.providers.local import LocalProvider
 from varuna_manager.providers.replay import ReplayProvider, ReplaySettings
-from varuna_manager.providers.static import StaticProvider, read_hosts
 
 if TYPE_CHECKING:
-    from varuna_manager.providers.azure_boot import Origin
     from varuna_planner.liveput.spot_trace import SpotTrace
-
-CHOICES = "local, replay:TRACE.csv, static:HOSTS.yaml or azure:SETTINGS.yaml"
 
 
 @dataclass(frozen=True)
@@ -29,66 +27,96 @@ class ProviderChoice:
     """The same provider, if it emulates a market."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BootSettings:
-    """What a cloud's provider needs for new VMs."""
-
-    origin: Origin
-    join_token: Callable[[str], Awaitable[str]]
-    """Makes a single-use join token for the agent of the VM with this name."""
-    needs_prices: bool
-    """Whether the cost of the fleet is limited."""
-
-
 def has_local_vms(chosen: str) -> bool:
     """Whether its VMs are processes of this machine."""
     return chosen.partition(":")[0] in ("local", "replay")
 
 
-def is_cloud(chosen: str) -> bool:
-    """Whether the provider makes VMs in a cloud."""
-    return chosen.startswith("azure:")
+def get_agent_start(chosen: str) -> AgentStart:
+    """How the agents of an entry point's provider are started. Raises ValueError."""
+    return find_kind(chosen.partition(":")[0]).agents
+
+
+def get_request_timeout_s(chosen: str) -> float | None:
+    """The provider's own default; None: it has none. Raises ValueError."""
+    return None if has_local_vms(chosen) else find_kind(chosen.partition(":")[0]).request_timeout_s
 
 
 def check_choice(chosen: str) -> str:
     """Raises ValueError that names what is wrong with the choice or with its file."""
-    kind, separator, path = chosen.partition(":")
-    if kind == "local" and not separator:
+    name, separator, path = chosen.partition(":")
+    if name == "local" and not separator:
         return chosen
-    if kind == "replay" and path:
+    if name == "replay" and path:
         _read_trace(Path(path))
-    elif kind == "static" and path:
-        read_hosts(Path(path))
-    elif kind == "azure" and path:
-        check_extra("azure", "Azure's SDK", "azure.mgmt.compute")
-        read_azure_settings(Path(path))
+    elif has_local_vms(chosen) or not path:
+        raise ValueError(f"expected {_list_choices()}")
     else:
-        raise ValueError(f"expected {CHOICES}")
+        kind = find_kind(name)
+        if kind.extra is not None:
+            check_extra(kind.extra.name, kind.extra.what, *kind.extra.modules)
+        kind.read_settings(Path(path))
     return chosen
 
 
-def make_provider(chosen: str, local: LocalProvider, replay: ReplaySettings, memory_dir: Path) -> ProviderChoice:
-    """The chosen provider, unless it is a cloud's. `local` has the VMs for local and replay. Raises ValueError."""
+def find_kind(name: str) -> ProviderKind[Any]:
+    """The kind of that name, from the entry points of all installed packages. Raises ValueError."""
+    found = importlib.metadata.entry_points(group=PROVIDER_GROUP, name=name)
+    if not found:
+        raise ValueError(f"expected {_list_choices()}")
+    if len(found) > 1:
+        packages = sorted(_package(point) for point in found)
+        raise ValueError(f"{' and '.join(packages)} both have a provider {name!r}: uninstall one of them")
+    return _load_kind(next(iter(found)))
+
+
+def make_local_provider(
+    chosen: str, local: LocalProvider, replay: ReplaySettings, memory_dir: Path
+) -> EmulatedProvider:
+    """`local` itself, or a trace that drives it. Raises ValueError."""
     kind, _, path = chosen.partition(":")
     if kind == "replay":
-        played = ReplayProvider(local, _read_trace(Path(path)), replay, memory_dir / "replay.json")
-        return ProviderChoice(played, played)
-    if kind == "static":
-        return ProviderChoice(StaticProvider(read_hosts(Path(path)), time.time()))
-    return ProviderChoice(local, local)
+        return ReplayProvider(local, _read_trace(Path(path)), replay, memory_dir / "replay.json")
+    return local
 
 
-def make_cloud_provider(chosen: str, boot: BootSettings) -> Provider:
-    """The chosen provider of a cloud. Raises ValueError."""
-    from varuna_manager.providers.azure import AzureProvider, make_azure_client  # loads the SDK only when it is needed
-    from varuna_manager.providers.azure_boot import render_cloud_init
+def make_provider(chosen: str, context: ProviderContext) -> Provider:
+    """The provider of an entry point. Raises ValueError."""
+    name, _, path = chosen.partition(":")
+    kind = find_kind(name)
+    return kind.make_provider(kind.read_settings(Path(path)), context)
 
-    settings = read_azure_settings(Path(chosen.partition(":")[2]))
 
-    async def boot_script(vm_id: str, size: AzureSize) -> str:
-        return render_cloud_init(boot.origin, settings, vm_id, size, await boot.join_token(vm_id))
+def _list_choices() -> str:
+    """`local`, `replay`, and the kinds of the entry points that can be loaded."""
+    choices = ["local", "replay:TRACE.csv"]
+    for point in sorted(importlib.metadata.entry_points(group=PROVIDER_GROUP), key=lambda point: point.name):
+        try:
+            choices.append(f"{point.name}:{_load_kind(point).argument}")
+        except ValueError:
+            continue  # whoever chooses it gets its error
+    unique = list(dict.fromkeys(choices))
+    return f"{', '.join(unique[:-1])} or {unique[-1]}"
 
-    return AzureProvider(settings, make_azure_client(settings), boot_script, needs_prices=boot.needs_prices)
+
+def _load_kind(point: importlib.metadata.EntryPoint) -> ProviderKind[Any]:
+    """Raises ValueError that names the package."""
+    try:
+        kind = point.load()
+    except Exception as error:  # whatever a module of another package raises when it is imported
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        way_out = f"repair or uninstall {_package(point)}"
+        raise ValueError(
+            f"the provider {point.name!r} of {_package(point)} cannot be loaded ({text}): {way_out}"
+        ) from error
+    if not isinstance(kind, ProviderKind):
+        text = f"{point.value} is a {type(kind).__name__} and not a ProviderKind"
+        raise ValueError(f"the provider {point.name!r} of {_package(point)} cannot be used: {text}")
+    return kind
+
+
+def _package(point: importlib.metadata.EntryPoint) -> str:
+    return "an unknown package" if point.dist is None else point.dist.name
 
 
 def _read_trace(path: Path) -> SpotTrace:

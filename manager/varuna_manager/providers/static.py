@@ -6,6 +6,7 @@ does not name is refused.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.base import CreatedVms, ProviderNotice, ProviderVm, UnsupportedByProviderError, VmOffer
+from varuna_manager.providers.kind import AgentStart, ProviderContext, ProviderKind
 
 
 class StaticHost(BaseModel):
@@ -40,6 +42,8 @@ def read_hosts(path: Path) -> tuple[StaticHost, ...]:
         document = _HostsFile.model_validate(yaml.safe_load(path.read_text()))
     except OSError as error:
         raise ValueError(f"list of hosts {path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"list of hosts {path} is no text in UTF-8: {expected}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"list of hosts {path} is not YAML ({' '.join(str(error).split())}): {expected}") from error
     except ValidationError as error:
@@ -95,3 +99,15 @@ class StaticProvider:
 
     async def close(self, *, end_vms: bool) -> None:
         """The agents go on."""
+
+
+def _make_static_provider(hosts: Sequence[StaticHost], context: ProviderContext) -> StaticProvider:
+    return StaticProvider(hosts, time.time())
+
+
+KIND = ProviderKind(
+    read_settings=read_hosts,
+    make_provider=_make_static_provider,
+    agents=AgentStart.BY_OPERATOR,
+    argument="HOSTS.yaml",
+)

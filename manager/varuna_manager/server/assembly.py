@@ -50,9 +50,15 @@ from varuna_manager.metrics.from_store import StoreMetrics
 from varuna_manager.metrics.instruments import Instruments
 from varuna_manager.planning.planning import PlanningService
 from varuna_manager.planning.rates import RateService
-from varuna_manager.providers.azure_boot import Origin
 from varuna_manager.providers.base import Provider
-from varuna_manager.providers.choice import BootSettings, ProviderChoice, is_cloud, make_cloud_provider, make_provider
+from varuna_manager.providers.choice import (
+    ProviderChoice,
+    get_agent_start,
+    has_local_vms,
+    make_local_provider,
+    make_provider,
+)
+from varuna_manager.providers.kind import AgentStart, BootSettings, Origin, ProviderContext
 from varuna_manager.providers.local import LocalMachine, LocalProvider
 from varuna_manager.providers.measured import MeasuredProvider
 from varuna_manager.server.addresses import ListenPorts
@@ -260,8 +266,8 @@ class TermParts:
 def _chosen(base: ProcessParts, access: AccessControl) -> ProviderChoice:
     """The source of VMs. Raises StartError."""
     settings = base.settings
-    if is_cloud(settings.provider):
-        return ProviderChoice(make_cloud_provider(settings.provider, _boot(base, access)))
+    if not has_local_vms(settings.provider):
+        return ProviderChoice(make_provider(settings.provider, _context(base, access)))
     machine = LocalMachine(
         gpus=settings.gpus_per_vm,
         device_memory_bytes=settings.device_memory_bytes,
@@ -272,10 +278,18 @@ def _chosen(base: ProcessParts, access: AccessControl) -> ProviderChoice:
     local = LocalProvider(
         vms_dir, base.manager_addresses, machine, settings.capacity, access.make_join_token, base.http_url
     )
-    return make_provider(settings.provider, local, settings.make_replay_settings(), vms_dir)
+    emulated = make_local_provider(settings.provider, local, settings.make_replay_settings(), vms_dir)
+    return ProviderChoice(emulated, emulated)
 
 
-def _boot(base: ProcessParts, access: AccessControl) -> BootSettings:
+def _context(base: ProcessParts, access: AccessControl) -> ProviderContext:
+    """Raises StartError."""
+    start = get_agent_start(base.settings.provider)
+    boot = None if start is AgentStart.BY_OPERATOR else _boot(base, access, start)
+    return ProviderContext(needs_prices=base.settings.max_cost_per_hour is not None, boot_settings=boot)
+
+
+def _boot(base: ProcessParts, access: AccessControl, start: AgentStart) -> BootSettings:
     """Raises StartError if remote machines could not become VMs of this manager."""
     security, settings = base.security, base.settings
     if security is None:
@@ -283,10 +297,11 @@ def _boot(base: ProcessParts, access: AccessControl) -> BootSettings:
             f"--host {settings.host!r}: VMs of {settings.provider.partition(':')[0]} cannot reach a manager on a "
             "loopback address: give --host 0.0.0.0, and --advertise-host with the address by which they reach it"
         )
-    try:
-        AgentWheel(settings.agent_wheel).find_wheel()
-    except MissingError as error:
-        raise StartError(f"--agent-wheel: {error}") from error
+    if start is AgentStart.FROM_MANAGER:
+        try:
+            AgentWheel(settings.agent_wheel).find_wheel()
+        except MissingError as error:
+            raise StartError(f"--agent-wheel: {error}") from error
     port = base.http_address.rpartition(":")[2]
     hosts = dict.fromkeys(address.strip().rpartition(":")[0] for address in base.manager_addresses.split(","))
 
@@ -300,7 +315,7 @@ def _boot(base: ProcessParts, access: AccessControl) -> BootSettings:
         urls=tuple(f"https://{host}:{port}" for host in hosts),
         ca_pem=None if settings.tls_cert is not None else security.authority.ca_pem.decode(),
     )
-    return BootSettings(origin=origin, join_token=join_token, needs_prices=settings.max_cost_per_hour is not None)
+    return BootSettings(origin=origin, join_token=join_token)
 
 
 def _job_service(base: ProcessParts, database: Database, events: EventLog, bell: Bell) -> JobService:

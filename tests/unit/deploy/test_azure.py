@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 from repository import ROOT
-from varuna_manager.providers.azure_boot import Origin, render_cloud_init
+from varuna_manager.providers.azure_kind import describe_machine
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
+from varuna_manager.providers.boot import render_cloud_init
+from varuna_manager.providers.kind import Origin
 from varuna_manager.settings import ManagerSettings
 
 DEPLOY = ROOT / "deploy" / "azure"
@@ -33,6 +35,7 @@ SETTINGS = AzureSettings(
     subnet_id="/subnets/vms",
     ssh_public_key="ssh-ed25519 AAAA",
 )
+MACHINE = describe_machine(SETTINGS, "varuna-r-000", SIZE)
 ORIGIN = Origin(
     managers="10.20.0.10:8751,10.20.0.11:8751",
     urls=("https://10.20.0.10:8750", "https://10.20.0.11:8750"),
@@ -75,7 +78,7 @@ def check_shell(text: str) -> None:
 
 @pytest.mark.processes
 def test_a_spot_vms_document_is_valid_and_keeps_its_token_to_root() -> None:
-    document = check_cloud_config(render_cloud_init(ORIGIN, SETTINGS, "varuna-r-000", SIZE, TOKEN))
+    document = check_cloud_config(render_cloud_init(ORIGIN, MACHINE, TOKEN))
     files = files_of(document)
     assert files["/etc/varuna/join-token"] == (f"{TOKEN}\n", "0600")
     assert [path for path, (content, _) in files.items() if TOKEN in content] == ["/etc/varuna/join-token"]
@@ -93,7 +96,7 @@ def test_a_spot_vms_document_is_valid_and_keeps_its_token_to_root() -> None:
 def test_the_agents_flags_are_those_that_the_agent_knows() -> None:
     from varuna_agent.main import _make_parser
 
-    files = files_of(yaml.safe_load(render_cloud_init(ORIGIN, SETTINGS, "varuna-r-000", SIZE, TOKEN)))
+    files = files_of(yaml.safe_load(render_cloud_init(ORIGIN, MACHINE, TOKEN)))
     name, _, flags = files["/etc/varuna/agent.env"][0].strip().partition("=")
     assert name == "VARUNA_AGENT_FLAGS"
     assert f"${name}" in files["/etc/systemd/system/varuna-agent.service"][0]
@@ -108,7 +111,7 @@ def test_the_agents_flags_are_those_that_the_agent_knows() -> None:
 
 def test_a_manager_with_a_certificate_that_everybody_knows_is_asked_with_the_images_trust_store() -> None:
     public = Origin(managers="m.example.com:8751", urls=("https://m.example.com:8750",), ca_pem=None)
-    files = files_of(yaml.safe_load(render_cloud_init(public, SETTINGS, "varuna-r-000", SIZE, TOKEN)))
+    files = files_of(yaml.safe_load(render_cloud_init(public, MACHINE, TOKEN)))
     assert "/etc/varuna/ca.pem" not in files
     assert "--join-ca=/etc/ssl/certs/ca-certificates.crt" in files["/etc/varuna/agent.env"][0]
     assert "CA_FILE=''" in files["/etc/varuna/install.env"][0]

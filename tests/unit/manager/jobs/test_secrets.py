@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +137,7 @@ class _Without:
         if name == self._missing:
             return None
         return next(filter(None, (finder.find_spec(name, path, target) for finder in self._finders)), None)
+
+    def find_distributions(self, *context: Any) -> Iterator[Any]:
+        for finder in self._finders:
+            yield from getattr(finder, "find_distributions", lambda *context: ())(*context)
