@@ -129,9 +129,13 @@ class AzureProvider:
     # ------------------------------------------------------------ listing
 
     async def list(self) -> Sequence[ProviderVm]:
-        """The VMs as of a few seconds ago (`list_every_s` for each page), because Azure limits these calls too."""
+        """The VMs as of a few seconds ago (`list_every_s` for each page), because Azure limits these calls too. Raises
+        ProviderRefusedError."""
         if self._now() >= self._list_again_at:
-            await self._refresh_list()
+            try:
+                await self._refresh_list()
+            except AzureError as error:
+                raise ProviderRefusedError(parse_refusal(error).reason) from error
         return self._listed
 
     async def _refresh_list(self) -> None:
@@ -407,8 +411,11 @@ class AzureProvider:
 
     async def delete(self, vm_ids: Sequence[str]) -> None:
         """Returns once Azure has accepted the deletions, or throttles them: the caller deletes VMs again that are still
-        listed. Raises AzureError."""
-        await self._deletions.delete_vms(vm_ids)
+        listed. Raises ProviderRefusedError."""
+        try:
+            await self._deletions.delete_vms(vm_ids)
+        except AzureError as error:
+            raise ProviderRefusedError(parse_refusal(error).reason) from error
 
     async def preempt_vm(self, vm_id: str, notice_s: float) -> None:
         """Use Azure's simulation of an eviction, which takes minutes and gives a notice of up to 30 s."""

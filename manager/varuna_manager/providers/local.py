@@ -78,6 +78,7 @@ class LocalProvider:
         self._gone: dict[str, None] = {}
         """VMs that are gone and have a folder, in the order in which they were found gone."""
         self._clearing: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[ProviderVm]] = set()
 
     # ------------------------------------------------------------ Provider
 
@@ -109,7 +110,10 @@ class LocalProvider:
             self._next += 1
             self._write_market()
             token = await self._join_token(vm_id) if self._join_token is not None else None
-            vm = await asyncio.to_thread(self._start, vm_id, request, token)
+            starting = asyncio.create_task(asyncio.to_thread(self._start, vm_id, request, token))
+            self._starting.add(starting)
+            starting.add_done_callback(self._starting.discard)
+            vm = await asyncio.shield(starting)  # a thread goes on when its caller ends, and `close` waits for it
             made.append(vm)
             alive.append(vm)
         return CreatedVms(vms=tuple(made))
@@ -184,7 +188,7 @@ class LocalProvider:
         """Stop watching; the VMs live on unless `end_vms`."""
         for task in self._deadlines.values():
             task.cancel()
-        await asyncio.gather(*self._deadlines.values(), *self._clearing, return_exceptions=True)
+        await asyncio.gather(*self._deadlines.values(), *self._clearing, *self._starting, return_exceptions=True)
         if end_vms:
             for vm in await self.list():
                 await asyncio.to_thread(self._kill, vm)

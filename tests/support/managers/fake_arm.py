@@ -107,6 +107,10 @@ class FakeVm:
         return str(self.body["properties"]["hardwareProfile"]["vmSize"])
 
     @property
+    def scale_set(self) -> str:
+        return str(self.body["properties"]["virtualMachineScaleSet"]["id"].rpartition("/")[2])
+
+    @property
     def place(self) -> tuple[str, str | None]:
         return self.size, next(iter(self.body.get("zones", ())), None)
 
@@ -158,6 +162,8 @@ class FakeArm:
     """Spot prices of the public list, by size as it is written there."""
     retail_status: int = 200
     may_read_subscription: bool = True
+    answers_left: int | None = None
+    """How many more requests for VMs are answered; then requests take effect, and no answer arrives. None: all."""
     hidden: set[str] = field(default_factory=set)
     """VMs that lists do not show yet."""
     slow_operations: int = 1
@@ -226,7 +232,7 @@ class FakeArm:
     def _invalid(self, vm: FakeVm) -> Response | None:
         """The answer to a request that can never be granted."""
         properties = vm.body["properties"]
-        scale_set = self.scale_sets.get(properties["virtualMachineScaleSet"]["id"].rpartition("/")[2], {})
+        scale_set = self.scale_sets.get(vm.scale_set, {})
         zones, allowed = vm.body.get("zones", []), scale_set.get("zones", [])
         if bool(zones) != bool(allowed) or not {*zones} <= {*allowed}:
             text = f"VM of zones {zones} cannot be attached to Virtual Machine Scale Set of zones {allowed}"
@@ -257,9 +263,12 @@ class FakeArm:
         alive = sum(other.place == vm.place and other.state in ("Creating", "Succeeded") for other in self.vms.values())
         return room is not None and alive >= room
 
-    def delete(self, names: list[str]) -> Response:
+    def delete(self, names: list[str], scale_set: str | None = None) -> Response:
+        """`scale_set`: the one to which the request was made, which finds only its own VMs; None: any VM is found."""
         with self._lock:
-            unknown = [name for name in names if name not in self.vms]
+            unknown = [
+                name for name in names if name not in self.vms or scale_set not in (None, self.vms[name].scale_set)
+            ]
             if unknown:
                 return _error(404, "ResourceNotFound", f"The entity {unknown[0]} was not found")
             if self.locked.intersection(names):
@@ -377,6 +386,11 @@ def _app(arm: FakeArm) -> FastAPI:
         if arm.throttle and request.method in ("PUT", "POST") and "virtualMachines" in request.url.path:
             return _too_many(arm.throttle.pop(0))
         response: Response = await call_next(request)
+        if arm.answers_left is not None:
+            is_vm = request.method == "PUT" and "/virtualMachines/" in request.url.path
+            arm.answers_left -= is_vm
+            if arm.answers_left < 0:
+                return _error(500, "InternalServerError", "the answer is lost")
         return response
 
     @app.get(base + "/virtualMachineScaleSets/{name}")
@@ -394,7 +408,7 @@ def _app(arm: FakeArm) -> FastAPI:
     async def delete_instances(name: str, request: Request) -> Response:
         if arm.throttle_deletes:
             return _too_many(arm.throttle_deletes.pop(0))
-        return arm.delete((await request.json())["instanceIds"])
+        return arm.delete((await request.json())["instanceIds"], name)
 
     @app.get(base + "/virtualMachines")
     async def list_vms(request: Request, skip: int = 0) -> Response:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from azure.core.exceptions import HttpResponseError
 
 from fake_arm import FakeArm, fake_arm
 from varuna_manager.domain.fleet_decision import RefusalKind
@@ -280,7 +279,7 @@ async def test_a_vm_that_azure_does_not_delete_keeps_no_other(
     await provider.create(4, "r")
     names = sorted(arm.vms)
     arm.locked = {names[1]}
-    with pytest.raises(HttpResponseError, match="locked"):
+    with pytest.raises(ProviderRefusedError, match="locked"):
         await provider.delete(names)
     while len(arm.vms) > 1:
         await provider.list()
