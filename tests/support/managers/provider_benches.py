@@ -21,7 +21,7 @@ from varuna_manager.providers.local import LocalMachine, LocalProvider
 from varuna_manager.providers.replay import ReplayProvider, ReplaySettings
 from varuna_manager.providers.static import StaticHost, StaticProvider
 from varuna_planner.liveput.spot_trace import parse_trace
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, until
 
 _PAUSES_S = 3600.0
 """Longer than any pause after a refusal."""
@@ -69,15 +69,9 @@ class LocalBench(ProviderBench):
         self.provider = self._make_provider()
 
     async def list_real_vms(self) -> Collection[str]:
-        found = set()
-        for process in psutil.process_iter():
-            try:
-                command = process.cmdline()
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-            if command[:1] == ["/bin/sh"] and any(part.startswith(f"{self._folder}/") for part in command):
-                found.add(command[command.index("--vm-id") + 1])
-        return found
+        commands = [await _read_command(child) for child in psutil.Process().children()]
+        ours = [command for command in commands if any(part.startswith(f"{self._folder}/") for part in command)]
+        return {command[command.index("--vm-id") + 1] for command in ours}
 
     async def lose_next_answer(self) -> None:
         self._tokens_left = 1
@@ -100,6 +94,14 @@ class LocalBench(ProviderBench):
         self._tokens_left = None
         if (self._folder / "elsewhere").exists():
             (self._folder / "elsewhere").rename(self._folder / "vms")
+
+
+async def _read_command(process: psutil.Process) -> list[str]:
+    """The arguments of a process; none if it has ended. A process that has just begun its program has none yet."""
+    try:
+        return await until(process.cmdline, "the arguments of a process")
+    except psutil.NoSuchProcess:
+        return []
 
 
 class ReplayBench(LocalBench):
