@@ -38,10 +38,11 @@ class AgentMachine:
     """Options of pip when it installs the agent."""
 
 
-def make_agent_flags(origin: Origin, machine: AgentMachine, *, join_token_file: str) -> Mapping[str, str]:
+def make_agent_flags(origin: Origin, machine: AgentMachine, *, join_token_file: str | None = None) -> Mapping[str, str]:
     """Values of `varuna agent`'s options, by their names. `--vm-dir` is the caller's, and so is `--run-as`.
 
-    `join_token_file`: a file on the VM with the join token, readable for the agent only.
+    `join_token_file`: a file on the VM with the join token, which only the agent's user can read; None: the caller adds
+    the option.
     """
     flags = {
         "manager": origin.managers,
@@ -50,10 +51,11 @@ def make_agent_flags(origin: Origin, machine: AgentMachine, *, join_token_file: 
         "gpus": str(machine.gpus),
         "device": machine.device,
         "notices": machine.notices,
-        "join-token-file": join_token_file,
         "join-url": ",".join(origin.urls),
         "log-format": "json",
     }
+    if join_token_file is not None:
+        flags["join-token-file"] = join_token_file
     if machine.device_memory_bytes is not None:
         flags["device-memory-bytes"] = str(machine.device_memory_bytes)
     if origin.ca_pem is None:

@@ -153,11 +153,11 @@ class ProviderConformance:
     async def test_a_repeated_request_replaces_a_vm_that_is_gone(self, bench: ProviderBench) -> None:
         first, second = sorted(await _make_vms(bench.provider, 2, "request-1"))
         await bench.take_vm(first, 0.0)
-        await _wait_for_real_vms(bench, {second}, f"{first} was taken")
+        await _wait_for_listed_vms(bench, {second}, f"{first} was taken")
         again = await bench.provider.create(2, "request-1")
         _check_whole(again, 2, "request-1")
         assert second in _ids(again.vms)
-        assert len(await bench.list_real_vms()) == 2
+        await _wait_for_real_vms(bench, _ids(again.vms), f"{first} was replaced")
 
     # ------------------------------------------------------------ refusals
 
@@ -221,11 +221,7 @@ class ProviderConformance:
     async def test_a_vm_that_is_taken_leaves_the_list(self, bench: ProviderBench) -> None:
         first, second = sorted(await _make_vms(bench.provider, 2, "request-1"))
         await bench.take_vm(first, 0.0)
-
-        async def has_left() -> bool:
-            return {vm.id for vm in await bench.provider.list() if not vm.going} == {second}
-
-        await wait_until(bench, has_left, f"{first} leaves the list")
+        await _wait_for_listed_vms(bench, {second}, f"{first} was taken")
 
     @on_bench
     async def test_a_notice_has_its_vm_and_its_deadline(self, bench: ProviderBench) -> None:
@@ -307,8 +303,17 @@ async def _lose_answer(bench: ProviderBench) -> None:
     await bench.reconnect()
 
 
+async def _wait_for_listed_vms(bench: ProviderBench, ids: Collection[str], what: str) -> None:
+    """Wait until the provider lists exactly these VMs, apart from those that are going."""
+
+    async def is_so() -> bool:
+        return {vm.id for vm in await bench.provider.list() if not vm.going} == set(ids)
+
+    await wait_until(bench, is_so, what)
+
+
 async def _wait_for_real_vms(bench: ProviderBench, ids: Collection[str], what: str) -> None:
-    """Wait until exactly these VMs exist. Deletions are repeated, as the manager does."""
+    """Wait until exactly these VMs exist."""
 
     async def is_so() -> bool:
         real = set(await bench.list_real_vms())
