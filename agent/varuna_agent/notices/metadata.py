@@ -1,7 +1,8 @@
 """Notices of preemption from the metadata services of Azure, AWS and Google Cloud.
 
-Sources: Azure "Scheduled Events for Linux VMs", AWS "Spot Instance interruption notices" (IMDSv2), Google Cloud
-"Preemptible VM instances: detecting preemption". All are best effort: a VM may also vanish without any of them.
+Sources: Azure "Scheduled Events for Linux VMs", AWS "Spot Instance interruption notices" and "EC2 instance rebalance
+recommendations" (IMDSv2), Google Cloud "Preemptible VM instances: detecting preemption". All are best effort: a VM may
+also vanish without any of them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _AZURE_VERSION = "2020-07-01"
 _AZURE_NAME_VERSION = "2021-02-01"
 _AZURE_TAKES_VM = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 _AWS_TOKEN_S = 21_600
+_AWS_REBALANCE_S = 600.0
+"""How long after a recommendation to rebalance the VM is left at the latest."""
 _GCP_NOTICE_S = 30.0
 
 
@@ -152,33 +155,50 @@ class AzureNotices:
 
 
 class AwsNotices:
-    """The spot instance's action, if there is one; two minutes ahead. AWS takes no acknowledgement."""
+    """The spot instance's action, if there is one; two minutes ahead. AWS takes no acknowledgement.
+
+    `leaves_early`: a recommendation to rebalance is a notice, too. AWS gives it when the risk of an interruption has
+    risen, and does not say when that would be. So its deadline is our own: time enough for a planned morph.
+    """
 
     name = "aws"
 
-    def __init__(self) -> None:
+    def __init__(self, *, leaves_early: bool = False) -> None:
+        self._leaves_early = leaves_early
         self._token = ""
 
     async def fetch_notices(self, client: httpx.AsyncClient) -> Mapping[str, Notice]:
-        answer = await self._fetch_action(client)
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            await self._renew_token(client)
-            answer = await self._fetch_action(client)
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            return {}
-        answer.raise_for_status()
-        document = answer.json()
-        due = datetime.fromisoformat(document["time"])
-        notice_id = f"{document['action']}-{document['time']}"
-        return {notice_id: Notice(notice_id, due.timestamp(), f"aws {document['action']}")}
+        notices = {}
+        if self._leaves_early:
+            recommendation = await self._fetch(client, "events/recommendations/rebalance")
+            if recommendation is not None:
+                said = datetime.fromisoformat(recommendation["noticeTime"]).timestamp()
+                notice_id = f"rebalance-{recommendation['noticeTime']}"
+                notices[notice_id] = Notice(notice_id, said + _AWS_REBALANCE_S, "aws rebalance")
+        action = await self._fetch(client, "spot/instance-action")
+        if action is not None:
+            due = datetime.fromisoformat(action["time"])
+            notice_id = f"{action['action']}-{action['time']}"
+            notices[notice_id] = Notice(notice_id, due.timestamp(), f"aws {action['action']}")
+        return notices
 
     async def acknowledge_notice(self, client: httpx.AsyncClient, notice_id: str) -> None:
         return
 
-    async def _fetch_action(self, client: httpx.AsyncClient) -> httpx.Response:
-        return await client.get(
-            "/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": self._token}
-        )
+    async def _fetch(self, client: httpx.AsyncClient, path: str) -> Mapping[str, Any] | None:
+        """The document at a path below meta-data; None: there is none."""
+        answer = await self._get(client, path)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            await self._renew_token(client)
+            answer = await self._get(client, path)
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return None
+        answer.raise_for_status()
+        document: Mapping[str, Any] = answer.json()
+        return document
+
+    async def _get(self, client: httpx.AsyncClient, path: str) -> httpx.Response:
+        return await client.get(f"/latest/meta-data/{path}", headers={"X-aws-ec2-metadata-token": self._token})
 
     async def _renew_token(self, client: httpx.AsyncClient) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_AWS_TOKEN_S)}
@@ -209,11 +229,16 @@ class GcpNotices:
         return
 
 
-_SERVICES: Mapping[str, Callable[[], _MetadataService]] = {"azure": AzureNotices, "aws": AwsNotices, "gcp": GcpNotices}
+_SERVICES: Mapping[str, Callable[[], _MetadataService]] = {
+    "azure": AzureNotices,
+    "aws": AwsNotices,
+    "aws-rebalance": lambda: AwsNotices(leaves_early=True),
+    "gcp": GcpNotices,
+}
 
 
 def make_metadata_source(cloud: str, *, url: str = METADATA_URL, poll_s: float = 1.0) -> MetadataSource:
-    """The source for `azure`, `aws` or `gcp`. Raises ValueError for any other name."""
+    """The source for `azure`, `aws`, `aws-rebalance` or `gcp`. Raises ValueError for any other name."""
     if cloud not in _SERVICES:
         raise ValueError(f"--notices {cloud!r}: expected one of {', '.join(_SERVICES)}, or file")
     return MetadataSource(_SERVICES[cloud](), url=url, poll_s=poll_s)

@@ -218,6 +218,26 @@ async def test_aws_action_is_a_notice_and_its_token_is_renewed(metadata: Metadat
     assert notices == [Notice("terminate-2017-09-18T08:22:00Z", 1505722920.0, "aws terminate")]
 
 
+@pytest.mark.parametrize("leaves_early", [True, False])
+async def test_aws_recommendation_to_rebalance_is_a_notice_only_if_the_vm_is_to_leave_early(
+    metadata: Metadata, leaves_early: bool
+) -> None:
+    def answer(request: Request) -> Answer:
+        if request.method == "PUT":
+            return 200, "token"
+        if request.headers.get("x-aws-ec2-metadata-token") != "token":
+            return 401, ""
+        if request.path == "/latest/meta-data/events/recommendations/rebalance":
+            return 200, '{"noticeTime": "2017-09-18T08:00:00Z"}'
+        return 200, '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
+
+    metadata.answer = answer
+    notices = await collect("aws-rebalance" if leaves_early else "aws", metadata, 1 + leaves_early)
+    interruption = Notice("terminate-2017-09-18T08:22:00Z", 1505722920.0, "aws terminate")
+    rebalance = Notice("rebalance-2017-09-18T08:00:00Z", 1505722200.0, "aws rebalance")
+    assert notices == ([rebalance, interruption] if leaves_early else [interruption])
+
+
 async def test_gcp_preemption_is_a_notice_of_thirty_seconds(metadata: Metadata) -> None:
     asked = 0
 
@@ -236,5 +256,5 @@ async def test_gcp_preemption_is_a_notice_of_thirty_seconds(metadata: Metadata) 
 
 
 def test_an_unknown_cloud_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"--notices 'oracle': expected one of azure, aws, gcp"):
+    with pytest.raises(ValueError, match=r"--notices 'oracle': expected one of azure, aws, aws-rebalance, gcp"):
         make_metadata_source("oracle")

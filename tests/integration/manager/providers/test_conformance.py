@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
+import pytest
+
+from ec2_bench import Ec2Bench, mock_ec2, open_ec2_bench
 from provider_benches import (
     AzureBench,
     LocalBench,
@@ -43,9 +47,26 @@ class TestAzure(ProviderConformance):
         return open_azure_bench()
 
 
+@pytest.fixture(scope="module")
+def aws() -> Iterator[None]:
+    """One for all tests, as AWS is one for all fleets."""
+    with mock_ec2():
+        yield
+
+
+@pytest.mark.usefixtures("aws")
+class TestEc2(ProviderConformance):
+    def open_bench(self, folder: Path) -> AbstractAsyncContextManager[Ec2Bench]:
+        return open_ec2_bench(fleet=f"f{uuid.uuid4().hex[:30]}")
+
+
 class TestStaticKind(KindConformance):
     name = "static"
 
 
 class TestAzureKind(KindConformance):
     name = "azure"
+
+
+class TestEc2Kind(KindConformance):
+    name = "ec2"
