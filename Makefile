@@ -104,7 +104,7 @@ lint: venv ## ruff, mypy, import rules, generated code
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks
 	@# One by one: the examples are folders of top-level modules with the same names.
-	for example in bert gpt hf gradient_checkpointing; do \
+	for example in bert gpt hf gradient_checkpointing providers/ray; do \
 		MYPYPATH=examples/$$example $(BIN)/mypy --config-file tests/mypy.ini examples/$$example || exit; done
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory proto-check
