@@ -65,6 +65,8 @@ class FleetController:
         self._log = structlog.get_logger("varuna.controller").bind(controller=self.name)
         self._going: Sequence[ProviderVm] = ()
         """VMs that the provider is still deleting: gone, but paid for."""
+        self._ends: Mapping[str, str] = {}
+        """Why VMs have ended, as the provider said at its last query."""
         self._trouble = ""
         """The provider's error at its last query; empty: it answered."""
 
@@ -101,7 +103,8 @@ class FleetController:
             self._trouble = ""
             await self._emit_provider_event("provider_back", "the provider answers again")
         self._going = [vm for vm in vms if vm.going]
-        return {vm.id: vm for vm in vms if not vm.going}, notices
+        self._ends = {vm.id: vm.ended for vm in vms if vm.ended is not None}
+        return {vm.id: vm for vm in vms if not vm.going and vm.ended is None}, notices
 
     async def close(self) -> None:
         """Stop waiting for calls of the provider."""
@@ -124,11 +127,14 @@ class FleetController:
         rows = (await self._world.load_view()).vms
         unknown = sorted(listed.keys() - rows.keys())
         for vm_id in rows:
-            self._registry.set_listed(vm_id, vm_id in listed)
+            self._registry.set_listed(vm_id, vm_id in listed, self._ends.get(vm_id, ""))
         prices = {vm_id: vm.price_per_hour for vm_id, vm in listed.items() if vm.price_per_hour is not None}
         other = [vm_id for vm_id, row in rows.items() if prices.get(vm_id, row.price_per_hour) != row.price_per_hour]
+        waiting = [vm_id for vm_id, row in rows.items() if vm_id in listed and row.vm_state is VmState.REQUESTED]
+        waits = {vm_id: listed[vm_id].reason_before_hello for vm_id in waiting}
+        news = {vm_id: reason for vm_id, reason in waits.items() if reason != rows[vm_id].reason}
         adopted = False
-        if unknown or notices or other:
+        if unknown or notices or other or news:
             async with self._database.write() as session:
                 for vm_id in unknown:
                     if await self._adopt(session, listed[vm_id]):
@@ -136,6 +142,8 @@ class FleetController:
                         adopted = True
                 for vm_id in other:
                     (await session.get_one(VmRow, vm_id)).price_per_hour = prices[vm_id]
+                for vm_id, reason in news.items():
+                    (await session.get_one(VmRow, vm_id)).reason = reason
                 for notice in notices:
                     await self._fleet.note_notice(session, notice.vm_id, notice.id, notice.deadline_unix_s)
         return adopted

@@ -132,6 +132,8 @@ def _verdict(vm: VmView, state: VmState, reason: str) -> VmVerdict | None:
 
 
 def _why_gone(now: float, vm: VmView) -> str:
+    if vm.end_reason and vm.state is not VmState.DRAINING:
+        return vm.end_reason
     if vm.state is VmState.REQUESTED:
         return "its agent ended before it connected: see agent.log in the VM's folder"
     if vm.state is VmState.DRAINING:

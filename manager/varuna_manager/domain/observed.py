@@ -157,6 +157,8 @@ class VmView:
     created_at: float = 0.0
     listed: bool | None = None
     """Whether the provider lists it; None: the provider was not asked yet."""
+    end_reason: str = ""
+    """Why it is no longer listed, by the provider; empty: it does not say."""
     notice_deadline: float | None = None
     drain_deadline: float | None = None
     """The time by which it should be empty, as the request to drain it gave it."""

@@ -55,6 +55,9 @@ class ProviderVm:
     """The reason of its state until its agent has sent Hello."""
     going: bool = False
     """It is being deleted: nothing runs there, but it may still cost money."""
+    ended: str | None = None
+    """Why it has ended, if the provider did not delete it: nothing runs there, and it costs nothing. The list may leave
+    such VMs out; then nobody learns the reason. None: it has not ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,8 @@ class _Live:
     used_port: int = 0
     used_at: float = 0.0
     listed: bool | None = None
+    end_reason: str = ""
+    """Why the VM has ended, by its provider."""
     workers: tuple[Health, ...] = field(default_factory=tuple)
     running: frozenset[tuple[str, int]] = frozenset()
     """Job and generation of these workers. The object stays the same while they do."""
@@ -228,10 +230,11 @@ class VmRegistry:
         self._note_change(live)
         self._away.add(vm_id)
 
-    def set_listed(self, vm_id: str, listed: bool) -> None:
+    def set_listed(self, vm_id: str, listed: bool, end_reason: str = "") -> None:
+        """`end_reason`: why it has ended, if the provider says so."""
         live = self._of(vm_id)
         if live.listed is not listed:
-            live.listed = listed
+            live.listed, live.end_reason = listed, end_reason
             self._note_change(live)
 
     def forget_vm(self, vm_id: str) -> None:
@@ -334,6 +337,7 @@ class VmRegistry:
             ready_since=live.changed_at + ahead_s if live.connected else None,
             port_free_at=live.port_free_at + ahead_s if live.rendezvous_port else None,
             listed=live.listed,
+            end_reason=live.end_reason,
             notice_deadline=row.notice_deadline,
             drain_deadline=row.drain_deadline,
             slow_ratio=row.slow_ratio,

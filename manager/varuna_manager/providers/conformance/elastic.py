@@ -304,10 +304,10 @@ async def _lose_answer(bench: ProviderBench) -> None:
 
 
 async def _wait_for_listed_vms(bench: ProviderBench, ids: Collection[str], what: str) -> None:
-    """Wait until the provider lists exactly these VMs, apart from those that are going."""
+    """Wait until the provider lists exactly these VMs, apart from those that are going or have ended."""
 
     async def is_so() -> bool:
-        return {vm.id for vm in await bench.provider.list() if not vm.going} == set(ids)
+        return {vm.id for vm in await bench.provider.list() if not vm.going and vm.ended is None} == set(ids)
 
     await wait_until(bench, is_so, what)
 
@@ -333,6 +333,7 @@ def _check_whole(created: CreatedVms, count: int, request: str) -> None:
         assert vm.gpus >= 1
         assert vm.request == request
         assert not vm.going
+        assert vm.ended is None
         assert vm.created_at <= time.time() + 3600.0, "created_at is in seconds since the epoch"
         assert vm.price_per_hour is None or vm.price_per_hour >= 0
 

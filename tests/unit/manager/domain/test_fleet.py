@@ -50,6 +50,21 @@ def test_a_vms_state_follows_what_is_heard_of_it(before: VmView, after: VmState 
         assert verdict.state in states.VM_TRANSITIONS[before.state]
 
 
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (vm("a", listed=False), "the provider no longer lists it (there was no notice)"),
+        (vm("a", listed=False, end_reason="OOMKilled"), "OOMKilled"),
+        (vm("a", state=VmState.REQUESTED, connected=False, listed=False, end_reason="no node"), "no node"),
+        (vm("a", state=VmState.DRAINING, listed=False, end_reason="its agent ended", reason="idle"), "it left: idle"),
+    ],
+)
+def test_a_vm_that_is_gone_has_the_providers_reason_unless_it_was_to_leave(before: VmView, reason: str) -> None:
+    verdict = decide_vm(NOW, before, RULES)
+    assert verdict is not None
+    assert verdict.reason == reason
+
+
 @given(
     st.builds(
         VmView,
