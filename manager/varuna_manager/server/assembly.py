@@ -267,7 +267,10 @@ def _chosen(base: ProcessParts, access: AccessControl) -> ProviderChoice:
     """The source of VMs. Raises StartError."""
     settings = base.settings
     if not has_local_vms(settings.provider):
-        return ProviderChoice(make_provider(settings.provider, _context(base, access)))
+        try:
+            return ProviderChoice(make_provider(settings.provider, _context(base, access)))
+        except ValueError as error:
+            raise StartError(f"--provider {settings.provider}: {error}") from error
     machine = LocalMachine(
         gpus=settings.gpus_per_vm,
         device_memory_bytes=settings.device_memory_bytes,
