@@ -1,0 +1,118 @@
+"""What the pods of a fleet need between the calls of the manager: join tokens, patience with limits, and removal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
+from varuna_manager.providers.kubernetes.api import ApiRefusedError, KubernetesApi, Object
+from varuna_manager.providers.kubernetes.pod_body import POOL_LABEL, make_secret_body
+from varuna_manager.providers.kubernetes.pod_states import PodCondition, PodState, find_condition
+from varuna_manager.providers.kubernetes.pools import PoolChoice
+from varuna_manager.providers.kubernetes.settings import KubernetesSettings
+
+__all__ = ["Housekeeping"]
+
+_AT_ONCE = 16
+
+
+class Housekeeping:
+    """`unix_now`: seconds since the epoch. All methods raise ApiRefusedError and ApiAwayError, and can be repeated."""
+
+    def __init__(
+        self,
+        settings: KubernetesSettings,
+        api: KubernetesApi,
+        join_token: Callable[[str], Awaitable[str]],
+        pools: PoolChoice,
+        unix_now: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._api = api
+        self._join_token = join_token
+        self._pools = pools
+        self._unix_now = unix_now
+        self._with_token: set[str] = set()
+        self._stuck_since: dict[str, float] = {}
+        self._ended_since: dict[str, float] = {}
+
+    def forget_pod(self, name: str) -> None:
+        self._with_token.discard(name)
+        self._stuck_since.pop(name, None)
+        self._ended_since.pop(name, None)
+
+    async def give_tokens(self, pods: Sequence[Object]) -> None:
+        """Make the Secrets of pods that have a node and do not run yet.
+
+        Not before, because a token is valid for an hour, and a pod may wait longer for its node. The kubelet waits for
+        the Secret.
+        """
+        waiting = [pod for pod in pods if self._needs_token(pod)]
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def give_token(pod: Object) -> None:
+            async with gate:
+                await self._give_token(pod)
+
+        results = await asyncio.gather(*map(give_token, waiting), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            raise errors[0]
+
+    def find_overdue(self, pods: Sequence[Object]) -> Sequence[tuple[Object, Refusal]]:
+        """Pods that have waited for too long, and what that says of their pools."""
+        overdue = []
+        for pod in pods:
+            refusal = self._judge_patience(pod["metadata"]["name"], find_condition(pod))
+            if refusal is not None:
+                self._pools.note_refused(_pool_name(pod), refusal)
+                overdue.append((pod, refusal))
+        return overdue
+
+    def find_removable(self, ended: Sequence[Object]) -> Sequence[Object]:
+        """Pods that ended long enough ago."""
+        now = self._unix_now()
+        for pod in ended:
+            self._ended_since.setdefault(pod["metadata"]["name"], now)
+        kept_s = self._settings.ended_pods_kept_s
+        return [pod for pod in ended if now >= self._ended_since[pod["metadata"]["name"]] + kept_s]
+
+    def _needs_token(self, pod: Object) -> bool:
+        has_node = bool((pod.get("spec") or {}).get("nodeName"))
+        is_pending = (pod.get("status") or {}).get("phase", "Pending") == "Pending"
+        return has_node and is_pending and pod["metadata"]["name"] not in self._with_token
+
+    async def _give_token(self, pod: Object) -> None:
+        name = pod["metadata"]["name"]
+        try:
+            await self._api.create_secret(make_secret_body(pod, await self._join_token(name)))
+        except ApiRefusedError as error:
+            if error.reason != "AlreadyExists":
+                raise
+        self._with_token.add(name)
+        self._pools.note_granted(_pool_name(pod))
+
+    def _judge_patience(self, name: str, condition: PodCondition) -> Refusal | None:
+        now, settings = self._unix_now(), self._settings
+        if condition.state is not PodState.STUCK:
+            self._stuck_since.pop(name, None)
+        if condition.state is PodState.UNSCHEDULED and now >= condition.since + settings.pending_timeout_s:
+            text = f"pod {name} had no node within {settings.pending_timeout_s:.0f} s: {condition.reason}"
+            return Refusal(kind=RefusalKind.CAPACITY, reason=text)
+        if condition.state is PodState.QUEUED and now >= condition.since + settings.pending_timeout_s:
+            queue = "" if settings.queue_name is None else f" to queue {settings.queue_name}"
+            text = f"pod {name} was not admitted{queue} within {settings.pending_timeout_s:.0f} s: {condition.reason}"
+            return Refusal(kind=RefusalKind.QUOTA, reason=text)
+        if condition.state is PodState.STUCK:
+            since = self._stuck_since.setdefault(name, now)
+            if now >= since + settings.stuck_timeout_s:
+                text = f"the agent's container of pod {name} does not start: {condition.reason}"
+                return Refusal(kind=RefusalKind.FAILED, reason=text)
+        return None
+
+
+def _pool_name(pod: Object) -> str:
+    labels: Any = pod["metadata"].get("labels") or {}
+    return str(labels.get(POOL_LABEL, ""))
