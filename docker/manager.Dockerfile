@@ -13,7 +13,7 @@ COPY agent agent
 COPY manager manager
 COPY client client
 RUN python -m venv /opt/varuna \
-    && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt '.[manager,azure,otel]'
+    && /opt/varuna/bin/pip install --no-cache-dir -c constraints.txt '.[manager,azure,kubernetes,otel]'
 # The planner is compiled here, so that the first plan takes no longer than others.
 ENV NUMBA_CACHE_DIR=/opt/varuna/numba
 RUN /opt/varuna/bin/python -c 'from varuna_planner.search.auto_config import warm_up; warm_up()'
