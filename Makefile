@@ -12,6 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv hooks chromium browser compiler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install gpu lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium browser compiler kubectl helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -44,8 +45,14 @@ compiler: ## Install the C++ compiler that the simulated accelerator needs, wher
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install g++ with your package manager as root, such as: sudo apt-get install g++"; exit 1; }; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++; }
 
-helpers: browser # Chromium and g++, but whoever cannot install one goes on: the tests that need it are left out and named at the end
+kubectl: ## Install kubectl, which some tests of the API server of their own need, where there is none (as root)
+	@command -v kubectl >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install kubectl with your package manager as root, such as: sudo apt-get install kubernetes-client"; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends kubernetes-client; }
+
+helpers: browser # Chromium, g++ and kubectl, but whoever cannot install one goes on: the tests that need it are left out and named at the end
 	@command -v g++ >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory compiler || echo "going on without g++"
+	@command -v kubectl >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory kubectl || echo "going on without kubectl"
 
 browser: # As chromium, but whoever cannot install it goes on: the tests that need it are left out and named at the end
 	@command -v $(CHROMIUM) >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory chromium || echo "going on without Chromium"

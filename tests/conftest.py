@@ -43,6 +43,7 @@ class Need(NamedTuple):
 
 NEEDS = {
     "chromium": Need(lambda: chromium() is not None, "needs Chromium: run `make chromium` as root"),
+    "kubectl": Need(lambda: shutil.which("kubectl") is not None, "needs kubectl: run `make kubectl` as root"),
     "g++": Need(lambda: shutil.which("g++") is not None, "needs g++: run `make compiler` as root"),
     "accelerate": Need(lambda: find_spec("accelerate") is not None, "needs accelerate: run `make venv`"),
     "lightning": Need(lambda: find_spec("lightning") is not None, "needs lightning: run `make venv`"),
