@@ -24,6 +24,7 @@ from varuna_agent.identity.gpu_type import read_gpu_type
 from varuna_agent.identity.own_address import AUTO, own_address
 from varuna_agent.notices.metadata import make_metadata_source
 from varuna_agent.notices.notices import FileNoticeSource, NoticeSource
+from varuna_agent.notices.slurm import SlurmNotices
 from varuna_agent.observability.observers import Observers
 from varuna_agent.observability.rank_spans import RankSpans
 from varuna_agent.runner import AgentMemory, AgentRunner
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _configure_logging(options.log_format, options.vm_id)
     try:
         settings = _make_settings(options)
+        notice_source = _make_notice_source(settings)
         user = JobUser.find_user(settings.run_as) if settings.run_as else None
         keep_private(settings.vm_dir, user)
         lock = _lock_folder(settings.vm_dir)
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = MemoryFiles(choose_limit(settings.memory_part), notify_socket)
     memory = AgentMemory(files, files.adopt_files(os.environ))
     try:
-        end = asyncio.run(_run(settings, user, memory, keeps_memory=bool(notify_socket)))
+        end = asyncio.run(_run(settings, notice_source, user, memory, keeps_memory=bool(notify_socket)))
     except (OSError, JoinError, CopiesError) as error:
         sys.stderr.write(f"varuna agent: {error}\n")
         return 1
@@ -151,7 +153,8 @@ def _make_parser() -> argparse.ArgumentParser:
         "--notices",
         default="file",
         choices=NOTICE_SOURCES,
-        help="source of preemption notices: the cloud's metadata service, or notice.json in --vm-dir (default: file)",
+        help="source of preemption notices: the cloud's metadata service, SIGUSR1 in a Slurm job, or notice.json in "
+        "--vm-dir (default: file)",
     )
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="have Prometheus read this agent's metrics at this port; 0: not"
@@ -206,8 +209,18 @@ class _RunEnd(NamedTuple):
     """A signal asked for another process of the agent in the place of this one."""
 
 
-async def _run(settings: AgentSettings, user: JobUser | None, memory: AgentMemory, *, keeps_memory: bool) -> _RunEnd:
+async def _run(
+    settings: AgentSettings,
+    notice_source: NoticeSource,
+    user: JobUser | None,
+    memory: AgentMemory,
+    *,
+    keeps_memory: bool,
+) -> _RunEnd:
     """`keeps_memory`: the memory files outlive an agent that a signal ends."""
+    loop = asyncio.get_running_loop()
+    if isinstance(notice_source, SlurmNotices):  # before all that takes long: nobody else handles the signal
+        loop.add_signal_handler(signal.SIGUSR1, notice_source.announce_end)
     manager_identity = await _open_identity(settings) if settings.is_certified else None
     identity = Identity(
         vm_id=settings.vm_id,
@@ -224,13 +237,12 @@ async def _run(settings: AgentSettings, user: JobUser | None, memory: AgentMemor
     runner = AgentRunner(
         settings=settings,
         identity=identity,
-        notice_source=_make_notice_source(settings),
+        notice_source=notice_source,
         host=WorkerHost(base_environ=os.environ, user=user, groups=_open_job_groups()),
         observers=Observers(metrics, None if exporter is None else RankSpans(exporter, settings.vm_id)),
         manager_identity=manager_identity,
         memory=memory,
     )
-    loop = asyncio.get_running_loop()
     signals: list[signal.Signals] = []
 
     def handle_signal(number: signal.Signals) -> None:
@@ -264,6 +276,8 @@ def _make_metrics(version: str) -> AgentMetrics:
 def _make_notice_source(settings: AgentSettings) -> NoticeSource:
     if settings.notices == "file":
         return FileNoticeSource(settings.vm_dir / "notice.json", settings.notice_poll_s)
+    if settings.notices == "slurm":
+        return SlurmNotices(os.environ)
     return make_metadata_source(settings.notices)
 
 

@@ -10,7 +10,7 @@ from varuna_proto.hosts import is_loopback
 from varuna_proto.names import plain
 
 _LEAST_LOG_BYTES = 64 * 1024
-NOTICE_SOURCES = ("file", "azure", "aws", "aws-rebalance", "gcp")
+NOTICE_SOURCES = ("file", "azure", "aws", "aws-rebalance", "gcp", "slurm")
 
 
 @dataclass(frozen=True, kw_only=True)
