@@ -13,6 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help venv hooks chromium browser compiler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install gpu lint format proto proto-check docs wheel clean
 .PHONY: help venv hooks chromium browser compiler kubectl helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium browser compiler slurm scheduler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,6 +52,15 @@ kubectl: ## Install kubectl, which some tests of the API server of their own nee
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends kubernetes-client; }
 
 helpers: browser # Chromium, g++ and kubectl, but whoever cannot install one goes on: the tests that need it are left out and named at the end
+slurm: ## Install the Slurm that its provider's tests need, where there is none (as root)
+	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install slurmctld, slurmd, slurm-client and munge with your package manager as root, such as: sudo apt-get install slurmctld slurmd slurm-client munge"; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; }
+
+scheduler: # As slurm, but whoever cannot install it goes on: the tests that need it are left out and named at the end
+	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory slurm || echo "going on without Slurm"
+
+helpers: browser scheduler # Chromium, Slurm and g++, but whoever cannot install one goes on: the tests that need it are left out and named at the end
 	@command -v g++ >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory compiler || echo "going on without g++"
 	@command -v kubectl >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory kubectl || echo "going on without kubectl"
 

@@ -18,6 +18,7 @@ import structlog
 from hypothesis import settings
 
 from browsers import chromium
+from slurm_cluster import has_slurm
 from waiting import DEADLINE_S
 
 # A busy machine is slow, and no test says anything about time. CI plays the same examples each time; others new ones.
@@ -48,6 +49,7 @@ NEEDS = {
     "accelerate": Need(lambda: find_spec("accelerate") is not None, "needs accelerate: run `make venv`"),
     "lightning": Need(lambda: find_spec("lightning") is not None, "needs lightning: run `make venv`"),
     "root": Need(lambda: os.geteuid() == 0, "needs root, to start processes as another user: run it as root"),
+    "slurm": Need(has_slurm, "needs Slurm: run `make slurm` as root"),
 }
 """What `@pytest.mark.needs("chromium")` may name."""
 

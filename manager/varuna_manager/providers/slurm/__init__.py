@@ -1,0 +1,1 @@
+"""Jobs of a Slurm cluster as VMs."""
