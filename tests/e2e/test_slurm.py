@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -151,7 +151,8 @@ def _play(world: World) -> None:
     # The time limit: the VM leaves as long ahead of it as notice_s says.
     cluster.run("scancel", str(urgent))
     timed = next(vm_id for vm_id in world.wait_ready(3) if vm_id != third)
-    minutes = int(time.time() - world.vms()[timed]["created_at"]) // 60 + 1
+    age = datetime.now(UTC) - datetime.fromisoformat(world.vms()[timed]["created_at"])
+    minutes = int(age.total_seconds()) // 60 + 1
     cluster.run("scontrol", "update", f"JobId={world.job(timed)}", f"TimeLimit={minutes}")
     assert world.wait_gone(timed).startswith("it left: it has notice")
     world.go_on()
