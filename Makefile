@@ -11,9 +11,7 @@ PYTEST = $(BIN)/pytest --dist loadgroup
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv hooks chromium browser compiler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install gpu lint format proto proto-check docs wheel clean
-.PHONY: help venv hooks chromium browser compiler kubectl helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
-.PHONY: help venv hooks chromium browser compiler slurm scheduler helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium compiler kubectl slurm helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install gpu lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,21 +49,14 @@ kubectl: ## Install kubectl, which some tests of the API server of their own nee
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install kubectl with your package manager as root, such as: sudo apt-get install kubernetes-client"; exit 1; }; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends kubernetes-client; }
 
-helpers: browser # Chromium, g++ and kubectl, but whoever cannot install one goes on: the tests that need it are left out and named at the end
 slurm: ## Install the Slurm that its provider's tests need, where there is none (as root)
 	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || { \
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "install slurmctld, slurmd, slurm-client and munge with your package manager as root, such as: sudo apt-get install slurmctld slurmd slurm-client munge"; exit 1; }; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; }
 
-scheduler: # As slurm, but whoever cannot install it goes on: the tests that need it are left out and named at the end
-	@PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory slurm || echo "going on without Slurm"
-
-helpers: browser scheduler # Chromium, Slurm and g++, but whoever cannot install one goes on: the tests that need it are left out and named at the end
-	@command -v g++ >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory compiler || echo "going on without g++"
-	@command -v kubectl >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory kubectl || echo "going on without kubectl"
-
-browser: # As chromium, but whoever cannot install it goes on: the tests that need it are left out and named at the end
-	@command -v $(CHROMIUM) >/dev/null || test "$$(id -u)" != 0 || $(MAKE) --no-print-directory chromium || echo "going on without Chromium"
+helpers: # As root, all of the above; what cannot be installed is left out by the tests that need it, which are named at the end
+	@test "$$(id -u)" != 0 || for each in chromium compiler kubectl slurm; do \
+		$(MAKE) --no-print-directory $$each || echo "going on without $$each"; done
 
 unit: venv ## Run the quick tests that start no process
 	@# File by file: thousands of tests of milliseconds, handed out one by one, take a fifth more CPU.
