@@ -34,7 +34,7 @@ from varuna_manager.providers.azure_market import (
     is_acceleration_refusal,
     parse_refusal,
 )
-from varuna_manager.providers.azure_places import AzurePlace, AzurePlaces
+from varuna_manager.providers.azure_places import AzurePlace, list_azure_places
 from varuna_manager.providers.azure_requests import FLEET_TAG, REQUEST_TAG, make_scale_set_body, make_vm_body
 from varuna_manager.providers.azure_retail import fetch_retail_prices
 from varuna_manager.providers.azure_settings import AzureSettings, AzureSize
@@ -48,6 +48,7 @@ from varuna_manager.providers.base import (
     UnsupportedByProviderError,
     VmOffer,
 )
+from varuna_manager.providers.places import Places
 
 __all__ = ["AzureProvider", "PatientRetryPolicy", "make_azure_client"]
 
@@ -113,7 +114,7 @@ class AzureProvider:
         self._needs_prices = needs_prices
         self._settle_s = settle_s
         self._now = now
-        self._places = AzurePlaces(settings.sizes, now)
+        self._places = Places(list_azure_places(settings.sizes), now)
         self._has_scale_set = False
         self._writes: deque[float] = deque()
         self._quotes: Mapping[str, Quote] = {}
