@@ -6,10 +6,12 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from ec2_bench import Ec2Bench, mock_ec2, open_ec2_bench
+from gce_bench import FakeGce, GceBench, fake_gce, open_gce_bench
 from provider_benches import (
     AzureBench,
     LocalBench,
@@ -60,6 +62,21 @@ class TestEc2(ProviderConformance):
         return open_ec2_bench(fleet=f"f{uuid.uuid4().hex[:30]}")
 
 
+@pytest.fixture(scope="class")
+def gce(request: pytest.FixtureRequest) -> Iterator[None]:
+    with fake_gce() as served:
+        request.cls.gce = served
+        yield
+
+
+@pytest.mark.usefixtures("gce")
+class TestGce(ProviderConformance):
+    gce: ClassVar[FakeGce]
+
+    def open_bench(self, folder: Path) -> AbstractAsyncContextManager[GceBench]:
+        return open_gce_bench(self.gce)
+
+
 class TestStaticKind(KindConformance):
     name = "static"
 
@@ -70,3 +87,7 @@ class TestAzureKind(KindConformance):
 
 class TestEc2Kind(KindConformance):
     name = "ec2"
+
+
+class TestGceKind(KindConformance):
+    name = "gce"
