@@ -21,9 +21,7 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 .venv/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "varuna needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[runtime,manager,azure,ec2,otel,tensorboard,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[runtime,manager,azure,kubernetes,otel,tensorboard,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[runtime,manager,azure,ec2,gce,otel,tensorboard,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[runtime,manager,azure,ec2,gce,kubernetes,otel,tensorboard,dev]'
 	@# What a job imports, and the planner's kernels, are compiled here: once, on two cores, and not by many processes at a time.
 	@$(BIN)/python -c 'from varuna_planner.search.auto_config import warm_up; warm_up()' & planner=$$!; \
 		$(BIN)/python -c 'import torch.distributed, torch._subclasses.fake_tensor, varuna, varuna_manager.main, varuna_client.cli' && wait $$planner
