@@ -68,7 +68,7 @@ class SlurmBench(ProviderBench):
         self._folder = folder
         self._fillers: list[int] = []
         self._fleet = f"bench-{secrets.token_hex(4)}"  # Slurm lists the jobs of earlier tests for a while
-        self.settings = make_settings(folder, fleet=self._fleet, notice_s=4000, pending_s=4.0, list_every_s=0.01)
+        self.settings = make_settings(folder, fleet=self._fleet, notice_s=4000, pending_s=4.0, list_every_s=0.001)
         tools = folder / "tools"
         tools.mkdir()
         for name in ("sbatch", "squeue", "scancel"):
