@@ -147,7 +147,8 @@ def test_the_commands_without_a_manager_train_and_export(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(TRAIN)
     where: Mapping[str, str] = {"VARUNA_CHECKPOINT_URL": str(tmp_path / "ckpt" / "gpt")}
     ours = [command for command in find(*TRAINING) if "ddp_after.py" not in command]
-    assert "cut-point" in run(*(each for each in ours if each.startswith("varuna inspect")), tmp_path)
+    for command in (each for each in ours if each.startswith("varuna inspect")):
+        assert "cut-point" in run(command, tmp_path), command
     for command in (each for each in ours if each.startswith("printf")):
         run(command, tmp_path)
     first, resume = (each for each in ours if each.startswith("python -m varuna.run_varuna"))
