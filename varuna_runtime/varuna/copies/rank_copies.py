@@ -7,10 +7,12 @@ of the step before (`BoundaryRequests.copying`): none begins as long as the copy
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
 import torch
+import torch.distributed as dist
 
 from varuna.checkpoint import TrainingState
 from varuna.copies.keeper import CopyKeeper
@@ -84,8 +86,13 @@ class RankCopies:
         if rank >= len(keepers):  # another replica of its stage sends the copy
             return
         if self._owner is None:
+            try:
+                address = self._worker.rendezvous.store.get(_address_key(keepers[rank])).decode()
+            except dist.DistError:  # as in `_make_keeper`
+                self._can_keep = False
+                return
             self._owner = CopyOwner(
-                self._worker.rendezvous.store.get(_address_key(keepers[rank])).decode(),
+                address,
                 self._key,
                 generation=self._worker.environment.generation,
                 rank=rank,
@@ -129,7 +136,8 @@ class RankCopies:
             _log.warning("no copies of the ranks' states are kept: there is no port for them", reason=str(error))
             self._can_keep = False
             return None
-        rendezvous.store.set(_address_key(environment.rank), keeper.address)
+        with suppress(dist.DistError):  # rank 0 is gone, which this worker learns otherwise
+            rendezvous.store.set(_address_key(environment.rank), keeper.address)
         return keeper
 
     def _is_there_room(self, state_bytes: int) -> bool:

@@ -11,10 +11,12 @@ stay. Letters: P stages, D replicas; rank = replica * P + stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna.copies.rank_copies import count_available_bytes
@@ -164,13 +166,13 @@ class RankShares:
 
     def _make_keeper(self) -> ShareKeeper | None:
         rendezvous, rank = self._worker.rendezvous, self._worker.environment.rank
+        keeper: ShareKeeper | None = None
         try:
             keeper = ShareKeeper(self._key, rendezvous.own_address())
         except OSError as error:
             _log.warning("no copies of shares are kept: there is no port for them", reason=str(error))
-            rendezvous.store.set(_address_key(rank), "")
-            return None
-        rendezvous.store.set(_address_key(rank), keeper.address)
+        with suppress(dist.DistError):  # rank 0 is gone, which this worker learns otherwise
+            rendezvous.store.set(_address_key(rank), "" if keeper is None else keeper.address)
         return keeper
 
     def _make_owner(self) -> ShareOwner | None:
@@ -187,10 +189,16 @@ class RankShares:
             store.set(_sent_key(mark, self._worker.topology.stage), "")
             self._reported.append(mark)
 
+        def have_all_sent(mark: MarkKey) -> bool:
+            try:
+                return store.check([_sent_key(mark, stage) for stage in stages])
+            except dist.DistError:  # as in `_make_keeper`
+                return False
+
         return ShareOwner(
             PacedConnection(address, self._key, self._is_pipeline_sending),
             report_sent=report_sent,
-            have_all_sent=lambda mark: store.check([_sent_key(mark, stage) for stage in stages]),
+            have_all_sent=have_all_sent,
         )
 
     def _find_keeper(self) -> str:
@@ -198,7 +206,10 @@ class RankShares:
         the next. Empty: none keeps sums."""
         p, d, rank = self._worker.topology.p, self._worker.topology.d, self._worker.topology.rank
         others = [(rank + ahead * p) % (p * d) for ahead in range(1, d)]
-        texts = self._worker.rendezvous.store.multi_get([_address_key(other) for other in others])
+        try:
+            texts = self._worker.rendezvous.store.multi_get([_address_key(other) for other in others])
+        except dist.DistError:  # as in `_make_keeper`
+            return ""
         addresses = [text.decode() for text in texts if text]
         own_host = self._worker.rendezvous.own_address()
         return min(addresses, key=lambda address: address.rpartition(":")[0] == own_host, default="")

@@ -277,7 +277,8 @@ class GenerationMembership:
                 parameter.grad = None
         for mark in choice.marks:
             sums = next(one.sums for one in marked if one.mark == mark)
-            add_sums(parameters, sums)
+            # Of copies, because the marks may be needed again: this generation may be left before it has begun.
+            add_sums(parameters, {name: tensor.clone() for name, tensor in sums.items()})
             share = KeptShare(tuple(sorted(mark.numbers)), mark.passed)
             step.kept = share if step.kept is None else step.kept.join(share)
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from varuna.copies import rank_shares as rank_shares_module
 from varuna.copies import share_owner as share_owner_module
+from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, _Share
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
 from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
 from varuna.copies.share_owner import ShareOwner
+from varuna.distributed.departure import Departure
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
+from varuna.pipeline.pass_state import PassResult
+from varuna_proto.environment import WorkerEnvironment
 from waiting import wait_until
 
 HOST = "127.0.0.1"
@@ -115,6 +123,41 @@ def test_marks_are_ten_seconds_apart() -> None:
     assert micro_batches_between_marks(25.0) == 1
 
 
+class GoneStore:
+    """The rendezvous store of a generation whose rank 0 is gone."""
+
+    def _fail(self, *_: object) -> NoReturn:
+        raise dist.DistNetworkError("gone")
+
+    set = get = multi_get = check = delete_key = _fail
+
+
+def make_worker(p: int, d: int) -> Any:
+    environment = WorkerEnvironment.alone("job", micro_batch=1, global_batch=8)
+    return SimpleNamespace(
+        environment=replace(environment, secret="secret", keepers=(1, 0), copies_shares=True),
+        topology=Topology(p, d, 0),
+        departure=Departure(),
+        rendezvous=SimpleNamespace(store=GoneStore(), own_address=lambda: HOST),
+    )
+
+
+def test_a_loss_of_rank_0_is_no_fault_of_copies() -> None:
+    """Ranks learn of it from their connections; what asks the store for copies says nothing."""
+    worker, parameter = make_worker(2, 2), torch.nn.Parameter(torch.ones(3))
+    shares = RankShares(worker, is_pipeline_sending=lambda: False)
+    parameter.grad = torch.ones(3)
+    kept = PassResult(loss_sum=1.0, weight=1.0, examples=1, expected_weight=8.0, forward_us=1, backward_us=1, wait_us=0)
+    shares.begin_pass(1, range(4), {"weight": parameter}, kept=((9,), kept), micro_batch_s=4.0)
+    assert shares.list_sums(1) == []
+    copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 1, is_pipeline_sending=lambda: False)
+    copies.record_agreement(is_any_busy=False)
+    copies.begin_round(1, lambda: pytest.fail("nobody keeps it"))
+    assert copies.is_busy, "no rank begins another round"
+    for each in (shares, copies):
+        each.shut_down()
+
+
 @pytest.mark.parametrize(
     ("done", "marked", "p", "d", "interval", "is_worth_it"),
     [
@@ -131,7 +174,7 @@ def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
 ) -> None:
     """Of 20 micro-batches. Replicas always finish without marks, and where a lost replica leaves no device idle."""
     shares = RankShares.__new__(RankShares)
-    shares._worker = type("Worker", (), {"topology": Topology(p, d, 0)})()  # type: ignore[assignment]
+    shares._worker = make_worker(p, d)
     shares._share = _Share(STEP, {}, range(20), (), None, interval, done, marked)
     assert shares.is_worth_finishing() is is_worth_it
 
