@@ -41,6 +41,17 @@ NOT_RUN = {
     "python examples/bert/*": "takes minutes and a corpus; tests/e2e/test_bert.py runs them on a small one",
     "python train.py --input_dir *": "needs the prepared corpus; tests/e2e/test_bert.py",
     "varuna submit examples/bert/*": "takes minutes and a corpus; tests/e2e/test_bert.py",
+    "export VARUNA_CHECKPOINT_URL=*": "names a store of the reader's; test_elastic_torchrun.py has one of its own",
+    "bash examples/launchers/torchrun/node.sh *": "needs several machines; test_elastic_torchrun.py runs it for four",
+    "sbatch *": "needs Slurm; tests/integration/varuna/launching/test_slurm_requeue.py submits it",
+    "kubectl apply *": "needs a cluster with Kubeflow; test_trainjob.py runs the manifest's command",
+    "make venv *": "needs a package registry",
+    "make gpu*": "needs a GPU",
+    ".venv/bin/python benchmarks/gpu.py *": "needs a GPU; tests/integration/benchmarks/test_gpu.py runs it without one",
+    "varuna manager --provider static:*": "needs GPUs, as what follows; tests/e2e/test_providers.py has such a manager",
+    "varuna token create gpu-1 *": "needs the manager before",
+    "CUDA_VISIBLE_DEVICES=*": "needs GPUs",
+    "varuna submit examples/gpt/job.yaml": "needs the manager before; test_readme.py submits it",
     "varuna export /tmp/varuna-bert/*": "needs the job before; tests/e2e/test_bert.py",
 }
 """Patterns of commands that no test runs as they are printed, with the reason."""
