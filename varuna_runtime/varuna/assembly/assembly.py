@@ -202,7 +202,7 @@ def _connect(
         tied_groups,
         counted=counted,
         timeline=timeline,
-        may_overlap=lambda: not departure.is_deferred,
+        may_overlap=lambda: not departure.is_deferred and departure.exit_code is None,
     )
     position = StagePosition(
         stage=topology.stage,

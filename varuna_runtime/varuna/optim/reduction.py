@@ -125,9 +125,12 @@ class GradientReducer:
         while self._launched < len(self._buckets) and self._buckets[self._launched].is_final and self._may_overlap():
             try:
                 self._launch_next()
-            except RuntimeError:
+            except (RuntimeError, SystemExit):
                 if self._may_overlap():
                     raise
+                # This rank is leaving, which it learns at the next wait. An exception out of a hook would leave a part
+                # of the graph in autograd's queue, and with it parameters that the process is to be rid of.
+                return
 
     def _require_dense(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:

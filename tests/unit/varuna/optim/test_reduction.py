@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from varuna.distributed.departure import Departure
+from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.groups import RankGroup
 from varuna.optim.reduction import GradientReducer, TiedGroup, clip_factor, make_buckets, scale_gradients
 from varuna.pipeline.random_streams import preserve_generators, seed_generators, stream_seed
@@ -80,6 +84,33 @@ def test_tied_parameters_are_summed_beside_the_others() -> None:
     reducer.reduce_gradients(lambda: notes.append("replaces"))
     assert notes == ["a, b begins", "c begins", "a, b is awaited", "replaces", "c is awaited", "replaces"]
     assert all(torch.equal(parameter.grad, torch.ones(2)) for parameter in named.values() if parameter.grad is not None)
+
+
+class LeavingGroup(RankGroup):
+    """Of a rank that leaves its generation as a sum is to begin."""
+
+    is_left = False
+
+    def start_all_reduce(self, tensors: Sequence[Tensor]) -> NoReturn:
+        self.is_left = True
+        raise PeerLost("rank 1 is gone")
+
+
+def test_a_rank_that_leaves_in_its_last_backward_keeps_no_part_of_the_graph() -> None:
+    """An exception out of a hook would leave one in autograd's queue until the next backward."""
+    named = dict(zip("ab", parameters(2, 2), strict=True))
+    group = LeavingGroup(None, [0, 1], Departure(lambda code: None))
+    reducer = GradientReducer(named, group, [], counted=(), bucket_bytes=4, may_overlap=lambda: not group.is_left)
+    reducer.mark_last_backward()
+    with suppress(PeerLost):
+        (named["b"] * named["a"]).exp().sum().backward()
+    assert group.is_left
+    kept = [weakref.ref(parameter) for parameter in named.values()]
+    reducer.remove_hooks()
+    del reducer
+    named.clear()
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
 
 
 @settings(deadline=None)
