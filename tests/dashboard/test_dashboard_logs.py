@@ -86,7 +86,7 @@ async def test_the_browser_notifies_of_ends_and_faults_while_nobody_looks(world:
         await page.evaluate(UNSEEN)
         await world.emit_event("vm_ready", "VM vm-2 is ready", vm_id="vm-2")
         await world.emit_event("vm_lost", "VM vm-2 is lost", vm_id="vm-2")
-        await page.wait_for_function("window.shown.length > 0")
         await expect(rows).to_have_count(3)
+        await page.wait_for_function("() => window.shown.length > 0")
         shown = await page.evaluate("window.shown.map(([title, { body }]) => `${title}, ${body}`)")
         assert shown == ["vm-2: vm lost, VM vm-2 is lost"]
