@@ -97,11 +97,14 @@ def find_idle(waits: Sequence[Wait], since: float, until: float) -> float:
 
 
 def measure_turn(lines: Sequence[StepLine], first: int, last: int) -> float:
-    """The median duration of the steps after the first of a turn, from when the first worker ended each."""
+    """The mean duration of the steps after the first of a turn, from when the first worker ended each.
+
+    The mean: what readiness costs may come in a few steps only, as the copy of a state does.
+    """
     ends: dict[int, float] = {}
     for line in lines:
         ends.setdefault(line.step, line.at)
-    return statistics.median(ends[step] - ends[step - 1] for step in range(first + 1, last + 1))
+    return (ends[last] - ends[first]) / (last - first)
 
 
 def median_step_s(lines: Sequence[StepLine]) -> float:

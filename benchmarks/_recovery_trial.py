@@ -187,7 +187,12 @@ class _Trial:
     def run(self, row: RecoveryWay) -> dict[str, Any]:
         self._job = self._client.submit(make_job(self._size, self._options, row, self._record))["id"]
         shape = (self._options.stages, self._options.replicas)
-        generation = wait_for(lambda: self._find_generation(0, shape), f"training as {shape[0]}×{shape[1]}")
+        generation = wait_for(lambda: self._find_generation(0), "training")
+        if (generation["p"], generation["d"]) != shape:
+            raise SystemExit(
+                f"the planner prefers {generation['p']}×{generation['d']} to {shape[0]}×{shape[1]} for "
+                f"{self._size.name} on these links: give others with --mbit, or another size"
+            )
         with VmMemory(self._list_agents()) as memory:
             before_s, killed_at, saved = self._kill_vm(generation)
             follower = wait_for(lambda: self._find_generation(generation["number"]), "training after the kill")

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from varuna_proto.group_memory import read_group_memory
 from varuna_proto.v1 import agent_pb2
 
 SAMPLE_S = 10.0
@@ -31,18 +32,27 @@ class MachineUsage:
 
     def take_sample(self) -> agent_pb2.MachineUsage:
         """The usage since the last sample. Call it in a thread: a driver may take its time."""
-        now, network, memory = self._now(), _count_network_bytes(), psutil.virtual_memory()
+        now, network = self._now(), _count_network_bytes()
+        memory_bytes, memory_used_bytes = _measure_memory()
         passed_s = max(now - self._before, 1e-3)
         received, sent = (max(new - old, 0) / passed_s for new, old in zip(network, self._network, strict=True))
         self._before, self._network = now, network
         return agent_pb2.MachineUsage(
             cpu_share=psutil.cpu_percent() / 100,
-            memory_used_bytes=memory.total - memory.available,
-            memory_bytes=memory.total,
+            memory_used_bytes=memory_used_bytes,
+            memory_bytes=memory_bytes,
             received_bytes_per_s=received,
             sent_bytes_per_s=sent,
             gpus=self._list_gpus(),
         )
+
+
+def _measure_memory() -> tuple[int, int]:
+    """How much there is, and how much of it is used: of the machine, or of the control group that leaves least."""
+    machine, group = psutil.virtual_memory(), read_group_memory()
+    if group is None or group.available >= machine.available:
+        return machine.total, machine.total - machine.available
+    return group.limit, group.limit - group.available
 
 
 def _count_network_bytes() -> tuple[int, int]:

@@ -22,6 +22,7 @@ import psutil
 import structlog
 
 from varuna_agent.state import WorkerKey
+from varuna_proto.group_memory import read_group_memory
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -154,8 +155,10 @@ class MemoryFiles:
 
 
 def choose_limit(part: float) -> int:
-    """The bytes that make this part of the VM's memory; 0 where the system has no memory files."""
-    return int(psutil.virtual_memory().total * part) if hasattr(os, "memfd_create") else 0
+    """The bytes that make this part of the VM's memory, or of what the agent's control groups have of it; 0 where the
+    system has no memory files."""
+    group, total = read_group_memory(), psutil.virtual_memory().total
+    return int(part * (total if group is None else min(total, group.limit))) if hasattr(os, "memfd_create") else 0
 
 
 def is_sealed(file: int) -> bool:

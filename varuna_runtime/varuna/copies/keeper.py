@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.storage.store import allocate_aligned
+from varuna.copies.memory import SpareMemory
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message
 from varuna.holdings.giving import StateServer
@@ -44,8 +44,7 @@ class CopyKeeper(StateServer):
         self._generation = generation
         self._keeping = threading.Lock()
         self._kept: list[_KeptCopy] = []
-        self._spare: list[memoryview] = []
-        """Memory of copies that were dropped, for the next ones: fresh pages cost more than what goes into them."""
+        self._spare = SpareMemory()
         self._round_series = 0
         super().__init__(key, host)
 
@@ -58,7 +57,8 @@ class CopyKeeper(StateServer):
         """Drops all copies, and takes only those of that series from now on."""
         with self._keeping:
             self._round_series = series
-            self._kept, self._spare = [], []
+            self._kept = []
+            self._spare.clear()
 
     def _answer_request(self, connection: socket.socket, kind: int, words: Sequence[bytes]) -> None:
         if kind != COPY or len(words) != 3:
@@ -102,7 +102,7 @@ class CopyKeeper(StateServer):
         finally:
             if not is_whole:
                 with self._keeping:
-                    self._spare.append(memory)
+                    self._spare.add(memory)
 
     def _reserve_memory(self, owner: int, step_to_keep: int, size: int) -> memoryview:
         """Drops the owner's copies but that of `step_to_keep`, and returns memory for the next one.
@@ -117,10 +117,4 @@ class CopyKeeper(StateServer):
                 if copy.held.inventory.rank == owner and copy.held.inventory.step != step_to_keep
             ]
             self._kept = [copy for copy in self._kept if copy not in dropped]
-            self._spare += [copy.memory for copy in dropped]
-            fitting = next((memory for memory in self._spare if len(memory) >= size), None)
-            if fitting is None:
-                self._spare = self._spare[len(dropped) :]  # states have grown: these are too small from now on
-                return allocate_aligned(size)
-            self._spare = [memory for memory in self._spare if memory is not fitting]
-            return fitting
+            return self._spare.take(size, [copy.memory for copy in dropped])

@@ -12,7 +12,7 @@ __all__ = ["CopyPace", "IdleProcessors"]
 
 _LEAST_SHARE = 0.01
 """Of the machine's processors: what copies take even where none is idle."""
-_IDLE_SHARE = 0.5
+_IDLE_SHARE = 0.2
 """Of the idle processors. They are idle on average, not each time that a chunk is sent."""
 _OWN_PART = 0.5
 """The other half is for copies that come in."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import structlog
 import torch
@@ -16,12 +15,13 @@ import torch.distributed as dist
 
 from varuna.checkpoint import TrainingState
 from varuna.copies.keeper import CopyKeeper
+from varuna.copies.memory import MemorySharers, has_room
 from varuna.copies.owner import CopyOwner
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.inventory import HeldFiles
 from varuna.worker.worker import WorkerProcess
 
-__all__ = ["RankCopies", "count_available_bytes"]
+__all__ = ["RankCopies"]
 
 _log = structlog.get_logger("varuna")
 
@@ -56,6 +56,7 @@ class RankCopies:
         self._can_keep: bool | None = None
         """Whether this rank can take part; None: not known yet."""
         self._keeper = self._make_keeper() if self._owners else None
+        self._sharers = MemorySharers(worker, "copies")
         self._is_free = False
         self._round_step = 0
         self.whole_step = 0
@@ -66,8 +67,8 @@ class RankCopies:
     @property
     def is_busy(self) -> bool:
         """Whether no rank may begin a round, because of this one."""
-        if self._can_keep is None and (state_bytes := self._count_state_bytes()):
-            self._can_keep = self._is_there_room(state_bytes)
+        if self._can_keep is None and (state_bytes := self._count_state_bytes()) and (ranks := self._sharers.count()):
+            self._can_keep = self._is_there_room(state_bytes * ranks)
         return not self._can_keep or (self._owner is not None and self._owner.is_busy)
 
     def record_agreement(self, *, is_any_busy: bool) -> None:
@@ -141,29 +142,12 @@ class RankCopies:
         return keeper
 
     def _is_there_room(self, state_bytes: int) -> bool:
-        """Stages have about the same size, so this rank's stands for those that it keeps."""
+        """`state_bytes`: of all ranks on this machine.
+
+        Stages have about the same size, so a rank's stands for those that it keeps.
+        """
         states = len(self._owners) + (self._worker.environment.rank < len(self._worker.environment.keepers))
-        needed, available = _STATES * states * state_bytes, count_available_bytes()
-        if available is None or needed <= _LARGEST_PART * available:
-            return True
-        _log.warning(
-            "no copies of the ranks' states are kept: there is not enough host memory on this VM",
-            needed_gib=round(needed / 2**30, 2),
-            available_gib=round(available / 2**30, 2),
-            share=_LARGEST_PART,
-        )
-        return False
-
-
-def count_available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
-    """Host memory that processes can get without swapping; None: not known."""
-    try:
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+        return has_room(_STATES * states * state_bytes, _LARGEST_PART, "copies of the ranks' states")
 
 
 def _address_key(rank: int) -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from varuna.copies.rank_copies import count_available_bytes
+from varuna.copies.memory import MemorySharers, has_room
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
 from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
@@ -70,6 +70,8 @@ class RankShares:
         self._has_room: bool | None = None
         """Whether this rank can take part; None: not known yet."""
         self._keeper = self._make_keeper()
+        self._sharers = MemorySharers(worker, "shares")
+        """Once they are known, all ranks have said who keeps sums."""
         self._series = 0
         """Of passes: one that does not count ends it."""
         self._share: _Share | None = None
@@ -145,8 +147,8 @@ class RankShares:
 
     def _make_mark(self, share: _Share, result: PassResult) -> None:
         gradients = {name: one.grad for name, one in share.parameters.items() if one.grad is not None}
-        if self._has_room is None:
-            self._has_room = _can_copy(gradients)
+        if self._has_room is None and (ranks := self._sharers.count()):
+            self._has_room = _can_copy(gradients, ranks)
         if not self._has_room:
             return
         if self._owner is None:
@@ -215,21 +217,13 @@ class RankShares:
         return min(addresses, key=lambda address: address.rpartition(":")[0] == own_host, default="")
 
 
-def _can_copy(gradients: Mapping[str, Tensor]) -> bool:
-    """Stages have about the same size, so this rank's sums stand for those that it keeps."""
+def _can_copy(gradients: Mapping[str, Tensor], ranks: int) -> bool:
+    """`ranks`: on this machine. Stages have about the same size, so this rank's sums stand for those that it keeps."""
     if any(gradient.layout is not torch.strided for gradient in gradients.values()):
         _log.warning("no copies of shares are kept: the model has sparse gradients")
         return False
-    needed, available = _COPIES * sum(gradient.nbytes for gradient in gradients.values()), count_available_bytes()
-    if available is None or needed <= _LARGEST_PART * available:
-        return True
-    _log.warning(
-        "no copies of shares are kept: there is not enough host memory on this VM",
-        needed_gib=round(needed / 2**30, 2),
-        available_gib=round(available / 2**30, 2),
-        share=_LARGEST_PART,
-    )
-    return False
+    needed = _COPIES * ranks * sum(gradient.nbytes for gradient in gradients.values())
+    return has_room(needed, _LARGEST_PART, "copies of shares")
 
 
 def _address_key(rank: int) -> str:

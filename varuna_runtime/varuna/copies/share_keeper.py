@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from varuna.checkpoint.format import tensor_file
-from varuna.checkpoint.storage.store import allocate_aligned
+from varuna.copies.memory import SpareMemory
 from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message
@@ -41,8 +41,7 @@ class ShareKeeper(StateServer):
         """Listens on a free port of this machine's address `host`. Raises OSError when that is not possible."""
         self._keeping = threading.Lock()
         self._kept: list[_KeptSums] = []
-        self._spare: list[memoryview] = []
-        """Memory of sums that were dropped, for the next ones."""
+        self._spare = SpareMemory()
         self._series = 0
         super().__init__(key, host)
 
@@ -55,7 +54,8 @@ class ShareKeeper(StateServer):
         """Drops all, and takes only those of that series from now on."""
         with self._keeping:
             self._series = series
-            self._kept, self._spare = [], []
+            self._kept = []
+            self._spare.clear()
 
     def _answer_request(self, connection: socket.socket, kind: int, words: Sequence[bytes]) -> None:
         if kind != SUMS or len(words) != 4:
@@ -84,7 +84,7 @@ class ShareKeeper(StateServer):
         finally:
             if not is_whole:
                 with self._keeping:
-                    self._spare.append(memory)
+                    self._spare.add(memory)
         if not is_whole:
             raise ValueError(_VAIN)
 
@@ -105,10 +105,4 @@ class ShareKeeper(StateServer):
                 if kept.mark.replica == mark.replica and kept.mark.key != mark.key._replace(micro_batches=count_to_keep)
             ]
             self._kept = [kept for kept in self._kept if kept not in dropped]
-            self._spare += [kept.memory for kept in dropped]
-            fitting = next((memory for memory in self._spare if len(memory) >= size), None)
-            if fitting is None:
-                self._spare = self._spare[len(dropped) :]
-                return allocate_aligned(size)
-            self._spare = [memory for memory in self._spare if memory is not fitting]
-            return fitting
+            return self._spare.take(size, [kept.memory for kept in dropped])

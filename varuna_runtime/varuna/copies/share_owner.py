@@ -17,7 +17,7 @@ from varuna.checkpoint.format.tensor_file import iterate_pieces
 from varuna.checkpoint.saving.snapshot import HostBuffers
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark
-from varuna.devices.accelerator import is_accelerator, record_event
+from varuna.devices.accelerator import is_accelerator, record_event, wait_for_event
 from varuna.diagnostics.error_text import first_line
 from varuna.holdings.inventory import HeldFile
 from varuna.holdings.transfer_protocol import NUMBER, SUMS
@@ -37,9 +37,13 @@ class _Copy:
     marked: MarkedSums
     buffers: HostBuffers
     series: int
-    wait_until_copied: Callable[[], None]
-    """From the device."""
+    copied: torch.Event | None
+    """When the sums have come from the device; None: they are here."""
     is_sent: bool = False
+
+    def wait_until_copied(self) -> None:
+        if self.copied is not None:
+            wait_for_event(self.copied)
 
 
 class ShareOwner:
@@ -81,8 +85,10 @@ class ShareOwner:
         buffers = self._free.pop()
         sums = {name: buffers.copy_tensor(name, gradient) for name, gradient in gradients.items()}
         device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
-        wait = record_event(device).synchronize if is_accelerator(device) else _wait_for_nothing
-        self._current = _Copy(MarkedSums(mark, sums), buffers, self._series, wait)
+        copied = (
+            record_event(device) if is_accelerator(device) else None
+        )  # copies from the CPU are done when they return
+        self._current = _Copy(MarkedSums(mark, sums), buffers, self._series, copied)
         kept_count = 0 if self._common is None else self._common.marked.mark.key.micro_batches
         self._copies.put((self._current, kept_count))
         now_s = time.monotonic()
@@ -148,7 +154,3 @@ class ShareOwner:
                     keeper=self._keeper.address,
                     reason=first_line(error),
                 )
-
-
-def _wait_for_nothing() -> None:
-    """Copies from the CPU are done when they return."""

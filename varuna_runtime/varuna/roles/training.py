@@ -435,7 +435,7 @@ class TrainingRole:
         averaged = self.average.exchange_values(parameters) if ema and self.average is not None else nullcontext()
         with self.assembly.evaluation_mode(), self._passing(), averaged:
             passed = self.assembly.engine.run_evaluation_pass(
-                cut_inputs(pin_inputs(inputs, self._device), sizes, first),
+                cut_inputs(inputs, sizes, first),
                 self._worker.link.report_evaluated_micro_batch,
             )
         totals = agree_on_totals(

@@ -11,15 +11,17 @@ import torch
 from structlog.testing import capture_logs
 
 from tied_ranks import OPTIMIZERS, Rank, ranks_of, trained
+from varuna.copies import memory as memory_module
 from varuna.copies import owner as owner_module
 from varuna.copies import sending as sending_module
 from varuna.copies.keeper import CopyKeeper
+from varuna.copies.memory import count_available_bytes
 from varuna.copies.owner import CopyOwner
 from varuna.copies.pacing import IdleProcessors
-from varuna.copies.rank_copies import count_available_bytes
 from varuna.distributed.handshake import MeetingKey, StrangerError, greet_server
 from varuna.holdings import taking as taking_module
 from varuna.holdings.inventory import HeldFiles, make_inventory
+from varuna_proto.group_memory import GroupMemory
 from waiting import DEADLINE_S, wait_until
 
 HOST = "127.0.0.1"
@@ -166,7 +168,12 @@ def test_idle_processors_are_counted_between_two_looks(tmp_path: Path, monkeypat
     assert IdleProcessors(tmp_path / "none", lambda: now[0]).count() == 0.0
 
 
-def test_available_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
+def test_available_memory_is_what_the_kernel_says_in_what_groups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:      12 kB\n")
+    monkeypatch.setattr(memory_module, "read_group_memory", lambda: None)
     assert count_available_bytes(tmp_path / "meminfo") == 12 * 1024
     assert count_available_bytes(tmp_path / "none") is None
+    monkeypatch.setattr(memory_module, "read_group_memory", lambda: GroupMemory(limit=1 << 20, available=1024))
+    assert count_available_bytes(tmp_path / "meminfo") == 1024

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from varuna.copies import memory as memory_module
 from varuna.copies import rank_shares as rank_shares_module
 from varuna.copies import share_owner as share_owner_module
+from varuna.copies.memory import MemorySharers
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, _Share
 from varuna.copies.sending import PacedConnection
@@ -180,5 +182,30 @@ def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
 
 
 def test_sparse_sums_are_not_copied() -> None:
-    assert not rank_shares_module._can_copy({"weight": torch.eye(2).to_sparse()})
-    assert rank_shares_module._can_copy({"weight": torch.eye(2)})
+    assert not rank_shares_module._can_copy({"weight": torch.eye(2).to_sparse()}, 1)
+    assert rank_shares_module._can_copy({"weight": torch.eye(2)}, 1)
+
+
+def test_ranks_share_the_memory_of_the_machine_that_they_are_on() -> None:
+    """A rank that counts does not wait for one that has not come, which may be lost."""
+    store, hosts = dist.HashStore(), ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    environment = replace(make_worker(3, 1).environment, world_size=3)
+    workers = [
+        SimpleNamespace(
+            environment=replace(environment, rank=rank),
+            rendezvous=SimpleNamespace(store=store, own_address=lambda host=host: host),
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    first, second = (MemorySharers(worker, "copies") for worker in workers[:2])  # type: ignore[arg-type]
+    assert (first.count(), second.count()) == (None, None)
+    third = MemorySharers(workers[2], "copies")  # type: ignore[arg-type]
+    assert [each.count() for each in (first, second, third)] == [2, 1, 2]
+    assert MemorySharers(make_worker(3, 1), "copies").count() is None, "rank 0 is gone"
+
+
+def test_copies_are_kept_where_all_of_them_fit_into_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "count_available_bytes", lambda: 4 * 3 * 4 * 4)
+    gradients = {"weight": torch.ones(4)}
+    assert rank_shares_module._can_copy(gradients, 1)
+    assert not rank_shares_module._can_copy(gradients, 2), "the other rank needs as much"

@@ -1,0 +1,98 @@
+"""Host memory for copies: whether a VM has enough for them, and memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+import torch.distributed as dist
+
+from varuna.checkpoint.storage.store import allocate_aligned
+from varuna.worker.worker import WorkerProcess
+from varuna_proto.group_memory import read_group_memory
+
+__all__ = ["MemorySharers", "SpareMemory", "count_available_bytes", "has_room"]
+
+_log = structlog.get_logger("varuna")
+
+
+class SpareMemory:
+    """Memory of copies that are no longer needed, for the next ones: fresh pages cost more than what goes into them.
+
+    Not safe with threads: a lock of whoever has it guards it.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[memoryview] = []
+
+    def add(self, memory: memoryview) -> None:
+        self._spare.append(memory)
+
+    def clear(self) -> None:
+        self._spare = []
+
+    def take(self, size: int, dropped: Sequence[memoryview]) -> memoryview:
+        """Returns memory of at least `size` bytes. `dropped`: memory of the copies that the new one replaces."""
+        self._spare += dropped
+        fitting = next((memory for memory in self._spare if len(memory) >= size), None)
+        if fitting is None:
+            self._spare = self._spare[len(dropped) :]  # copies have grown: these are too small from now on
+            return allocate_aligned(size)
+        self._spare = [memory for memory in self._spare if memory is not fitting]
+        return fitting
+
+
+class MemorySharers:
+    """The ranks of a generation that share this machine's memory: those with the same address.
+
+    All ranks make one of the same name in the same step.
+    """
+
+    def __init__(self, worker: WorkerProcess, name: str) -> None:
+        self._store, self._own_host = worker.rendezvous.store, worker.rendezvous.own_address()
+        environment = worker.environment
+        self._keys = [f"{name}/host/{rank}" for rank in range(environment.world_size)]
+        with suppress(dist.DistError):  # rank 0 is gone, which this worker learns otherwise
+            self._store.set(self._keys[environment.rank], self._own_host)
+
+    def count(self) -> int | None:
+        """This rank is one of them. None: not all ranks have said yet where they are. Does not wait for them."""
+        try:
+            if not self._store.check(self._keys):
+                return None
+            return [host.decode() for host in self._store.multi_get(self._keys)].count(self._own_host)
+        except dist.DistError:
+            return None
+
+
+def has_room(needed: int, largest_part: float, what: str) -> bool:
+    """Whether `needed` bytes are at most `largest_part` of the host memory that is available; if not, the log says so.
+
+    `what`: the copies, as in "no copies of shares are kept". Where nobody knows what is available, there is room.
+    """
+    available = count_available_bytes()
+    if available is None or needed <= largest_part * available:
+        return True
+    _log.warning(
+        f"no {what} are kept: there is not enough host memory on this VM",
+        needed_gib=round(needed / 2**30, 2),
+        available_gib=round(available / 2**30, 2),
+        share=largest_part,
+    )
+    return False
+
+
+def count_available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
+    """Host memory that this process can get without swapping, in what its control groups leave to it; None: not
+    known."""
+    group = read_group_memory()
+    known = [] if group is None else [group.available]
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                known.append(int(line.split()[1]) * 1024)
+    except (OSError, ValueError, IndexError):
+        pass
+    return min(known, default=None)
