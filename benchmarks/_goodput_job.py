@@ -29,6 +29,9 @@ class Plans(Protocol):
     def best(self, gpus: int) -> Plan | None:
         """The fastest plan on so many GPUs; None: none fits."""
 
+    def best_keeping(self, gpus: int, micro_batch: int) -> Plan | None:
+        """The fastest plan on so many GPUs with this micro-batch; None: none fits."""
+
     def shaped(self, p: int, d: int, micro_batch: int) -> Plan | None:
         """The best plan of this shape; None: it does not fit."""
 
@@ -157,6 +160,10 @@ class ReplayedGeneration:
     shares_end_s: float = 0.0
     """When its complete replicas have finished their share."""
     steps: int = 0
+    stepped_s: float = 0.0
+    """When its newest step ended; before its first: when it started."""
+    kept: float = 0.0
+    """Examples of the step under way that it began with."""
     stops: bool = False
     """Whether it leaves at the end of its step."""
     ended_s: float | None = None
@@ -411,6 +418,7 @@ class ReplayedJob:
         self.committed += generation.plan.global_batch
         self.done = max(0.0, self.done - generation.plan.global_batch)
         generation.steps += 1
+        generation.stepped_s = now
         if generation.stops:
             generation.ended_s = now
             if not self.system.survivors:  # it saves, and all wait for that
@@ -465,10 +473,12 @@ class ReplayedJob:
             number=1 if generation is None else generation.number + 1,
             kind=kind,
             started_s=now,
+            stepped_s=now,
             ready_s=begins_s + cost.pause_s,
             pause_s=cost.pause_s,
             moving_s=moving_s,
         )
+        self.generation.kept = self.done
         if generation is not None:
             self._morphs[kind.value] += 1
         hit = {rank for rank, vm in enumerate(action.vms) if vm not in self.there}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
 
@@ -193,9 +194,19 @@ class ManagersRules:
         )
 
     def _propose(self, job: ReplayedJob, devices: tuple[Device, ...]) -> Proposal:
-        plan, before = self._plans.best(len(devices)), job.holding
+        plan, generation = self._plans.best(len(devices)), job.generation
         if plan is None:
             return Proposal(plan=None, reason="no plan fits")
+        proposal = self._place(job, plan, devices)
+        if generation is None or generation.live:
+            return proposal
+        alive = {Device(generation.vms[rank], 0) for rank in generation.list_alive()}
+        survivors = tuple(device for device in devices if device in alive)
+        same = self._plans.best_keeping(len(survivors), generation.plan.micro_batch) if survivors else None
+        return proposal if same is None else replace(proposal, keeping=self._place(job, same, survivors))
+
+    def _place(self, job: ReplayedJob, plan: Plan, devices: tuple[Device, ...]) -> Proposal:
+        before = job.holding
         previous = {} if before is None else {Device(vm, 0): rank for rank, vm in enumerate(before.vms)}
         previous_p = None if before is None else before.plan.p
         placement = place(plan.p, plan.d, devices, previous, previous_p=previous_p)
@@ -233,6 +244,7 @@ class ManagersRules:
             proposal=proposal,
             fleet=self._fleet,
             morphs=estimate_morphs(self._shapes),
+            copies_shares=job.system.marks_s is not None,
             starts_ahead=False,  # not in the replay
             has_fixed_stages=not job.system.moves,
         )
@@ -253,8 +265,11 @@ class ManagersRules:
             state=state,
             workers=tuple(_view_worker(now, generation, rank, survivors, step) for rank in range(len(generation.vms))),
             progress_at=now,  # nothing hangs here
+            stepped_at=generation.stepped_s,
+            micro_batches_redone=round((generation.plan.global_batch - generation.kept) / generation.plan.micro_batch),
             plan=generation.plan,
             last_step=step if generation.steps else None,
+            resumed_step=step if generation.ready_s <= now else None,
             in_place=generation.kind is MorphKind.IN_PLACE,
             holders=self._renew_holders(now),
             ended_at=None if generation.live else now,
@@ -279,7 +294,13 @@ def _view_worker(
     if generation.live:
         return WorkerView(rank=rank, device=device, state=WorkerState.RUNNING)
     if rank in generation.lost:
-        return WorkerView(rank=rank, device=device, state=WorkerState.LOST, cause=ExitCause.VM_GONE, stopped_at=now)
+        return WorkerView(
+            rank=rank,
+            device=device,
+            state=WorkerState.LOST,
+            cause=ExitCause.VM_GONE,
+            stopped_at=generation.first_loss_s,
+        )
     return WorkerView(
         rank=rank,
         device=device,

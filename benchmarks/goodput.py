@@ -67,6 +67,7 @@ class PlannersAnswers:
     def __init__(self, profile: Profile, global_batch: int) -> None:
         self._profile, self._global_batch = profile, global_batch
         self.best = cache(lambda gpus: self._ask(gpus, NO_PINS))
+        self.best_keeping = cache(lambda gpus, micro_batch: self._ask(gpus, Pins(micro_batch=micro_batch)))
         self.shaped = cache(lambda p, d, micro_batch: self._ask(p * d, Pins(p=p, d=d, micro_batch=micro_batch)))
 
     def _ask(self, gpus: int, pins: Pins) -> Plan | None:

@@ -201,6 +201,7 @@ class JobController:
         vms = [snapshot.vms[vm_id] for vm_id in {device.vm_id for device in devices}]
         memories = [vm.device_memory_bytes for vm in vms if vm.device_memory_bytes]
         previous, previous_plan = previous_placement(job)
+        may_keep = may_gain_elsewhere(view.generation) and previous_plan is not None
         question = PlanQuestion(
             profile_json=job.row.profile_json or "",
             spec=job.spec,
@@ -212,6 +213,8 @@ class JobController:
             previous_p=None if previous_plan is None else previous_plan.p,
             previous_starts=() if previous_plan is None else previous_plan.stage_starts,
             present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,
+            survivors=tuple(sorted(view.survivors & {*devices})) if may_keep else (),
+            kept_micro_batch=0 if previous_plan is None else previous_plan.micro_batch,
         )
         return replace(view, proposal=await self._planning.propose_plan(question))
 

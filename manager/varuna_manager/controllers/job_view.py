@@ -334,6 +334,7 @@ class SnapshotLoader:
             flaw=job.flaw,
             limits=limits,
             has_fixed_stages=bool(row.script_obstacles) or not spec.holds_state,
+            copies_shares=spec.copies != "off",
         )
         failures = {
             vm_id: SetupFailure(times=failure["times"], exit_code=failure["exit_code"])
@@ -360,6 +361,8 @@ class SnapshotLoader:
             last_step=progress.last_step,
             resumed_step=progress.resumed_step,
             mean_step_s=progress.mean_step_s,
+            stepped_at=progress.last_step_at or facts.created_at,
+            micro_batches_redone=progress.micro_batches_redone,
             not_finite_from=progress.not_finite_from,
             steps_skipped=progress.steps_skipped,
             in_place=facts.in_place,

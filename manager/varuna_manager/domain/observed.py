@@ -139,6 +139,9 @@ class Proposal:
     """The rate of the running generation's shape by the same profile; None: none runs, or it does not fit."""
     moving_s: float = 0.0
     """The time in which the state goes from the memories of the newest generation to this placement."""
+    keeping: Proposal | None = None
+    """The answer for the devices of the survivors alone, with the micro-batch of the step under way; None: it was not
+    asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +380,10 @@ class GenerationView:
     """The step of the state with which it began; None: it has not begun."""
     mean_step_s: float | None = None
     """Seconds from step to step since its first one; None: not known yet."""
+    stepped_at: float = 0.0
+    """When it last completed a step; before its first: when it was made."""
+    micro_batches_redone: int | None = None
+    """Those of the step under way that it ran again when it began; None: not known, or all."""
     not_finite_from: int | None = None
     """The first of the newest steps in a row without a finite loss or gradient; None: the newest step's are finite."""
     steps_skipped: int = 0
@@ -468,6 +475,8 @@ class JobView:
     """The planner's answer for the devices of `choose_devices`; None: it was not asked."""
     newcomers: NewcomersView | None = None
     """The processes that are started ahead for its next generation; None: none are."""
+    copies_shares: bool = False
+    """Whether its workers copy their sums to another replica in long steps."""
     starts_ahead: bool = True
     """Whether its env allows that processes are started ahead."""
     newcomers_obstacle: str = ""

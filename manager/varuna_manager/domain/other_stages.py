@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules
-from varuna_manager.domain.reshaping import is_unmoved, keeps_state
+from varuna_manager.domain.reshaping import LOSES_RANKS, is_unmoved, keeps_state
 from varuna_manager.domain.states import EndCause, GenerationKind
 from varuna_proto.plan import Device
 
@@ -60,8 +60,8 @@ def _list_newcomers(job: JobView, ended: GenerationView) -> frozenset[Device]:
 
 def _may_move(ended: GenerationView) -> bool:
     is_sound = keeps_state(ended.end_cause) and ended.end_cause is not EndCause.SCRIPT_FAILED
-    is_vain = ended.in_place and ended.last_step is None
-    return ended.kind is GenerationKind.TRAINING and is_sound and not is_vain
+    is_vain = ended.in_place and ended.last_step is None and ended.end_cause not in LOSES_RANKS
+    return ended.kind is GenerationKind.TRAINING and is_sound and not is_vain and not is_unmoved(ended)
 
 
 def find_unmoved(ended: GenerationView, is_there: Callable[[Holder], bool]) -> Holders | None:

@@ -92,8 +92,13 @@ def may_gain_elsewhere(generation: GenerationView | None) -> bool:
 
 
 def is_unmoved(generation: GenerationView) -> bool:
-    """Whether its processes were to take other stages in place, and have completed no step there."""
-    return generation.in_place and generation.holders is not None and generation.last_step is None
+    """Whether its processes were to take other stages in place, and it is not known that all have.
+
+    They have once it has begun, unless one that is left says that it had not taken its own.
+    """
+    if not generation.in_place or generation.holders is None or generation.last_step is not None:
+        return False
+    return generation.resumed_step is None or any(worker.gives_only for worker in generation.workers)
 
 
 def list_held_steps(workers: Iterable[WorkerView]) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from varuna_manager.domain.actions import Decision, FinishJob, LiftQuarantine, RequeueJob, StartGeneration
-from varuna_manager.domain.better_shape import count_vms, gpu_limit, predict_life_s, predict_restart
+from varuna_manager.domain.after_loss import Way, choose_way_on
+from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.causes import extract_last_line, find_exit_code
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.devices import choose_devices, explain_waiting_for_vm
@@ -16,13 +17,10 @@ from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import (
     SURVIVABLE_EXITS,
     assume_held,
-    count_kept_replicas,
-    may_gain_elsewhere,
     may_reshape,
     plan_reshape,
 )
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind, JobState, VmState
-from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, ShapeOption, choose_shape
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_are, count_of
 
@@ -94,8 +92,14 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
         if hoped is not None and (reshape is None or hoped.placement != reshape.placement):
             text = f"{ended.end_reason}: waiting for workers that may go on in place"
             return Decision(reason=text, claims=ended.devices, notable=False)
-    if reshape is None or len(reshape.placement) < job.min_gpus or _explain_other_shape(now, job, vms, rules):
+    if reshape is None or len(reshape.placement) < job.min_gpus:
         return None
+    chosen = choose_way_on(now, job, vms, rules)
+    if chosen.way is Way.CHANGE:
+        return None
+    if chosen.way is Way.KEEP and job.proposal is not None and job.proposal.keeping is not None:
+        moved = _make_move(now, job, ended, job.proposal.keeping, rules)
+        return None if moved is None else _start(now, replace(moved, reason=f"{moved.reason}; {chosen.reason}"), vms)
     reason = f"{ended.end_reason}; {len(reshape.placement)} of its workers go on from step {reshape.step}"
     start = StartGeneration(
         number=_next_number(job),
@@ -107,42 +111,6 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
         in_place=True,
     )
     return _start(now, start, vms)
-
-
-def _explain_other_shape(now: float, job: JobView, vms: Vms, rules: Rules) -> str:
-    """Why the job takes the proposed shape although it could go on with the stages that its survivors have; empty: it
-    does not.
-
-    With these it would end the step with few replicas, and take the other shape then. Processes that take other stages
-    in place keep as much of the step, unless its micro-batches are others; new ones keep nothing.
-    """
-    ended, proposal = job.generation, job.proposal
-    if ended is None or ended.plan is None or proposal is None or proposal.plan is None:
-        return ""
-    if job.share_due or not may_gain_elsewhere(ended):  # survivors do not wait for other jobs
-        return ""
-    reshape = plan_reshape(ended.plan, ended.workers, job.survivors, gpu_limit(job))
-    if reshape is None or find_holders(now, ended, proposal.placement, vms, rules) is None:
-        return ""
-    batch, kept_replicas = ended.plan.global_batch, count_kept_replicas(ended.plan, ended.workers)
-    kept = batch * kept_replicas / ended.plan.d
-    after = proposal.plan
-    cost, moved = predict_restart(job), 0.0
-    if find_movers(now, job, ended, proposal, rules) is not None:
-        cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s)
-        moved = kept if after.micro_batch == ended.plan.micro_batch else 0.0
-    then = ShapeOption(name=f"{after.p}×{after.d}", examples_per_s=after.examples_per_s, cost=cost)
-    better = replace(then, kept_examples=moved)
-    in_place = ShapeOption(
-        name=f"{reshape.plan.p}×{reshape.plan.d} in place",
-        examples_per_s=reshape.plan.examples_per_s,
-        cost=MorphCost(kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s),
-        kept_examples=kept,
-        step_left=batch - kept,
-        then=then,
-    )
-    best, text = choose_shape((in_place, better), predict_life_s(now, job, count_vms(proposal.placement)))
-    return "" if best is in_place else f"{text}, with {kept_replicas} of {ended.plan.d} shares of the step kept"
 
 
 def _make_move(
@@ -322,9 +290,9 @@ def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *,
                 text = f"{before.end_reason}: waiting for workers that may hold its state"
                 return Decision(reason=text, claims=frozenset(proposal.placement), notable=False)
     reason = before.end_reason if before is not None else "the job was submitted"
-    better = _explain_other_shape(now, job, vms, rules)
-    if better:
-        reason += f"; {better}"
+    chosen = choose_way_on(now, job, vms, rules)
+    if chosen.way is Way.CHANGE:
+        reason += f"; {chosen.reason}"
     if before is not None and job.state is JobState.QUEUED:
         reason = f"its turn has come again (the last generation ended: {reason})"
     if before is None or before.kind is GenerationKind.CALIBRATION:

@@ -52,10 +52,15 @@ class PlanQuestion(ShapeQuestion):
     """The first section of each of them; empty: not known."""
     present: Plan | None = None
     """The plan of the running generation. The answer has its rate by the same profile."""
+    survivors: tuple[Device, ...] = ()
+    """Devices whose processes have a part of the step under way. The answer also has the best plan that keeps it."""
+    kept_micro_batch: int = 0
+    """That of the step under way."""
 
     def answer_key(self) -> Hashable:
         placed = (self.devices, self.previous, self.previous_p, self.previous_starts, self.present)
-        return self.shape_key(), self.spec.resources.max_gpus, placed
+        kept = (self.survivors, self.kept_micro_batch)
+        return self.shape_key(), self.spec.resources.max_gpus, placed, kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +192,30 @@ def _choose(question: PlanQuestion) -> Proposal:
         reason=choice.reason,
         present_examples_per_s=present_rate,
         moving_s=_predict_moving_s(plan, placement, question),
+        keeping=_propose_keeping(question),
     )
+
+
+def _propose_keeping(question: PlanQuestion) -> Proposal | None:
+    """The best plan for the survivors alone with the micro-batch of the step under way; None: there is none."""
+    if not question.survivors:
+        return None
+    from varuna_planner.search.auto_config import Pins
+
+    wanted = question.spec.plan
+    if wanted.micro_batch not in (None, question.kept_micro_batch):
+        return None
+    try:
+        plan = question.choose_shape(
+            len(question.survivors), Pins(p=wanted.p, d=wanted.d, micro_batch=question.kept_micro_batch)
+        ).best
+    except ValueError:  # no fleet would suffice for it
+        return None
+    if plan is None:
+        return None
+    of_survivors = replace(question, devices=question.survivors)
+    placement = _place(plan, of_survivors)
+    return Proposal(plan=plan, placement=placement, moving_s=_predict_moving_s(plan, placement, of_survivors))
 
 
 def _place(plan: Plan, question: PlanQuestion) -> tuple[Device, ...]:

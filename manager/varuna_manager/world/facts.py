@@ -156,6 +156,7 @@ class GenerationProgress(NamedTuple):
     started_at: float | None
     not_finite_from: int | None
     steps_skipped: int
+    micro_batches_redone: int | None = None
 
     @property
     def mean_step_s(self) -> float | None:

@@ -52,6 +52,9 @@ class TwoStages:
     def best(self, gpus: int) -> Plan | None:
         return self.shaped(2, gpus // 2, 1) if gpus > 1 else None
 
+    def best_keeping(self, gpus: int, micro_batch: int) -> Plan | None:
+        return self.shaped(2, gpus // 2, micro_batch) if gpus > 1 else None
+
 
 PLANS = TwoStages()
 

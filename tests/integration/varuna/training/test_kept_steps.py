@@ -214,6 +214,25 @@ def test_another_loss_in_other_stages_costs_what_its_replica_has(
     assert rest - 1 <= redone - has_share * len(case.share(1)) <= rest
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3)], ids=str)
+def test_another_loss_in_other_stages_takes_the_others_to_a_third_shape(
+    shape: tuple[int, int], zygote: Zygote, tmp_path: Path
+) -> None:
+    """2 x 3 lose rank 1, go on as 1 x 4, and lose rank 3, which has no share: what the others have moves again."""
+    (p, d), in_rest = shape, {**op_kill(3, "F", 0), "count": 2}
+    case = Case(2, 3, kills=[op_kill(1, "B", 2), in_rest])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.wait_until_left({1})
+        world.go_on_as(replace(world.plan, p=1, d=4, recompute=()), [2, 3, 4, 5])
+        world.go_on_as(replace(world.plan, p=p, d=d, recompute=()), [2, 4, 5])
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+    (redone,) = {world.ends[first].wait_for_number("ready", 3).ready.micro_batches_redone for first in world.ranks}
+    rest = max(map(len, micro_batches(len(case.share(0)), 1, 4)))
+    assert rest - 1 <= redone <= rest
+
+
 PHASES: dict[str, tuple[tuple[int, int], list[list[dict[str, Any]]]]] = {
     "a pass": ((2, 2), [[op_kill(1, "B", 2)]]),
     "the sums": ((2, 2), [[{"rank": 2, "at": "all-reduce", "step": STEP}]]),

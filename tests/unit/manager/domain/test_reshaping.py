@@ -168,9 +168,9 @@ def test_a_job_that_keeps_little_of_its_step_takes_the_better_shape_at_once() ->
     assert (start.in_place, start.plan.p) == (False, 3)
     assert start.holders is not None
     assert start.reason.startswith("VM b is lost; over ")
-    assert "3×1 gives" in start.reason
+    assert "3×1 of micro-batch 1 gives" in start.reason
     assert "2×1 in place" in start.reason
-    assert start.reason.endswith("with 1 of 3 shares of the step kept")
+    assert start.reason.endswith("with 33 % of the step kept")
     assert start_of(view(last, vms), *vms).in_place, "without the planner's answer"
     slow = replace(fast, plan=plan(3, 1, examples_per_s=6.0))
     assert start_of(view(last, vms, proposal=slow), *vms).in_place

@@ -177,3 +177,18 @@ async def test_a_job_that_cannot_keep_its_micro_batch_waits() -> None:
     assert kept.plan is None
     assert kept.possible, "on other VMs"
     assert "the micro-batch stays 4" in kept.reason
+
+
+async def test_the_answer_after_a_loss_has_a_plan_that_keeps_the_step() -> None:
+    """On the devices of the survivors alone, with the micro-batch of the step under way."""
+    service, asked = PlanningService(), question(profile().to_json())
+    assert (await service.propose_plan(asked)).keeping is None
+    kept = replace(asked, survivors=(Device("b", 0),), kept_micro_batch=2)
+    keeping = (await service.propose_plan(kept)).keeping
+    assert keeping is not None
+    assert keeping.plan is not None
+    assert (keeping.placement, keeping.plan.micro_batch) == ((Device("b", 0),), 2)
+    pinned = replace(kept, spec=SPEC.model_copy(update={"plan": SPEC.plan.model_copy(update={"micro_batch": 1})}))
+    assert (await service.propose_plan(pinned)).keeping is None, "the job file asks for another one"
+    impossible = replace(kept, kept_micro_batch=3)
+    assert (await service.propose_plan(impossible)).plan is not None

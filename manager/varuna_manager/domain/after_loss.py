@@ -1,0 +1,141 @@
+"""How a job goes on after a loss in the middle of a step: with the stages that its survivors have, in another shape
+that keeps what they have of the step, or in the planner's best one.
+
+Letters: P stages, D replicas; rank = replica * P + stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from varuna_manager.domain.better_shape import count_vms, gpu_limit, predict_life_s, predict_restart
+from varuna_manager.domain.holders import find_holders
+from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
+from varuna_manager.domain.other_stages import find_movers
+from varuna_manager.domain.reshaping import count_kept_replicas, may_gain_elsewhere, plan_reshape
+from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, ShapeOption, choose_shape
+from varuna_proto.plan import Plan
+
+__all__ = ["Way", "WayOn", "choose_way_on", "predict_kept_examples"]
+
+_MARKS_S = 10.0
+"""From one mark of a share to the next, as the runtime makes them."""
+
+
+class Way(StrEnum):
+    STAY = "stay"
+    """With the stages that the survivors have."""
+    KEEP = "keep"
+    """In the best shape for the survivors with the micro-batch of the step under way."""
+    CHANGE = "change"
+    """In the best shape for all devices."""
+
+
+class WayOn(NamedTuple):
+    way: Way
+    reason: str = ""
+    """The figures of all ways; empty: there was no choice."""
+
+
+def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
+    """The way on that promises most examples.
+
+    With the stages of the survivors the job may have to end the step with few replicas, and takes the best shape then.
+    Processes that take other stages in place keep as much of the step, unless its micro-batches are others; new ones
+    keep nothing.
+    """
+    ended, proposal = job.generation, job.proposal
+    if ended is None or ended.plan is None or proposal is None or proposal.plan is None:
+        return WayOn(Way.STAY)
+    if job.share_due or not may_gain_elsewhere(ended):  # survivors do not wait for other jobs
+        return WayOn(Way.STAY)
+    reshape = plan_reshape(ended.plan, ended.workers, job.survivors, gpu_limit(job))
+    if reshape is None or find_holders(now, ended, proposal.placement, vms, rules) is None:
+        return WayOn(Way.STAY)
+    batch, kept = ended.plan.global_batch, predict_kept_examples(job, ended)
+    change = _make_option(now, job, ended, proposal, kept, rules)
+    then = replace(change, kept_examples=0.0)
+    stay = ShapeOption(
+        name=f"{reshape.plan.p}×{reshape.plan.d} in place",
+        examples_per_s=reshape.plan.examples_per_s,
+        cost=MorphCost(kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s),
+        kept_examples=kept,
+        step_left=batch - kept,
+        then=then,
+    )
+    options = {Way.STAY: stay, Way.CHANGE: change}
+    keeping = _find_keeping(now, job, ended, proposal, rules)
+    if keeping is not None:
+        keep = _make_option(now, job, ended, keeping, kept, rules)
+        options[Way.KEEP] = replace(keep, step_left=batch - kept, then=then)
+    best, text = choose_shape(tuple(options.values()), predict_life_s(now, job, count_vms(proposal.placement)))
+    way = next(way for way, option in options.items() if option is best)
+    return WayOn(way, f"{text}, with {100 * kept / batch:.0f} % of the step kept")
+
+
+def _find_keeping(now: float, job: JobView, ended: GenerationView, proposal: Proposal, rules: Rules) -> Proposal | None:
+    """The planner's answer for the survivors, if it is another one and they can take its ranks."""
+    keeping = proposal.keeping
+    if keeping is None or keeping.plan is None or len(keeping.placement) < job.min_gpus:
+        return None
+    if keeping.placement == proposal.placement and keeping.plan == proposal.plan:
+        return None
+    return None if find_movers(now, job, ended, keeping, rules) is None else keeping
+
+
+def _make_option(
+    now: float, job: JobView, ended: GenerationView, proposal: Proposal, kept: float, rules: Rules
+) -> ShapeOption:
+    """`kept`: examples of the step under way, which go on with processes that move, if their micro-batches are the
+    same."""
+    plan, before = proposal.plan, ended.plan
+    assert plan is not None
+    assert before is not None
+    cost, moved = replace(predict_restart(job), moving_s=proposal.moving_s), 0.0
+    if find_movers(now, job, ended, proposal, rules) is not None:
+        cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s)
+        moved = kept if plan.micro_batch == before.micro_batch else 0.0
+    name = f"{plan.p}×{plan.d} of micro-batch {plan.micro_batch}"
+    return ShapeOption(name=name, examples_per_s=plan.examples_per_s, cost=cost, kept_examples=moved)
+
+
+def predict_kept_examples(job: JobView, ended: GenerationView) -> float:
+    """The examples of the step under way that survivors have, as far as the manager can know it.
+
+    Replicas without a loss have their shares. With marks, others have what they had done at their newest ones, where
+    each stage has a survivor with a copy.
+    """
+    plan = ended.plan
+    assert plan is not None
+    share, complete = plan.global_batch / plan.d, count_kept_replicas(plan, ended.workers)
+    kept = complete * share
+    if not job.copies_shares or plan.d < 2:
+        return kept
+    return kept + _count_marked_replicas(plan, ended) * share * _predict_marked_part(plan, ended)
+
+
+def _predict_marked_part(plan: Plan, ended: GenerationView) -> float:
+    """The part of its share that a replica had done at its newest mark."""
+    if ended.step_s <= _MARKS_S:
+        return 0.0
+    stopped = [worker.stopped_at for worker in ended.workers if worker.stopped_at is not None]
+    trained_s = min(stopped, default=ended.stepped_at) - ended.stepped_at - _MARKS_S / 2
+    before = 0.0
+    if ended.last_step is None and ended.micro_batches_redone is not None:
+        before = 1.0 - ended.micro_batches_redone * plan.micro_batch / plan.global_batch
+    return min(max(before, 0.0) + max(trained_s, 0.0) / ended.step_s, 1.0)
+
+
+def _count_marked_replicas(plan: Plan, ended: GenerationView) -> int:
+    """Replicas that were hit, and of whose marks survivors have the copies of all stages: the rank that made it, or the
+    one with its stage in the next replica, which keeps it."""
+    ranks, p = plan.p * plan.d, plan.p
+    there = {worker.rank for worker in ended.workers if worker.held_step is not None}
+
+    def has_mark(replica: int) -> bool:
+        own = range(replica * p, (replica + 1) * p)
+        return all(rank in there or (rank + p) % ranks in there for rank in own)
+
+    return sum(has_mark(replica) for replica in range(plan.d)) - count_kept_replicas(plan, ended.workers)

@@ -1,0 +1,169 @@
+"""Which way a job goes on after a loss in the middle of a long step, and what survivors have of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decision_views import NOW, RULES, decide, generation, job, vm, worker
+from varuna_manager.domain.actions import StartGeneration
+from varuna_manager.domain.after_loss import Way, choose_way_on, predict_kept_examples
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, WorkerView
+from varuna_manager.domain.other_stages import find_movers
+from varuna_manager.domain.reshaping import is_unmoved, may_reshape
+from varuna_manager.domain.states import EndCause, ExitCause, GenerationState
+from varuna_proto.plan import Device, Plan
+
+BATCH, STEP_S = 1000, 100.0
+
+
+def plan(p: int, d: int, micro_batch: int = 1, step_s: float = STEP_S) -> Plan:
+    return Plan(
+        p=p,
+        d=d,
+        micro_batch=micro_batch,
+        global_batch=BATCH,
+        predicted_minibatch_s=step_s,
+        examples_per_s=BATCH / step_s,
+    )
+
+
+def survivor(rank: int, vm_id: str) -> WorkerView:
+    return replace(worker(rank, vm_id, ExitCause.PEER_LOST, held_step=7), stopped_at=NOW)
+
+
+def lost(rank: int, vm_id: str) -> WorkerView:
+    return replace(worker(rank, vm_id, ExitCause.VM_GONE), stopped_at=NOW - 3.0)
+
+
+def hit(p: int, d: int, gone: str, **changes: object) -> GenerationView:
+    """Ranks a, b, c, ...; those in `gone` are lost 80 s (less half the time between marks) after a step's end."""
+    names = "abcdefgh"[: p * d]
+    workers = [lost(rank, name) if name in gone else survivor(rank, name) for rank, name in enumerate(names)]
+    view = generation(
+        *workers,
+        state=GenerationState.ENDED,
+        plan=plan(p, d),
+        ended_at=NOW,
+        end_cause=EndCause.VM_LOST,
+        end_reason="VMs are lost",
+        last_step=7,
+    )
+    return replace(view, stepped_at=NOW - 3.0 - 80.0 - 5.0, **changes)
+
+
+def after(last: GenerationView, spare: str = "", **changes: object) -> JobView:
+    there = [one.device for one in last.workers if one.held_step is not None]
+    free = (*there, *(Device(name, 0) for name in spare))
+    return replace(job(last, devices=free, survivors=frozenset(there)), **{"copies_shares": True, **changes})
+
+
+def proposal(made: Plan, names: str) -> Proposal:
+    return Proposal(plan=made, placement=tuple(Device(name, 0) for name in names))
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize(
+    ("d", "gone", "marks", "kept"),
+    [
+        (2, "b", False, 500),
+        (2, "b", True, 500 + 400),  # the lost replica's newest marks, of which the other one has the copies
+        (2, "bc", False, 0),
+        (2, "bc", True, 400 + 400),
+        (2, "bd", True, 0),  # a stage has no survivor
+        (3, "a", True, 2000 / 3 + 800 / 3),
+        (3, "ac", True, 1000 / 3 + 800 / 3),  # of the first replica, rank c kept stage 0; e keeps that of c
+        (1, "b", True, 0),
+    ],
+)
+def test_survivors_have_whole_shares_and_the_marks_of_others(d: int, gone: str, marks: bool, kept: float) -> None:
+    last = hit(2, d, gone)
+    assert predict_kept_examples(after(last, copies_shares=marks), last) == pytest.approx(kept)
+
+
+def test_what_a_generation_began_with_counts_before_its_first_step() -> None:
+    last = hit(2, 2, "bc", last_step=None, in_place=True, micro_batches_redone=600)
+    last = replace(last, stepped_at=NOW - 3.0 - 30.0 - 5.0)
+    assert predict_kept_examples(after(last), last) == pytest.approx(700)
+    done = replace(last, stepped_at=NOW - 200.0)
+    assert predict_kept_examples(after(done), done) == pytest.approx(BATCH), "never more than the step"
+    assert predict_kept_examples(after(replace(last, last_step=8)), replace(last, last_step=8)) == pytest.approx(300)
+
+
+def test_short_steps_have_no_marks() -> None:
+    last = hit(2, 2, "bc")
+    assert last.plan is not None
+    last = replace(last, plan=replace(last.plan, predicted_minibatch_s=9.0))
+    assert predict_kept_examples(after(last), last) == 0
+
+
+# ---------------------------------------------------------------- the way on
+
+
+def start_of(current: JobView, names: str) -> StartGeneration:
+    (start,) = decide(current, *(vm(name) for name in names)).actions
+    assert isinstance(start, StartGeneration)
+    return start
+
+
+def test_survivors_take_the_shape_that_keeps_the_step_before_the_best_one() -> None:
+    """Two replicas are hit after 80 of 100 s. With a VM that has no process, another micro-batch would be best."""
+    last = hit(2, 3, "bc")
+    best = proposal(plan(1, 5, micro_batch=2, step_s=90.0), "adefx")
+    keeping = proposal(plan(4, 1, step_s=130.0), "adef")
+    current = after(last, "x", proposal=replace(best, keeping=keeping))
+    start = start_of(current, "adefx")
+    assert (start.in_place, start.plan) == (True, keeping.plan)
+    assert [device.vm_id for device in start.placement] == ["a", "d", "e", "f"]
+    assert start.holders is not None
+    assert "4×1 of micro-batch 1 " in start.reason
+    assert "% of the step kept" in start.reason
+    stays = start_of(replace(current, proposal=best), "adefx")
+    assert (stays.in_place, stays.plan.p, stays.plan.d) == (True, 2, 2), "without such an answer"
+    fixed = start_of(replace(current, has_fixed_stages=True), "adefx")
+    assert (fixed.in_place, fixed.plan.p) == (True, 2), "processes that cannot take other stages"
+    many = start_of(replace(current, min_gpus=5), "adefx")
+    assert many.plan == best.plan, "the job needs more than the survivors"
+
+
+def test_a_step_that_has_just_begun_is_given_up_for_the_best_shape() -> None:
+    last = replace(hit(2, 3, "bc"), stepped_at=NOW - 4.0)
+    last = replace(last, workers=tuple(replace(one, rank=one.rank) for one in last.workers))
+    best = proposal(plan(1, 5, micro_batch=2, step_s=50.0), "adefx")
+    keeping = proposal(plan(4, 1, step_s=400.0), "adef")
+    current = after(last, "x", proposal=replace(best, keeping=keeping))
+    vms = {name: vm(name) for name in "adefx"}
+    assert choose_way_on(NOW, current, vms, RULES).way is Way.CHANGE
+    assert start_of(current, "adefx").plan == best.plan
+
+
+# ---------------------------------------------------------------- another loss before the first step
+
+
+def moved(**changes: object) -> GenerationView:
+    """1 x 4 after a move, of which rank b is lost."""
+    members = tuple(Holder(rank=rank, stage=rank % 2, vm_id=name, held_at=NOW) for rank, name in enumerate("abcd"))
+    holders = Holders(generation=1, members=members)
+    return hit(1, 4, "b", last_step=None, in_place=True, holders=holders, **changes)
+
+
+def test_processes_that_have_moved_go_on_with_their_new_stages() -> None:
+    ready = moved(resumed_step=7)
+    assert not is_unmoved(ready)
+    assert may_reshape(ready)
+    there = proposal(plan(3, 1), "acd")
+    assert find_movers(NOW, after(ready), ready, there, RULES) is not None, "and may move again"
+    failed = replace(ready, end_cause=EndCause.WORKER_FAILED)
+    assert find_movers(NOW, after(failed), failed, there, RULES) is None, "or it would fail for ever"
+
+
+def test_processes_may_not_have_moved_if_nobody_has_begun_or_one_says_so() -> None:
+    assert is_unmoved(moved())
+    ready = moved(resumed_step=7)
+    half = replace(ready, workers=tuple(replace(one, gives_only=one.rank == 3) for one in ready.workers))
+    assert is_unmoved(half)
+    assert not may_reshape(half)
+    assert find_movers(NOW, after(half), half, proposal(plan(3, 1), "acd"), RULES) is None
