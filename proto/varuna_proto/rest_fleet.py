@@ -7,7 +7,19 @@ from typing import Any
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from varuna_proto.rest import GenerationDocument, JobDocument, StateChangeDocument, Timestamp, WorkerDocument
+from varuna_proto.rest import (
+    CheckpointDocument,
+    EventDocument,
+    GenerationDocument,
+    JobCostDocument,
+    JobDocument,
+    JobTimeDocument,
+    MetricBucketsDocument,
+    PlanRecordDocument,
+    StateChangeDocument,
+    Timestamp,
+    WorkerDocument,
+)
 
 _documented = with_config(ConfigDict(use_attribute_docstrings=True))
 
@@ -124,6 +136,26 @@ class JobOverviewDocument(TypedDict):
     """Null: it has none yet."""
     vms: list[VmDocument]
     """Those on which the generation's workers are, but no more than 5000; none of a generation that has ended."""
+
+
+@_documented
+class JobReportDocument(TypedDict):
+    """A job with its past, all of one moment."""
+
+    at: Timestamp
+    job: JobDocument
+    generations: list[GenerationDocument]
+    """The newest 1000, oldest first."""
+    plan: PlanRecordDocument | None
+    """The newest plan, with the other candidates; null: it has none yet."""
+    time: JobTimeDocument
+    cost: JobCostDocument
+    course: MetricBucketsDocument
+    """All its steps, in a few buckets."""
+    checkpoint: CheckpointDocument | None
+    """The newest one; null: it has none yet."""
+    events: list[EventDocument]
+    """The newest ones, oldest first."""
 
 
 @_documented

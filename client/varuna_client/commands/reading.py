@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import re
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from varuna_client.commands.options import (
     print_line,
     print_note,
 )
-from varuna_client.errors import JobEndedError, NotFoundError, UserError
+from varuna_client.errors import JobEndedError, UserError
 from varuna_client.following.follow import is_event, newest_event_id
 from varuna_client.following.log_follow import ALL, LogFollower, Ranks
 from varuna_client.following.past_logs import PastLogs
@@ -32,7 +33,7 @@ from varuna_client.rest.calls import LogChunk
 from varuna_client.rest.client import Client
 from varuna_client.text import render
 from varuna_client.text.pages import EVENTS_SHOWN, JobParts, job_page
-from varuna_proto.rest import EventDocument, StepMetricsDocument
+from varuna_proto.rest import CheckpointDocument, EventDocument, StepMetricsDocument
 
 LOG_TAIL_BYTES = 64 * 1024
 _LOSS_POINTS = 40
@@ -85,24 +86,47 @@ def show(job: JobName, manager_url: ManagerUrl = None, as_json: AsJson = False) 
 
 
 def fetch_job_parts(client: Client, name: str, *, whole: bool) -> JobParts:
-    """`whole`: with all details of each generation, and all events. Raises NotFoundError."""
-    job = client.job(name)
+    """All parts are of the moment of one answer. Raises NotFoundError.
+
+    `whole`: with all details of each generation, the newest steps, and all checkpoints and events up to that moment.
+    """
+    report = client.report(name, brief=not whole, points=_LOSS_POINTS, events=EVENTS_SHOWN)
+    job, generations, newest = report["job"], report["generations"], report["checkpoint"]
     job_id = job["id"]
-    try:
-        plan = client.plan(job_id)
-    except NotFoundError:  # it has not been planned yet
-        plan = None
-    return JobParts(
+    if generations and generations[0]["number"] > 1:  # the report has the newest ones only; the others have ended
+        first = generations[0]["number"]
+        older = client.generations(job_id, brief=not whole)
+        generations = [*(one for one in older if one["number"] < first), *generations]
+    parts = JobParts(
         job=job,
-        generations=client.generations(job_id, brief=not whole),
-        plan=plan,
-        time=client.time(job_id),
-        cost=client.cost(job_id),
-        metrics=client.metrics(job_id, after_step=max(job["step"] - _NEWEST_STEPS, 0), limit=_NEWEST_STEPS),
-        course=client.metric_buckets(job_id, points=_LOSS_POINTS),
-        checkpoints=client.checkpoints(job_id),
-        events=client.events(job_id) if whole else client.newest_events(job_id, limit=EVENTS_SHOWN)[::-1],
+        generations=generations,
+        plan=report["plan"],
+        time=report["time"],
+        cost=report["cost"],
+        course=report["course"],
+        checkpoints=[newest] if newest else [],
+        events=report["events"],
     )
+    return _add_lists(client, parts) if whole else parts
+
+
+def _add_lists(client: Client, parts: JobParts) -> JobParts:
+    """Add the newest steps, all checkpoints and all events, up to those that `parts` has."""
+    job_id, step = parts.job["id"], parts.job["step"]
+    steps = client.metrics(job_id, after_step=max(step - _NEWEST_STEPS, 0), limit=_NEWEST_STEPS)
+    checkpoints = client.checkpoints(job_id) if parts.checkpoints else []
+    last_event = parts.events[-1]["id"] if parts.events else 0
+    return replace(
+        parts,
+        metrics=[one for one in steps if one["step"] <= step],
+        checkpoints=[one for one in checkpoints if _order_key(one) <= _order_key(parts.checkpoints[-1])],
+        events=[one for one in client.events(job_id) if one["id"] <= last_event],
+    )
+
+
+def _order_key(checkpoint: CheckpointDocument) -> tuple[int, int]:
+    """Its place in the list of a job's checkpoints."""
+    return checkpoint["generation"], checkpoint["step"]
 
 
 def logs(

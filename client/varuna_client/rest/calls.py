@@ -36,6 +36,7 @@ from varuna_proto.rest_fleet import (
     FleetCostDocument,
     FleetDocument,
     FleetHistoryDocument,
+    JobReportDocument,
     NewTokenDocument,
     RevokedVmDocument,
     TokenDocument,
@@ -199,6 +200,15 @@ def upload_archive(sha256: str, file: IO[bytes]) -> ApiCall[None]:
 
 
 # ---------------------------------------------------------------- what a job has behind it
+
+
+def report(job: str, *, brief: bool = True, points: int = 40, events: int = 10) -> ApiCall[JobReportDocument]:
+    """Fetch the job with its generations, plan, time, cost, course and newest events, all of one moment.
+
+    `brief`: the generations without candidates, placement and workers, the cost without VMs. `points`: at most so many
+    buckets of the course.
+    """
+    return _get(_of(job, "/report"), brief=brief, points=points, events=events)
 
 
 def generations(job: str, *, brief: bool = False) -> ApiCall[list[GenerationDocument]]:

@@ -185,6 +185,7 @@ class Client:
     archive_size = _make_method(calls.archive_size)
     upload_archive = _make_method(calls.upload_archive)
 
+    report = _make_method(calls.report)
     generations = _make_method(calls.generations)
     generation = _make_method(calls.generation)
     plans = _make_method(calls.plans)
@@ -329,6 +330,7 @@ class AsyncClient:
     archive_size = _make_async_method(calls.archive_size)
     upload_archive = _make_async_method(calls.upload_archive)
 
+    report = _make_async_method(calls.report)
     generations = _make_async_method(calls.generations)
     generation = _make_async_method(calls.generation)
     plans = _make_async_method(calls.plans)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import EventRow, JobRow
@@ -43,24 +44,30 @@ class EventList:
     ) -> tuple[list[EventDocument], bool]:
         """The wanted events by id, and whether there are more. Raises MissingError for an unknown job."""
         async with self._database.read() as session:
-            names = select(EventRow, JobRow.name).outerjoin(JobRow, JobRow.id == EventRow.job_id)
-            query = names.where(EventRow.id > wanted.after)
-            if wanted.job is not None:
-                query = query.where(EventRow.job_id == (await find_job_row(session, wanted.job)).id)
-            if wanted.before is not None:
-                query = query.where(EventRow.id < wanted.before)
-            if wanted.vm_id is not None:
-                query = query.where(EventRow.vm_id == wanted.vm_id)
-            if wanted.kinds:
-                query = query.where(EventRow.kind.in_(wanted.kinds))
-            if wanted.since is not None:
-                query = query.where(EventRow.at >= wanted.since)
-            if wanted.until is not None:
-                query = query.where(EventRow.at < wanted.until)
-            if wanted.text is not None:
-                query = query.where(EventRow.message.icontains(wanted.text, autoescape=True))
-            query = query.order_by(EventRow.id.desc() if descending else EventRow.id).limit(limit + 1)
-            rows = (await session.execute(query)).all()
+            return await self.read_events(session, wanted, descending=descending, limit=limit)
+
+    async def read_events(
+        self, session: AsyncSession, wanted: EventFilter, *, descending: bool, limit: int
+    ) -> tuple[list[EventDocument], bool]:
+        """Like `list_events`."""
+        names = select(EventRow, JobRow.name).outerjoin(JobRow, JobRow.id == EventRow.job_id)
+        query = names.where(EventRow.id > wanted.after)
+        if wanted.job is not None:
+            query = query.where(EventRow.job_id == (await find_job_row(session, wanted.job)).id)
+        if wanted.before is not None:
+            query = query.where(EventRow.id < wanted.before)
+        if wanted.vm_id is not None:
+            query = query.where(EventRow.vm_id == wanted.vm_id)
+        if wanted.kinds:
+            query = query.where(EventRow.kind.in_(wanted.kinds))
+        if wanted.since is not None:
+            query = query.where(EventRow.at >= wanted.since)
+        if wanted.until is not None:
+            query = query.where(EventRow.at < wanted.until)
+        if wanted.text is not None:
+            query = query.where(EventRow.message.icontains(wanted.text, autoescape=True))
+        query = query.order_by(EventRow.id.desc() if descending else EventRow.id).limit(limit + 1)
+        rows = (await session.execute(query)).all()
         return [make_event_document(row, name) for row, name in rows[:limit]], len(rows) > limit
 
     async def find_job_name(self, job_id: str | None) -> str | None:

@@ -45,15 +45,30 @@ class JobHistory:
         self, id_or_name: str, *, brief: bool, descending: bool, limit: int, cursor: str | None
     ) -> Page[GenerationDocument]:
         """The job's generations by number. `brief` leaves out candidates and workers."""
-        order = replace(_BY_NUMBER, descending=descending)
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
-            query = select(GenerationRow).where(GenerationRow.job_id == job.id)
-            if brief:
-                query = query.options(defer(GenerationRow.candidates))
-            rows, following = await order.read_page(session, query, cursor, limit)
-            workers = [] if brief or not rows else await _workers(session, job, [row.number for row in rows])
-            morphs = await _read_morph_facts(session, job, rows)
+            return await self.read_generations(
+                session, job, brief=brief, descending=descending, limit=limit, cursor=cursor
+            )
+
+    async def read_generations(
+        self,
+        session: AsyncSession,
+        job: JobRow,
+        *,
+        brief: bool,
+        descending: bool,
+        limit: int,
+        cursor: str | None = None,
+    ) -> Page[GenerationDocument]:
+        """Like `list_generations`."""
+        order = replace(_BY_NUMBER, descending=descending)
+        query = select(GenerationRow).where(GenerationRow.job_id == job.id)
+        if brief:
+            query = query.options(defer(GenerationRow.candidates))
+        rows, following = await order.read_page(session, query, cursor, limit)
+        workers = [] if brief or not rows else await _workers(session, job, [row.number for row in rows])
+        morphs = await _read_morph_facts(session, job, rows)
         by_number: dict[int, list[WorkerRow]] = {}
         for worker in workers:
             by_number.setdefault(worker.generation, []).append(worker)
@@ -111,20 +126,26 @@ class JobHistory:
         """The plan of a generation (None: the newest one), with the other candidates. Raises MissingError."""
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
-            query = _training(job).order_by(GenerationRow.number.desc()).limit(1)
-            if number is not None:
-                query = query.where(GenerationRow.number == number)
-            row = await session.scalar(query)
-            if row is None and number is not None:
-                raise _no_generation(id_or_name, number, job)
-            if row is None:
-                raise MissingError(
-                    f"job {id_or_name!r} has no plan yet: it is {job.state}"
-                    f"{f' ({job.reason})' if job.reason else ''}; its profile is measured first"
-                )
-            rates = await read_generation_rates(session, job.id, [row.number])
-        candidates = cast(list[CandidateDocument], row.candidates)
-        return _make_plan_record(row, rates.get(row.number), candidates)
+            found = await self.read_plan(session, job, number)
+        if found is None and number is not None:
+            raise _no_generation(id_or_name, number, job)
+        if found is None:
+            raise MissingError(
+                f"job {id_or_name!r} has no plan yet: it is {job.state}"
+                f"{f' ({job.reason})' if job.reason else ''}; its profile is measured first"
+            )
+        return found
+
+    async def read_plan(self, session: AsyncSession, job: JobRow, number: int | None) -> PlanRecordDocument | None:
+        """The plan of a generation (None: the newest one), with the other candidates; None: there is none."""
+        query = _training(job).order_by(GenerationRow.number.desc()).limit(1)
+        if number is not None:
+            query = query.where(GenerationRow.number == number)
+        row = await session.scalar(query)
+        if row is None:
+            return None
+        rates = await read_generation_rates(session, job.id, [row.number])
+        return _make_plan_record(row, rates.get(row.number), cast(list[CandidateDocument], row.candidates))
 
     async def list_checkpoints(
         self, id_or_name: str, *, descending: bool, limit: int, cursor: str | None
@@ -136,6 +157,13 @@ class JobHistory:
             query = select(CheckpointRow).where(CheckpointRow.job_id == job.id)
             rows, following = await order.read_page(session, query, cursor, limit)
         return Page([make_checkpoint_document(row) for row in rows], following)
+
+    async def read_newest_checkpoint(self, session: AsyncSession, job: JobRow) -> CheckpointDocument | None:
+        """The one with the newest generation, and there the newest step; None: there is none."""
+        query = select(CheckpointRow).where(CheckpointRow.job_id == job.id)
+        query = query.order_by(CheckpointRow.generation.desc(), CheckpointRow.step.desc()).limit(1)
+        row = await session.scalar(query)
+        return None if row is None else make_checkpoint_document(row)
 
 
 async def _workers(session: AsyncSession, job: JobRow, numbers: Sequence[int]) -> Sequence[WorkerRow]:

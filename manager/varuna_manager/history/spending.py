@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from varuna_manager.answers.documents import format_time
 from varuna_manager.db.engine import Database
+from varuna_manager.db.models import JobRow
 from varuna_manager.domain import accounting
 from varuna_manager.domain.accounting import TimeOfJob
 from varuna_manager.domain.states import GenerationKind
@@ -36,18 +37,20 @@ class Spending:
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
             records = await read_generation_records(session, job.id)
-        now = self._now()
-        bubbles = await asyncio.to_thread(_bubble_shares, job.profile_json, records, now)
-        end = now if job.finished_at is None else job.finished_at
-        return _make_time_document(
-            accounting.account_time(job.created_at, end, make_generation_times(records, bubbles))
-        )
+        return await account_job_time(job, records, self._now())
 
     async def read_cost(self, id_or_name: str, most_vms: int = MOST_VMS) -> JobCostDocument:
         """VM-hours of the job and their cost, where prices are known, also for each of the most expensive VMs."""
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
             return await read_job_bill(session, job.id, self._now(), most_vms=most_vms)
+
+
+async def account_job_time(job: JobRow, records: Sequence[GenerationRecord], now: float) -> JobTimeDocument:
+    """Where the job's time went, from its submission to its end or now. `records`: all its generations."""
+    bubbles = await asyncio.to_thread(_bubble_shares, job.profile_json, records, now)
+    end = now if job.finished_at is None else job.finished_at
+    return _make_time_document(accounting.account_time(job.created_at, end, make_generation_times(records, bubbles)))
 
 
 def _bubble_shares(profile_json: str | None, rows: Sequence[GenerationRecord], now: float) -> Mapping[int, float]:

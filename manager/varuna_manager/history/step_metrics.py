@@ -81,14 +81,21 @@ class StepMetrics:
             raise InvalidError(f"to_step {to_step} is before from_step {from_step}: swap them")
         async with self._database.read() as session:
             job = await find_job_row(session, id_or_name)
-            newest = await session.scalar(select(func.max(MetricRow.step)).where(MetricRow.job_id == job.id))
-            last = min(to_step or newest or 0, newest or 0)
-            wide = -(-max(last - from_step + 1, 1) // points)
-            if wide >= BLOCK // 4:  # fewer points are better than reading very many steps
-                wide = -(-wide // BLOCK) * BLOCK
-                from_step = (from_step - 1) // BLOCK * BLOCK + 1
-            rows = await _bucket_rows(session, job.id, from_step, last, wide) if last >= from_step else []
-        return _columns(rows, from_step, last, wide)
+            return await collect_buckets(session, job.id, points, from_step, to_step)
+
+
+async def collect_buckets(
+    session: AsyncSession, job_id: str, points: int, from_step: int = 1, to_step: int | None = None
+) -> MetricBucketsDocument:
+    """The steps from `from_step` to `to_step` (None: the newest), in at most `points` buckets of equal width."""
+    newest = await session.scalar(select(func.max(MetricRow.step)).where(MetricRow.job_id == job_id))
+    last = min(to_step or newest or 0, newest or 0)
+    wide = -(-max(last - from_step + 1, 1) // points)
+    if wide >= BLOCK // 4:  # fewer points are better than reading very many steps
+        wide = -(-wide // BLOCK) * BLOCK
+        from_step = (from_step - 1) // BLOCK * BLOCK + 1
+    rows = await _bucket_rows(session, job_id, from_step, last, wide) if last >= from_step else []
+    return _columns(rows, from_step, last, wide)
 
 
 async def roll_up(session: AsyncSession, job_id: str, first: int, last: int) -> None:

@@ -143,6 +143,42 @@ def test_several_jobs_are_cancelled_even_if_one_cannot_be(rest: ScriptedRest) ->
     assert rest.run("cancel").exit_code == 2
 
 
+def test_what_show_prints_is_of_one_moment(rest: ScriptedRest) -> None:
+    """What happens between its requests is not in it."""
+
+    def made(number: int) -> dict[str, Any]:
+        plan = {"p": 2, "d": 2, "micro_batch": 1, "global_batch": 10}
+        about = {"kind": "training", "state": "ended", "reason": f"reason {number}", "phases": [], "resumed_step": 0}
+        return {"number": number, **about, "plan": plan, **plan}
+
+    def event(number: int) -> dict[str, Any]:
+        return {"id": number, "at": JOB["created_at"], "kind": "note", "message": f"event {number}", "generation": 2}
+
+    def checkpoint(at_step: int) -> dict[str, Any]:
+        return {"generation": 2, "step": at_step, "total_bytes": 2**20, "at": JOB["created_at"]}
+
+    time = {"causes": [], "useful_s": 6.0, "elapsed_s": 8.0, "total_s": 8.0, "goodput": 0.75}
+    cost = {"gpu_hours": 2.0, "cost": None, "cost_per_hour": None, "vms_without_price": 0}
+    course = {"loss": {"mean": [3.0, 2.5]}}
+    rest.answers["GET /jobs/gpt/report"] = (
+        200,
+        {"job": JOB, "generations": [made(2), made(3)], "plan": None, "time": time, "cost": cost, "course": course}
+        | {"checkpoint": checkpoint(6), "events": [event(4), event(5)]},
+    )
+    rest.answers["GET /jobs/j-1/generations"] = (200, [made(number) for number in range(1, 5)])
+    shown = rest.run("show", "gpt").stdout
+    assert [f"reason {number}" in shown for number in range(1, 5)] == [True, True, True, False]
+    assert "goodput 75%" in shown
+    rest.answers["GET /jobs/j-1/metrics"] = (200, [step(number) for number in range(1, 10)])
+    rest.answers["GET /jobs/j-1/checkpoints"] = (200, [checkpoint(number) for number in (3, 6, 9)])
+    rest.answers["GET /jobs/j-1/events"] = (200, [event(number) for number in range(1, 8)])
+    document = json.loads(rest.run("show", "gpt", "--json").stdout)
+    assert [one["number"] for one in document["generations"]] == [1, 2, 3]
+    assert [one["step"] for one in document["metrics"]] == list(range(1, JOB["step"] + 1))
+    assert [one["step"] for one in document["checkpoints"]] == [3, 6]
+    assert [one["id"] for one in document["events"]] == [1, 2, 3, 4, 5]
+
+
 def test_the_metrics_are_all_steps_on_however_many_pages(rest: ScriptedRest) -> None:
     def page(query: dict[str, str]) -> Answer:
         after = int(query["after_step"])

@@ -26,6 +26,21 @@ def overview_routes(overviews: Overviews) -> APIRouter:
         found = await overviews.read_job(job)
         return {**found, "job": show_job(request, found["job"])}
 
+    @router.get("/jobs/{job}/report", tags=["jobs"])
+    async def get_job_report(
+        job: by.JobName,
+        request: Request,
+        brief: Annotated[bool, Query(description="leave out candidates, placement, workers and the cost by VM")] = True,
+        points: Annotated[int, Query(ge=1, le=2000, description="most buckets of the course")] = 40,
+        events: Annotated[int, Query(ge=1, le=1000, description="most events")] = 10,
+    ) -> rest.JobReportDocument:
+        """The job, its generations, its plan, its time, its cost, its course and its newest events, all of one moment.
+
+        A viewer does not see the values of environment variables.
+        """
+        found = await overviews.read_report(job, brief=brief, points=points, most_events=events)
+        return {**found, "job": show_job(request, found["job"])}
+
     @router.get("/fleet/overview", tags=["fleet"])
     async def get_fleet_overview(
         gone: Annotated[bool, Query(description="include VMs that are gone")] = False,

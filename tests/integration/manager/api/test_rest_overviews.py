@@ -70,6 +70,37 @@ async def test_a_job_comes_with_its_newest_generation_and_the_vms_of_that(world:
     assert (await world.ask("GET", "/api/v1/jobs/nobody/overview")).status_code == 404
 
 
+async def test_a_report_has_a_job_with_its_past(world: RestWorld) -> None:
+    job = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()
+    fresh = await ask(world, "jobs/gpt/report")
+    assert (fresh["generations"], fresh["plan"], fresh["checkpoint"], fresh["course"]["steps"]) == ([], None, None, 0)
+    await world.add(
+        vm("vm-0"),
+        generation(job["id"], 1, 1000.0),
+        generation(job["id"], 2, 1001.0, state="running"),
+        worker(job["id"], 2, 0, "vm-0", "running"),
+    )
+    for number in range(3):
+        await world.emit_event("note", f"event {number}", job_id=job["id"])
+    found = await ask(world, "jobs/gpt/report", events=2)
+    parts = {
+        "job": await ask(world, "jobs/gpt"),
+        "plan": await ask(world, "jobs/gpt/plans/newest"),
+        "course": await ask(world, "jobs/gpt/metrics/buckets", points=40),
+    }
+    assert {name: found[name] for name in parts} == parts
+    assert [one["number"] for one in found["generations"]] == [1, 2]
+    assert [one["message"] for one in found["events"]] == ["event 1", "event 2"]
+    assert [one["cause"] for one in found["time"]["causes"]] == [
+        one["cause"] for one in (await ask(world, "jobs/gpt/time"))["causes"]
+    ]
+    assert (found["cost"]["by_vm"], found["generations"][1]["workers"]) == ([], [])
+    whole = await ask(world, "jobs/gpt/report", brief=False)
+    assert [one["vm_id"] for one in whole["cost"]["by_vm"]] == ["vm-0"]
+    assert [one["vm_id"] for one in whole["generations"][1]["workers"]] == ["vm-0"]
+    assert (await world.ask("GET", "/api/v1/jobs/nobody/report")).status_code == 404
+
+
 async def test_the_fleet_comes_with_a_page_of_its_vms(world: RestWorld) -> None:
     job = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()
     await world.add(
