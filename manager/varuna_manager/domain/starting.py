@@ -24,6 +24,9 @@ from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind, Jo
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_are, count_of
 
+_WAITING_FOR_WORKDIRS = "waiting for VMs that are preparing its workdir"
+"""Without their number: a reason that changed with each of them would emit an event for each."""
+
 
 def decide_start(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
     settled = _decide_before_gpus(now, job, rules) or decide_in_place(now, job, vms, rules)
@@ -229,15 +232,17 @@ def _explain_wait_for_gpus(now: float, job: JobView, devices: tuple[Device, ...]
     if job.share_due and most is not None and len(devices) < most:
         are = "is" if len(devices) == 1 else "are"
         return f"{len(devices)} of its {most} GPUs {are} free: waiting for other jobs to release the rest"
+    missing = job.setups.missing_gpus
     if len(devices) < job.min_gpus:
+        if len(devices) + missing >= job.min_gpus:
+            return _WAITING_FOR_WORKDIRS + _render_failed_setups(job)
         others = "1 other does" if job.unfit == 1 else f"{job.unfit} others do"
         unfit = f" ({others} not match its resources: {job.asks})" if job.unfit else ""
         text = f"{count_are(len(devices), 'GPU')} free for this job and it needs {job.min_gpus}: waiting for more"
-        return text + _render_setups(job) + unfit
+        return text + _render_failed_setups(job) + unfit
     enough = job.max_gpus is not None and len(devices) >= job.max_gpus
-    missing = job.setups.missing_gpus
     if missing and job.generation is None and not enough and job.prepared_s < rules.growth_prepare_s:
-        return f"waiting for {count_of(missing, 'GPU')} on VMs that are preparing its workdir"
+        return _WAITING_FOR_WORKDIRS
     if job.returning_vms and not enough:
         return "waiting for agents to reconnect after the manager's restart"
     still_early = is_within(now, job.created_at, rules.start_settle_s)
@@ -246,17 +251,10 @@ def _explain_wait_for_gpus(now: float, job: JobView, devices: tuple[Device, ...]
     return "" if enough else explain_waiting_for_vm(now, job, devices, vms, rules)
 
 
-def _render_setups(job: JobView) -> str:
-    """The number of VMs that prepare is left out: a reason that changed with each of them would emit an event for
-    each."""
-    setups, notes = job.setups, []
-    if setups.missing_gpus or setups.under_way:
-        notes.append("VMs where it will run are preparing its workdir")
-    if setups.failed_on:
-        notes.append(
-            f"preparing it failed on {len(setups.failed_on)} VMs; the last error: {extract_last_line(job.setup_error)}"
-        )
-    return f" ({'; '.join(notes)})" if notes else ""
+def _render_failed_setups(job: JobView) -> str:
+    failed = len(job.setups.failed_on)
+    last = extract_last_line(job.setup_error)
+    return f" (preparing its workdir failed on {count_of(failed, 'VM')}; the last error: {last})" if failed else ""
 
 
 def _start_calibration(now: float, job: JobView, devices: tuple[Device, ...], vms: Vms) -> Decision:

@@ -311,6 +311,22 @@ def test_a_setup_that_fails_is_the_jobs_fault_on_several_vms_or_on_all(setups: S
         assert "on VM a: no wheel" in decision.reason or "at all" in decision.reason
 
 
+@pytest.mark.parametrize(("there", "missing"), [("", 4), ("a", 3), ("abc", 1)])
+def test_a_job_waits_for_its_workdir_in_the_same_words_however_many_vms_have_it(there: str, missing: int) -> None:
+    view = job(devices=devices(*there), setups=SetupProgress(ready_gpus=len(there), missing_gpus=missing))
+    decision = decide(view, *map(vm, "abcd"))
+    assert (decision.reason, decision.actions) == ("waiting for VMs that are preparing its workdir", ())
+
+
+def test_a_job_that_needs_more_gpus_than_prepare_for_it_says_how_many_are_there() -> None:
+    setups = SetupProgress(missing_gpus=1, failed_on=frozenset("c"), untried=1)
+    view = job(min_gpus=4, devices=devices("a"), setups=setups, setup_error="on VM c: no wheel")
+    assert decide(view, *map(vm, "ab")).reason == (
+        "1 GPU is free for this job and it needs 4: waiting for more "
+        "(preparing its workdir failed on 1 VM; the last error: on VM c: no wheel)"
+    )
+
+
 def test_a_job_that_ran_before_does_not_fail_by_a_setup() -> None:
     setups = SetupProgress(failed_on=frozenset("abc"))
     assert kinds(decide(job(generation(worker(0, "a")), devices=devices("a"), setups=setups), vm("a"))) == []
