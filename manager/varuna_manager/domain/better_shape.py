@@ -91,7 +91,7 @@ def decide_leaving_slow_vms(
     slowness = "; ".join(f"VM {vm_id}: {vms[vm_id].slow_reason}" for vm_id in slow)
     before, after = generation.plan, proposal.plan
     reason = (
-        f"{slowness}; without the slow VMs: {before.p}×{before.d} to {after.p}×{after.d}, "
+        f"{slowness}; without the slow VMs: {render_change(before, after)}, "
         f"{render_rate(present)} to {render_rate(after.examples_per_s)} examples/s predicted"
     )
     awaited, note = _await_newcomers(now, job, generation, proposal, rules, reason)
@@ -175,7 +175,7 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     growth = f"growth: {count_of(gpus, 'GPU')} instead of {len(generation.workers)}"
     present = render_rate(_present_rate(job.proposal, before))
     reason = (
-        f"{growth if is_larger else 'a better shape'}, {before.p}×{before.d} to {after.p}×{after.d}, "
+        f"{growth if is_larger else 'a better shape'}, {render_change(before, after)}, "
         f"{present} to {render_rate(after.examples_per_s)} examples/s predicted "
         f"(a morph costs {predict_restart(job)}; {_compare_rates(now, job, before, after)})"
     )
@@ -186,6 +186,11 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     if awaited is not None:
         return awaited
     return Decision.stop_generation(generation, mode, EndCause.GROWTH, reason + note)
+
+
+def render_change(before: Plan, after: Plan) -> str:
+    """From which shape to which."""
+    return f"{before.p}×{before.d} to {after.p}×{after.d}"
 
 
 def _explain_not_growing(now: float, job: JobView, generation: GenerationView, rules: Rules) -> str:

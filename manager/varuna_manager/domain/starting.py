@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from varuna_manager.domain.actions import Decision, FinishJob, LiftQuarantine, RequeueJob, StartGeneration
 from varuna_manager.domain.after_loss import Way, choose_way_on
-from varuna_manager.domain.better_shape import gpu_limit
+from varuna_manager.domain.better_shape import gpu_limit, render_change
 from varuna_manager.domain.causes import extract_last_line, find_exit_code
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.devices import choose_devices, explain_waiting_for_vm
@@ -273,6 +273,14 @@ def _start_calibration(now: float, job: JobView, devices: tuple[Device, ...], vm
     return _start(now, start, vms)
 
 
+def _explain_changed_plan(before: GenerationView | None, plan: Plan) -> str:
+    """That the job takes another shape than the one for which its last generation stopped; empty: it does not."""
+    if before is None or before.plan is None or before.end_cause not in (EndCause.GROWTH, EndCause.SLOW_VM):
+        return ""
+    change = render_change(before.plan, plan)
+    return "" if change in before.end_reason else f"its GPUs are {plan.p * plan.d} by now: {change}"
+
+
 def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *, vms: Vms, rules: Rules) -> Decision:
     before, holders = job.generation, None
     if before is not None and job.state is JobState.QUEUED and before.end_cause is EndCause.SCRIPT_FAILED:
@@ -289,8 +297,9 @@ def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *,
                 return Decision(reason=text, claims=frozenset(proposal.placement), notable=False)
     reason = before.end_reason if before is not None else "the job was submitted"
     chosen = choose_way_on(now, job, vms, rules)
-    if chosen.way is Way.CHANGE:
-        reason += f"; {chosen.reason}"
+    better = chosen.reason if chosen.way is Way.CHANGE else _explain_changed_plan(before, plan)
+    if better:
+        reason += f"; {better}"
     if before is not None and job.state is JobState.QUEUED:
         reason = f"its turn has come again (the last generation ended: {reason})"
     if before is None or before.kind is GenerationKind.CALIBRATION:

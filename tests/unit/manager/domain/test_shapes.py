@@ -44,6 +44,21 @@ from varuna_manager.domain.states import (
 from varuna_proto.plan import Plan
 
 
+@pytest.mark.parametrize(("names", "more"), [("ab", ""), ("abc", "; its GPUs are 3 by now: 1×1 to 1×3")])
+def test_a_shape_for_more_gpus_than_its_morph_was_for_says_so(names: str, more: str) -> None:
+    grown = "growth: 2 GPUs instead of 1, 1×1 to 1×2, 8 to 16 examples/s predicted"
+    ended = generation(
+        worker(0, "a", ExitCause.GENERATION_ENDED),
+        state=GenerationState.ENDED,
+        end_cause=EndCause.GROWTH,
+        end_reason=grown,
+    )
+    view = job(ended, devices=devices(*names), proposal=proposal(devices(*names)))
+    (start,) = decide(view, *map(vm, names)).actions
+    assert isinstance(start, StartGeneration)
+    assert start.reason == grown + more
+
+
 def test_growth_needs_settled_devices_and_a_gain() -> None:
     here = devices("a", "b")
     young = vm("b", ready_for_s=0.5)
