@@ -58,7 +58,7 @@ from varuna_proto.failpoints import failpoint
 from varuna_proto.plan import Device
 from varuna_proto.state_use import StateUse
 from varuna_proto.v1 import agent_pb2 as pb
-from varuna_proto.wording import count_of, render_interval
+from varuna_proto.wording import render_interval
 
 _SESSIONS_AT_ONCE = 500
 _NAMED = 5
@@ -288,9 +288,9 @@ class JobController:
             return
         self._emitted_stops[job.row.id] = expected
         text = (
-            f"lost VMs are expected to stop generation {action.number} {_render_often(lost)} (seen, newer ones counted "
-            f"more: about {count_of(round(fleet.removals), 'VM')} lost in {fleet.vm_hours:.2g} VM-hours), and "
-            f"{_render_often(expected)} all that hold a stage: its workers save as often as that is worth"
+            f"a lost VM is expected to stop generation {action.number} {_render_often(lost)} "
+            f"({fleet.describe_losses()}). All VMs that hold one of its stages are expected to be lost together "
+            f"{_render_often(expected)}: its workers save as often as pays"
         )
         data = {
             "stops_per_hour": lost,

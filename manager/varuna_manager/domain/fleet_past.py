@@ -9,7 +9,8 @@ from itertools import pairwise
 
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.states import VmState
-from varuna_planner.liveput.hazard import removals_per_vm_hour
+from varuna_planner.liveput.hazard import PRIOR_REMOVALS, PRIOR_VM_HOURS, removals_per_vm_hour
+from varuna_proto.wording import count_of
 
 HALF_LIFE_S = 24 * 3600.0
 """After this time, a loss and an hour without one count half: spot markets change with the hour and the day."""
@@ -105,6 +106,19 @@ class FleetPast:
     def stops_per_hour(self, vms: int) -> float:
         """How often losses are expected to stop a generation that uses so many VMs."""
         return vms * removals_per_vm_hour(self.removals, self.vm_hours, self.market_hazard)
+
+    def describe_losses(self) -> str:
+        """What `stops_per_hour` is computed from."""
+        lost = round(self.removals)
+        were = "was" if lost == 1 else "were"
+        seen = f"newer losses count more: about {count_of(lost, 'VM')} {were}" if lost else "no VM was"
+        hours = f"{self.vm_hours:.0f}" if self.vm_hours >= PRIOR_VM_HOURS else f"{self.vm_hours:.2g}"
+        seen += f" lost in {hours} VM-hours"
+        if self.vm_hours >= PRIOR_VM_HOURS:
+            return seen
+        if self.market_hazard is None:
+            return f"{seen} so far; the estimate starts from {PRIOR_REMOVALS:.0f} in {PRIOR_VM_HOURS:.0f} VM-hours"
+        return f"{seen} so far; the estimate starts from the provider's {self.market_hazard:.2g} per VM-hour"
 
     def stable_s(self, now: float) -> float:
         """For how long no VM was lost."""

@@ -35,3 +35,23 @@ def test_stops_need_the_checkpoint_where_all_vms_of_a_stage_are_lost_together(
 
 def test_each_stop_needs_it_where_processes_hold_nothing() -> None:
     assert expect_store_stops(FLEET, "abcd", 2, keepers=(), holds_state=False) == FLEET.stops_per_hour(4)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "text"),
+    [
+        (
+            FleetPast(vm_hours=0.136),
+            "no VM was lost in 0.14 VM-hours so far; the estimate starts from 1 in 10 VM-hours",
+        ),
+        (
+            FleetPast(vm_hours=2.0, removals=0.9, market_hazard=0.078),
+            "newer losses count more: about 1 VM was lost in 2 VM-hours so far; "
+            "the estimate starts from the provider's 0.078 per VM-hour",
+        ),
+        (FLEET, "newer losses count more: about 10 VMs were lost in 90 VM-hours"),
+        (FleetPast(vm_hours=400.0), "no VM was lost in 400 VM-hours"),
+    ],
+)
+def test_what_was_seen_of_losses_is_said_with_what_is_assumed(fleet: FleetPast, text: str) -> None:
+    assert fleet.describe_losses() == text
