@@ -157,7 +157,7 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
         drain = _spare(now, fleet, staying, -missing)
         reason = f"{count_are(len(staying), 'VM')} there and {wanted}"
         if len(drain) < -missing:
-            reason += f": {-missing - len(drain)} of them are silent, still in use, or were a moment ago"
+            reason += f": {-missing - len(drain)} cannot go yet (silent, in use, or used a moment ago)"
         return FleetDecision(reason=reason, drain=drain, delete=delete)
     if missing == 0:
         return FleetDecision(reason=f"{wanted}, and all are there", delete=delete)
@@ -166,8 +166,9 @@ def decide_fleet(now: float, fleet: FleetView, rules: Rules) -> FleetDecision:
         reason += f" ({len(held)} of them fell silent together with most others, and may come back)"
     refusals = fleet.refusals
     if refusals is not None and is_within(now, refusals.last_at, refusals.pause_s):
+        often = "once" if refusals.count == 1 else f"{refusals.count} times in a row"
         reason += (
-            f"; the provider refused {refusals.count} times in a row ({refusals.last.kind}: {refusals.last.reason}) "
+            f"; the provider refused {often} ({refusals.last.kind}: {refusals.last.reason}) "
             f"and is asked again {refusals.pause_s:.3g} s after the last refusal"
         )
         return FleetDecision(reason=reason, delete=delete)

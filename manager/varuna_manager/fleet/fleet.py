@@ -42,7 +42,7 @@ from varuna_manager.world.reading import NOT_GONE
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_proto.rest_fleet import FleetDocument, PreemptionDocument
 from varuna_proto.v1 import agent_pb2 as pb
-from varuna_proto.wording import count_are
+from varuna_proto.wording import count_are, count_of
 
 _LONGEST_GPU_TYPE = 255
 
@@ -139,8 +139,8 @@ class FleetService:
             )
         await self._emulated.set_capacity(capacity)
         async with self._database.write() as session:
-            many = "any number of" if capacity is None else str(capacity)
-            self._events.emit_event(session, "capacity", f"the local market grants {many} VMs")
+            many = "any number of VMs" if capacity is None else count_of(capacity, "VM")
+            self._events.emit_event(session, "capacity", f"the local market grants {many}")
         self.market_changed = True
         self._bell.notify_listeners()
         return await self.describe_fleet()

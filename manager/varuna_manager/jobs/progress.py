@@ -215,7 +215,8 @@ class Progress:
         after_commit(session, partial(export, first_step_at=now, step=step, steps_redone=redone))
         went = downtime.render_longest_parts(parts)
         again = generation.micro_batches_redone
-        rest = f", {again} micro-batches of the step under way were run again" if again else ""
+        were = " of the step under way was" if again == 1 else "es of the step under way were"
+        rest = f", {again} micro-batch{were} run again" if again else ""
         lost = "1 step was" if redone == 1 else f"{redone} steps were"
         self._events.emit_event(
             session,

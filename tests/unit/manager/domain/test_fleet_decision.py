@@ -93,7 +93,7 @@ def test_a_fleet_that_follows_the_jobs_gives_up_only_what_has_been_idle_for_long
     view = FleetView(target=1, vms=vms, why="1 job can use 1 GPU", idle_s=idle_s, spare_after_s=300.0)
     decision = decide_fleet(NOW, view, RULES)
     assert set(decision.drain) == {"idle", "idle too"}
-    assert "1 of them are silent, still in use, or were a moment ago" in decision.reason
+    assert ": 1 cannot go yet (silent, in use, or used a moment ago)" in decision.reason
 
 
 def test_as_many_vms_as_the_jobs_can_use_within_the_range() -> None:
