@@ -324,7 +324,7 @@ class ReportService:
             self._events.emit_event(
                 session,
                 "worker_exited",
-                f"rank {worker.rank} on VM {worker.vm_id}: {cause.value}: {detail}",
+                f"rank {worker.rank} on VM {worker.vm_id}: {cause.value.replace('_', ' ')}: {detail}",
                 job_id=worker.job_id,
                 generation=worker.generation,
                 vm_id=worker.vm_id,

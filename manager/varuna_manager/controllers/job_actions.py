@@ -28,7 +28,7 @@ from varuna_manager.domain.actions import (
 from varuna_manager.domain.causes import extract_last_line
 from varuna_manager.domain.keepers import Copies, VmPlace, choose_keepers
 from varuna_manager.domain.spec import read_spec
-from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, VmState, WorkerState
+from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, StopMode, VmState, WorkerState
 from varuna_manager.jobs.checkpoints import newest_committed
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.world.events import EventLog
@@ -36,6 +36,12 @@ from varuna_manager.world.vm_registry import VmRegistry
 
 _SECRET_BYTES = 32
 _VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
+_STOPS = {
+    StopMode.LEAVE_NOW: "at once",
+    StopMode.SAVE_FIRST: "after its step and a checkpoint",
+    StopMode.HOLD_FIRST: "after its step, with its state kept in memory",
+}
+"""What its workers do first."""
 
 
 class JobActions:
@@ -182,7 +188,7 @@ class JobActions:
         self._events.emit_event(
             session,
             "generation_stopping",
-            f"generation {action.number} is to stop ({action.mode.value}): {action.reason}",
+            f"generation {action.number} is to stop, {_STOPS[action.mode]}: {action.reason}",
             job_id=row.id,
             generation=action.number,
             data={"mode": action.mode.value, "cause": action.cause.value},

@@ -8,6 +8,8 @@ from typing import Any
 
 _BEGINNINGS = ("wait", "process")
 """What a worker does before the rendezvous, where all wait for the last one."""
+_WORDS = {"notice": "until the stop", "step": "first step"}
+"""For people, where a name alone says too little."""
 _NAMED = 3
 """The number of parts, longest first, that a line of text names."""
 
@@ -73,8 +75,9 @@ def split_downtime(moments: MorphMoments, start: Sequence[DowntimePart]) -> tupl
 def render_longest_parts(parts: Sequence[DowntimePart]) -> str:
     """The longest parts, as text."""
     found = sorted(parts, key=lambda part: -part.seconds)[:_NAMED]
-    return ", ".join(
-        f"{part.name} {part.seconds:.1f} s" + (f" of rank {part.rank}" if part.rank is not None else "")
-        for part in found
-        if part.seconds >= 0.05
-    )
+    return ", ".join(_render_part(part) for part in found if part.seconds >= 0.05)
+
+
+def _render_part(part: DowntimePart) -> str:
+    of_rank = "" if part.rank is None else f" of rank {part.rank}"
+    return f"{_WORDS.get(part.name, part.name)} {part.seconds:.1f} s{of_rank}"

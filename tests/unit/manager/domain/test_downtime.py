@@ -35,7 +35,7 @@ def test_the_parts_of_a_morph_are_all_of_it() -> None:
         "step": 0.75,
     }
     assert sum(part.seconds for part in parts) == MORPH.first_step_at - MORPH.last_progress_at
-    assert render_longest_parts(parts) == "notice 2.0 s, process 2.0 s of rank 3, plan 1.0 s"
+    assert render_longest_parts(parts) == "until the stop 2.0 s, process 2.0 s of rank 3, plan 1.0 s"
 
 
 def test_a_jobs_first_generation_has_nothing_to_stop() -> None:

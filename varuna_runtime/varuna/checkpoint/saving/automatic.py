@@ -91,7 +91,7 @@ class AutomaticCheckpoints:
             f"automatic checkpoints every {interval_s:.3g} s",
             stall_s=round(stall_s, 4),
             write_s=None if write_s is None else round(write_s, 4),
-            stops_per_hour=self._cadence.stops_per_hour,
+            stops_per_hour=float(f"{self._cadence.stops_per_hour:.3g}"),
             pinned=self._cadence.pinned_interval_s is not None,
         )
 
