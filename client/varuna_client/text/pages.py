@@ -306,7 +306,10 @@ def time_section(time: JobTimeDocument) -> RenderableType:
         bar = Text(
             "█" * round(one["share"] * _BAR_COLUMNS) or "▏", style="green" if one["cause"] == "training" else "yellow"
         )
-        made.add_row(one["cause"].replace("_", " "), duration(one["seconds"]), f"{one['share']:.0%}", bar, one["text"])
+        cause = one["cause"].replace("_", " ").replace("vms", "VMs")
+        made.add_row(cause, duration(one["seconds"]), f"{one['share']:.0%}", bar, one["text"])
+    if not time["elapsed_s"]:
+        return made  # it has not started yet
     useful, elapsed = duration(time["useful_s"]), duration(time["elapsed_s"])
     total = f"{useful} of {elapsed} since the first start passed in steps that count: goodput {time['goodput']:.0%}"
     return Group(made, Text(total, style="bold"))
