@@ -14,6 +14,7 @@ from playwright.async_api import Page, expect
 
 from dashboard_world import JOB, SHAPES, fill_job
 from rest_world import SPEC, RestWorld, generation, migrated, report, rest_world, worker
+from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
 
 pytestmark = [
@@ -95,6 +96,32 @@ async def test_jobs_are_compared_in_one_chart(
             await wait_for_chart(page, title, names)
         await expect(region(page, "Loss").locator("figcaption")).to_contain_text(re.compile("gpt-2b: .* other: "))
         await screenshot(page, "compare")
+
+
+async def test_a_first_step_which_nothing_precedes_is_in_no_chart_of_times(world: RestWorld, open_page: Any) -> None:
+    other = (await world.ask("POST", "/api/v1/jobs", json={**SPEC, "name": "other"})).json()["id"]
+    await world.add(
+        generation(other, 1, 1000.0, state="running", resumed_step=0), worker(other, 1, 0, "vm-1", "running")
+    )
+    await world.reports.apply_reports("vm-1", [report(other, 1, range(1, 11), 3.0)])
+    async with open_page(f"{world.url}/#/jobs/{other}", may_fail=MAY_FAIL) as page:
+        for title, first in (("Loss", 1), ("Throughput", 2), ("Step time", 2)):
+            await expect(region(page, title).locator("figcaption")).to_contain_text(f"at step {first} to")
+        # All came with one report; each has its own place in time.
+        await wait_for_chart(
+            page, "Throughput", "new Set(chart.data[0].x.map((at) => Number(new Date(at)))).size === 9"
+        )
+
+
+async def test_a_job_that_calibrates_shows_that_it_has_no_step_and_no_plan(world: RestWorld, open_page: Any) -> None:
+    other = (await world.ask("POST", "/api/v1/jobs", json={**SPEC, "name": "other"})).json()["id"]
+    plan = Plan(p=1, d=1, micro_batch=1, global_batch=8).to_document()
+    about = {"kind": "calibration", "state": "running", "plan": plan, "candidates": []}
+    await world.add(generation(other, 1, 1000.0, **about), worker(other, 1, 0, "vm-1", "running"))
+    async with open_page(f"{world.url}/#/jobs/{other}", may_fail=(*MAY_FAIL, "/plans")) as page:
+        await wait_for_chart(page, "Loss", "chart.layout.xaxis.visible === false")
+        await expect(region(page, "Placement").locator("thead")).to_have_text("stage 0all sections")
+        await expect(region(page, "Plan candidates").locator("p.empty:visible")).to_have_text("No plan yet.")
 
 
 async def log_values(world: RestWorld, name: str, values: dict[int, float]) -> None:

@@ -23,6 +23,9 @@ async def read_log_chunks(vm_dir: Path, vm_id: str, request: agent_pb2.FetchLogs
         if not path.resolve().is_relative_to(vm_dir.resolve()):
             raise ValueError(f"job id {request.job_id!r} does not name a folder of this VM")
         log_slice = await log_files.read_when_written(path, request.offset, max_bytes, request.wait_s)
+    except FileNotFoundError:
+        text = f"no log of {key} on VM {vm_id}: its process has not started yet"
+        return [agent_pb2.LogChunk(request_id=request.request_id, last=True, error=text)]
     except (OSError, ValueError) as error:
         text = f"no log of {key} on VM {vm_id}: {error}"
         return [agent_pb2.LogChunk(request_id=request.request_id, last=True, error=text)]

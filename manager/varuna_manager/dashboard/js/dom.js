@@ -122,7 +122,7 @@ export function table(label, columns, { tall = false, empty = "None." } = {}) {
 function tableRow(columns, { cells, chosen, tone: rowTone }) {
   return h("tr", { class: chosen ? "chosen" : rowTone ? `row-${rowTone}` : null }, cells.map((cell, index) => {
     const { kind, head, title } = columns[index];
-    const content = cell === null || cell === undefined || cell === "" ? "–" : cell;
+    const content = cell === null || cell === undefined || cell === "" || cell.length === 0 ? "–" : cell;
     return h(head ? "th" : "td", { scope: head ? "row" : null, class: kind ?? null, "data-none": content === "–", "data-label": head ? null : title || null }, kind === "wide" ? h("div", { class: "clamp" }, content) : content);
   }));
 }

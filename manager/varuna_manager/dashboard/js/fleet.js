@@ -3,7 +3,7 @@ import { get } from "./api.js";
 import { drainButton, resize } from "./actions.js";
 import { chart, colour, thinned } from "./charts.js";
 import { ago, atMostEvery, card, figures, h, jobsOf, put, state, table, vmLink, when } from "./dom.js";
-import { bytes, clock, count, money } from "./format.js";
+import { bytes, clock, count, countOf, money } from "./format.js";
 import { requests } from "./panels.js";
 
 const PAGE = 100;
@@ -25,8 +25,8 @@ export function fleetPage({ root, signal, may, title }) {
   /** The tiles, the chips and the rows are of one moment: that of one answer. */
   function drawOverview({ summary, fleet, quarantined: slow, vms: page, next_cursor: next }) {
     put(numbers, figures(
-      ["VMs", count(summary.total), `${count(fleet.target)} wanted from ${fleet.provider}`], ["Ready", count(summary.by_state.ready ?? 0), `${count(summary.gpus)} GPUs`],
-      ["GPUs at work", count(summary.gpus_busy), `${count(summary.workers)} workers`], ["Notices", count(summary.noticed), "will be taken"],
+      ["VMs", count(summary.total), `${count(fleet.target)} wanted from ${fleet.provider}`], ["Ready", count(summary.by_state.ready ?? 0), countOf(summary.gpus, "GPU")],
+      ["GPUs at work", count(summary.gpus_busy), countOf(summary.workers, "worker")], ["Notices", count(summary.noticed), "will be taken"],
       ["Quarantined", count(summary.quarantined), `${count(summary.slow)} slow`],
       ["Cost per hour", money(summary.cost_per_hour), summary.cost_per_hour === null ? "no price known" : "now"]));
     quarantines.draw(slow);
@@ -69,7 +69,7 @@ function historyContent(found) {
     x, y: found[column].map((value) => value || null), name: word, type: "bar", yaxis: "y2", width: 800 * found.bucket_s,
     marker: { color: colour(color), pattern: { shape, fillmode: "overlay", fgcolor: colour("card"), fgopacity: 0.6, size: 5, solidity: 0.35 } }, hovertemplate: `%{y} ${word}<extra></extra>` });
   return {
-    words: found.present.length ? `${count(found.present.at(-1))} VMs now; in this time ${total("ready")} became ready, ${total("lost")} lost or given back, ${total("notices")} given notice, ${total("quarantines")} quarantined.` : "No history yet.",
+    words: found.present.length ? `${countOf(found.present.at(-1), "VM")} now; in this time ${total("ready")} became ready, ${total("lost")} lost or given back, ${total("notices")} given notice, ${total("quarantines")} quarantined.` : "No history yet.",
     rows: () => thinned(x.length, 90).reverse().map((index) => [clock(x[index]), count(found.present[index]), found.ready[index], found.lost[index], found.notices[index], found.quarantines[index]]),
     traces: () => [
       { x, y: found.present, name: "VMs", type: "scatter", mode: "lines", line: { color: colour("op-f"), width: 1.8, shape: "hv" }, fill: "tozeroy", fillcolor: `${colour("op-f")}1c`, hovertemplate: "%{y} VMs<extra></extra>" },

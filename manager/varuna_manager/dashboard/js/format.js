@@ -5,6 +5,9 @@ const missing = (value) => value === null || value === undefined || Number.isNaN
 
 export const count = (value) => (missing(value) ? DASH : whole.format(value));
 
+/** "1 GPU", "2 GPUs", "– GPUs". */
+export const countOf = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 /** Three or so significant digits. */
 export function number(value, digits = 3) {
   if (missing(value)) return DASH;

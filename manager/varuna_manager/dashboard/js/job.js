@@ -3,7 +3,7 @@ import { get, getOrNull } from "./api.js";
 import { jobActions } from "./actions.js";
 import { ago, atMostEvery, figures, h, jobLoss, jobState, link, put, when } from "./dom.js";
 import { eventList } from "./events.js";
-import { count, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
+import { count, countOf, number, seconds, secondsSince, shape, signedPercent } from "./format.js";
 import { Generations } from "./generations.js";
 import { grid } from "./job_grid.js";
 import { pipeline } from "./job_pipeline.js";
@@ -49,7 +49,7 @@ export function jobPage({ root, signal, may, argument, title }) {
       ["Step", count(job.step), job.last_step_at ? ["last ", ago(job.last_step_at)] : null],
       ["Loss", jobLoss(job), oddSteps(job)],
       ["Examples/s", number(job.examples_per_s), job.rate_steps > 1 ? `over the last ${job.rate_steps} steps` : null],
-      ["Examples/s per GPU", job.examples_per_s && plan ? number(job.examples_per_s / (plan.p * plan.d)) : "–", plan ? plan.p * plan.d === 1 ? "1 GPU" : `${plan.p * plan.d} GPUs` : null],
+      ["Examples/s per GPU", job.examples_per_s && plan ? number(job.examples_per_s / (plan.p * plan.d)) : "–", plan ? countOf(plan.p * plan.d, "GPU") : null],
       ["Step time", seconds(job.step_s), stepParts(job, plan?.predicted_minibatch_s)],
       ["Generation", count(job.generation), generation ? `${generation.kind}, ${generation.state}` : null],
       [over ? "Ran" : "Running for", seconds(job.started_at ? (over ? secondsSince(job.started_at) - secondsSince(job.finished_at) : secondsSince(job.started_at)) : null),
@@ -157,7 +157,7 @@ export function jobPage({ root, signal, may, argument, title }) {
 
 /** Which steps had no finite loss or gradient; null: none. */
 function oddSteps({ not_finite_from: since, steps_skipped: skipped }) {
-  const parts = [since !== null && `no finite loss or gradient since step ${count(since)}`, skipped > 0 && `${count(skipped)} ${skipped === 1 ? "step" : "steps"} skipped`];
+  const parts = [since !== null && `no finite loss or gradient since step ${count(since)}`, skipped > 0 && `${countOf(skipped, "step")} skipped`];
   const text = parts.filter(Boolean).join(", ");
   return text ? h("span", { class: since === null ? "" : "wrong" }, text) : null;
 }

@@ -37,6 +37,7 @@ const many = (number, what) => `${count(number)} ${what}${number === 1 ? "" : "s
 
 /** Those of a stage: from its first one to before that of the next. */
 function sections(first, next) {
+  if (first === undefined) return "all sections"; // it calibrates
   if (next === undefined) return `section ${first} to the last`;
   return next - first === 1 ? `section ${first}` : `sections ${first}–${next - 1}`;
 }

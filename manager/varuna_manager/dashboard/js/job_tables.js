@@ -1,7 +1,7 @@
 // The tables of a job's page: plans, lost time, checkpoints, cost, generations.
 import { getPage } from "./api.js";
 import { ago, card, h, put, state, table, vmLink, when } from "./dom.js";
-import { age, bytes, count, loss, money, number, percent, seconds, shape, signedPercent } from "./format.js";
+import { age, bytes, count, countOf, loss, money, number, percent, seconds, shape, signedPercent } from "./format.js";
 
 const CAUSES = {
   training: "training", bubbles: "pipeline bubbles", data: "between steps: data", evaluation: "between steps: evaluation", checkpoints: "checkpoints",
@@ -13,12 +13,14 @@ const CAUSES = {
 export function plans() {
   const note = h("p", { class: "reason" });
   const actual = table("Predicted and actual step time by generation", [{ title: "Gen.", kind: "num" }, { title: "P×D", kind: "nowrap" }, { title: "m", kind: "num" },
-    { title: "Predicted", kind: "num" }, { title: "Actual", kind: "num" }, { title: "Between steps", kind: "num" }, { title: "Off by", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Steps", kind: "num" }], { tall: true, empty: "No plan yet." });
+    { title: "Predicted", kind: "num" }, { title: "Actual", kind: "num" }, { title: "Between", kind: "num" }, { title: "Off by", kind: "num" }, { title: "Examples/s", kind: "num" }, { title: "Steps", kind: "num" }], { tall: true, empty: "No plan yet." });
   const candidates = table("What the planner considered for the newest plan", [{ title: "P×D", kind: "nowrap" }, { title: "m", kind: "num" }, { title: "Step time", kind: "num" },
     { title: "Verdict", kind: "nowrap" }, { title: "Why", kind: "wide" }], { tall: true, empty: "Nothing else was considered: the shape is pinned, or only one is possible." });
+  const none = h("p", { class: "empty" }, "No plan yet.");
   return {
-    element: h("div", { class: "columns" }, card("Predicted against actual", [], actual.element), card("Plan candidates", [], note, candidates.element)),
+    element: h("div", { class: "columns" }, card("Predicted against actual", [], actual.element), card("Plan candidates", [], note, none, candidates.element)),
     draw(list, newest) {
+      [none.hidden, candidates.element.hidden] = [newest !== null, newest === null];
       actual.fill(list.map((one) => [one.generation, shape(one.plan.p, one.plan.d), one.plan.micro_batch, seconds(one.predicted_step_s), seconds(one.actual_step_s), seconds(one.between_s),
         signedPercent(one.error), number(one.actual_examples_per_s), count(one.steps)]));
       put(note, newest ? `Generation ${newest.generation}: ${newest.reason}` : "");
@@ -56,9 +58,9 @@ export function cost() {
   return {
     element: card("Cost", [], head, vms.element),
     draw(found) {
-      const unpriced = found.vms_without_price ? `; ${found.vms_without_price} VMs have no known price` : "";
+      const unpriced = found.vms_without_price ? `; ${countOf(found.vms_without_price, "VM")} without a known price` : "";
       put(head, `${number(found.gpu_hours)} GPU-hours, ${number(found.vm_hours)} VM-hours`,
-        found.cost === null ? "; the provider tells no price." : `; ${money(found.cost)} in all, ${money(found.cost_per_hour)} per hour now${unpriced}.`);
+        found.cost === null ? "; the provider gives no price." : `; ${money(found.cost)} in all, ${money(found.cost_per_hour)} per hour now${unpriced}.`);
       vms.fill(found.by_vm.map((one) => [vmLink(one.vm_id), number(one.hours), number(one.gpu_hours), money(one.price_per_hour), money(one.cost)]));
     },
   };
@@ -96,7 +98,7 @@ export function generationsTable() {
     element: card("Generations", note, list.element),
     draw(generations) {
       const training = generations.filter((one) => one.kind === "training").length;
-      put(note, `${Math.max(0, training - 1)} morphs`);
+      put(note, countOf(Math.max(0, training - 1), "morph"));
       list.fill(generations.slice(-200).reverse().map((one) => [one.number, one.kind, state(one.state), shape(one.p, one.d), when(one.created_at),
         one.resumed_step === null || one.last_step === null ? "–" : `${count(one.resumed_step + 1)}–${count(one.last_step)}`, loss(one.last_loss),
         downtime(one), one.steps_redone, one.reason + morph(one) + copies(one), one.end_reason ?? (one.stop_cause ? `stopping: ${one.stop_cause.replaceAll("_", " ")}` : "–")]));

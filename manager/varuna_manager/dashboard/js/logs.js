@@ -9,6 +9,7 @@ const OLDER_TAIL_BYTES = 16 * 1024;
 const MOST_OLDER = 20; // generations before the newest that are read
 const MOST_LISTED = 500;
 const WAIT_S = 20;
+const NOT_YET = [404, 503]; // there is no log yet, or its VM does not answer now
 
 export function logs(job, signal) {
   const rank = h("input", { type: "number", min: "0", step: "1", value: "0", id: "log-rank", size: "5" });
@@ -76,7 +77,7 @@ export function logs(job, signal) {
         if (stop.aborted) return;
         failures += 1;
         const pauseMs = Math.min(30_000, 1000 * 2 ** failures);
-        put(note, h("span", { class: error.status === 404 ? "" : "wrong" }, `${error.message}; trying again in ${pauseMs / 1000} s`));
+        put(note, h("span", { class: NOT_YET.includes(error.status) ? "" : "wrong" }, `${error.message}; trying again in ${pauseMs / 1000} s`));
         await sleep(pauseMs, stop);
         if (!follows.checked) return;
       }

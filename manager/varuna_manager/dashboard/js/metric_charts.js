@@ -2,19 +2,20 @@
 // controls. A morph is a line with the shape that begins there (Figure 8 of the paper).
 import { chart, colour, thinned } from "./charts.js";
 import { card, h } from "./dom.js";
-import { clock, count, loss, number, seconds, shape } from "./format.js";
+import { clock, count, countOf, loss, number, seconds, shape } from "./format.js";
 import { labelled, vertical } from "./morph_marks.js";
 import { smoothed } from "./series.js";
 
 const HEIGHT_PX = 330;
 const COLOURS = ["op-f", "op-r", "op-b", "op-a", "mark-data", "mark-evaluation"];
-/** What is known of some series; any other has its name as title. `byTime`: over time unless the reader chooses. */
+/** What is known of some series; any other has its name as title. `byTime`: over time unless the reader chooses. `fromBefore`:
+ * from the end of the step before. */
 const KNOWN = {
-  examples_per_s: { title: "Throughput", label: "examples/s", note: "examples/s of the whole job; dashed: a morph to the shape P×D", byTime: true, fromZero: true, perGpu: true, show: number },
+  examples_per_s: { title: "Throughput", label: "examples/s", note: "examples/s of the whole job; dashed: a morph to the shape P×D", byTime: true, fromZero: true, perGpu: true, fromBefore: true, show: number },
   loss: { title: "Loss", label: "loss", note: "mean over the global batch", show: loss },
   gradient_norm: { title: "Gradient norm", label: "norm", note: "before clipping, over all parameters", show: loss },
-  learning_rate: { title: "Learning rate", label: "learning rate", note: "of the first group of parameters", show: (value) => number(value, 4) },
-  step_s: { title: "Step time", label: "seconds", note: "from the end of a step to the end of the next", fromZero: true, show: seconds },
+  learning_rate: { title: "Learning rate", label: "learning rate", note: "of the first group of parameters", fromZero: true, show: (value) => number(value, 4) },
+  step_s: { title: "Step time", label: "seconds", note: "from the end of a step to the end of the next", fromZero: true, fromBefore: true, show: seconds },
 };
 const ALWAYS = ["examples_per_s", "loss"];
 
@@ -66,10 +67,15 @@ function contentOf(name, runs, options) {
 }
 
 function valuesOf({ series, generations }, name) {
-  const points = series.pointsOf(name);
+  const all = series.pointsOf(name);
   const training = generations.filter((one) => one.kind === "training");
-  return { points, isDownSampled: series.isDownSampled && !series.isLogged(name), training, byNumber: new Map(training.map((one) => [one.number, one])), of: (point) => point.values[name] };
+  const byNumber = new Map(training.map((one) => [one.number, one]));
+  const points = KNOWN[name]?.fromBefore ? all.filter((point, index) => all[index + 1]?.generation !== point.generation || !isFirstStep(point, byNumber.get(point.generation))) : all;
+  return { points, isDownSampled: series.isDownSampled && !series.isLogged(name), training, byNumber, of: (point) => point.values[name] };
 }
+
+/** Nothing precedes a generation's first step, so that its time is without what lies between steps. */
+const isFirstStep = (point, generation) => generation && point.first === point.last && point.first === (generation.resumed_step ?? 0) + 1;
 
 const steps = (point) => (point.first === point.last ? count(point.last) : `${count(point.first)}–${count(point.last)}`);
 const begin = (run) => run.series.points[0]?.at ?? 0;
@@ -86,9 +92,8 @@ function describe(run, kind, named) {
   if (!run.points.length) return `${who}No steps yet.`;
   const [first, last] = [run.points[0], run.points.at(-1)];
   const range = `from ${kind.show(run.of(first)[1])} at step ${count(first.first)} to ${kind.show(run.of(last)[1])} at step ${count(last.last)}`;
-  const shapes = run.training.filter((one) => one.started_at).slice(-8).map((one) => shape(one.p, one.d));
-  const morphs = Math.max(0, run.training.filter((one) => one.started_at).length - 1);
-  const morphed = kind.perGpu ? `; ${morphs} ${morphs === 1 ? "morph" : "morphs"}${shapes.length ? `: ${shapes.join(" → ")}` : ""}` : "";
+  const shapes = run.training.slice(-8).map((one) => shape(one.p, one.d));
+  const morphed = kind.perGpu ? `; ${countOf(Math.max(0, run.training.length - 1), "morph")}${shapes.length ? `: ${shapes.join(" → ")}` : ""}` : "";
   return `${who || ""}${who ? range : range[0].toUpperCase() + range.slice(1)}${morphed}.${run.isDownSampled ? " Each point is many steps; the band is from the least to the greatest." : ""}`;
 }
 
@@ -126,6 +131,7 @@ function spreadBand(run, place) {
 }
 
 function layoutOf(drawn, kind, options, byTime, width) {
+  if (!drawn.some((run) => run.points.length)) return { height: 180, xaxis: { visible: false }, yaxis: { visible: false } };
   const compared = drawn.length > 1;
   const y = { title: { text: kind.label }, ...(options.log ? { type: "log" } : kind.fromZero ? { rangemode: "tozero" } : {}) };
   const split = kind.perGpu && !compared;

@@ -39,6 +39,7 @@ export class Series {
       first, last: found.last_step[index], at: 1000 * found.at_unix_s[index], generation: found.generation[index], count: found.count[index],
       values: Object.fromEntries(names.map((name) => [name, [found[name].min[index], found[name].mean[index], found[name].max[index]]])),
     }));
+    spread(points);
     if (from === 1) {
       [this.points, this.#base, this.#generation, this.isDownSampled] = [points, points.length, newest, found.bucket_steps > 1];
     } else {
@@ -63,6 +64,16 @@ export class Series {
       if (all.length) this.#logged.set(name, all);
     }
   }
+}
+
+/** The manager notes when a report came, and one may have several steps: each ended as long before the next as that took. */
+function spread(points) {
+  const came = points.map((point) => point.at);
+  for (let index = points.length - 2; index >= 0; index -= 1) {
+    const next = points[index + 1];
+    if (came[index] === came[index + 1]) points[index].at = next.at - 1000 * next.count * (next.values.step_s?.[1] ?? 0);
+  }
+  points.forEach((point, index) => { if (index) point.at = Math.max(point.at, points[index - 1].at); });
 }
 
 /** The exponential moving average of a column, corrected for its beginning. `weight`: of what was before, 0 to 1. */
