@@ -36,6 +36,8 @@ async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
         )  # fmt: skip
         steps = {"resumed_step": 0, "last_step": 8, "last_loss": None, "not_finite_from": 2, "steps_skipped": 7}
         await world.add(generation("job-nan", 1, now - 40, started_at=now - 30, ended_at=now, **steps))
+        text = f"job 'nan' {REASON}"
+        await world.emit_event("job_succeeded", text, job_id="job-nan", data={"note": REASON})
         yield world
 
 
@@ -49,11 +51,14 @@ async def test_a_loss_that_is_not_finite_is_red_and_the_success_does_not_look_li
         await expect(note).to_have_text("no finite loss or gradient since step 2, 7 steps skipped")
         await expect(page.locator(".head .state.warn")).to_contain_text("succeeded")
         await expect(page.locator(".reason").first).to_have_text(REASON)
+        await expect(page.locator("tr.row-warn").filter(has_text=f"job 'nan' {REASON}")).to_be_visible()
         await screenshot(page, "job-not-finite")
         await page.goto(f"{world.url}/#/jobs")
         row = page.get_by_role("row").filter(has_text=REASON)
         await expect(row.locator(".state.warn")).to_contain_text("succeeded")
         await expect(row.locator(".wrong")).to_have_text("not finite")
+        for column in ("Examples/s", "Per GPU", "Step time"):
+            await expect(row.locator(f"[data-label='{column}']")).to_have_text("–")  # it does not run
 
 
 CUTS_A_BODY_SHORT = """() => new Promise((resolve) => {

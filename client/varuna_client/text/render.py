@@ -300,4 +300,6 @@ def _event_head(event: EventDocument) -> list[str | tuple[str, str]]:
     style = next(
         (style for rule, style in ((_BAD, "red"), (_GOOD, "green"), (_ODD, "yellow")) if rule.search(kind)), ""
     )
+    if kind == "job_succeeded" and (event.get("data") or {}).get("note"):
+        style = "yellow"  # it succeeded, but
     return [(clock(event["at"]), "dim"), " ", (f"{kind:<19}", style or "cyan"), f" {where:<3}"]

@@ -217,7 +217,7 @@ class JobActions:
         row.exit_code = action.exit_code
         suffix = f": {reason}" if action.error else f", {action.note}" if action.note else ""
         text = f"job {row.name!r} {_VERBS[action.state]}{suffix}"
-        data = {"exit_code": action.exit_code}
+        data = {"exit_code": action.exit_code, **({"note": action.note} if action.note else {})}
         self._events.emit_event(session, f"job_{action.state.value}", text, job_id=row.id, data=data)
 
     def _requeue(self, session: AsyncSession, row: JobRow, action: RequeueJob) -> None:

@@ -239,6 +239,12 @@ def test_plain_output_is_neither_folded_nor_padded() -> None:
     assert len(render_plain(render.event_row(event)).splitlines()) == 1
 
 
+@pytest.mark.parametrize(("data", "style"), [({"exit_code": 0}, "green"), ({"note": "but ran no step"}, "yellow")])
+def test_a_success_with_a_but_is_not_green(data: dict[str, object], style: str) -> None:
+    event: Any = {"at": NOW.isoformat(), "kind": "job_succeeded", "message": "job 'gpt' succeeded", "data": data}
+    assert style in [span.style for span in render.event_line(event).spans]
+
+
 @pytest.mark.parametrize(
     ("spec", "steps"),
     [

@@ -33,12 +33,14 @@ export function jobsPage({ root, signal, may, title }) {
     next = page.next;
     draw();
   }
+  const gpus = ({ plan }) => (plan ? plan.p * plan.d : null);
+  /** Of a job that does not run, its page has them, with the steps that they are of. */
+  const rates = (job) => (job.state === "running" ? [number(job.examples_per_s), job.examples_per_s && gpus(job) ? number(job.examples_per_s / gpus(job)) : "–", seconds(job.step_s)] : ["–", "–", "–"]);
   function draw() {
-    const gpus = ({ plan }) => (plan ? plan.p * plan.d : null);
     list.fill(jobs.map((job) => [
       h("input", { type: "checkbox", value: job.id, "aria-label": `Compare ${job.name}`, checked: chosen.has(job.id) }),
       jobLink(job.id, job.name), jobState(job), job.state === "queued" ? "–" : shape(job.plan?.p, job.plan?.d), count(job.gpus), count(job.step), jobLoss(job),
-      number(job.examples_per_s), job.examples_per_s && gpus(job) ? number(job.examples_per_s / gpus(job)) : "–", seconds(job.step_s),
+      ...rates(job),
       ago(job.created_at), job.error ? h("span", { class: "wrong" }, job.error.trim().split("\n").at(-1)) : job.reason,
     ]));
     more.hidden = next === null;

@@ -8,5 +8,6 @@ const FAULTS = new Set(["script_failed", "worker_failed", "hang"]); // ends of g
 
 export function severity({ kind, data }) {
   if (kind === "generation_ended" && FAULTS.has(data?.cause)) return "bad";
+  if (kind === "job_succeeded" && data?.note) return "warn"; // but
   return BAD.has(kind) ? "bad" : WARN.has(kind) ? "warn" : GOOD.has(kind) ? "good" : null;
 }
