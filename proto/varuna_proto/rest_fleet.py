@@ -61,6 +61,12 @@ class VmDocument(TypedDict):
     """Since when nothing new starts there, because a user cordoned it; null: it is not cordoned."""
     hangs: int
     price_per_hour: float | None
+    pool: str | None
+    """The pool of the fleet's settings that it belongs to; null: the fleet has no pools."""
+    zone: str | None
+    """Null: its provider names none."""
+    machine_type: str | None
+    """The provider's name for machines like it; null: it names none."""
 
 
 @_documented

@@ -210,9 +210,13 @@ def vms_table(vms: Iterable[VmDocument]) -> Table:
     right = ("GPUS", "MEM/GPU", "HELD", "$/H")
     vms = list(vms)
     has_prices = any(vm.get("price_per_hour") is not None for vm in vms)
+    has_pools = any(vm.get("pool") for vm in vms)
     holds = any(vm.get("held_bytes") for vm in vms)
-    left_out = {head for head, is_shown in (("$/H", has_prices), ("HELD", holds)) if not is_shown}
-    heads = [head for head in ("VM", "STATE", *right, "JOBS", "HEARD", "HOST", "WHY") if head not in left_out]
+    shown = {"$/H": has_prices, "HELD": holds, "POOL": has_pools, "ZONE": any(vm.get("zone") for vm in vms)}
+    left_out = {head for head, is_shown in shown.items() if not is_shown}
+    heads = [
+        head for head in ("VM", "POOL", "ZONE", "STATE", *right, "JOBS", "HEARD", "HOST", "WHY") if head not in left_out
+    ]
     made = table(*heads, right=right, fold=("WHY",))
     for vm in vms:
         silent_s = vm.get("last_heard_s")
@@ -220,7 +224,10 @@ def vms_table(vms: Iterable[VmDocument]) -> Table:
         # An older manager gives no names.
         jobs = sorted({worker.get("job_name") or worker["job_id"] for worker in vm.get("workers") or ()})
         memory = size(vm.get("device_memory_bytes") or 0)
-        cells: list[str | Text] = [vm["id"], state(vm["state"]), str(vm["gpus"]), memory]
+        cells: list[str | Text] = [vm["id"]]
+        cells += [vm.get("pool") or "-"] if has_pools else []
+        cells += [vm.get("zone") or "-"] if shown["ZONE"] else []
+        cells += [state(vm["state"]), str(vm["gpus"]), memory]
         cells += [size(vm.get("held_bytes") or 0)] if holds else []
         cells += [rate(vm.get("price_per_hour"))] if has_prices else []
         made.add_row(*cells, ", ".join(jobs) or "-", heard, vm.get("host") or "-", _why(vm))

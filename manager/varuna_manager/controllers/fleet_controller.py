@@ -17,7 +17,7 @@ from varuna_manager.domain.observed import VmView
 from varuna_manager.domain.silence import find_silent_together
 from varuna_manager.domain.states import VmState
 from varuna_manager.fleet.fleet import FleetService
-from varuna_manager.providers.base import ProviderNotice, ProviderVm
+from varuna_manager.providers.base import ProviderNotice, ProviderPartlyAwayError, ProviderVm
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.facts import VmFacts
@@ -69,6 +69,8 @@ class FleetController:
         """Why VMs have ended, as the provider said at its last query."""
         self._trouble = ""
         """The provider's error at its last query; empty: it answered."""
+        self._pools_away: frozenset[str] = frozenset()
+        """Pools that did not answer at the last query."""
 
     async def reconcile_once(self) -> float:
         answer = await self._ask_provider()
@@ -87,8 +89,12 @@ class FleetController:
 
     async def _ask_provider(self) -> tuple[dict[str, ProviderVm], Sequence[ProviderNotice]] | None:
         """What it lists; None when it does not answer: then only silence shows which VMs are lost."""
+        trouble = ""
         try:
-            vms = await self._provider.list()
+            try:
+                vms, self._pools_away = await self._provider.list(), frozenset()
+            except ProviderPartlyAwayError as error:
+                vms, self._pools_away, trouble = error.vms, frozenset(error.pools), str(error)
             notices = await self._provider.list_notices()
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
@@ -99,7 +105,11 @@ class FleetController:
                     "provider_away", f"the provider does not answer ({trouble}): its VMs are left alone"
                 )
             return None
-        if self._trouble:
+        if trouble and trouble != self._trouble:
+            self._trouble = trouble
+            self._log.warning("a pool does not answer", error=trouble)
+            await self._emit_provider_event("provider_away", f"{trouble}: its VMs are left alone")
+        elif self._trouble and not trouble:
             self._trouble = ""
             await self._emit_provider_event("provider_back", "the provider answers again")
         self._going = [vm for vm in vms if vm.going]
@@ -126,7 +136,9 @@ class FleetController:
         listed, notices = answer
         rows = (await self._world.load_view()).vms
         unknown = sorted(listed.keys() - rows.keys())
-        for vm_id in rows:
+        for vm_id, row in rows.items():
+            if row.pool in self._pools_away:
+                continue
             self._registry.set_listed(vm_id, vm_id in listed, self._ends.get(vm_id, ""))
         prices = {vm_id: vm.price_per_hour for vm_id, vm in listed.items() if vm.price_per_hour is not None}
         other = [vm_id for vm_id, row in rows.items() if prices.get(vm_id, row.price_per_hour) != row.price_per_hour]

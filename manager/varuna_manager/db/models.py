@@ -341,6 +341,10 @@ class VmRow(_Living, Base):
     gpu_type: Mapped[str | None]
     """The model of its GPUs, as its agent reports it."""
     price_per_hour: Mapped[float | None]
+    pool: Mapped[str | None]
+    """The pool of the fleet's settings that it belongs to."""
+    zone: Mapped[str | None]
+    machine_type: Mapped[str | None]
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
 
@@ -544,6 +548,17 @@ class FleetRow(Base):
     """With both, the target follows the jobs' wants between them; null: it is fixed."""
     request: Mapped[str | None]
     """Tag of the request that may be under way: written before the provider is called."""
+    request_count: Mapped[int | None] = mapped_column(Integer)
+
+
+class PoolRow(Base):
+    """The request of one pool that may be under way: written before its provider is called."""
+
+    __tablename__ = "pools"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    request: Mapped[str | None]
+    """Its tag. Null: none is under way."""
     request_count: Mapped[int | None] = mapped_column(Integer)
 
 

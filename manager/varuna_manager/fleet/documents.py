@@ -46,4 +46,7 @@ def make_vm_document(
         "cordoned_at": format_time(vm.cordoned_at),
         "hangs": vm.hangs,
         "price_per_hour": vm.price_per_hour,
+        "pool": vm.pool,
+        "zone": vm.zone,
+        "machine_type": vm.machine_type,
     }

@@ -30,6 +30,7 @@ from varuna_manager.jobs.jobs import ALIVE
 from varuna_manager.providers.base import (
     EmulatedProvider,
     Provider,
+    ProviderPartlyAwayError,
     ProviderRefusedError,
     ProviderVm,
     UnknownVmError,
@@ -174,12 +175,23 @@ class FleetService:
         news = [hello for hello in hellos if hello.vm_id not in rows or _is_news(rows[hello.vm_id], hello)]
         refusals: dict[str, str | None] = {}
         if news:
-            unknown = any(hello.vm_id not in rows for hello in news)
-            listed = {vm.id: vm for vm in await self.provider.list()} if unknown else {}
+            listed = await self._find_listed({hello.vm_id for hello in news} - rows.keys())
             async with self._database.write() as session:
                 for hello in news:
                     refusals[hello.vm_id] = await self._admit_one(session, hello, listed)
         return [refusals.get(hello.vm_id) for hello in hellos]
+
+    async def _find_listed(self, vm_ids: set[str]) -> Mapping[str, ProviderVm]:
+        """Those of the VMs that the provider has."""
+        if not vm_ids:
+            return {}
+        try:
+            vms = await self.provider.list()
+        except ProviderPartlyAwayError as error:
+            if not vm_ids <= {vm.id for vm in error.vms}:
+                raise  # the others may be of the pools that do not answer: their agents try again
+            vms = error.vms
+        return {vm.id: vm for vm in vms}
 
     async def _admitted(self, hellos: Sequence[pb.Hello]) -> Sequence[Row[*tuple[Any, ...]]]:
         query = select(
@@ -234,6 +246,9 @@ class FleetService:
             ref=vm.ref,
             request=vm.request,
             price_per_hour=vm.price_per_hour,
+            pool=vm.pool or None,
+            zone=vm.zone or None,
+            machine_type=vm.machine_type or None,
             created_at=vm.created_at,
             reason=vm.reason_before_hello,
         )

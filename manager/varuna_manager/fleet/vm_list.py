@@ -51,6 +51,9 @@ class _VmFacts(NamedTuple):
     hangs: int
     price_per_hour: float | None
     gpu_type: str | None
+    pool: str | None
+    zone: str | None
+    machine_type: str | None
 
 
 _VMS = select(*(VmRow.__table__.c[name] for name in _VmFacts._fields))

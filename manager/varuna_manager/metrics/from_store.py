@@ -48,6 +48,8 @@ STORE_FAMILIES = (
     MetricFamily(
         "varuna_price_per_hour", "Price of all VMs that are not gone, in the provider's currency, if it has prices."
     ),
+    MetricFamily("varuna_pool_vms", "VMs of each pool, without those that are gone.", ("pool",)),
+    MetricFamily("varuna_pool_price_per_hour", "Price of all VMs of a pool that are not gone.", ("pool",)),
     MetricFamily("varuna_jobs", "Jobs by state, as long as they are kept.", ("state",)),
     MetricFamily(
         "varuna_jobs_not_shown",
@@ -164,6 +166,10 @@ class StoreMetrics:
         samples.add_sample("varuna_gpus", by_state.get(VmState.READY.value, (0, 0, 0))[1])
         prices = [price for _, _, price in by_state.values() if price is not None]
         samples.add_sample("varuna_price_per_hour", sum(prices) if prices else None)
+        of_pools = select(VmRow.pool, func.count(), func.sum(VmRow.price_per_hour)).group_by(VmRow.pool)
+        for pool, count, price in await session.execute(of_pools.where(NOT_GONE, VmRow.pool.is_not(None))):
+            samples.add_sample("varuna_pool_vms", count, str(pool))
+            samples.add_sample("varuna_pool_price_per_hour", price, str(pool))
         in_quarantine = (NOT_GONE, VmRow.quarantined_until > self._now())
         samples.add_sample("varuna_vms_quarantined", await session.scalar(select(func.count()).where(*in_quarantine)))
         fleet = await session.get(FleetRow, self._provider)

@@ -199,6 +199,8 @@ class AzureProvider:
             host="",  # its agent reports it
             created_at=vm.time_created.timestamp() if vm.time_created else time.time(),
             ref={"id": vm.id, "size": size.name if size else None, "zones": [*(vm.zones or ())]},
+            zone="-".join([self._settings.location, *(vm.zones or ())]),
+            machine_type=size.name if size else "",
             request=(vm.tags or {}).get(REQUEST_TAG),
             price_per_hour=self._price(size) if size else None,
             going=find_condition(vm) is VmCondition.GOING,

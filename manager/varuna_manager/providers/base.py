@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
+from varuna_manager.domain.pools import PoolTerms
 
 __all__ = [
     "CreatedVms",
     "EmulatedProvider",
+    "PooledProvider",
     "Provider",
     "ProviderNotice",
+    "ProviderPartlyAwayError",
     "ProviderRefusedError",
     "ProviderVm",
     "Refusal",
@@ -58,6 +61,21 @@ class ProviderVm:
     ended: str | None = None
     """Why it has ended, if the provider did not delete it: nothing runs there, and it costs nothing. The list may leave
     such VMs out; then nobody learns the reason. None: it has not ended."""
+    pool: str = ""
+    """The pool of the fleet's settings that it belongs to; empty: the fleet has no pools."""
+    zone: str = ""
+    """The zone, or any other place within which the network is fast; empty: not known."""
+    machine_type: str = ""
+    """The provider's name for machines like it; empty: not known."""
+
+
+class ProviderPartlyAwayError(Exception):
+    """Some pools do not answer. `vms` are those of the others. `pools` do not answer, each with its error."""
+
+    def __init__(self, vms: Sequence[ProviderVm], pools: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"pool {name} does not answer ({error})" for name, error in sorted(pools.items())))
+        self.vms = tuple(vms)
+        self.pools = dict(pools)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +149,21 @@ class Provider(Protocol):
 
     async def close(self, *, end_vms: bool) -> None:
         """Release all resources. `end_vms`: end VMs too that are processes of this machine."""
+
+
+@runtime_checkable
+class PooledProvider(Provider, Protocol):
+    """A provider whose VMs come from several pools, each of which is a market of its own."""
+
+    @property
+    def pools(self) -> Mapping[str, PoolTerms]:
+        """The pools, by name, in the order of the settings."""
+
+    async def create_in(self, pool: str, count: int, request: str) -> CreatedVms:
+        """As `create`, with the VMs of this pool only."""
+
+    async def list_pool_offers(self) -> Mapping[str, VmOffer]:
+        """What one more VM of each pool would be now. A pool that does not answer is left out."""
 
 
 class EmulatedProvider(Provider, Protocol):

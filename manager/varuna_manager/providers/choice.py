@@ -32,14 +32,21 @@ def has_local_vms(chosen: str) -> bool:
     return chosen.partition(":")[0] in ("local", "replay")
 
 
+_FROM_LEAST_TO_MOST = (AgentStart.BY_OPERATOR, AgentStart.INSTALLED, AgentStart.FROM_MANAGER)
+
+
 def get_agent_start(chosen: str) -> AgentStart:
-    """How the agents of an entry point's provider are started. Raises ValueError."""
-    return find_kind(chosen.partition(":")[0]).agents
+    """How the agents of an entry point's provider are started: of one with parts, in the way that needs most of the
+    manager. Raises ValueError."""
+    return max((kind.agents for kind in _list_kinds(chosen)), key=_FROM_LEAST_TO_MOST.index)
 
 
 def get_request_timeout_s(chosen: str) -> float | None:
     """The provider's own default; None: it has none. Raises ValueError."""
-    return None if has_local_vms(chosen) else find_kind(chosen.partition(":")[0]).request_timeout_s
+    if has_local_vms(chosen):
+        return None
+    own = [kind.request_timeout_s for kind in _list_kinds(chosen) if kind.request_timeout_s is not None]
+    return max(own, default=None)
 
 
 def check_choice(chosen: str) -> str:
@@ -68,6 +75,14 @@ def find_kind(name: str) -> ProviderKind[Any]:
         packages = sorted(_package(point) for point in found)
         raise ValueError(f"{' and '.join(packages)} both have a provider {name!r}: uninstall one of them")
     return _load_kind(next(iter(found)))
+
+
+def _list_kinds(chosen: str) -> list[ProviderKind[Any]]:
+    """The kind of an entry point's provider, and those of its parts. Raises ValueError."""
+    name, _, path = chosen.partition(":")
+    kind = find_kind(name)
+    parts = () if kind.list_parts is None else kind.list_parts(kind.read_settings(Path(path)))
+    return [kind, *(found for part in parts for found in _list_kinds(part))]
 
 
 def make_local_provider(

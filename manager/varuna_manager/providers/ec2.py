@@ -161,6 +161,8 @@ class Ec2Provider:
             host="",  # its agent reports it
             created_at=instance["LaunchTime"].timestamp(),
             ref={"id": instance["InstanceId"], "type": instance_type, "zone": zone},
+            zone=zone,
+            machine_type=instance_type,
             request=tags.get(REQUEST_TAG),
             price_per_hour=self._prices.get((instance_type, zone), self._settings.price_per_hour),
             going=instance["State"]["Name"] not in _ALIVE,

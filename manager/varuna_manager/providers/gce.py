@@ -154,6 +154,8 @@ class GceProvider:
             host="",  # its agent reports it
             created_at=datetime.fromisoformat(instance.creation_timestamp).timestamp(),
             ref={"zone": zone, "type": instance.machine_type.rpartition("/")[2]},
+            zone=zone,
+            machine_type=instance.machine_type.rpartition("/")[2],
             request=instance.labels.get(REQUEST_LABEL),
             price_per_hour=self._settings.price_per_hour,
             going=instance.status not in _ALIVE,

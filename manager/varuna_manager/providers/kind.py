@@ -6,7 +6,7 @@ anybody's may have such entry points; docs/writing-a-provider.md shows one.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -108,3 +108,5 @@ class ProviderKind(Generic[SettingsT]):
     request_timeout_s: float | None = None
     """Longest time from a VM's request to its agent's first message, unless `--request-timeout-s` is given; None: the
     manager's default."""
+    list_parts: Callable[[SettingsT], Sequence[str]] | None = None
+    """For a kind that is made of other providers: their choices (KIND:FILE). What they need, it needs."""

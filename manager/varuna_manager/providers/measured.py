@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from varuna_manager.providers.base import CreatedVms, Provider, ProviderNotice, ProviderVm, VmOffer
+from varuna_manager.domain.pools import PoolTerms
+from varuna_manager.providers.base import CreatedVms, PooledProvider, Provider, ProviderNotice, ProviderVm, VmOffer
 
 _Answer = TypeVar("_Answer")
 
@@ -59,3 +60,28 @@ class MeasuredProvider:
             return answer
         finally:
             self._note(call, outcome, time.perf_counter() - began)
+
+
+class MeasuredPools(MeasuredProvider):
+    """The same of a provider with pools."""
+
+    def __init__(self, provider: PooledProvider, note: NoteCall) -> None:
+        super().__init__(provider, note)
+        self._pooled = provider
+
+    @property
+    def pools(self) -> Mapping[str, PoolTerms]:
+        return self._pooled.pools
+
+    async def create_in(self, pool: str, count: int, request: str) -> CreatedVms:
+        return await self._time_call("create", self._pooled.create_in(pool, count, request))
+
+    async def list_pool_offers(self) -> Mapping[str, VmOffer]:
+        return await self._time_call("offer", self._pooled.list_pool_offers())
+
+
+def measure_provider(provider: Provider, note: NoteCall) -> Provider:
+    """The provider with its calls recorded."""
+    if isinstance(provider, PooledProvider):
+        return MeasuredPools(provider, note)
+    return MeasuredProvider(provider, note)

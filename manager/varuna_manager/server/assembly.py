@@ -34,6 +34,7 @@ from varuna_manager.domain.fleet_decision import FleetLimits, VmRange
 from varuna_manager.errors import StartError
 from varuna_manager.fleet.drains import DrainService
 from varuna_manager.fleet.fleet import FleetService
+from varuna_manager.fleet.pools import check_pools
 from varuna_manager.fleet.vm_usage import UsageBoard, UsageKeeper
 from varuna_manager.history.live import LiveFeed, ProgressBoard
 from varuna_manager.history.morph_spans import MorphSpans
@@ -60,7 +61,7 @@ from varuna_manager.providers.choice import (
 )
 from varuna_manager.providers.kind import AgentStart, BootSettings, Origin, ProviderContext
 from varuna_manager.providers.local import LocalMachine, LocalProvider
-from varuna_manager.providers.measured import MeasuredProvider
+from varuna_manager.providers.measured import measure_provider
 from varuna_manager.server.addresses import ListenPorts
 from varuna_manager.server.security import AccessControl, Security
 from varuna_manager.settings import ManagerSettings, is_wildcard
@@ -130,7 +131,7 @@ class TermParts:
         self._events = EventLog(database, on_event=instruments.record_event)
         self._access = access = AccessControl(base.security, settings, database, self._events, self.sessions)
         chosen = _chosen(base, access)
-        self.provider: Provider = MeasuredProvider(chosen.provider, instruments.record_provider)
+        self.provider: Provider = measure_provider(chosen.provider, instruments.record_provider)
         usage, board = UsageBoard(), ProgressBoard()
         views = Views.make_views(database, registry, settings.make_keep_days(), usage)
         self._live = LiveFeed(self._events, views.events, board)
@@ -217,6 +218,7 @@ class TermParts:
 
     async def start_leading(self, *, is_start: bool, epoch: int | None) -> None:
         """A leader's first actions. `epoch`: of its lease, if there is one."""
+        await check_pools(self._database, self.provider)
         await self._access.ensure_admin_token(self._base.data_dir)
         await self._archives.remove_remains()
         settings = self._base.settings

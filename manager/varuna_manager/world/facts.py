@@ -54,6 +54,8 @@ class VmFacts(NamedTuple):
     request: str | None
     price_per_hour: float | None
     gpu_type: str | None = None
+    pool: str | None = None
+    zone: str | None = None
 
     @property
     def vm_state(self) -> VmState:

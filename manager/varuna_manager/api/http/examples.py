@@ -148,6 +148,9 @@ _VM = {
     "cordoned_at": None,
     "hangs": 0,
     "price_per_hour": 0.9,
+    "pool": None,
+    "zone": "westeurope-1",
+    "machine_type": "Standard_NC6s_v3",
 }
 _SPREAD = {"min": [2.2], "mean": [2.3], "max": [2.5]}
 

@@ -176,6 +176,19 @@ async def test_ten_thousand_vms_and_many_jobs_make_no_more_series(database: Data
     assert len(samples) - len(few) < JOBS_SHOWN * len(_names_of_jobs()) + 3
 
 
+async def test_each_pool_has_its_vms_and_their_price(database: Database) -> None:
+    pools = {0: "one", 5: "one", 6: "one", 7: "two"}
+    async with database.write() as session:
+        for number, pool in pools.items():
+            row = _vm(number)
+            row.pool = pool
+            session.add(row)
+    samples = await read(service_of(database))
+    assert value(samples, "varuna_pool_vms", pool="one") == 2
+    assert value(samples, "varuna_pool_vms", pool="two") == 1
+    assert value(samples, "varuna_pool_price_per_hour", pool="one") == pytest.approx(0.5)
+
+
 def _vm(number: int) -> VmRow:
     state = "gone" if number < 2 else "ready"
     until = NOW + 10 if 5 <= number < 7 else None
