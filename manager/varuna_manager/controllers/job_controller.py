@@ -177,7 +177,7 @@ class JobController:
         if view.flaw:
             return view
         makes_workdir = job.spec.needs_preparing
-        resources = job.spec.resources
+        resources = job.resources
         devices, quarantined = pool.for_job(view.id, gpu_limit(view), only_prepared=makes_workdir, resources=resources)
         if makes_workdir:
             setups = self._preparations.setups_of(job, snapshot, pool)

@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from varuna_manager.controllers.defects import Defects
+from varuna_manager.controllers.gpu_types import GpuTypes
 from varuna_manager.controllers.job_costs import JobCosts
 from varuna_manager.controllers.progress_clock import ProgressClock
 from varuna_manager.db.engine import Database
 from varuna_manager.domain.commands import GenerationOnVm
-from varuna_manager.domain.fitting import fits_job, is_choosy, render_request
+from varuna_manager.domain.fitting import fits_job, is_choosy, pin_type, render_request
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
 from varuna_manager.domain.limits import JobLimitsView
@@ -55,6 +56,13 @@ class LoadedJob:
     """Without devices and proposal, which depend on earlier jobs' decisions."""
     setup_failures: Mapping[str, SetupFailure] = field(default_factory=dict)
     """By VM."""
+    only_type: str | None = None
+    """The type of all its GPUs, where the fleet has several; None: it takes what its resources say."""
+
+    @cached_property
+    def resources(self) -> Resources:
+        """What it asks of GPUs."""
+        return pin_type(self.spec.resources, self.only_type)
 
     @property
     def failed_on(self) -> frozenset[str]:
@@ -106,7 +114,7 @@ class Snapshot:
 
     def find_gpus(self, wanted: Resources) -> FittingGpus:
         """The devices that can be shared out and are as a job asks. Worked out once for all jobs that ask the same."""
-        key = (wanted.gpu_type, wanted.min_gpu_memory_gib)
+        key = render_request(wanted)
         if key not in self._fitting:
             self._fitting[key] = self._find_gpus(wanted)
         return self._fitting[key]
@@ -123,7 +131,7 @@ class Snapshot:
         )
 
     @cached_property
-    def _fitting(self) -> dict[tuple[str | None, float | None], FittingGpus]:
+    def _fitting(self) -> dict[str, FittingGpus]:
         return {}
 
 
@@ -138,7 +146,7 @@ class DevicePool:
         self._own: dict[str, list[Device]] = {}
         self._quarantined = {vm.id for vm in snapshot.usable if vm.quarantined}
         self._vms = snapshot.vms
-        choosy = [job.spec.resources for job in snapshot.jobs if is_choosy(job.spec.resources)]
+        choosy = [job.resources for job in snapshot.jobs if is_choosy(job.resources)]
         # GPUs that fewer jobs ask for go first, so that the others stay free for the jobs that need them.
         for vm in sorted(snapshot.usable, key=lambda vm: (sum(is_fitting(vm, wanted) for wanted in choosy), vm.id)):
             for index in range(vm.gpus):
@@ -161,6 +169,8 @@ class DevicePool:
         its workdir is ready. `resources`: what it asks of GPUs.
         """
         own = self._own.get(job_id, [])
+        if is_choosy(resources):
+            own = [device for device in own if is_fitting(self._vms[device.vm_id], resources)]
         may = [device for device in own if device.vm_id not in self._quarantined]
         spare = None if most is None else max(most - len(may), 0)
         free = self._nearest(job_id) if self._places.by_job else iter(self._free)
@@ -254,10 +264,11 @@ class SnapshotLoader:
         fleet = self._watch.observe_vms(world.vm_views, self._now(), self._registry.market_hazard)
         self._learn_morphs(world)
         returning = self._count_returning(world.vm_views)
+        types = GpuTypes(world.vm_views, world.generations.occupied)
         jobs = []
         for job in world.jobs.values():
             try:
-                jobs.append(self._load_job(job, world, limits[job.row.id], fleet, returning))
+                jobs.append(self._load_job(job, world, limits[job.row.id], fleet, returning, types))
             except Exception as error:  # an error in one job's rows must not delay the other jobs
                 self._defects.log_once(job.row.id, "a job cannot be loaded", error)
             await asyncio.sleep(0)  # let the same thread answer heartbeats
@@ -305,10 +316,17 @@ class SnapshotLoader:
         return sum(vm.state is VmState.READY and not vm.connected_since_start for vm in vms.values())
 
     def _load_job(
-        self, job: StoredJob, world: WorldView, limits: JobLimitsView, fleet: FleetPast, returning: int
+        self,
+        job: StoredJob,
+        world: WorldView,
+        limits: JobLimitsView,
+        fleet: FleetPast,
+        returning: int,
+        types: GpuTypes,
     ) -> LoadedJob:
         row, spec = job.row, job.spec
         held, past = world.generations.newest.get(row.id), world.find_past(row.id)
+        only_type = types.find_only_type(row.id, spec.resources, () if held is None else held.group.vm_ids)
         view = JobView(
             id=row.id,
             name=row.name,
@@ -330,7 +348,7 @@ class SnapshotLoader:
             coming_vms=len(fleet.coming_ages_s),
             returning_vms=returning,
             fleet=fleet,
-            asks=render_request(spec.resources),
+            asks=render_request(pin_type(spec.resources, only_type)),
             flaw=job.flaw,
             limits=limits,
             has_fixed_stages=bool(row.script_obstacles) or not spec.holds_state,
@@ -347,6 +365,7 @@ class SnapshotLoader:
             workers=() if held is None else held.group.all,
             view=view,
             setup_failures=failures,
+            only_type=only_type,
         )
 
     def _generation_view(self, held: HeldGeneration, progress: GenerationProgress, world: WorldView) -> GenerationView:

@@ -117,7 +117,7 @@ class ShareOut:
             created_at=view.created_at,
             min_gpus=view.min_gpus,
             max_gpus=None if most is None else max(most, view.min_gpus),
-            fitting=snapshot.find_gpus(job.spec.resources).gpus if is_choosy(job.spec.resources) else None,
+            fitting=snapshot.find_gpus(job.resources).gpus if is_choosy(job.resources) else None,
             has=has,
             runs=view.state is JobState.RUNNING,
             rates=rates,
@@ -127,7 +127,7 @@ class ShareOut:
 
 
 def _question(job: LoadedJob, snapshot: Snapshot, gpus: int) -> RateQuestion:
-    fitting = snapshot.find_gpus(job.spec.resources)
+    fitting = snapshot.find_gpus(job.resources)
     return RateQuestion(
         profile_json=job.row.profile_json or "",
         spec=job.spec,
@@ -183,7 +183,7 @@ def _tenants(snapshot: Snapshot, wishes: Mapping[str, Share]) -> Iterator[Tenant
 
 
 def _unfit_on(job: LoadedJob, snapshot: Snapshot) -> frozenset[str]:
-    wanted = job.spec.resources
+    wanted = job.resources
     if not is_choosy(wanted):
         return frozenset()
     return frozenset(vm_id for vm_id, vm in snapshot.vms.items() if not is_fitting(vm, wanted))

@@ -7,8 +7,22 @@ from varuna_manager.domain.spec import Resources
 _GIB = 1 << 30
 
 
+class OneTypeResources(Resources):
+    """What a job asks, in a fleet with GPUs of several types: all GPUs of a job are of one."""
+
+    only_type: str
+    """The whole name of its GPUs."""
+
+
+def pin_type(wanted: Resources, only_type: str | None) -> Resources:
+    """The same request for GPUs of this type only; None: of any."""
+    return wanted if only_type is None else OneTypeResources(**wanted.model_dump(), only_type=only_type)
+
+
 def fits_job(wanted: Resources, *, gpu_type: str, device_memory_bytes: int | None) -> bool:
     """Whether a VM's GPUs match the job's resources. An unknown name or memory does not match."""
+    if isinstance(wanted, OneTypeResources) and wanted.only_type != gpu_type:
+        return False
     if wanted.gpu_type is not None and wanted.gpu_type.casefold() not in gpu_type.casefold():
         return False
     least = wanted.min_gpu_memory_gib
@@ -27,10 +41,14 @@ def may_fit_job(wanted: Resources, *, gpu_type: str, device_memory_bytes: int | 
 
 def is_choosy(wanted: Resources) -> bool:
     """Whether the job does not take every GPU."""
-    return wanted.gpu_type is not None or wanted.min_gpu_memory_gib is not None
+    is_pinned = isinstance(wanted, OneTypeResources)
+    return is_pinned or wanted.gpu_type is not None or wanted.min_gpu_memory_gib is not None
 
 
 def render_request(wanted: Resources) -> str:
     """The job's requirements for GPUs, for a reason; empty: none."""
     asked = {"gpu_type": wanted.gpu_type, "min_gpu_memory_gib": wanted.min_gpu_memory_gib}
-    return ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
+    texts = [f"{name} {value}" for name, value in asked.items() if value is not None]
+    if isinstance(wanted, OneTypeResources):
+        texts.append(f"only {wanted.only_type}, as all GPUs of a job are of one type")
+    return ", ".join(texts)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from decision_views import RULES, vm
 from snapshots import PROFILE, loaded, snapshot
+from varuna_manager.controllers.gpu_types import GpuTypes
 from varuna_manager.controllers.job_view import DevicePool, Snapshot
 from varuna_manager.controllers.shares import ShareOut, Shares
 from varuna_manager.domain.sharing import EACH_SIZE
@@ -39,6 +40,27 @@ def test_whoever_takes_any_gpu_leaves_those_that_others_ask_for() -> None:
     assert pool.for_job("x", None, resources=choosy.spec.resources)[0] == (Device("a", 0), Device("c", 0))
     assert pool.count_unfit(choosy.spec.resources) == 1
     assert (shown.gpus, shown.find_gpus(choosy.spec.resources).gpus) == (3, 2)
+
+
+def test_all_gpus_of_a_job_are_of_one_type() -> None:
+    names = {"a": "V100", "b": "V100", "c": "A100", "d": "A100", "e": "A100", "f": "A100", "g": ""}
+    vms = {name: vm(name, gpu_type=gpu_type) for name, gpu_type in names.items()}
+    occupied = {Device("a", 0): "x", Device("b", 0): "x", Device("c", 0): "y"}
+    types = GpuTypes(vms, occupied)
+    assert types.find_only_type("x", Resources(), {"a", "b"}) == "V100", "there are 3 A100 for it, and it has 2 V100"
+    assert types.find_only_type("new", Resources(), ()) is None, "other jobs have all V100"
+    assert types.find_only_type("x", Resources(gpu_type="v100"), {"a"}) is None, "it takes no other"
+    assert GpuTypes(vms, {Device("c", 0): "y"}).find_only_type("new", Resources(), ()) == "A100"
+    assert GpuTypes(vms, {}).find_only_type("x", Resources(), {"a", "b"}) == "A100", "there is twice as much"
+    alike = {name: one for name, one in vms.items() if one.gpu_type != "A100"}
+    assert GpuTypes(alike, {}).find_only_type("x", Resources(), {"a"}) is None, "all that is known are V100"
+
+
+def test_a_job_that_moves_to_another_type_keeps_none_of_the_old() -> None:
+    vms = [vm("a", gpu_type="V100"), vm("b", gpu_type="A100"), vm("c", gpu_type="A100")]
+    job = replace(loaded("x", has=("a",)), only_type="A100")
+    devices, _ = DevicePool(snapshot(vms, job)).for_job("x", None, resources=job.resources)
+    assert devices == (Device("b", 0), Device("c", 0))
 
 
 def test_gpus_that_can_be_shared_out_are_the_usable_ones_and_those_in_use() -> None:

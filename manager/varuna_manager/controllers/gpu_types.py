@@ -1,0 +1,49 @@
+"""Which type of GPU each job has, in a fleet with several."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from functools import cached_property
+
+from varuna_manager.domain.fitting import fits_job
+from varuna_manager.domain.gpu_types import choose_job_type
+from varuna_manager.domain.observed import VmView
+from varuna_manager.domain.spec import Resources
+from varuna_proto.plan import Device
+
+__all__ = ["GpuTypes"]
+
+
+class GpuTypes:
+    """`vms`: all that are not gone. `occupied`: the job that has each device."""
+
+    def __init__(self, vms: Mapping[str, VmView], occupied: Mapping[Device, str]) -> None:
+        self._vms = vms
+        self._occupied = occupied
+        self._is_mixed = len({vm.gpu_type for vm in vms.values() if vm.gpu_type}) > 1
+
+    def find_only_type(self, job_id: str, wanted: Resources, its_vms: Collection[str]) -> str | None:
+        """The type of all the job's GPUs; None: those that it could have are of one type, as far as that is known.
+
+        `its_vms`: those of its newest generation.
+        """
+        if not self._is_mixed:
+            return None
+        usable: Counter[str] = Counter()
+        for vm in self._vms.values():
+            fits = vm.gpu_type and fits_job(wanted, gpu_type=vm.gpu_type, device_memory_bytes=vm.device_memory_bytes)
+            if vm.usable and fits:
+                usable[vm.gpu_type] += vm.gpus - self._taken[vm.id] + self._taken_by[job_id, vm.id]
+        if sum(count > 0 for count in usable.values()) < 2:
+            return None
+        own = Counter(self._vms[vm_id].gpu_type for vm_id in its_vms if vm_id in self._vms)
+        return choose_job_type(usable, own.most_common(1)[0][0] if own else None)
+
+    @cached_property
+    def _taken(self) -> Counter[str]:
+        return Counter(device.vm_id for device in self._occupied)
+
+    @cached_property
+    def _taken_by(self) -> Counter[tuple[str, str]]:
+        return Counter((job_id, device.vm_id) for device, job_id in self._occupied.items())
