@@ -116,6 +116,32 @@ class VmSummaryDocument(TypedDict):
 
 
 @_documented
+class PoolDocument(TypedDict):
+    """A pool of the fleet's settings, as the manager last looked at it."""
+
+    name: str
+    zone: str
+    machine_type: str
+    gpu_type: str
+    relative_speed: float
+    price_per_hour: float
+    """Of one more VM, now."""
+    max_vms: int | None
+    vms: int
+    """Those that stay, and those that it was asked for."""
+    hazard_per_hour: float
+    """Expected losses per VM-hour, by what became of its VMs."""
+    gpu_hours_per_dollar: float
+    """What a dollar buys: hours of a GPU with the relative speed 1, less what losses take."""
+    examples_per_dollar: float | None
+    """The same in examples; null: no job trains."""
+    refusals: int
+    """In a row, without a VM in between."""
+    closed: str | None
+    """Why it is not asked now; null: it can be."""
+
+
+@_documented
 class FleetDocument(TypedDict):
     """How many VMs are wanted, and how many there are."""
 
@@ -130,6 +156,10 @@ class FleetDocument(TypedDict):
     """Number of VMs by state."""
     gpus: int
     """GPUs of ready VMs."""
+    pools: list[PoolDocument]
+    """Those of the fleet's settings; none where the fleet has no pools, or this manager does not lead."""
+    pools_reason: str | None
+    """Why VMs were last requested of these pools; null: none were."""
 
 
 @_documented

@@ -1,40 +1,37 @@
-"""Brings the number of VMs to what is wanted: requests more from the provider, or gives some back.
-
-A request is written to the store before the provider is called, and its VMs carry its tag. If a manager dies in
-between, the next one repeats the request, which makes no VM twice.
-"""
+"""Brings the number of VMs to what is wanted: requests more from the provider or its pools, or gives some back."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from varuna_manager.controllers.pool_board import FleetVms, PoolBoard
+from varuna_manager.controllers.vm_requester import CreateVms, OpenRequest, RequestParts, VmRequester
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import FleetRow, VmRow
 from varuna_manager.domain.fleet_decision import (
     FleetDecision,
     FleetLimits,
     FleetView,
-    Refusal,
-    RefusalKind,
-    RefusalStreak,
     VmRange,
     count_wanted_vms,
     decide_fleet,
 )
 from varuna_manager.domain.observed import Rules, VmView
+from varuna_manager.domain.pool_choice import PoolChoice, PoolView, choose_pools
 from varuna_manager.domain.states import VmState
 from varuna_manager.fleet.fleet import FleetService, job_wants
-from varuna_manager.providers.base import CreatedVms, ProviderVm, VmOffer
+from varuna_manager.providers.base import PooledProvider, Provider, ProviderVm, VmOffer
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.facts import VmFacts
 from varuna_manager.world.vm_registry import VmRegistry
-from varuna_proto.wording import count_are, count_of
+from varuna_proto.wording import count_of
 
 _ENOUGH_FOR_S = 3600.0
 """VMs that jobs left idle are worth another try after this time, because the jobs' shapes and profiles change."""
@@ -43,13 +40,17 @@ _PATIENCE_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PendingCreate:
-    """A request that the provider is working on."""
+class _Look:
+    """What one look at the fleet found."""
 
-    answer: asyncio.Task[CreatedVms]
-    missing: int
-    made: int
-    """VMs of the request that existed before the call."""
+    view: FleetView
+    vms: FleetVms
+    requests: Mapping[str, OpenRequest | None]
+    """By pool: what may be under way."""
+    offers: Mapping[str, VmOffer]
+    """By pool."""
+    gpu_types: frozenset[str] | None
+    """Types of GPUs that jobs take; None: the target does not follow the jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,24 +85,24 @@ class FleetSize:
         self._now = now
         self._limits = settings.limits
         self._spare_after_s = settings.spare_after_s
-        self._chance = chance
-        self._ring = ring
         self._log = structlog.get_logger("varuna.fleet")
-        self._refusals: RefusalStreak | None = None
+        provider = fleet.provider
+        parts = RequestParts(database=database, fleet=fleet, events=events, now=now, chance=chance, ring=ring)
+        self._pools = PoolBoard(provider.pools, now) if isinstance(provider, PooledProvider) else None
+        self._requesters = _make_requesters(provider, parts)
+        """By pool; of a provider without pools the only one, under an empty name."""
         self._idle_since: dict[str, float] = {}
         self._enough: tuple[frozenset[str], int, float] | None = None
         """(jobs, VMs, time): this many VMs were enough for these jobs at that time."""
-        self._last_emitted: tuple[str, int] | None = None
+        self._last_emitted: tuple[str, int, tuple[tuple[str, int], ...]] | None = None
         self._to_reap: set[str] = set()
         self._deleted: frozenset[str] = frozenset()
         """VMs given back at the last look, which may take a while to go."""
-        self._asked: _PendingCreate | None = None
 
     async def close(self) -> None:
-        """Stop waiting for requested VMs: the request is in the store, and is repeated."""
-        if self._asked is not None:
-            self._asked.answer.cancel()
-            await asyncio.wait({self._asked.answer})
+        """Stop waiting for requested VMs."""
+        for requester in self._requesters.values():
+            await requester.close()
 
     def reap_vm(self, vm_id: str) -> None:
         """Give the VM back at the next `resize_fleet`: it is gone in the store, but the provider still has it."""
@@ -117,49 +118,67 @@ class FleetSize:
         """Handle all VMs that are not gone. Returns whether anything changed. `going`: being deleted, but paid for."""
         if self._fleet.market_changed:
             self._fleet.market_changed = False
-            self._refusals = None
-        view, request, made = await self._view(rows, views, registry)
-        view = replace(view, going=tuple(vm.price_per_hour or 0.0 for vm in going))
+            for requester in self._requesters.values():
+                requester.refusals = None
+        look = await self._look(rows, views, registry, going)
+        view = look.view
         decision = decide_fleet(self._now(), view, self._rules)
-        if decision.drain or (decision.create and self._asked is None):
-            await self._emit_decision(decision, view)
+        asks = self._share_out(decision, look)
+        if decision.drain or asks.counts:
+            await self._emit_decision(decision, view, asks)
         is_draining = bool(decision.drain) and await self._drain(decision)
         deleted = frozenset((*decision.delete, *self._to_reap))
         await self._delete(sorted(deleted))
         is_news, self._deleted = not deleted <= self._deleted, deleted
-        if decision.create and self._asked is None:
-            self._asked = await self._ask(decision.create, request, made)
-        created = 0 if self._asked is None else await self._take_answer(self._asked)
+        for pool, count in asks.counts.items():
+            await self._requesters[pool].ask(count, look.requests[pool])
+        created = await self._take_answers()
         return bool(is_draining or is_news or created)
 
     # ------------------------------------------------------------ look
 
-    async def _view(
-        self, rows: Mapping[str, VmFacts], views: Mapping[str, VmView], registry: VmRegistry
-    ) -> tuple[FleetView, tuple[str, int] | None, int]:
-        """The view; the open request with its count; how many of its VMs are known."""
-        offer = await self._provider.get_offer()  # may be a remote call: not while the store is locked
-        registry.market_hazard = offer.hazard_per_hour
+    async def _look(
+        self,
+        rows: Mapping[str, VmFacts],
+        views: Mapping[str, VmView],
+        registry: VmRegistry,
+        going: Sequence[ProviderVm],
+    ) -> _Look:
+        offers = await self._list_offers()  # may be remote calls: not while the store is locked
+        known = [offer.hazard_per_hour for offer in offers.values() if offer.hazard_per_hour is not None]
+        registry.market_hazard = max(known, default=None)
         async with self._database.read() as session:
             idle_s = self._note_idle(views.values())
             row = await session.get(FleetRow, self._provider.name)
-            target, why, follows_jobs = await self._target(session, row, views.values(), idle_s, offer)
-        request = None
-        if row is not None and row.request is not None:
-            request = (row.request, row.request_count or 0)
-        made = sum(request is not None and vm.request == request[0] for vm in rows.values())
+            target, why, gpu_types = await self._target(session, row, views.values(), idle_s, offers)
+            requests = {
+                pool: await requester.load_request(session, rows.values())
+                for pool, requester in self._requesters.items()
+            }
+            if self._pools is not None:
+                await self._pools.refresh_past(session)
+        single = None if self._pools is not None else offers[""]
         view = FleetView(
             target=target,
             why=why,
             vms=tuple(views.values()),
-            refusals=self._refusals,
+            refusals=None if single is None else self._requesters[""].refusals,
             limits=self._limits,
             prices={vm.id: vm.price_per_hour for vm in rows.values() if vm.price_per_hour is not None},
-            price_per_hour=offer.price_per_hour,
+            price_per_hour=None if single is None else single.price_per_hour,
             idle_s=idle_s,
-            spare_after_s=self._spare_after_s if follows_jobs else None,
+            spare_after_s=None if gpu_types is None else self._spare_after_s,
+            going=tuple(vm.price_per_hour or 0.0 for vm in going),
         )
-        return view, request, made
+        coming = {pool: requester.count_coming(requests[pool]) for pool, requester in self._requesters.items()}
+        vms = FleetVms(rows=rows, views=views, going=going, coming=coming)
+        return _Look(view=view, vms=vms, requests=requests, offers=offers, gpu_types=gpu_types)
+
+    async def _list_offers(self) -> Mapping[str, VmOffer]:
+        provider = self._provider
+        if isinstance(provider, PooledProvider):
+            return await provider.list_pool_offers()
+        return {"": await provider.get_offer()}
 
     async def _target(
         self,
@@ -167,14 +186,17 @@ class FleetSize:
         row: FleetRow | None,
         views: Iterable[VmView],
         idle_s: dict[str, float],
-        offer: VmOffer,
-    ) -> tuple[int, str, bool]:
-        """How many VMs are wanted, why, and whether that follows the jobs."""
+        offers: Mapping[str, VmOffer],
+    ) -> tuple[int, str, frozenset[str] | None]:
+        """How many VMs are wanted, why, and for GPUs of which types; None: that does not follow the jobs."""
         if row is None:
-            return 0, "", False
+            return 0, "", None
         if row.min_vms is None or row.max_vms is None:
-            return row.target, "", False
-        jobs, unfit = await job_wants(session, offer)
+            return row.target, "", None
+        jobs, unfit = await job_wants(session, offers.values())
+        gpu_types = frozenset(gpu_type for job in jobs for gpu_type in job.gpu_types)
+        if not jobs:
+            gpu_types = frozenset(offer.gpu_type for offer in offers.values())
         ids = frozenset(job.id for job in jobs)
         if self._enough is not None and (self._enough[0] != ids or self._now() - self._enough[2] > _ENOUGH_FOR_S):
             self._enough = None
@@ -185,12 +207,12 @@ class FleetSize:
         target, why = count_wanted_vms(
             VmRange(min_vms=row.min_vms, max_vms=row.max_vms),
             jobs,
-            gpus_per_vm=offer.gpus,
+            gpus_per_vm=min((offer.gpus for offer in offers.values() if offer.gpu_type in gpu_types), default=1),
             enough_vms=self._enough[1] if self._enough is not None else None,
         )
         ask = "1 job asks" if unfit == 1 else f"{unfit} jobs ask"
         others = f"; {ask} for other GPUs than those on offer" if unfit else ""
-        return target, why + others, True
+        return target, why + others, gpu_types
 
     def _note_idle(self, views: Iterable[VmView]) -> dict[str, float]:
         """Record how long each VM that could work has been idle."""
@@ -201,16 +223,41 @@ class FleetSize:
 
     # ------------------------------------------------------------ act
 
-    async def _emit_decision(self, decision: FleetDecision, view: FleetView) -> None:
+    def _share_out(self, decision: FleetDecision, look: _Look) -> PoolChoice:
+        """How many VMs to ask each pool for now."""
+        if self._pools is None:
+            is_free = decision.create and self._requesters[""].answer is None
+            return PoolChoice(counts={"": decision.create} if is_free else {}, reason="", values={})
+        views = self._pools.make_views(look.vms, look.offers, self._requesters, look.gpu_types)
+        conditions = self._pools.make_conditions(_find_budget(look, views))
+        missing = max(decision.create - sum(look.vms.coming.values()), 0)
+        choice = choose_pools(self._now(), missing, views, conditions)
+        self._fleet.pools = self._pools.make_documents(views, choice, conditions)
+        if missing:
+            self._fleet.pools_reason = choice.reason
+        return choice if choice.counts else PoolChoice(counts={}, reason="", values=choice.values)
+
+    async def _take_answers(self) -> int:
+        """How many VMs were made, by the providers that have answered or do so soon."""
+        waiting = {requester.answer for requester in self._requesters.values() if requester.answer is not None}
+        if waiting:
+            await asyncio.wait(waiting, timeout=_PATIENCE_S)
+        return sum([await requester.take_answer() for requester in self._requesters.values()])
+
+    async def _emit_decision(self, decision: FleetDecision, view: FleetView, asks: PoolChoice) -> None:
         """Emit an event for each new decision, but not for a repeated one between refusals."""
-        change = decision.create or -len(decision.drain)
-        if self._last_emitted == (decision.reason, change):
+        change = sum(asks.counts.values()) or -len(decision.drain)
+        news = (decision.reason, change, tuple(asks.counts.items()))
+        if self._last_emitted == news:
             return
-        self._last_emitted = (decision.reason, change)
+        self._last_emitted = news
         what = f"asking for {count_of(change, 'VM')}" if change > 0 else f"giving up {count_of(-change, 'VM')}"
-        data = {"target": view.target, "there": len(view.vms), "change": change}
+        data: dict[str, Any] = {"target": view.target, "there": len(view.vms), "change": change}
+        if self._pools is not None:
+            data["pools"] = dict(asks.counts)
+        message = ": ".join(text for text in (what, decision.reason, asks.reason) if text)
         async with self._database.write() as session:
-            self._events.emit_event(session, "fleet_decision", f"{what}: {decision.reason}", data=data)
+            self._events.emit_event(session, "fleet_decision", message, data=data)
 
     async def _drain(self, decision: FleetDecision) -> bool:
         """Returns whether a VM is draining now that was not."""
@@ -233,59 +280,22 @@ class FleetSize:
         else:
             self._to_reap.clear()
 
-    async def _ask(self, missing: int, request: tuple[str, int] | None, made: int) -> _PendingCreate:
-        """Request so many more VMs."""
-        if request is None:
-            request, made = (f"{self._chance.getrandbits(128):032x}", missing), 0
-            await self._note_request(request)
-        tag, count = request
-        answer = asyncio.create_task(self._provider.create(min(count, made + missing), tag))
-        return _PendingCreate(answer=answer, missing=missing, made=made)
 
-    async def _take_answer(self, asked: _PendingCreate) -> int:
-        """How many VMs were made, if the provider has answered."""
-        done, _ = await asyncio.wait({asked.answer}, timeout=_PATIENCE_S)
-        if not done:
-            asked.answer.remove_done_callback(self._answered)  # once is enough
-            asked.answer.add_done_callback(self._answered)
-            return 0
-        self._asked = None
-        try:
-            created = asked.answer.result()
-        except Exception as error:
-            # The outcome is not known: the same request is repeated, after a pause.
-            self._log.exception("the provider failed to make VMs", count=asked.missing)
-            refusal = Refusal(kind=RefusalKind.FAILED, reason=f"{type(error).__name__}: {error}")
-            await self._note_refusal(refusal, asked.missing, 0)
-            return 0
-        async with self._database.write() as session:
-            for vm in created.vms:
-                if await session.get(VmRow, vm.id) is None:
-                    self._fleet.add_vm(session, vm)
-            row = await session.get_one(FleetRow, self._provider.name)
-            row.request = row.request_count = None
-        new = max(len(created.vms) - asked.made, 0)
-        if created.refusal is None:
-            self._refusals = None
-        else:
-            await self._note_refusal(created.refusal, asked.missing - new, new)
-        return new
+def _make_requesters(provider: Provider, parts: RequestParts) -> dict[str, VmRequester]:
+    if not isinstance(provider, PooledProvider):
+        return {"": VmRequester("", lambda count, request: provider.create(count, request), parts)}
+    pooled = provider
 
-    def _answered(self, answer: asyncio.Task[CreatedVms]) -> None:
-        self._ring()
+    def bind(pool: str) -> CreateVms:
+        return lambda count, request: pooled.create_in(pool, count, request)
 
-    async def _note_request(self, request: tuple[str, int]) -> None:
-        async with self._database.write() as session:
-            row = await session.get_one(FleetRow, self._provider.name)
-            row.request, row.request_count = request
+    return {pool: VmRequester(pool, bind(pool), parts) for pool in provider.pools}
 
-    async def _note_refusal(self, refusal: Refusal, missing: int, new: int) -> None:
-        before = self._refusals
-        in_a_row = 1 if before is None or new else before.count + 1
-        self._refusals = RefusalStreak(count=in_a_row, last=refusal, last_at=self._now(), jitter=self._chance.random())
-        if before is not None and (before.last.kind, before.last.reason) == (refusal.kind, refusal.reason):
-            return
-        async with self._database.write() as session:
-            message = f"{count_are(missing, 'VM')} missing and the provider refused ({refusal.kind}): {refusal.reason}"
-            data = {"missing": missing, "kind": refusal.kind.value, "pause_s": self._refusals.pause_s}
-            self._events.emit_event(session, "provider_refused", message, data=data)
+
+def _find_budget(look: _Look, pools: Sequence[PoolView]) -> float | None:
+    """What may be spent in addition; None: there is no limit."""
+    view, coming = look.view, look.vms.coming
+    if view.limits.max_cost_per_hour is None:
+        return None
+    spent = sum(view.prices.get(vm.id, 0.0) for vm in view.vms) + sum(view.going)
+    return view.limits.max_cost_per_hour - spent - sum(pool.price_per_hour * coming[pool.name] for pool in pools)

@@ -254,6 +254,8 @@ class JobDemand:
     """None: as many as make it faster."""
     trains: bool = False
     """Whether one of its generations completes steps now."""
+    gpu_types: frozenset[str] = frozenset()
+    """Types of GPUs on offer that it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Row, func, select
@@ -41,7 +41,7 @@ from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.reading import NOT_GONE
 from varuna_manager.world.vm_registry import VmRegistry
-from varuna_proto.rest_fleet import FleetDocument, PreemptionDocument
+from varuna_proto.rest_fleet import FleetDocument, PoolDocument, PreemptionDocument
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.wording import count_are, count_of
 
@@ -73,6 +73,9 @@ class FleetService:
         self._admissions = RequestBatcher(self._admit)
         self.market_changed = False
         """Called when the emulated market was changed, because it may now grant what it refused before."""
+        self.pools: Sequence[PoolDocument] = ()
+        """As the fleet's controller last saw them."""
+        self.pools_reason: str | None = None
 
     @property
     def keeps_drained_vms(self) -> bool:
@@ -98,6 +101,8 @@ class FleetService:
             "capacity": None if self._emulated is None else self._emulated.capacity,
             "vms": {state.value: counts.get(state.value, (0, 0))[0] for state in VmState if state is not VmState.GONE},
             "gpus": counts.get(VmState.READY.value, (0, 0))[1],
+            "pools": [*self.pools],
+            "pools_reason": self.pools_reason,
         }
 
     async def set_target(self, target: int) -> FleetDocument:
@@ -311,7 +316,7 @@ async def workers_by_vm(session: AsyncSession) -> Mapping[str, int]:
     return Counter(dict((await session.execute(query)).all()))
 
 
-async def job_wants(session: AsyncSession, offer: VmOffer) -> tuple[list[JobDemand], int]:
+async def job_wants(session: AsyncSession, offers: Collection[VmOffer]) -> tuple[list[JobDemand], int]:
     """What the jobs that are not over would have, of VMs as they are on offer; how many of them want other ones."""
     query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
     jobs = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
@@ -333,8 +338,19 @@ async def job_wants(session: AsyncSession, offer: VmOffer) -> tuple[list[JobDema
         if job.state == JobState.CANCELLING or flaw:  # one with a flaw is about to fail
             continue
         resources = spec.resources
-        if may_fit_job(resources, gpu_type=offer.gpu_type, device_memory_bytes=offer.device_memory_bytes):
-            wants.append(JobDemand(id=job.id, max_gpus=resources.max_gpus, trains=job.id in trains))
+        fits = [
+            offer
+            for offer in offers
+            if may_fit_job(resources, gpu_type=offer.gpu_type, device_memory_bytes=offer.device_memory_bytes)
+        ]
+        if fits:
+            demand = JobDemand(
+                id=job.id,
+                max_gpus=resources.max_gpus,
+                trains=job.id in trains,
+                gpu_types=frozenset(offer.gpu_type for offer in fits),
+            )
+            wants.append(demand)
         else:
             unfit += 1
     return wants, unfit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -111,19 +112,27 @@ async def read_fleet_shapes(session: AsyncSession) -> dict[str, tuple[PastShape,
     return {job_id: await _read_shapes(session, job_id) for job_id in jobs.all()}
 
 
+async def read_lives_by_pool(session: AsyncSession, now: float) -> dict[str, LivesSummary]:
+    """The same of each pool's VMs."""
+    row = VmRow
+    query = select(row.pool, row.created_at, row.notice_deadline, row.history).where(row.pool.is_not(None))
+    lives: dict[str, list[VmLife]] = {}
+    for pool, *life in await session.execute(query.order_by(row.created_at.desc()).limit(_VMS_LOOKED_BACK)):
+        lives.setdefault(pool, []).append(_make_life(*life))
+    return {pool: summarize_lives(of_pool, now) for pool, of_pool in lives.items()}
+
+
 async def read_lives_summary(session: AsyncSession, now: float) -> LivesSummary:
     """What earlier managers observed of the fleet, from the rows that they wrote."""
     row = VmRow
     query = select(row.created_at, row.notice_deadline, row.history).order_by(row.created_at.desc())
     rows = await session.execute(query.limit(_VMS_LOOKED_BACK))
-    return summarize_lives(
-        (
-            VmLife(
-                created_at=created_at,
-                states=[(entry["at"], VmState(entry["state"])) for entry in history],
-                had_notice=notice_deadline is not None,
-            )
-            for created_at, notice_deadline, history in rows
-        ),
-        now,
+    return summarize_lives((_make_life(*row) for row in rows), now)
+
+
+def _make_life(created_at: float, notice_deadline: float | None, history: Sequence[Mapping[str, Any]]) -> VmLife:
+    return VmLife(
+        created_at=created_at,
+        states=[(entry["at"], VmState(entry["state"])) for entry in history],
+        had_notice=notice_deadline is not None,
     )

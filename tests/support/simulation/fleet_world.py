@@ -79,6 +79,7 @@ class FleetWorld:
         self.invariants = Invariants(folder / "manager.db", self.training, self.time.read)
         self.manager = ManagerEnd(folder, self.time, self.chance, rules, self.invariants.check, disturbances.pace)
         self.market = SimulatedMarket(self.time, self.chance, self._make_vm, self.manager.interrupted, gpus)
+        self.markets = {"vm": self.market}
         self.provider: Any = self.market
         self.deaths = 0
         self.expected_errors: set[str] = set()
@@ -88,6 +89,14 @@ class FleetWorld:
 
     def _make_vm(self, vm_id: str, gpus: int) -> SimulatedVm:
         return SimulatedVm(vm_id, f"i-{vm_id}", gpus, self.time, self.chance, self.training, self.manager)
+
+    def make_market(self, name: str, boot_s: tuple[float, float] = (2.0, 30.0)) -> SimulatedMarket:
+        """One more market, whose VMs' names begin with its own."""
+        made = SimulatedMarket(
+            self.time, self.chance, self._make_vm, self.manager.interrupted, prefix=name, boot_s=boot_s
+        )
+        self.markets[name] = made
+        return made
 
     def new_vm(self, vm_id: str, gpus: int) -> SimulatedVm:
         """A machine on which somebody starts an agent."""
@@ -233,7 +242,7 @@ class FleetWorld:
 
     def nothing_leaked(self) -> None:
         """The store and the provider know of the same VMs."""
-        there = {vm_id for vm_id, vm in self.market.vms.items() if vm.alive}
+        there = {vm_id for market in self.markets.values() for vm_id, vm in market.vms.items() if vm.alive}
         assert set(self.invariants.vm_states()) == there, f"{self.invariants.vm_states()} in the store, {there} exist"
 
     def _again(self, mean_s: float, what: Any) -> None:

@@ -25,9 +25,12 @@ class SimulatedMarket:
         make_vm: Callable[[str, int], SimulatedVm],
         interrupted: Callable[[], None],
         gpus: int = 1,
+        prefix: str = "vm",
+        boot_s: tuple[float, float] = (2.0, 30.0),
     ) -> None:
         self._time, self._chance, self._make_vm, self._interrupted = time, chance, make_vm, interrupted
         self._gpus = gpus
+        self._prefix, self._boot_s = prefix, boot_s
         self._capacity: int | None = None
         self._notices: dict[str, ProviderNotice] = {}
         self._listed: dict[str, ProviderVm] = {}
@@ -54,7 +57,7 @@ class SimulatedMarket:
 
     def _make(self, request: str) -> ProviderVm:
         self.made += 1
-        vm_id = f"vm-{self.made}"
+        vm_id = f"{self._prefix}-{self.made}"
         vm = ProviderVm(
             id=vm_id,
             gpus=self._gpus,
@@ -65,7 +68,7 @@ class SimulatedMarket:
         )
         self._listed[vm_id] = vm
         self.vms[vm_id] = self._make_vm(vm_id, self._gpus)
-        self._time.after(self._chance.uniform(2.0, 30.0), self.vms[vm_id].boot)
+        self._time.after(self._chance.uniform(*self._boot_s), self.vms[vm_id].boot)
         return vm
 
     async def delete(self, vm_ids: Sequence[str]) -> None:

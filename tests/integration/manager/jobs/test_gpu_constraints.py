@@ -50,7 +50,7 @@ async def test_vms_that_no_job_could_use_are_not_wanted(tmp_path: Path) -> None:
 
     async def unfit(offer: VmOffer) -> int:
         async with database.read() as session:
-            wants, others = await job_wants(session, offer)
+            wants, others = await job_wants(session, [offer])
         assert len(wants) + others == 3
         return others
 
