@@ -3,16 +3,20 @@
 Ranks go replica by replica (rank = replica * P + stage). A VM that takes a run of neighbouring ranks thus has
 neighbouring stages of a replica, and no stage twice unless it has more devices than P: when one VM is lost, the other
 replicas of its stages remain. Runs are assigned to VMs so that as much of the model as possible stays where it is.
+
+Where VMs are in several zones, as many replicas as possible have all their stages in one zone: messages between stages
+are sent for each micro-batch, those between replicas once in a step. The replicas are spread over the zones, so that a
+burst in one of them leaves the others.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from varuna_proto.plan import Device
 
-__all__ = ["place"]
+__all__ = ["place", "share_replicas"]
 
 
 def place(
@@ -22,6 +26,7 @@ def place(
     previous: Mapping[Device, int] | None = None,
     *,
     previous_p: int | None = None,
+    zones: Mapping[str, str] | None = None,
 ) -> tuple[Device, ...]:
     """The device of each rank (index = rank).
 
@@ -30,6 +35,7 @@ def place(
         devices: the free devices, in any order; P · D of them are used.
         previous: the rank that each device had before; devices without one held nothing.
         previous_p: the P of those ranks; by default the new P.
+        zones: the zone of each VM; None: all are in one.
 
     Raises:
         ValueError: there are fewer devices than ranks, or one is named twice.
@@ -41,14 +47,49 @@ def place(
         raise ValueError(f"{plan_p}×{plan_d} needs {ranks} devices and there are {len(devices)}")
     old_p = previous_p or plan_p
     old_stage = {device: rank % old_p for device, rank in (previous or {}).items()}
+    free: dict[str, set[Device]] = {}
+    for device in devices:
+        free.setdefault("" if zones is None else zones.get(device.vm_id, ""), set()).add(device)
     placed: dict[int, Device] = {}
-    for vms, runs in _list_runs(devices, ranks):
-        for vm, run in _match_runs(vms, runs, plan_p, old_p, old_stage):
-            placed.update(_take_devices(vm, run, plan_p, old_p, old_stage))
+
+    def fill(zone: str, count: int) -> None:
+        """Give the next ranks to devices of the zone."""
+        first = len(placed)
+        for vms, runs in _list_runs(free[zone], range(first, first + count)):
+            for vm, run in _match_runs(vms, runs, plan_p, old_p, old_stage):
+                placed.update(_take_devices(vm, run, plan_p, old_p, old_stage))
+        free[zone] -= set(placed.values())
+
+    sizes = {zone: len(those) for zone, those in free.items()}
+    held = {zone: len(those & (previous or {}).keys()) for zone, those in free.items()}
+    for zone, replicas in share_replicas(plan_p, plan_d, sizes, held).items():
+        fill(zone, replicas * plan_p)
+    for zone in sorted(free, key=lambda zone: (-len(free[zone]), zone)):
+        fill(zone, min(len(free[zone]), ranks - len(placed)))
     return tuple(placed[rank] for rank in range(ranks))
 
 
-def _list_runs(devices: Sequence[Device], ranks: int) -> list[tuple[list[list[Device]], list[range]]]:
+def share_replicas(
+    plan_p: int, plan_d: int, devices: Mapping[str, int], held: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """How many whole replicas each zone has: as many in all as fit, and as equal numbers as the zones allow.
+
+    Args:
+        plan_p, plan_d: the plan's P and D.
+        devices: the number of free devices, by zone.
+        held: how many of them hold something; among equal zones, the one with more is filled first.
+    """
+    replicas = dict.fromkeys(devices, 0)
+    for _ in range(plan_d):
+        fitting = [zone for zone, size in devices.items() if (replicas[zone] + 1) * plan_p <= size]
+        if not fitting:
+            break
+        best = min(fitting, key=lambda zone: (replicas[zone], -(held or {}).get(zone, 0), -devices[zone], zone))
+        replicas[best] += 1
+    return replicas
+
+
+def _list_runs(devices: Collection[Device], ranks: range) -> list[tuple[list[list[Device]], list[range]]]:
     """For each size of VM, largest first (fewest hops between VMs): its VMs, and the runs of ranks for those that are
     needed. The last run may be shorter than its VM."""
     by_vm: defaultdict[str, list[Device]] = defaultdict(list)
@@ -58,9 +99,9 @@ def _list_runs(devices: Sequence[Device], ranks: int) -> list[tuple[list[list[De
     for vm in by_vm.values():
         by_size[len(vm)].append(vm)
     groups = []
-    first = 0
+    first = ranks.start
     for size, vms in sorted(by_size.items(), reverse=True):
-        end = min(ranks, first + size * len(vms))
+        end = min(ranks.stop, first + size * len(vms))
         groups.append((vms, [range(start, min(start + size, end)) for start in range(first, end, size)]))
         first = end
     return groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -206,6 +206,7 @@ class JobController:
             profile_json=job.row.profile_json or "",
             spec=job.spec,
             devices=devices,
+            zones=_list_zones(vms),
             device_memory_bytes=min(memories, default=None),
             gpus_per_vm=min(vm.gpus for vm in vms),
             trained_micro_batch=trained_micro_batch(job),
@@ -492,3 +493,9 @@ def _render_often(per_hour: float) -> str:
 
 def _number(job: LoadedJob) -> int | None:
     return None if job.generation is None else job.generation.number
+
+
+def _list_zones(vms: Iterable[VmView]) -> tuple[tuple[str, str], ...]:
+    """Each VM with its zone, if these are in several."""
+    zones = tuple(sorted((vm.id, vm.zone) for vm in vms))
+    return zones if len({zone for _, zone in zones}) > 1 else ()

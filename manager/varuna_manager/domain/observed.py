@@ -190,6 +190,8 @@ class VmView:
     """An operator has taken it out of use: no new workers start there."""
     gpu_type: str = ""
     """The name of its GPUs; empty: not known."""
+    zone: str = ""
+    """Within which its network is fast; empty: not known."""
     setting_up: frozenset[str] = frozenset()
     """Ids of jobs whose workdir is being prepared there or is queued for that."""
     reason: str = ""

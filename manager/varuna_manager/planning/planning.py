@@ -44,6 +44,8 @@ class PlanQuestion(ShapeQuestion):
     """Everything on which an answer depends."""
 
     devices: tuple[Device, ...]
+    zones: tuple[tuple[str, str], ...] = ()
+    """Each VM with its zone, where the fleet has several; else empty."""
     previous: tuple[Device, ...] = ()
     """Placement of the previous generation; the index is the rank."""
     previous_p: int | None = None
@@ -58,7 +60,7 @@ class PlanQuestion(ShapeQuestion):
     """That of the step under way."""
 
     def answer_key(self) -> Hashable:
-        placed = (self.devices, self.previous, self.previous_p, self.previous_starts, self.present)
+        placed = (self.devices, self.zones, self.previous, self.previous_p, self.previous_starts, self.present)
         kept = (self.survivors, self.kept_micro_batch)
         return self.shape_key(), self.spec.resources.max_gpus, placed, kept
 
@@ -222,7 +224,8 @@ def _place(plan: Plan, question: PlanQuestion) -> tuple[Device, ...]:
     from varuna_planner.placement import place
 
     previous = {device: rank for rank, device in enumerate(question.previous)}
-    return place(plan.p, plan.d, question.devices, previous, previous_p=question.previous_p)
+    zones = dict(question.zones) or None
+    return place(plan.p, plan.d, question.devices, previous, previous_p=question.previous_p, zones=zones)
 
 
 def _predict_moving_s(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> float:

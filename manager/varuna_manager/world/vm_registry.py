@@ -330,6 +330,7 @@ class VmRegistry:
             gpus=row.gpus,
             device_memory_bytes=row.device_memory_bytes,
             gpu_type=row.gpu_type or "",
+            zone=row.zone or row.pool or "",
             created_at=row.created_at,
             connected=live.connected,
             connected_since_start=live.last_message_at is not None,

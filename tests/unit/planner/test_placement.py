@@ -1,10 +1,12 @@
 """Where ranks go: neighbours together, replicas apart, as little moved as possible."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna_planner.placement import place
+from varuna_planner.placement import place, share_replicas
 from varuna_proto.plan import Device
 
 
@@ -81,3 +83,67 @@ def test_half_the_stages_go_where_most_of_their_sections_were() -> None:
 def test_a_device_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="twice"):
         place(1, 1, [Device("vm", 0), Device("vm", 0)])
+
+
+# ---------------------------------------------------------------- zones
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 5), st.lists(st.tuples(st.integers(1, 4), st.sampled_from("abc")), max_size=14),
+    st.data(),
+)  # fmt: skip
+def test_as_many_replicas_as_possible_are_each_in_one_zone(
+    p: int, d: int, vms: list[tuple[int, str]], data: st.DataObject
+) -> None:
+    devices = [Device(f"vm{vm}", gpu) for vm, (size, _) in enumerate(vms) for gpu in range(size)]
+    zones = {f"vm{vm}": zone for vm, (_, zone) in enumerate(vms)}
+    if len(devices) < p * d:
+        return
+    previous = {device: rank for rank, device in enumerate(devices) if data.draw(st.booleans())}
+    placed = place(p, d, devices, previous, zones=zones)
+    assert len(placed) == len(set(placed)) == p * d
+    assert set(placed) <= set(devices)
+    replicas = [{zones[device.vm_id] for device in placed[r * p : r * p + p]} for r in range(d)]
+    sizes = {zone: sum(zones[device.vm_id] == zone for device in devices) for zone in set(zones.values())}
+    fitting = sum(size // p for size in sizes.values())
+    whole = [zone for replica in replicas if len(replica) == 1 for zone in replica]
+    assert len(whole) >= min(d, fitting)
+    shared = share_replicas(p, d, sizes)
+    assert sum(shared.values()) == min(d, fitting)
+    for zone, count in shared.items():
+        assert count * p <= sizes[zone]
+        for other, more in shared.items():
+            assert more <= count + 1 or (count + 1) * p > sizes[zone], f"{other} has {more}, {zone} {count}"
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=10), st.data())
+def test_a_single_zone_changes_nothing(p: int, d: int, sizes: list[int], data: st.DataObject) -> None:
+    devices = [Device(f"vm{vm}", gpu) for vm, size in enumerate(sizes) for gpu in range(size)]
+    if len(devices) < p * d:
+        return
+    previous = {device: rank for rank, device in enumerate(devices) if data.draw(st.booleans())}
+    zones = dict.fromkeys((device.vm_id for device in devices), "a")
+    assert place(p, d, devices, previous, zones=zones) == place(p, d, devices, previous)
+
+
+def test_the_replicas_are_spread_over_zones() -> None:
+    zones = {f"vm{vm:02}": "ab"[vm >= 8] for vm in range(16)}
+    placed = place(4, 4, fleet(16), zones=zones)
+    assert [zones[device.vm_id] for device in placed[::4]] == ["a", "a", "b", "b"]
+
+
+def test_a_replica_that_no_zone_holds_crosses_them_once() -> None:
+    zones = {f"vm{vm:02}": "ab"[vm >= 3] for vm in range(6)}
+    placed = place(4, 1, fleet(6), zones=zones)
+    crossed = [zones[device.vm_id] for device in placed]
+    assert sum(one != other for one, other in itertools.pairwise(crossed)) == 1
+
+
+def test_what_a_zone_holds_stays_there() -> None:
+    zones = {f"vm{vm:02}": "ab"[vm >= 4] for vm in range(8)}
+    before = place(2, 2, fleet(8), zones=zones)
+    held = ranks(before)
+    assert place(2, 2, fleet(8), held, zones=zones) == before
+    fewer = {device: rank for device, rank in held.items() if zones[device.vm_id] == "b"}
+    kept = place(2, 1, fleet(8), fewer, zones=zones)
+    assert {zones[device.vm_id] for device in kept} == {"b"}
