@@ -28,6 +28,7 @@ from varuna_proto.plan import Plan
 
 if TYPE_CHECKING:
     from varuna_planner.liveput.liveput import Hazard
+    from varuna_planner.profile.document import Profile
     from varuna_planner.search.auto_config import PlanChoice
     from varuna_planner.search.liveput_ranking import LiveputChoice
 
@@ -75,6 +76,10 @@ def plan(
     save_write_s: Annotated[
         float | None, typer.Option(min=0, help=f"{WITH_HAZARD}time of a save in the background (5).")
     ] = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(metavar="FLEET.yaml", help="Compare the fleet's pools; the profile is of GPUs with speed 1."),
+    ] = None,
     all_candidates: Annotated[
         bool,
         typer.Option("--all-candidates", help=f"Every candidate in --json, not just {OF_EACH_P} per P."),
@@ -102,6 +107,8 @@ def plan(
         raise UserError(
             f"{options} without a hazard would change nothing: give --hazard or --trace, too, or leave it out"
         )
+    if fleet is not None and (trace is not None or costs_given):
+        raise UserError("--fleet compares pools by price and speed: of the hazard it takes --hazard, and nothing else")
     try:
         question: dict[str, Any] = {
             "gpus": gpus,
@@ -111,6 +118,9 @@ def plan(
             "policy": parse_policy(policy),
             "pins": Pins(p=p, d=d, micro_batch=micro_batch),
         }
+        if fleet is not None:
+            _print_fleet(fleet, measured, hazard, question, as_json)
+            return
         started = time.perf_counter()
         ranking: LiveputChoice | None = None
         if hazards is None:
@@ -133,6 +143,23 @@ def plan(
         of_each_p=None if all_candidates else OF_EACH_P,
     )
     print_document(document, plan_page(document, limited=device_memory_gb is not None), as_json)
+
+
+def _print_fleet(fleet: Path, profile: Profile, hazard: float | None, question: dict[str, Any], as_json: bool) -> None:
+    """Raises UserError, ValueError."""
+    from varuna_client.planning.fleet_plans import FleetQuestion, fleet_page, plan_fleet, read_fleet
+    from varuna_planner.liveput.hazard import removals_per_vm_hour
+
+    options = dict(question)
+    asked = FleetQuestion(
+        profile=profile,
+        gpus=options.pop("gpus"),
+        gpus_per_vm=options.pop("gpus_per_vm"),
+        hazard_per_hour=removals_per_vm_hour(0.0, 0.0) if hazard is None else hazard,
+        options=options,
+    )
+    document = plan_fleet(read_fleet(fleet), asked)
+    print_document(document, fleet_page(document), as_json)
 
 
 def _hazard(rate: float | None, trace: Path | None) -> Hazard | None:

@@ -1,0 +1,29 @@
+"""The profile of GPUs that are faster or slower than those on which it was measured."""
+
+from __future__ import annotations
+
+from varuna_planner.profile.document import Measurement, Profile, SectionProfile
+
+__all__ = ["scale_speed"]
+
+
+def scale_speed(profile: Profile, relative_speed: float) -> Profile:
+    """The profile of GPUs that compute `relative_speed` times as fast. Links, sizes and memory stay. Raises ValueError
+    for a speed that is not positive."""
+    if not relative_speed > 0:
+        raise ValueError(f"relative speed {relative_speed}: it must be above 0")
+    if relative_speed == 1:
+        return profile
+    sections = tuple(_scale_section(section, relative_speed) for section in profile.sections)
+    overhead_us = profile.stage_overhead_us / relative_speed
+    return profile.model_copy(update={"sections": sections, "stage_overhead_us": overhead_us})
+
+
+def _scale_section(section: SectionProfile, speed: float) -> SectionProfile:
+    measurements = tuple(_scale_measurement(measurement, speed) for measurement in section.measurements)
+    return section.model_copy(update={"measurements": measurements, "optimizer_us": section.optimizer_us / speed})
+
+
+def _scale_measurement(measurement: Measurement, speed: float) -> Measurement:
+    names = ("forward_us", "backward_us", "recompute_us")
+    return measurement.model_copy(update={name: getattr(measurement, name) / speed for name in names})
