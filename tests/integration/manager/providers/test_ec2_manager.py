@@ -32,13 +32,19 @@ SETTINGS = {
 
 
 @pytest.mark.xdist_group("ec2")
-def test_an_instances_user_data_lets_its_agent_join(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool", [None, "aws-1"])
+def test_an_instances_user_data_lets_its_agent_join(tmp_path: Path, pool: str | None) -> None:
+    """Also as a pool of a fleet."""
     settings, requests, wheels = tmp_path / "ec2.yaml", tmp_path / "requests", tmp_path / "wheels"
     settings.write_text(yaml.safe_dump(SETTINGS))
     requests.mkdir()
     wheels.mkdir()
     (wheels / "varuna_spot-0.whl").touch()  # nobody fetches it: the agent is installed here
-    flags = ("--provider", f"ec2:{settings}", "--agent-wheel", str(wheels))
+    fleet, provider = tmp_path / "fleet.yaml", f"ec2:{settings}"
+    if pool is not None:
+        fleet.write_text(yaml.safe_dump({"pools": [{"name": pool, "provider": "ec2:ec2.yaml", "price_per_hour": 1.0}]}))
+        provider = f"pools:{fleet}"
+    flags = ("--provider", provider, "--agent-wheel", str(wheels))
     program = (str(WORKERS / "manager_on_fake_ec2.py"), str(requests))
     with secure_manager(tmp_path / "data", *flags, program=program) as manager:
         admin = manager.admin()
@@ -51,6 +57,8 @@ def test_an_instances_user_data_lets_its_agent_join(tmp_path: Path) -> None:
                 return {vm["id"]: vm["state"] for vm in admin.get("/vms", params={"gone": True}).json()}
 
             wait_until(lambda: states() == {request.name: "ready"}, "the agent")
+            assert admin.get(f"/vms/{request.name}").json()["pool"] == pool
+            assert [one["vms"] for one in admin.get("/fleet").json()["pools"]] == ([] if pool is None else [1])
             assert admin.put("/fleet", json={"target": 0}).status_code == 200
             wait_until(lambda: states() == {request.name: "gone"}, "the instance is given back")
             assert agent.wait(DEADLINE_S) == 0, (tmp_path / "vm" / "agent.log").read_text()
