@@ -87,6 +87,10 @@ _TRANSITIONS: dict[WorkerPhase, dict[WorkerStimulus, WorkerPhase]] = {
 }
 
 
+KERNEL_KILL = "The kernel killed a process of the job"
+"""How the line begins that `workers.processes` adds to a worker's log when the job has reached its memory limit."""
+
+
 class ExitExcuse(NamedTuple):
     """Why the agent itself ends a worker, when neither the manager nor the job is the reason."""
 
@@ -129,6 +133,8 @@ class HostedWorker:
     health: agent_pb2.WorkerHealth = field(default_factory=agent_pb2.WorkerHealth)
     failure: str = ""
     """The traceback that the worker sent."""
+    shortage: agent_pb2.MemoryShortage | None = None
+    """What its device lacked, if the script failed for that."""
     failed_before_leave: bool = False
     leave_mode: agent_pb2.StopMode.ValueType = agent_pb2.STOP_MODE_UNSPECIFIED
     kill_at: float | None = None
@@ -216,6 +222,7 @@ class HostedWorker:
             unreached=self.unreached if cause == agent_pb2.EXIT_CAUSE_PEER_LOST else None,
             script_obstacle=self.script_obstacle,
             held=self.stored,
+            shortage=self.shortage if cause == agent_pb2.EXIT_CAUSE_OUT_OF_MEMORY else None,
         )
 
     def make_survivor_exit(self, exit_code: int, held: agent_pb2.HeldState, now: float) -> agent_pb2.WorkerExited:
@@ -250,6 +257,8 @@ class HostedWorker:
             # The worker was sent a leave command and left, if not tidily (user code may catch and raise again).
             # To blame the script would fail the job; a faulty script fails again in the next generation.
             return agent_pb2.EXIT_CAUSE_GENERATION_ENDED
+        if self.shortage is not None:
+            return agent_pb2.EXIT_CAUSE_OUT_OF_MEMORY
         return agent_pb2.EXIT_CAUSE_SCRIPT_FAILED
 
     def _error_text(self, cause: agent_pb2.ExitCause.ValueType, code: int, log_tail: str) -> str:
@@ -264,6 +273,8 @@ class HostedWorker:
         if self.failure:
             return self.failure
         if cause == agent_pb2.EXIT_CAUSE_KILLED:
+            if log_tail.rstrip().rpartition("\n")[2].startswith(KERNEL_KILL):
+                return f"Last lines of its log:\n{log_tail}"
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             # The log first: a display of one line shows the last one.
             return f"Last lines of its log:\n{log_tail}\nended by {name}, which Varuna did not send"

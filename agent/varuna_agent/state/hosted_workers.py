@@ -431,6 +431,7 @@ class HostedWorkers:
                 worker.script_obstacle = clean_text(message.script_obstacle.reason, NAME_CHARS)
             case "failure":
                 worker.failure = clean_text(message.failure.traceback, ERROR_CHARS)
+                worker.shortage = message.failure.shortage if message.failure.HasField("shortage") else None
                 worker.failed_before_leave = worker.phase in (WorkerPhase.CONNECTED, WorkerPhase.READY)
             case "generation_left":
                 yield from self._handle_generation_left(worker, message.generation_left, now)

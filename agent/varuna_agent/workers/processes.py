@@ -15,6 +15,7 @@ import structlog
 from varuna_agent.folders.workdirs import WorkdirError, Workdirs
 from varuna_agent.logs import log_files
 from varuna_agent.state import NO_LIMITS, ProcessLimits, Workdir, WorkerKey
+from varuna_agent.state.hosted_worker import KERNEL_KILL
 from varuna_agent.workers.control_groups import JobGroups
 from varuna_agent.workers.isolation import JobUser
 from varuna_agent.workers.spawn import Confinement, ProcessNotStartedError, open_log, spawn_guarded
@@ -261,7 +262,7 @@ class WorkerProcesses:
         tail = await asyncio.to_thread(log_files.read_tail, running.spec.log)
         if spec.limits.memory_bytes and self._count_memory_kills(spec) > kills_before:
             tail += (
-                f"\nThe kernel killed a process of the job: together they reached its memory limit of "
+                f"\n{KERNEL_KILL}: together they reached its memory limit of "
                 f"{spec.limits.memory_bytes / 1024**3:.1f} GiB on this VM (vm_limits in the job file)."
             )
         return ProcessEnd(exit_code, tail)

@@ -43,7 +43,8 @@ def find_failed_rank(generations: Sequence[GenerationDocument], number: int | No
     for generation in reversed(generations):
         if number in (None, generation["number"]):
             workers = sorted(generation["workers"], key=lambda worker: worker["rank"])
-            failed = next((worker for worker in workers if worker["cause"] == "script_failed"), None)
+            causes = ("script_failed", "out_of_memory")
+            failed = next((worker for worker in workers if worker["cause"] in causes), None)
             if failed is None:
                 return 0
             end = (failed["exit_code"], failed["error"])

@@ -102,6 +102,12 @@ def _tidy_exit(fact: pb.WorkerExited) -> None:
         fact.ClearField("held")
     if fact.HasField("held"):
         fact.held.bytes = min(fact.held.bytes, MOST_STATE_BYTES)
+    if fact.HasField("shortage"):
+        short = fact.shortage
+        short.asked_bytes = min(short.asked_bytes, MOST_STATE_BYTES)
+        short.limit_bytes = min(short.limit_bytes, MOST_STATE_BYTES)
+        short.free_bytes = min(short.free_bytes, short.limit_bytes)
+        short.peak_bytes = min(short.peak_bytes, MOST_STATE_BYTES)
 
 
 def _tidy_steps(fact: pb.StepsCompleted) -> None:

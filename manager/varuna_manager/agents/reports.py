@@ -27,6 +27,7 @@ from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.db.engine import Database, after_commit
 from varuna_manager.db.models import CheckpointRow, JobRow, VmRow, WorkerRow
 from varuna_manager.domain.causes import extract_last_line
+from varuna_manager.domain.memory_margin import MemoryShortage
 from varuna_manager.domain.reshaping import HOLDING_EXITS, SURVIVABLE_EXITS
 from varuna_manager.domain.states import (
     STOPPED_WORKER_STATES,
@@ -55,6 +56,7 @@ _EXIT_CAUSES = {
     pb.EXIT_CAUSE_GENERATION_ENDED: ExitCause.GENERATION_ENDED,
     pb.EXIT_CAUSE_PEER_LOST: ExitCause.PEER_LOST,
     pb.EXIT_CAUSE_SCRIPT_FAILED: ExitCause.SCRIPT_FAILED,
+    pb.EXIT_CAUSE_OUT_OF_MEMORY: ExitCause.OUT_OF_MEMORY,
     pb.EXIT_CAUSE_KILLED: ExitCause.KILLED,
     pb.EXIT_CAUSE_LAUNCH_FAILED: ExitCause.LAUNCH_FAILED,
     pb.EXIT_CAUSE_LAUNCH_REFUSED: ExitCause.LAUNCH_REFUSED,
@@ -66,6 +68,7 @@ _PROBLEM_CHARS = 2000
 _EVENT_CAUSES = frozenset(
     {
         ExitCause.SCRIPT_FAILED,
+        ExitCause.OUT_OF_MEMORY,
         ExitCause.KILLED,
         ExitCause.LAUNCH_FAILED,
         ExitCause.LAUNCH_REFUSED,
@@ -280,6 +283,8 @@ class ReportService:
         if worker is not None:
             cause = _EXIT_CAUSES.get(fact.cause, ExitCause.KILLED)
             worker.unreached = _unreached(fact)
+            if cause is ExitCause.OUT_OF_MEMORY and worker.worker_state not in STOPPED_WORKER_STATES:
+                worker.shortage = _read_shortage(fact.shortage).to_document()
             if 0.0 < fact.save_s < _LONGEST_SAVE_S:
                 await self._progress.record_save_time(session, fact)
             if cause in HOLDING_EXITS and fact.HasField("held") and worker.worker_state not in STOPPED_WORKER_STATES:
@@ -392,6 +397,15 @@ class ReportService:
 
 def _unreached(fact: pb.WorkerExited) -> int | None:
     return fact.unreached.rank if fact.HasField("unreached") else None
+
+
+def _read_shortage(fact: pb.MemoryShortage) -> MemoryShortage:
+    return MemoryShortage(
+        asked_bytes=fact.asked_bytes,
+        free_bytes=fact.free_bytes,
+        limit_bytes=fact.limit_bytes,
+        peak_bytes=fact.peak_bytes,
+    )
 
 
 def _shortened(problem: str) -> str:

@@ -18,6 +18,7 @@ from varuna_manager.domain.actions import (
     FinishJob,
     LiftQuarantine,
     QuarantineVms,
+    RaiseMargin,
     RecordDeath,
     RecordHang,
     RequestStacks,
@@ -73,6 +74,8 @@ class JobActions:
             case RecordDeath():
                 vm = await session.get_one(VmRow, action.vm_id)
                 vm.deaths, vm.last_death_at = action.deaths, self._now()
+            case RaiseMargin():
+                self._raise_margin(session, row, action)
             case QuarantineVms() | LiftQuarantine():
                 await self._quarantine(session, row, action)
 
@@ -242,6 +245,21 @@ class JobActions:
             vm_id=None if suspect is None else suspect.vm_id,
             data=data,
         )
+
+    def _raise_margin(self, session: AsyncSession, row: JobRow, action: RaiseMargin) -> None:
+        lesson = action.lesson
+        row.memory_margin = lesson.margin.to_document()
+        data = {
+            "rank": lesson.rank,
+            "stage": lesson.stage,
+            **lesson.shortage.to_document(),
+            "planned_bytes": lesson.planned_bytes,
+            "shortfall_bytes": lesson.shortfall_bytes,
+            "factor": round(lesson.margin.factor, 4),
+            "lessons": lesson.margin.lessons,
+        }
+        text = f"generation {action.number}: {action.reason}"
+        self._events.emit_event(session, "out_of_memory", text, job_id=row.id, generation=action.number, data=data)
 
     async def _quarantine(self, session: AsyncSession, row: JobRow, action: QuarantineVms | LiftQuarantine) -> None:
         for vm_id in action.vm_ids:

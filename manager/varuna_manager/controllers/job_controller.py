@@ -210,6 +210,7 @@ class JobController:
             device_memory_bytes=min(memories, default=None),
             gpus_per_vm=min(vm.gpus for vm in vms),
             trained_micro_batch=trained_micro_batch(job),
+            margin=view.margin,
             previous=previous,
             previous_p=None if previous_plan is None else previous_plan.p,
             previous_starts=() if previous_plan is None else previous_plan.stage_starts,

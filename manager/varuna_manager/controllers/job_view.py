@@ -20,6 +20,7 @@ from varuna_manager.domain.fitting import fits_job, is_choosy, pin_type, render_
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
 from varuna_manager.domain.limits import JobLimitsView
+from varuna_manager.domain.memory_margin import MemoryMargin
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
 from varuna_manager.domain.observed import GenerationView, JobView, Rules, VmView, WorkerViews
 from varuna_manager.domain.preparing import JobPlaces, WorkdirReadiness
@@ -345,6 +346,7 @@ class SnapshotLoader:
             generation=None if held is None else self._generation_view(held, world.progress[held.facts.key], world),
             setbacks=past.setbacks,
             morphs=estimate_morphs(past.shapes, self._fleet_morphs),
+            margin=MemoryMargin.from_document(row.memory_margin),
             coming_vms=len(fleet.coming_ages_s),
             returning_vms=returning,
             fleet=fleet,
@@ -446,7 +448,10 @@ def previous_placement(job: LoadedJob) -> tuple[tuple[Device, ...], Plan | None]
 
 
 def trained_micro_batch(job: LoadedJob) -> int | None:
-    """The size of the micro-batches in the newest generation; None when that did not train."""
-    if job.generation is None or job.generation.kind != GenerationKind.TRAINING:
+    """The size of the micro-batches in the newest generation; None when the job has not trained yet."""
+    newest = job.view.generation
+    if job.generation is None or newest is None or newest.kind is not GenerationKind.TRAINING:
         return None
+    if not newest.live and not (newest.last_step or newest.resumed_step or job.view.setbacks.best_step):
+        return None  # nothing depends on the size yet: a smaller one may fit where memory was short
     return Plan.from_document(job.generation.plan).micro_batch

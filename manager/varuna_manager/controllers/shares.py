@@ -135,6 +135,7 @@ def _question(job: LoadedJob, snapshot: Snapshot, gpus: int) -> RateQuestion:
         device_memory_bytes=fitting.least_memory_bytes,
         gpus_per_vm=fitting.least_per_vm,
         trained_micro_batch=trained_micro_batch(job),
+        margin=job.view.margin,
     )
 
 

@@ -119,6 +119,8 @@ class JobRow(_Living, Base):
     end), and the number of the last `report` of it."""
     script_obstacles: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     """What its script does because of which no worker can go on in place: those for which there is an event."""
+    memory_margin: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """By how much its plans allow for more memory than its profile says (`domain.memory_margin`). Null: by nothing."""
     version: Mapped[int] = mapped_column(Integer)
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - as SQLAlchemy requires
 
@@ -285,6 +287,8 @@ class WorkerRow(_Living, Base):
     """Whether its process can only give that state to others, and cannot go on in place."""
     held_copies: Mapped[list[list[int]] | None] = mapped_column(JSON(none_as_null=True))
     """The rank and the step of each copy that its process held besides. Null: none."""
+    shortage: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """What its device had when it ran out of memory. Null: it did not."""
     stopped_at: Mapped[float | None]
 
     def render_subject(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from varuna_manager.domain.memory_margin import MemoryLesson
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, Holders, Suspect
 from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode
@@ -85,6 +86,15 @@ class RecordDeath:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RaiseMargin:
+    """Store what a want of memory has taught, and emit an event with its figures."""
+
+    number: int
+    reason: str
+    lesson: MemoryLesson
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuarantineVms:
     """Take the VMs out of use until then."""
 
@@ -108,6 +118,7 @@ Action = (
     | RequestStacks
     | RecordHang
     | RecordDeath
+    | RaiseMargin
     | QuarantineVms
     | LiftQuarantine
 )

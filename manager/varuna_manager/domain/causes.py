@@ -5,7 +5,17 @@ from __future__ import annotations
 from varuna_manager.domain.observed import GenerationView, WorkerView
 from varuna_manager.domain.states import EndCause, ExitCause
 
-_ROOT_CAUSES = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.KILLED, ExitCause.LAUNCH_FAILED, ExitCause.LAUNCH_REFUSED})
+_ROOT_CAUSES = frozenset(
+    {
+        ExitCause.SCRIPT_FAILED,
+        ExitCause.OUT_OF_MEMORY,
+        ExitCause.KILLED,
+        ExitCause.LAUNCH_FAILED,
+        ExitCause.LAUNCH_REFUSED,
+    }
+)
+_OF_THE_SCRIPT = frozenset({ExitCause.SCRIPT_FAILED, ExitCause.OUT_OF_MEMORY})
+"""Exits that explain others at the same time."""
 _BY_AGENTS = {ExitCause.LEASE_OVER: EndCause.MANAGER_AWAY, ExitCause.AGENT_ENDED: EndCause.AGENT_ENDED}
 """Workers that their agents ended, whatever the script did. An agent reports them late, when it is back."""
 CONSEQUENCE_OF = frozenset(
@@ -33,7 +43,7 @@ def find_root_cause(generation: GenerationView) -> WorkerView | None:
     failed = [worker for worker in generation.workers if worker.cause in _ROOT_CAUSES]
     if not failed:
         return None
-    return min(failed, key=lambda w: (w.stopped_at or 0.0, w.cause is not ExitCause.SCRIPT_FAILED, w.rank))
+    return min(failed, key=lambda w: (w.stopped_at or 0.0, w.cause not in _OF_THE_SCRIPT, w.rank))
 
 
 def is_gone(worker: WorkerView) -> bool:
@@ -59,6 +69,7 @@ def choose_end_cause(worker: WorkerView) -> EndCause:
         return _BY_AGENTS[worker.cause]
     causes = {
         ExitCause.SCRIPT_FAILED: EndCause.SCRIPT_FAILED,
+        ExitCause.OUT_OF_MEMORY: EndCause.OUT_OF_MEMORY,
         ExitCause.LAUNCH_REFUSED: EndCause.LAUNCH_REFUSED,
     }
     return EndCause.WORKER_FAILED if worker.cause is None else causes.get(worker.cause, EndCause.WORKER_FAILED)
@@ -70,7 +81,10 @@ def render_worker_exit(worker: WorkerView) -> str:
         return worker.error or f"VM {worker.device.vm_id} is gone"
     if worker.lease_over and worker.cause is None:
         return f"VM {worker.device.vm_id} was out of reach for a whole lease"
+    if worker.shortage is not None:
+        return f"{where} ran out of memory: {worker.shortage.render()}"
     texts = {
+        ExitCause.OUT_OF_MEMORY: "ran out of memory",
         ExitCause.KILLED: "was killed",
         ExitCause.LAUNCH_FAILED: "never came up",
         ExitCause.LAUNCH_REFUSED: "was not started",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from varuna_manager.domain.actions import Action, Decision, EndGeneration, FinishJob
+from varuna_manager.domain.actions import Action, Decision, EndGeneration, FinishJob, RaiseMargin
 from varuna_manager.domain.blame import find_unreachable_vm
 from varuna_manager.domain.causes import (
     CONSEQUENCE_OF,
@@ -16,6 +16,7 @@ from varuna_manager.domain.causes import (
     is_taken_away,
     render_worker_exit,
 )
+from varuna_manager.domain.memory_margin import MOST_LESSONS, learn_margin
 from varuna_manager.domain.observed import GenerationView, JobView, Vms
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind, JobState
 
@@ -25,7 +26,9 @@ def decide_end(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
     reason = end.reason
     actions: list[Action] = [end]
     if job.state is not JobState.CANCELLING:
-        if end.cause is EndCause.SCRIPT_FAILED and job.may_restart:
+        if end.cause is EndCause.OUT_OF_MEMORY:
+            actions = _answer_shortage(job, generation, end)
+        elif end.cause is EndCause.SCRIPT_FAILED and job.may_restart:
             number, limit = job.setbacks.errors + 1, job.max_restarts_on_errors
             again = f"{end.reason}: restart {number} of {limit} (max_restarts_on_errors)"
             actions = [replace(end, reason=again)]
@@ -44,6 +47,29 @@ def decide_end(job: JobView, generation: GenerationView, vms: Vms) -> Decision:
             reason = extract_last_line(error)
             actions.append(FinishJob(state=JobState.FAILED, error=error))
     return Decision(reason=reason, actions=tuple(actions))
+
+
+def _answer_shortage(job: JobView, generation: GenerationView, end: EndGeneration) -> list[Action]:
+    """After a want of memory the job is planned anew, with more room; it fails if there is no plan to change, or if
+    plans have been changed too often."""
+    if generation.kind is GenerationKind.CALIBRATION and job.profiled_at is None:
+        ways = "give it GPUs with more memory, more cut-points, or an optimizer that takes less (fused=True)"
+        return [end, _fail_for_memory(generation, f"{end.reason}, while it calibrated: {ways}")]
+    lesson = learn_margin(generation, job.margin)
+    if lesson is None or generation.plan is None:
+        return [replace(end, reason=f"{end.reason}; new processes have the memory that it held")]
+    reason = f"{end.reason}; {lesson.render(generation.plan.p)}"
+    if lesson.margin.lessons > MOST_LESSONS:
+        again = f"{end.reason}, after {MOST_LESSONS} plans that each allowed for more"
+        ways = "make micro-batches smaller (plan.micro_batch), or give it GPUs with more memory"
+        return [end, _fail_for_memory(generation, f"{again}: {ways}")]
+    return [replace(end, reason=reason), RaiseMargin(number=generation.number, reason=reason, lesson=lesson)]
+
+
+def _fail_for_memory(generation: GenerationView, line: str) -> FinishJob:
+    root = find_root_cause(generation)
+    error = f"{root.error}\n{line}" if root is not None and root.error else line
+    return FinishJob(state=JobState.FAILED, error=error, exit_code=find_exit_code(generation))
 
 
 def _describe_success(generation: GenerationView) -> str:

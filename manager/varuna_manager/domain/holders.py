@@ -15,7 +15,7 @@ from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import GenerationView, Holder, Holders, KeptCopy, Rules, Vms, WorkerView
 from varuna_manager.domain.other_stages import find_unmoved
 from varuna_manager.domain.reshaping import LOSES_RANKS, assume_held, is_unmoved, keeps_state, list_held_steps
-from varuna_manager.domain.states import GenerationKind, StopMode, VmState
+from varuna_manager.domain.states import EndCause, GenerationKind, StopMode, VmState
 from varuna_proto.plan import Device
 
 
@@ -93,7 +93,8 @@ def _find_held(
     if is_unmoved(ended):
         unmoved = find_unmoved(ended, is_there)
         return None if unmoved is None else _Held(sys.maxsize, unmoved)
-    is_fault = ended.last_step is None and ended.end_cause not in LOSES_RANKS
+    # A want of memory is no fault of the state: the next plan leaves it more room.
+    is_fault = ended.last_step is None and ended.end_cause not in LOSES_RANKS | {EndCause.OUT_OF_MEMORY}
     if any(worker.held_step is not None for worker in ended.workers):
         is_in_vain = is_fault and (ended.in_place or ended.holders is not None)
         return None if is_in_vain else _find_members(ended, ended.plan.p, is_there)

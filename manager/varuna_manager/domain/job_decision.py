@@ -130,7 +130,8 @@ def _decide_while_stopping(now: float, job: JobView, generation: GenerationView,
     text = f"{stop.reason}: waiting for its workers to stop"
     waiting = Decision(reason=text, claims=generation.devices, notable=False)
     stopped = [worker for worker in generation.workers if worker.stopped]
-    if stop.cause in (EndCause.CANCELLED, EndCause.SCRIPT_FAILED, EndCause.LIMIT) or not stopped:
+    whole = (EndCause.CANCELLED, EndCause.SCRIPT_FAILED, EndCause.OUT_OF_MEMORY, EndCause.LIMIT)
+    if stop.cause in whole or not stopped:
         return waiting
     if any(worker.cause is ExitCause.FINISHED for worker in stopped):
         return waiting  # it was finishing anyway: the other ranks may be writing the result

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.limits import JobLimitsView
+from varuna_manager.domain.memory_margin import NO_MARGIN, MemoryMargin, MemoryShortage
 from varuna_manager.domain.morphs import MorphEstimate
 from varuna_manager.domain.newcomers import NewcomersView
 from varuna_manager.domain.setbacks import Setbacks
@@ -257,6 +258,8 @@ class WorkerView:
     """The ranks that do not answer it while it waits, by its agent's last heartbeat."""
     unreached: int | None = None
     """The rank that it could not reach at the rendezvous; None: none is known."""
+    shortage: MemoryShortage | None = None
+    """Why it ran out of memory; None: it did not."""
     held_step: int | None = None
     """The step of the state that its process, or its VM's memory after it, holds for the next generation; None: none
     does."""
@@ -459,6 +462,8 @@ class JobView:
     """The past generations that count against it."""
     morphs: MorphEstimate = field(default_factory=MorphEstimate)
     """What its morphs cost, by its past generations."""
+    margin: MemoryMargin = NO_MARGIN
+    """By how much its plans allow for more memory than its profile says."""
     devices: tuple[Device, ...] = ()
     """Devices that it could be launched on now: on usable VMs, free or its own."""
     max_restarts_on_errors: int = 0

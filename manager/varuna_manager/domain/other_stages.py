@@ -59,7 +59,9 @@ def _list_newcomers(job: JobView, ended: GenerationView) -> frozenset[Device]:
 
 
 def _may_move(ended: GenerationView) -> bool:
-    is_sound = keeps_state(ended.end_cause) and ended.end_cause is not EndCause.SCRIPT_FAILED
+    # Processes of a generation that ran out of memory hold memory that new ones have.
+    unsound = (EndCause.SCRIPT_FAILED, EndCause.OUT_OF_MEMORY)
+    is_sound = keeps_state(ended.end_cause) and ended.end_cause not in unsound
     is_vain = ended.in_place and ended.last_step is None and ended.end_cause not in LOSES_RANKS
     return ended.kind is GenerationKind.TRAINING and is_sound and not is_vain and not is_unmoved(ended)
 

@@ -31,12 +31,12 @@ LOSES_RANKS = frozenset(
 _GOES_ON_AFTER = LOSES_RANKS | {EndCause.WORKER_FAILED, EndCause.UNREACHABLE, EndCause.SLOW_VM}
 """Ends after which the job goes on with fewer devices, perhaps in place. After a hang the processes are not trusted.
 After the others the job is over, waits, or starts new processes."""
-_RESTARTS_FROM_MEMORY = frozenset({EndCause.GROWTH, EndCause.SCRIPT_FAILED})
+_RESTARTS_FROM_MEMORY = frozenset({EndCause.GROWTH, EndCause.SCRIPT_FAILED, EndCause.OUT_OF_MEMORY})
 """Ends after which the job has another shape, or its script runs from its beginning. The old processes are sound, but
 for the rank that raised an error: they take other stages (`domain.other_stages`), or give their state to new ones."""
 SURVIVABLE_EXITS = frozenset({ExitCause.GENERATION_ENDED, ExitCause.PEER_LOST})
 """Exits of workers whose processes may stay, with their state."""
-HOLDING_EXITS = SURVIVABLE_EXITS | {ExitCause.SCRIPT_FAILED, ExitCause.AGENT_ENDED}
+HOLDING_EXITS = SURVIVABLE_EXITS | {ExitCause.SCRIPT_FAILED, ExitCause.OUT_OF_MEMORY, ExitCause.AGENT_ENDED}
 """Exits of workers that may have left their state, in a process or in the VM's memory."""
 _LEAVES_NO_PROCESS = HOLDING_EXITS - SURVIVABLE_EXITS
 _LONG_REST_S = 10.0

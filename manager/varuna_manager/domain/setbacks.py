@@ -2,7 +2,8 @@
 
 A job that makes progress may be restarted any number of times. One that dies repeatedly at the same place is tried
 again with growing pauses, and then fails (`Rules.breaker`). What VMs, agents and managers do to a job never counts;
-what an agent does repeatedly only makes the pauses longer. Failures of the script are counted separately, and always:
+what an agent does repeatedly only makes the pauses longer. A want of memory does not count either: the plan after it is
+more careful, and there are few of those (`memory_margin`). Failures of the script are counted separately, and always:
 the job's `max_restarts_on_errors` limits them.
 """
 
@@ -15,6 +16,7 @@ from varuna_manager.domain.states import EndCause
 
 _BLAMELESS = frozenset(
     {
+        EndCause.OUT_OF_MEMORY,
         EndCause.VM_LOST,
         EndCause.MANAGER_AWAY,
         EndCause.NOTICE,

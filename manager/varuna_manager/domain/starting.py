@@ -172,7 +172,10 @@ def _decide_by_proposal(now: float, job: JobView, devices: tuple[Device, ...], v
     if proposal.plan is not None:
         return _start_training(now, job, proposal.plan, proposal, vms=vms, rules=rules)
     if not proposal.possible:
-        return fail_job(f"no plan can ever fit: {proposal.reason}")
+        ended = job.generation
+        is_short = ended is not None and ended.end_cause is EndCause.OUT_OF_MEMORY
+        figures = f" ({ended.end_reason})" if ended is not None and is_short else ""
+        return fail_job(f"no plan can ever fit: {proposal.reason}{figures}")
     if job.quarantined:
         return _lift_quarantine(job, f"no plan fits the other {count_of(len(devices), 'GPU')}")
     return Decision(reason=f"no plan fits {count_of(len(devices), 'GPU')}, waiting for more: {proposal.reason}")

@@ -227,6 +227,8 @@ class JobService:
             job.error, job.exit_code, job.finished_at, job.profile_error = None, None, None, None
             job.setup_error, job.setup_exit_code, job.setup_failures = None, None, None
             job.retried_at, job.run_since = self._now(), None
+            if job.memory_margin is not None:
+                job.memory_margin = {**job.memory_margin, "lessons": 0}
             progress_row = await session.get(JobProgressRow, job.id)
             job.retried_after = 0 if progress_row is None else progress_row.newest
             text = f"job {job.name!r}, which {was}, is retried"

@@ -39,6 +39,7 @@ _FROM_ZERO = (
     "job_failed",
     "job_succeeded",
     "manager_leads",
+    "out_of_memory",
     "preemption_notice",
     "profile_rejected",
     "provider_away",

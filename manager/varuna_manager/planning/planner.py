@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from varuna_manager.domain.memory_margin import NO_MARGIN, MemoryMargin
 from varuna_manager.domain.spec import JobSpec
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ShapeQuestion:
     gpus_per_vm: int
     trained_micro_batch: int | None = None
     """The micro-batch with which the job has trained; None: it has not trained yet."""
+    margin: MemoryMargin = NO_MARGIN
 
     def shape_key(self) -> Hashable:
         """Equal for questions with the same answers."""
@@ -41,7 +43,7 @@ class ShapeQuestion:
         pins = (wanted.p, wanted.d, wanted.micro_batch)
         profile = profile_digest(self.profile_json)
         sizes = (self.spec.global_batch, self.trained_micro_batch)
-        return profile, sizes, pins, self.device_memory_bytes, self.gpus_per_vm
+        return profile, sizes, pins, self.margin.limit_device(self.device_memory_bytes), self.gpus_per_vm
 
     def choose_shape(self, gpus: int, pins: Pins | None = None) -> PlanChoice:
         """The best plan for this many GPUs, with the job's own pins if no others are given. Runs in a thread.
@@ -60,12 +62,15 @@ class ShapeQuestion:
             profile,
             gpus=gpus,
             global_batch=self.spec.global_batch,
-            device_memory_bytes=self.device_memory_bytes,
+            device_memory_bytes=self.margin.limit_device(self.device_memory_bytes),
             gpus_per_vm=self.gpus_per_vm,
             pins=pins or Pins(p=wanted.p, d=wanted.d, micro_batch=micro_batch),
         )
         if kept_for:
             why = f"; the micro-batch stays {micro_batch}, because random numbers depend on it: {kept_for}"
+            choice = replace(choice, reason=choice.reason + why)
+        if self.margin.factor > 1.0:
+            why = f"; it has run out of memory, so stages count {self.margin.factor:.2f} times what the profile says"
             choice = replace(choice, reason=choice.reason + why)
         return choice
 

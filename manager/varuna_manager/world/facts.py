@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from varuna_manager.db.changes import GenerationKey
 from varuna_manager.domain.commands import GenerationOnVm
+from varuna_manager.domain.memory_margin import MemoryShortage
 from varuna_manager.domain.observed import Holder, Holders, KeptCopy, StopView, WorkerView, WorkerViews
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.domain.states import (
@@ -84,6 +85,7 @@ class JobFacts(NamedTuple):
     run_since: float | None
     setup_failures: Mapping[str, Any] | None
     script_obstacles: Sequence[str] | None = None
+    memory_margin: Mapping[str, Any] | None = None
 
     @property
     def job_state(self) -> JobState:
@@ -186,6 +188,7 @@ class WorkerFacts(NamedTuple):
     held_step: int | None = None
     held_gives_only: bool = False
     held_copies: Sequence[Sequence[int]] | None = None
+    shortage: Mapping[str, Any] | None = None
 
     @property
     def worker_state(self) -> WorkerState:
@@ -208,6 +211,7 @@ class WorkerFacts(NamedTuple):
             error=self.error_text or "",
             exit_code=self.exit_code,
             unreached=self.unreached,
+            shortage=None if self.shortage is None else MemoryShortage(**self.shortage),
             held_step=self.held_step,
             gives_only=self.held_gives_only,
             held_copies=tuple(KeptCopy(*copy) for copy in self.held_copies or ()),

@@ -90,6 +90,8 @@ class _ExitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExitCause.V
     """its agent ended it, because the agent itself was to end"""
     EXIT_CAUSE_LAUNCH_REFUSED: _ExitCause.ValueType  # 132
     """the agent did not start it (rendezvous port stale, ...)"""
+    EXIT_CAUSE_OUT_OF_MEMORY: _ExitCause.ValueType  # 300
+    """its device had no memory left"""
 
 class ExitCause(_ExitCause, metaclass=_ExitCauseEnumTypeWrapper): ...
 
@@ -112,6 +114,8 @@ EXIT_CAUSE_AGENT_ENDED: ExitCause.ValueType  # 131
 """its agent ended it, because the agent itself was to end"""
 EXIT_CAUSE_LAUNCH_REFUSED: ExitCause.ValueType  # 132
 """the agent did not start it (rendezvous port stale, ...)"""
+EXIT_CAUSE_OUT_OF_MEMORY: ExitCause.ValueType  # 300
+"""its device had no memory left"""
 Global___ExitCause: _TypeAlias = ExitCause  # noqa: Y015
 
 class _TraceOp:
@@ -840,6 +844,39 @@ class Phase(_message.Message):
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
+class MemoryShortage(_message.Message):
+    """of a device, when memory was asked of it in vain"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASKED_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    asked_bytes: _builtins.int
+    """0: not known"""
+    free_bytes: _builtins.int
+    limit_bytes: _builtins.int
+    """all memory of the device"""
+    peak_bytes: _builtins.int
+    """the most that tensors of the worker have had"""
+    def __init__(
+        self,
+        *,
+        asked_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_bytes", b"asked_bytes", "free_bytes", b"free_bytes", "limit_bytes", b"limit_bytes", "peak_bytes", b"peak_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryShortage: _TypeAlias = MemoryShortage  # noqa: Y015
+
+@_typing.final
 class Unreached(_message.Message):
     """a rank that another one could not reach at the rendezvous"""
 
@@ -877,6 +914,7 @@ class WorkerExited(_message.Message):
     UNREACHED_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     SCRIPT_OBSTACLE_FIELD_NUMBER: _builtins.int
+    SHORTAGE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
@@ -897,6 +935,10 @@ class WorkerExited(_message.Message):
     def held(self) -> Global___HeldState:
         """set if the process is still there and waits for its rank in the next generation"""
 
+    @_builtins.property
+    def shortage(self) -> Global___MemoryShortage:
+        """set if the cause is EXIT_CAUSE_OUT_OF_MEMORY"""
+
     def __init__(
         self,
         *,
@@ -910,10 +952,11 @@ class WorkerExited(_message.Message):
         unreached: Global___Unreached | None = ...,
         held: Global___HeldState | None = ...,
         script_obstacle: _builtins.str = ...,
+        shortage: Global___MemoryShortage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "unreached", b"unreached"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "shortage", b"shortage", "unreached", b"unreached"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "error_text", b"error_text", "exit_code", b"exit_code", "generation", b"generation", "held", b"held", "job_id", b"job_id", "rank", b"rank", "save_s", b"save_s", "script_obstacle", b"script_obstacle", "unreached", b"unreached"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "error_text", b"error_text", "exit_code", b"exit_code", "generation", b"generation", "held", b"held", "job_id", b"job_id", "rank", b"rank", "save_s", b"save_s", "script_obstacle", b"script_obstacle", "shortage", b"shortage", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -760,15 +760,21 @@ class WorkerFailure(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRACEBACK_FIELD_NUMBER: _builtins.int
+    SHORTAGE_FIELD_NUMBER: _builtins.int
     traceback: _builtins.str
+    @_builtins.property
+    def shortage(self) -> _agent_pb2.MemoryShortage:
+        """set if memory of its device was asked for in vain"""
+
     def __init__(
         self,
         *,
         traceback: _builtins.str = ...,
+        shortage: _agent_pb2.MemoryShortage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shortage", b"shortage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shortage", b"shortage", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

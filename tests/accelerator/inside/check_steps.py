@@ -14,6 +14,7 @@ from small_gpt import Task, example_batch, make_model
 from varuna import CutPoint, Varuna
 from varuna.devices.accelerator import record_event, use_stream
 from varuna.devices.copy_stream import CopyStream
+from varuna.devices.out_of_memory import measure_shortage
 from varuna.distributed.departure import Departure
 from varuna.distributed.groups import RankGroup
 from varuna.optim.precision import TrainingPrecision
@@ -123,6 +124,32 @@ def test_an_error_for_want_of_memory_says_what_may_be_changed() -> None:
     assert note.startswith("out of memory on sim:0, which has ")
     assert "stage 1 of 1 had up to" in note
     assert "with micro-batches of 1. Make micro-batches smaller (plan.micro_batch in the job file" in note
+
+
+class GreedyAdamW(torch.optim.AdamW):
+    """Needs more memory than any device has, from its second step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.state:
+            torch.empty(1 << 34, dtype=torch.uint8, device=DEVICE)
+        return super().step(closure)
+
+
+def test_what_an_optimizer_lacks_is_measured_too() -> None:
+    model = Varuna(make_model(Task()), get_batch_fn=example_batch, batch_size=4, chunk_size=1, device="sim:0")
+    model.set_optimizer(GreedyAdamW(model.parameters(), fused=True))
+    model.step(example_batch(4))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        model.step(example_batch(4))
+    wrapped = ValueError("the script's own error")
+    wrapped.__cause__ = raised.value
+    shortage = measure_shortage(wrapped)
+    free, total = torch.accelerator.get_memory_info(0)
+    assert shortage is not None
+    assert (shortage.asked_bytes, shortage.free_bytes, shortage.limit_bytes) == (1 << 34, free, total)
+    assert 0 < shortage.peak_bytes < total
+    assert raised.value.__notes__[0].startswith("out of memory on sim:0, which has ")
 
 
 def test_copies_could_run_while_the_device_computes() -> None:

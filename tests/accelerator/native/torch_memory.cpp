@@ -13,8 +13,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     c10::Device device(kSim, device_now);
     if (!bytes) return {nullptr, nullptr, &free_block, device};
     auto* block = sim::allocate_block(device_now, actor(device_now), bytes);
-    TORCH_CHECK_WITH(OutOfMemoryError, block, "sim out of memory: ", bytes, " bytes asked of ", device, ", ",
-                     sim::stats(device_now).allocated, " of ", sim::capacity(device_now), " in use");
+    TORCH_CHECK_WITH(OutOfMemoryError, block, "sim out of memory. Tried to allocate ", bytes, " bytes. ", device, " has a total capacity of ",
+                     sim::capacity(device_now), " bytes, of which ", sim::stats(device_now).allocated, " are in use");
     return {block->user, block, &free_block, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }

@@ -226,7 +226,14 @@ class ScriptedAgent:
             )
             self.report(worker_started=fact)
 
-    def exited(self, launch: pb.Launch, cause: pb.ExitCause, error: str = "", held: pb.HeldState | None = None) -> None:
+    def exited(
+        self,
+        launch: pb.Launch,
+        cause: pb.ExitCause,
+        error: str = "",
+        held: pb.HeldState | None = None,
+        shortage: pb.MemoryShortage | None = None,
+    ) -> None:
         for worker in launch.workers:
             fact = pb.WorkerExited(
                 job_id=launch.job_id,
@@ -235,6 +242,7 @@ class ScriptedAgent:
                 cause=cause,
                 error_text=error,
                 held=held,
+                shortage=shortage,
             )
             self.report(worker_exited=fact)
 

@@ -49,7 +49,11 @@ KINDS = {
     "step_done": messages(w.StepDone, step=LONG, loss=hs.floats(), step_us=LONG, examples=SMALL, forward_us=LONG),
     "checkpoint_done": messages(w.CheckpointDone, step=LONG, url=TEXT, total_bytes=LONG),
     "profile_done": messages(w.ProfileDone, profile_json=TEXT, from_cache=hs.booleans()),
-    "failure": messages(w.WorkerFailure, traceback=TEXT),
+    "failure": messages(
+        w.WorkerFailure,
+        traceback=TEXT,
+        shortage=messages(pb.MemoryShortage, asked_bytes=LONG, free_bytes=LONG, limit_bytes=LONG, peak_bytes=LONG),
+    ),
     "evaluated": messages(w.Evaluated, micro_batches=LONG),
     "step_traced": TRACED,
 }

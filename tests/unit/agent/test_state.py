@@ -396,6 +396,26 @@ def test_the_traceback_comes_before_the_log() -> None:
     assert (exited.cause, exited.error_text) == (pb.EXIT_CAUSE_SCRIPT_FAILED, "Traceback: x")
 
 
+def test_a_device_without_memory_is_a_cause_of_its_own_with_its_figures() -> None:
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.ready(key())
+    short = pb.MemoryShortage(asked_bytes=3, free_bytes=1, limit_bytes=16, peak_bytes=12)
+    vm.receive_worker_message(key(), failure=w.WorkerFailure(traceback="OutOfMemoryError: x", shortage=short))
+    (exited,) = sent(vm.ended(key(), 1, "noise"), "worker_exited")
+    assert (exited.cause, exited.error_text) == (pb.EXIT_CAUSE_OUT_OF_MEMORY, "OutOfMemoryError: x")
+    assert exited.shortage == short
+
+
+def test_the_kernels_kill_for_want_of_memory_is_the_line_that_is_shown() -> None:
+    vm = Vm()
+    vm.receive_message(launch=launch())
+    vm.ready(key())
+    line = "The kernel killed a process of the job: together they reached its memory limit of 1.0 GiB"
+    (exited,) = sent(vm.ended(key(), -9, f"loading\n{line}"), "worker_exited")
+    assert (exited.cause, exited.error_text.splitlines()[-1]) == (pb.EXIT_CAUSE_KILLED, line)
+
+
 def test_an_untidy_end_after_being_told_to_leave_is_not_the_scripts_fault() -> None:
     vm = Vm()
     vm.receive_message(launch=launch())

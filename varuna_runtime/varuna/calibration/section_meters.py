@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import structlog
-import torch
 
 from varuna.calibration.clock import ComputeClock
 from varuna.calibration.section_meter import SectionMeter, measure_in_turn, time_stage_overhead
 from varuna.calibration.subject import CalibrationSubject
 from varuna.devices.accelerator import free_memory_bytes, is_accelerator
+from varuna.devices.out_of_memory import is_memory_error, tolerating_memory_errors
 from varuna_planner.profile.document import Measurement
 
 __all__ = ["SectionMeters"]
@@ -48,7 +47,7 @@ class SectionMeters:
         """Builds the meters that may stay. A section that does not fit is logged when it is to be measured."""
         for section in sections:
             if self._bytes(section) <= self._room_bytes:
-                with suppress(torch.OutOfMemoryError):
+                with tolerating_memory_errors():
                     self._get_meter(section)
 
     def measure_sections(
@@ -58,7 +57,7 @@ class SectionMeters:
         kept = [section for section in sections if section in self._kept]
         found: dict[int, Measurement | None] = {}
         if kept:
-            with suppress(torch.OutOfMemoryError):
+            with tolerating_memory_errors():
                 in_turn = measure_in_turn([self._kept[section] for section in kept], inputs, size, slice_s)
                 self._record_draws([self._kept[section] for section in kept])
                 found.update(zip(kept, in_turn, strict=True))
@@ -73,7 +72,9 @@ class SectionMeters:
             [measured] = measure_in_turn([meter], inputs, size, slice_s)
             self._record_draws([meter])
             return measured
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_memory_error(error):
+                raise
             if not self._kept:
                 _log.info("does not fit", section=section, micro_batch=size)
                 return None
@@ -111,7 +112,9 @@ class SectionMeters:
             return time_stage_overhead(
                 whole, parts, self.subject.get_batch(size), micro_batch=size, slice_s=_OVERHEAD_S
             )
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_memory_error(error):
+                raise
             _log.info("no room to measure what a stage takes on top of its sections", sections=len(sections))
             return None
 

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
 from varuna.devices.accelerator import wait_for_event
 from varuna.devices.copy_stream import CopyStream
 from varuna.devices.cuda_alone import takes_device_tensors
+from varuna.devices.out_of_memory import is_memory_error
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import Departure, PeerLost
 from varuna.distributed.gloo import NEVER, GlooGroup, Work
@@ -100,6 +101,9 @@ class RankGroup:
         return wait
 
     def _lost(self, error: RuntimeError) -> None:
+        """Leaves the generation, because a peer is gone; not where this rank's own device has no memory left."""
+        if is_memory_error(error):
+            return
         reason = f"a collective among ranks {self.ranks} failed: {first_line(error)}"
         self._departure.leave_generation(PeerLost(reason, suspects=self.ranks))
         self._departure.raise_if_leaving()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from varuna.checkpoint.script_states import RegisteredStates
 from varuna.devices.accelerator import peak_memory_bytes, total_memory_bytes
+from varuna.devices.out_of_memory import is_memory_error
 from varuna.distributed.topology import Topology
 from varuna_planner.memory import human
 from varuna_proto.plan import Plan
@@ -61,7 +62,9 @@ def explaining_memory(device: torch.device, topology: Topology, plan: Plan) -> I
     """Around what a stage does on its device: the last line of an error for want of memory says what may be changed."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_memory_error(error):
+            raise
         has, had = human(total_memory_bytes(device)), human(peak_memory_bytes(device))
         planned = f", and {human(plan.memory_bytes[topology.stage])} were planned" if plan.memory_bytes else ""
         error.add_note(

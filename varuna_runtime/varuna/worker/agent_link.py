@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import structlog
 
+from varuna.devices.accelerator import list_accelerators, release_cached_memory
+from varuna.devices.out_of_memory import MemoryFigures, measure_shortage
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import Departure, GenerationEnded, end_process
 from varuna_proto import framing
@@ -234,17 +236,21 @@ class AgentLink:
         """`store_state` is called when the script has raised an exception. The process then ends in any case."""
         self._on_failure = store_state
 
-    def handle_failure(self, text: str) -> None:
-        """The script has failed with this traceback, and this process is about to end."""
-        self.report_failure(text)
+    def handle_failure(self, text: str, shortage: MemoryFigures | None = None) -> None:
+        """The script has failed with this traceback, and this process is about to end.
+
+        `shortage`: of its device's memory, if it failed for that.
+        """
+        self.report_failure(text, shortage)
         try:
             self._on_failure()
         except Exception as error:  # the device or the script's own state may be the reason for the failure
             _log.warning("the state of this process ends with it", reason=first_line(error))
 
-    def report_failure(self, text: str) -> None:
-        """Reports the traceback of the script's failure."""
-        self._send(worker_pb2.WorkerMessage(failure=worker_pb2.WorkerFailure(traceback=text)))
+    def report_failure(self, text: str, shortage: MemoryFigures | None = None) -> None:
+        """Reports the traceback of the script's failure, and what its device lacked."""
+        figures = None if shortage is None else agent_pb2.MemoryShortage(**shortage._asdict())
+        self._send(worker_pb2.WorkerMessage(failure=worker_pb2.WorkerFailure(traceback=text, shortage=figures)))
 
     def report_unreached(self, rank: int, error: str) -> None:
         """Reports that this worker leaves because it cannot reach that rank."""
@@ -311,7 +317,12 @@ def install_excepthook(link: AgentLink) -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        link.handle_failure("".join(traceback.format_exception(kind, error, trace)))
+        text, shortage = "".join(traceback.format_exception(kind, error, trace)), measure_shortage(error)
+        if shortage is not None:  # what the frames hold would be lacking where the state is stored
+            traceback.clear_frames(trace)
+            with suppress(RuntimeError):
+                release_cached_memory(list_accelerators())
+        link.handle_failure(text, shortage)
         end_process(1)
 
     sys.excepthook = report

@@ -304,10 +304,11 @@ def reports_about(job_ids: list[str]) -> SearchStrategy[pb.Report]:
         "worker_exited": messages(
             pb.WorkerExited,
             **of,
-            cause=st.integers(0, 9),
+            cause=st.integers(0, 9) | st.just(pb.EXIT_CAUSE_OUT_OF_MEMORY),
             exit_code=st.integers(-(2**31), 2**31 - 1),
             error_text=TEXT,
             held=messages(pb.HeldState, step=LONG, bytes=LONG, gives_only=st.booleans()),
+            shortage=messages(pb.MemoryShortage, asked_bytes=LONG, free_bytes=LONG, limit_bytes=LONG),
             script_obstacle=TEXT,
         ),
         "checkpoint_committed": messages(pb.CheckpointCommitted, **about, step=LONG, url=TEXT, total_bytes=LONG),

@@ -229,8 +229,8 @@ def test_only_after_ends_that_leave_the_processes_sound(cause: EndCause) -> None
     given_ = proposal((Device("a", 0), Device("c", 0)))
     start = start_of(view(last, vms, proposal=given_), *vms)
     assert (start.in_place or start.holders is not None) is keeps_state(cause)
-    runs_script_again = cause is EndCause.SCRIPT_FAILED
-    assert start.in_place is (keeps_state(cause) and not runs_script_again)
+    needs_new_processes = cause in (EndCause.SCRIPT_FAILED, EndCause.OUT_OF_MEMORY)
+    assert start.in_place is (keeps_state(cause) and not needs_new_processes)
 
 
 def test_survivors_are_not_counted_on_for_ever() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from decision_views import generation, worker
+from varuna_manager.domain.memory_margin import MOST_LESSONS, NO_MARGIN, MemoryShortage, learn_margin
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.planning import planning
 from varuna_manager.planning.planning import PlanningService, PlanQuestion
@@ -192,3 +194,24 @@ async def test_the_answer_after_a_loss_has_a_plan_that_keeps_the_step() -> None:
     assert (await service.propose_plan(pinned)).keeping is None, "the job file asks for another one"
     impossible = replace(kept, kept_micro_batch=3)
     assert (await service.propose_plan(impossible)).plan is not None
+
+
+async def test_after_a_want_of_memory_plans_become_more_careful_until_none_fits() -> None:
+    """Whatever plan is made, its stages turn out to need a little more than their device has."""
+    service, asked = PlanningService(), replace(question(several_sizes("")), device_memory_bytes=1200)
+    limit, margin, seen = 1200, NO_MARGIN, list[int]()
+    for _ in range(MOST_LESSONS + 1):
+        proposed = await service.propose_plan(replace(asked, margin=margin))
+        if proposed.plan is None:
+            break
+        needed = max(proposed.plan.memory_bytes)
+        assert not seen or needed < seen[-1]
+        seen.append(needed)
+        stage = proposed.plan.memory_bytes.index(needed)
+        short = MemoryShortage(limit_bytes=limit, asked_bytes=1)
+        lesson = learn_margin(generation(worker(stage, "a", shortage=short), plan=proposed.plan), margin)
+        assert lesson is not None
+        margin = lesson.margin
+    assert len(seen) > 1, "there was more than one plan"
+    assert proposed.plan is None
+    assert "it has run out of memory, so stages count" in proposed.reason
