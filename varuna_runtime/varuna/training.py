@@ -30,7 +30,7 @@ from varuna.roles.planned_shape import take_planned_place
 from varuna.roles.role import VarunaRole
 from varuna.roles.training import TrainingRole
 from varuna.roles.training_parts import TrainingOptions
-from varuna.roles.wrapped_model import ModelOptions, trace_model, wrap_model
+from varuna.roles.wrapped_model import Boundaries, ModelOptions, trace_model, wrap_model
 from varuna.worker.newcomer import Newcomer
 from varuna.worker.script_values import SCRIPT_VALUES
 from varuna.worker.worker import WorkerProcess
@@ -76,6 +76,8 @@ class Varuna(ModuleView):
             last update. A loop of the usual form, `if (i + 1) % n == 0: optimizer.step()`, is found without it.
         random_by_example: random draws of forward (dropout) belong to examples, so they are the same for every
             micro-batch size. False: they belong to micro-batches, and the job keeps its first micro-batch size.
+        boundaries: "bf16" with `dtype=torch.bfloat16`: fp32 tensors of a batch, and their gradients, cross from stage
+            to stage in bf16, in half the bytes; None: in the types that the model gives them.
 
     The global random generators keep their state on every rank.
 
@@ -107,6 +109,7 @@ class Varuna(ModuleView):
         max_non_finite_steps: int | None = None,
         accumulate: bool = False,
         random_by_example: bool = True,
+        boundaries: Boundaries | None = None,
     ) -> None:
         super().__init__()
         options = TrainingOptions(
@@ -123,6 +126,7 @@ class Varuna(ModuleView):
             shared_weights=shared_weights or (),
             cut_points=cut_points,
             random_by_example=random_by_example,
+            boundaries=boundaries,
             weights=weights,
         )
         newcomer, traced = Newcomer.from_environment(environment), None

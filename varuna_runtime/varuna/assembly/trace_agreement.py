@@ -59,6 +59,7 @@ def describe_trace(
     """
     facts = {f"the version of {name}": version for name, version in _library_versions(model).items()}
     facts["the precision"] = str(precision.dtype)
+    facts["the type of boundaries"] = str(model_map.crosses_as)
     facts["what random numbers belong to"] = "examples" if model_map.random_by_example else "micro-batches"
     facts["the model's mode"] = "training" if model.training else "evaluation"
     for path, leaf in tree_flatten_with_path(dict(inputs))[0]:

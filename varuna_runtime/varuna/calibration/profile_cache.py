@@ -85,7 +85,8 @@ def _list_settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _boundary(boundary: Boundary) -> list[Any]:
-    return [boundary.shape, str(boundary.dtype), boundary.requires_grad, boundary.rows_per_example]
+    described = [boundary.shape, str(boundary.dtype), boundary.requires_grad, boundary.rows_per_example]
+    return described if boundary.made_as is None else [*described, str(boundary.made_as)]
 
 
 def find_misfit(profile: Profile, names: Sequence[str], hosts: Sequence[str], global_batch: int) -> str | None:

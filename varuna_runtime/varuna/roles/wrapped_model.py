@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,7 +22,10 @@ from varuna.partition.model_io.example_inputs import GetBatch
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import Mode
 
-__all__ = ["ModelOptions", "TracedModel", "WrappedModel", "trace_model", "wrap_model"]
+__all__ = ["Boundaries", "ModelOptions", "TracedModel", "WrappedModel", "trace_model", "wrap_model"]
+
+Boundaries = Literal["bf16"]
+"""The types in which tensors may cross stages, other than those that the model gives them."""
 
 _TRACE_EXAMPLES = 2
 """Examples in the batch of the dry run."""
@@ -67,6 +70,7 @@ class ModelOptions:
     shared_weights: Sequence[tuple[str, str]] = ()
     cut_points: int | None = None
     random_by_example: bool = True
+    boundaries: Boundaries | None = None
     weights: str | os.PathLike[str] | None = None
 
 
@@ -80,12 +84,27 @@ def trace_model(
 ) -> TracedModel:
     """Runs the model on example inputs to find where it can be cut. Needs no other rank, and no memory of the device.
 
-    Raises PartitionError when the model cannot be cut.
+    Raises PartitionError when the model cannot be cut, ValueError for boundaries of a type that it does not compute in.
     """
+    crosses_as = _find_crossing_type(options.boundaries, precision)
     with keep_global_generators(device), precision.dry_run_context():
         examples = get_batch(_TRACE_EXAMPLES)
         model_map = trace(model, examples, shared_weights=options.shared_weights, cut_points=options.cut_points)
-    return TracedModel(model_map=replace(model_map, random_by_example=options.random_by_example), examples=examples)
+    model_map = replace(model_map, random_by_example=options.random_by_example, crosses_as=crosses_as)
+    return TracedModel(model_map=model_map, examples=examples)
+
+
+def _find_crossing_type(boundaries: str | None, precision: TrainingPrecision) -> torch.dtype | None:
+    if boundaries is None:
+        return None
+    if boundaries != "bf16":
+        raise ValueError(f"boundaries={boundaries!r}: give 'bf16', or leave it out")
+    if precision.dtype is not torch.bfloat16:
+        raise ValueError(
+            f"boundaries='bf16', but the model computes in {precision.dtype}: train with dtype=torch.bfloat16, or "
+            "leave it out"
+        )
+    return torch.bfloat16
 
 
 def wrap_model(

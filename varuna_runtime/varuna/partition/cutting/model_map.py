@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -52,6 +52,7 @@ class ModelMap:
     modes: Mapping[str, bool] = field(
         default_factory=dict, repr=False
     )  # by path of the module: whether it ran in training mode
+    crosses_as: torch.dtype | None = None  # of fp32 tensors of a batch between stages; None: fp32
 
     @cached_property
     def _plans(self) -> dict[int, CutPlan]:
@@ -76,7 +77,11 @@ class ModelMap:
         place = plan.places[value][0]
         spec = self.cut_specs[place.cut - 1] if place.call < 0 else self.leaf_specs[place.call][place.leaf]
         assert isinstance(spec, TensorSpec)
-        return boundary_of(place.name, spec)
+        boundary = boundary_of(place.name, spec)
+        # One that has no batch (a loss that is summed up on the way, say) is small, and stays exact.
+        if self.crosses_as is None or boundary.dtype is not torch.float32 or boundary.batch_dim is None:
+            return boundary
+        return replace(boundary, dtype=self.crosses_as, made_as=boundary.dtype)
 
     @property
     def random_by_micro_batch(self) -> tuple[str, ...]:

@@ -42,15 +42,19 @@ class Boundary:
 
     `shape` has -1 where the batch is (dimension `batch_dim`; None: the tensor is the same for every batch size). That
     dimension has `rows_per_example * b` rows: 1 for the ordinary (b, …), T for tokens flattened to (b·T, …).
-    A tensor that requires a gradient gets one of the same shape back, or none if the loss does not depend on it.
+    A tensor that requires a gradient gets one of the same shape and type back, or none if the loss does not depend on
+    it.
     """
 
     name: str
     shape: tuple[int, ...]
     batch_dim: int | None
     dtype: torch.dtype
+    """On the wire."""
     requires_grad: bool
     rows_per_example: int = 1
+    made_as: torch.dtype | None = None
+    """The type that it has in the model, on both sides; None: the same."""
 
     def shape_for(self, batch: int) -> tuple[int, ...]:
         """The shape for a micro-batch of `batch` examples."""

@@ -140,12 +140,13 @@ class Stage:
 
         Args:
             inputs: the model's inputs, the same in every stage of the replica, on this device.
-            received: the tensors from the stage before, as leaves that require gradients where `receives` has it.
+            received: the tensors from the stage before, as leaves that require gradients where `receives` has it, of
+                the types on the wire.
 
         Returns:
             The tensors to send, in the order of `sends`. The last stage returns the scalar loss, or a list of loss and
-            weight if the model returns a weight. A received tensor that is relayed is returned itself, so that its
-            gradient is the sum over later stages and this one.
+            weight if the model returns a weight. A received tensor that is relayed is returned itself (or, of another
+            type on the wire, a copy), so that its gradient is the sum over later stages and this one.
 
         Raises:
             PartitionError: the forward took another path than in the dry run, or a boundary has another shape.
@@ -154,7 +155,7 @@ class Stage:
             raise PartitionError(
                 f"the stage takes {len(self.receives)} tensors from the one before, not {len(received)}"
             )
-        running = self._pass = _ForwardRun(batch_size_of(inputs), received, len(self.sends))
+        running = self._pass = _ForwardRun(batch_size_of(inputs), self._as_made(received), len(self.sends))
         if self.is_first and self.on_section is not None:
             self.on_section(0)
         try:
@@ -178,7 +179,7 @@ class Stage:
         Activation checkpointing in the user's model runs parts of the forward again there. Cut-points and ghosts in
         these parts then do the same as in the forward, and `on_section` is called.
         """
-        self._pass = _ForwardRun(batch_size_of(inputs), received, len(self.sends), again=True)
+        self._pass = _ForwardRun(batch_size_of(inputs), self._as_made(received), len(self.sends), again=True)
         try:
             yield
         finally:
@@ -236,6 +237,11 @@ class Stage:
 
         return guarded
 
+    def _as_made(self, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What was received, with the types that it has in the model."""
+        pairs = zip(received, self.receives, strict=True)
+        return [tensor if boundary.made_as is None else tensor.to(boundary.made_as) for tensor, boundary in pairs]
+
     def _outgoing(self, running: _ForwardRun) -> list[Tensor]:
         for received, sent in self._wiring.relays:
             running.sent[sent] = running.received[received]
@@ -252,12 +258,13 @@ class Stage:
                     f"{running.batch} examples. Sizes other than the batch's (sequence length) must be those of the "
                     "example inputs: pad to them"
                 )
-            if tensor.dtype != boundary.dtype:
+            made_as = boundary.made_as or boundary.dtype
+            if tensor.dtype != made_as:
                 raise PartitionError(
-                    f"{boundary.name} is {tensor.dtype} on {tensor.device.type}, but was {boundary.dtype} in the dry "
-                    f"run on the CPU. Make its type explicit before the cut: {boundary.name}.to({boundary.dtype})"
+                    f"{boundary.name} is {tensor.dtype} on {tensor.device.type}, but was {made_as} in the dry "
+                    f"run on the CPU. Make its type explicit before the cut: {boundary.name}.to({made_as})"
                 )
-            tensors.append(tensor)
+            tensors.append(tensor.to(boundary.dtype))
         return tensors
 
     def _replace_forwards(self) -> None:

@@ -59,7 +59,11 @@ class Retracer:
             self._require_held(before, after, stage)
         # Parameters that this state does not use stay in their sections, so that checkpoints keep their form.
         return replace(
-            after, sections=before.sections, shared=before.shared, random_by_example=before.random_by_example
+            after,
+            sections=before.sections,
+            shared=before.shared,
+            random_by_example=before.random_by_example,
+            crosses_as=before.crosses_as,
         )
 
     def _require_held(self, before: ModelMap, after: ModelMap, stage: range) -> None:
