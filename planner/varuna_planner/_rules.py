@@ -20,6 +20,7 @@ __all__ = [
     "gradient_sets",
     "input_sets",
     "most_in_flight",
+    "pass_bytes",
     "stage_bytes",
     "stash_cap",
 ]
@@ -30,6 +31,7 @@ most_in_flight = compiled()(schedule.most_in_flight)
 stash_cap = compiled()(schedule.stash_cap)
 input_sets = compiled()(memory.input_sets)
 gradient_sets = compiled()(memory.gradient_sets)
+pass_bytes = compiled()(memory.pass_bytes)
 stage_bytes = compiled()(memory.stage_bytes)
 
 
@@ -54,6 +56,7 @@ RULES = _fingerprint(
     schedule.stash_cap,
     memory.input_sets,
     memory.gradient_sets,
+    memory.pass_bytes,
     memory.stage_bytes,
 )
 """For a closure to use: numba's cache notices edits of a function's own file only, but its key includes closures."""

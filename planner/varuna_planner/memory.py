@@ -15,8 +15,7 @@ USABLE_FRACTION: Final = 0.9
 """Of a device's memory. The rest is the driver's context, communication buffers and fragmentation."""
 
 
-def stage_bytes(
-    state_bytes: int,
+def pass_bytes(
     input_bytes: int,
     output_bytes: int,
     activation_bytes: int,
@@ -25,10 +24,9 @@ def stage_bytes(
     gradient_sets: int,
     activation_sets: int,
 ) -> int:
-    """Peak bytes of a stage. Plain whole numbers, compiled for the search over cuts as it stands.
+    """Peak bytes that a stage's passes take beside its state. Plain whole numbers, as in `stage_bytes`.
 
     Args:
-        state_bytes: parameters, gradients and optimizer state of its sections.
         input_bytes: inputs of the stage's first section for one micro-batch.
         output_bytes: outputs of the stage's last section for one micro-batch, whose gradients are as large.
         activation_bytes: kept for backward by all its sections for one micro-batch.
@@ -36,13 +34,19 @@ def stage_bytes(
         input_sets, gradient_sets: of `input_sets` and `gradient_sets`.
         activation_sets: micro-batches between their F and their B (schedule.most_in_flight); 1 with recompute.
     """
-    return (
-        state_bytes
-        + input_sets * input_bytes
-        + gradient_sets * output_bytes
-        + activation_sets * activation_bytes
-        + working_bytes
-    )
+    return input_sets * input_bytes + gradient_sets * output_bytes + activation_sets * activation_bytes + working_bytes
+
+
+def stage_bytes(state_bytes: int, pass_bytes: int, update_bytes: int) -> int:
+    """Peak bytes of a stage, compiled for the search over cuts as it stands.
+
+    Args:
+        state_bytes: parameters, gradients and optimizer state of its sections.
+        pass_bytes: of `pass_bytes`.
+        update_bytes: taken between the last backward and the next step, when nothing of the passes is there: copies of
+            gradients for their sums over replicas, and what the optimizer's step needs for a while.
+    """
+    return state_bytes + max(pass_bytes, update_bytes)
 
 
 def input_sets(first: bool, in_flight: int, cap: int, N: int, staged: bool) -> int:

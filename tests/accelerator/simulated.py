@@ -102,6 +102,7 @@ def _make_device_module() -> Any:
     module.initial_seed = lambda: generators[index_of(None)].initial_seed()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.empty_cache = torch.accelerator.empty_cache
+    module.reset_peak_memory_stats = lambda device=None: torch.accelerator.reset_peak_memory_stats(index_of(device))
     module.max_memory_allocated = lambda device=None: torch.accelerator.max_memory_allocated(index_of(device))
     module.mem_get_info = lambda device=None: torch.accelerator.get_memory_info(index_of(device))
     module.get_device_name = lambda device=None: "simulated"

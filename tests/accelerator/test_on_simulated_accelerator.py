@@ -52,6 +52,11 @@ def test_a_step_waits_for_the_device_as_little_as_it_says() -> None:
 
 
 @pytest.mark.slow
+def test_stages_take_the_memory_that_was_planned() -> None:
+    run_checks("memory")
+
+
+@pytest.mark.slow
 def test_each_ordering_of_the_product_is_needed() -> None:
     run_checks("orderings")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from varuna_planner._compiled import compiled
-from varuna_planner._rules import gradient_sets, input_sets, most_in_flight, stage_bytes, stash_cap
+from varuna_planner._rules import gradient_sets, input_sets, most_in_flight, pass_bytes, stage_bytes, stash_cap
 from varuna_planner.cutting._tables import CutInputs, Ends, Flags, Floats, Ints, SearchLimits, SearchProblem
 
 _INFINITY = np.inf
@@ -63,6 +63,7 @@ def at_size(problem: SearchProblem, a: int) -> CutInputs:
         sections.work_us[a],
         sections.rework_us[a],
         sections.state_bytes,
+        sections.update_bytes,
         sections.activation_bytes[a],
         sections.inputs[a],
         sections.outputs[a],
@@ -76,14 +77,15 @@ def at_size(problem: SearchProblem, a: int) -> CutInputs:
 @compiled()
 def fewest_stages(of: CutInputs) -> int:
     """With fewer stages no cut fits the memory, even if all recompute; K + 1 when a section fits no device."""
-    state, activation, working, usable = of.state, of.activation, of.working, of.usable
+    state, activation, working, usable, update = of.state, of.activation, of.working, of.usable, of.update
     K: int = working.shape[0]
     stages = i = 0
     while i < K:
         j, most = i, 0
         while j < K:
             most = max(most, working[j])
-            if stage_bytes(state[j + 1] - state[i], 0, 0, activation[j + 1] - activation[i], most, 0, 0, 1) > usable:
+            kept, moved = activation[j + 1] - activation[i], update[j + 1] - update[i]
+            if stage_bytes(state[j + 1] - state[i], pass_bytes(0, 0, kept, most, 0, 0, 1), moved) > usable:
                 break
             j += 1
         if j == i:
@@ -106,18 +108,28 @@ def fill_sets(of: CutInputs, limits: SearchLimits, P: int, N: int, k: int, sets:
 
 
 @compiled()
-def _stage_us(work: float, rework: float, own: int, kept: int, most: int, usable: int, sets: int, last: bool) -> float:
+def _room_bytes(of: CutInputs, i: int, j: int) -> int:
+    """What the state of sections i to j - 1 leaves of a device; -1 if even the update has no room beside it."""
+    own = of.state[j] - of.state[i]
+    return int(of.usable - own if own + of.update[j] - of.update[i] <= of.usable else -1)
+
+
+@compiled()
+def _stage_us(
+    work: float, rework: float, messages: int, kept: int, most: int, room: int, sets: int, last: bool
+) -> float:
     """A stage's work for one micro-batch, with recompute where memory demands it; infinite where it does not fit.
 
     Args:
-        own: bytes of its state and messages.
+        messages: bytes of its messages.
         kept: bytes of the activations of one micro-batch; without recompute there are `sets` of them.
         most: bytes of its largest section's working set.
+        room: as of `_room_bytes`.
         last: the last stage works on one micro-batch at a time, so recompute saves nothing there.
     """
-    if stage_bytes(own, 0, 0, kept, most, 0, 0, sets) <= usable:
+    if messages + pass_bytes(0, 0, kept, most, 0, 0, sets) <= room:
         return work
-    if last or stage_bytes(own, 0, 0, kept, most, 0, 0, 1) > usable:
+    if last or messages + pass_bytes(0, 0, kept, most, 0, 0, 1) > room:
         return _INFINITY
     return work + rework
 
@@ -130,8 +142,8 @@ def _earliest(of: CutInputs, sets: Ints, i: int, R: int, limit: float, first: In
     Greedy from the end, with the smallest messages. Returns the most work of one of these stages (infinite when they
     do not reach i), and the least work of a stage that is one section longer.
     """
-    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
-    usable, K = of.usable, of.working.shape[0]
+    work, rework, activation, working = of.work, of.rework, of.activation, of.working
+    K = of.working.shape[0]
     busiest, beyond = 0.0, _INFINITY
     first[0] = K
     r = 1
@@ -140,10 +152,9 @@ def _earliest(of: CutInputs, sets: Ints, i: int, R: int, limit: float, first: In
         most, longest = 0, 0.0
         while start > i + R - r:
             most = max(most, working[start - 1])
-            own = state[end] - state[start - 1] + sets[MESSAGES, r]
-            kept = activation[end] - activation[start - 1]
-            again = rework[end] - rework[start - 1]
-            time = _stage_us(work[end] - work[start - 1], again, own, kept, most, usable, sets[KEPT, r], r == 1)
+            room, kept = _room_bytes(of, start - 1, end), activation[end] - activation[start - 1]
+            time, again = work[end] - work[start - 1], rework[end] - rework[start - 1]
+            time = _stage_us(time, again, sets[MESSAGES, r], kept, most, room, sets[KEPT, r], r == 1)
             if time > limit:
                 beyond = min(beyond, time)
                 break
@@ -189,7 +200,7 @@ def _cut_greedily(of: CutInputs, sets: Ints, P: int, least: float, limit: float,
 
     Every stage is as long as the least work of the busiest stage from there on allows.
     """
-    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    work, rework, activation, working = of.work, of.rework, of.activation, of.working
     K = working.shape[0]
     first = np.empty(P + 1, dtype=np.int64)
     busiest = within = least_work(of, sets, 0, P, least, limit, first)
@@ -208,9 +219,9 @@ def _cut_greedily(of: CutInputs, sets: Ints, P: int, least: float, limit: float,
         j, most = i, 0
         while j < K - r + 1:
             most = max(most, working[j])
-            own, kept = state[j + 1] - state[i] + sets[MESSAGES, r], activation[j + 1] - activation[i]
-            again = rework[j + 1] - rework[i]
-            if _stage_us(work[j + 1] - work[i], again, own, kept, most, of.usable, sets[KEPT, r], r == 1) > within:
+            room, kept = _room_bytes(of, i, j + 1), activation[j + 1] - activation[i]
+            time, again = work[j + 1] - work[i], rework[j + 1] - rework[i]
+            if _stage_us(time, again, sets[MESSAGES, r], kept, most, room, sets[KEPT, r], r == 1) > within:
                 break
             j += 1
         i = j
@@ -224,7 +235,7 @@ def _latest(of: CutInputs, sets: Ints, P: int, limit: float, last: Ints) -> None
 
     Like `_earliest`, from the other end.
     """
-    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    work, rework, activation, working = of.work, of.rework, of.activation, of.working
     K = working.shape[0]
     last[P] = 0
     for r in range(P, 1, -1):
@@ -232,9 +243,9 @@ def _latest(of: CutInputs, sets: Ints, P: int, limit: float, last: Ints) -> None
         most = 0
         while j < K - r + 1:
             most = max(most, working[j])
-            own, kept = state[j + 1] - state[i] + sets[MESSAGES, r], activation[j + 1] - activation[i]
-            again = rework[j + 1] - rework[i]
-            if _stage_us(work[j + 1] - work[i], again, own, kept, most, of.usable, sets[KEPT, r], False) > limit:
+            room, kept = _room_bytes(of, i, j + 1), activation[j + 1] - activation[i]
+            time, again = work[j + 1] - work[i], rework[j + 1] - rework[i]
+            if _stage_us(time, again, sets[MESSAGES, r], kept, most, room, sets[KEPT, r], False) > limit:
                 break
             j += 1
         last[r - 1] = j
@@ -248,7 +259,7 @@ def _first_stage(
 
     Infinite over `limit`. The first ends within [earliest, latest]; rest[j] is the least for the stages over j and up.
     """
-    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    work, rework, activation, working = of.work, of.rework, of.activation, of.working
     into = of.inputs[i] * sets[INPUTS, r]
     best, end, most = limit, -1, 0
     for j in range(i + 1, latest + 1):
@@ -257,9 +268,9 @@ def _first_stage(
             break
         if j < earliest or rest[j] > best:
             continue
-        own = state[j] - state[i] + into + sets[GRADIENTS, r] * of.outputs[j - 1]
+        messages, room = into + sets[GRADIENTS, r] * of.outputs[j - 1], _room_bytes(of, i, j)
         kept, again = activation[j] - activation[i], rework[j] - rework[i]
-        time = _stage_us(work[j] - work[i], again, own, kept, most, of.usable, sets[KEPT, r], r == 1)
+        time = _stage_us(work[j] - work[i], again, messages, kept, most, room, sets[KEPT, r], r == 1)
         time = max(time, rest[j])
         # On a tie the longest stage wins, as in `fill_free`.
         if time <= best and time < _INFINITY:
@@ -307,17 +318,17 @@ def _cut_exactly(of: CutInputs, sets: Ints, P: int, least: float, limit: float, 
 @compiled()
 def _is_as_good(of: CutInputs, sets: Ints, P: int, starts: Ints) -> bool:
     """Whether the stages of `_cut_greedily` take no longer with messages of their real size."""
-    state, activation, working = of.state, of.activation, of.working
+    activation, working = of.activation, of.working
     for s in range(P):
         r, i, j, most = P - s, starts[s], starts[s + 1], 0
         if j == i:
             return False
         for section in range(i, j):
             most = max(most, working[section])
-        own, kept = state[j] - state[i], activation[j] - activation[i]
+        room, kept = _room_bytes(of, i, j), activation[j] - activation[i]
         messages = sets[INPUTS, r] * of.inputs[i] + sets[GRADIENTS, r] * of.outputs[j - 1]
-        less = _stage_us(0.0, 1.0, own + sets[MESSAGES, r], kept, most, of.usable, sets[KEPT, r], r == 1)
-        if less < _stage_us(0.0, 1.0, own + messages, kept, most, of.usable, sets[KEPT, r], r == 1):
+        less = _stage_us(0.0, 1.0, sets[MESSAGES, r], kept, most, room, sets[KEPT, r], r == 1)
+        if less < _stage_us(0.0, 1.0, messages, kept, most, room, sets[KEPT, r], r == 1):
             return False
     return bool(starts[P] == working.shape[0])
 
@@ -355,7 +366,7 @@ def is_possible(
     A hop, both ways, takes at least `hop` µs, and a byte of gradients `reduce` µs. Greedy: the later a stage starts,
     the further it reaches.
     """
-    work, rework, state, activation, working = of.work, of.rework, of.state, of.activation, of.working
+    work, rework, activation, working = of.work, of.rework, of.activation, of.working
     K = working.shape[0]
     i = 0
     for s in range(P):
@@ -365,11 +376,11 @@ def is_possible(
         rest_us = alone_us - forward[i] - 0.5 * s * hop
         while j < K - r + 1:
             most = max(most, working[j])
-            own, kept = state[j + 1] - state[i] + sets[MESSAGES, r], activation[j + 1] - activation[i]
+            room, kept = _room_bytes(of, i, j + 1), activation[j + 1] - activation[i]
             time = work[j + 1] - work[i]
             hidden = time - (forward[j + 1] - forward[i])
             again = rework[j + 1] - rework[i]
-            time = N * _stage_us(time, again, own, kept, most, of.usable, sets[KEPT, r], r == 1)
+            time = N * _stage_us(time, again, sets[MESSAGES, r], kept, most, room, sets[KEPT, r], r == 1)
             if time > full_us or time + (own_bytes[j + 1] - own_bytes[i]) * reduce - hidden > rest_us:
                 break
             j += 1
@@ -384,8 +395,7 @@ def needed_bytes(of: CutInputs, sets: Ints, starts: Ints, P: int, s: int, recomp
     most = 0
     for section in range(i, j):
         most = max(most, of.working[section])
-    needed: int = stage_bytes(
-        of.state[j] - of.state[i],
+    passes = pass_bytes(
         of.inputs[i],
         of.outputs[j - 1],
         of.activation[j] - of.activation[i],
@@ -394,6 +404,7 @@ def needed_bytes(of: CutInputs, sets: Ints, starts: Ints, P: int, s: int, recomp
         sets[GRADIENTS, r],
         1 if recompute else sets[KEPT, r],
     )
+    needed: int = stage_bytes(of.state[j] - of.state[i], passes, of.update[j] - of.update[i])
     return needed
 
 
@@ -420,8 +431,7 @@ def largest_run_ahead(
         while low < high:
             in_flight = most_in_flight(limits.policy, s, P, N, tried)
             cap = stash_cap(limits.policy, s, P, N, tried)
-            needed = stage_bytes(
-                of.state[j] - of.state[i],
+            passes = pass_bytes(
                 of.inputs[i],
                 of.outputs[j - 1],
                 of.activation[j] - of.activation[i],
@@ -430,7 +440,7 @@ def largest_run_ahead(
                 gradient_sets(s == P - 1, cap, N, limits.staged),
                 1 if recompute[s] else in_flight,
             )
-            if needed <= of.usable:
+            if stage_bytes(of.state[j] - of.state[i], passes, of.update[j] - of.update[i]) <= of.usable:
                 low = tried
             else:
                 high = tried - 1

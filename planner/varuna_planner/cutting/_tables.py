@@ -34,6 +34,8 @@ class SectionTables(NamedTuple):
     """The same of recompute."""
     state_bytes: Ints
     """Sums [K + 1]: parameters, gradients and optimizer."""
+    update_bytes: Ints
+    """Sums [K + 1]: what the sums over replicas and the optimizer's step take for a while."""
     gradient_bytes: Ints
     """Sums [K + 1]."""
     own_bytes: Floats
@@ -168,9 +170,10 @@ class CutInputs(NamedTuple):
     """The sections at one micro-batch size, and the memory, as cutting reads them."""
 
     work: Floats
-    """Sums [K + 1], like the next three."""
+    """Sums [K + 1], like the next four."""
     rework: Floats
     state: Ints
+    update: Ints
     activation: Ints
     inputs: Ints
     """[K], like the next two."""

@@ -6,7 +6,7 @@ micro-batch. Sums over sections are kept as prefix sums, so that any run of sect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,11 @@ _GRID = 1024.0
 """Work is rounded to this fraction of a microsecond, so that sums do not depend on where they begin."""
 
 
-def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> SectionTables:
-    """The profile at S sizes, each (examples of a micro-batch, of the last one, which may be smaller)."""
+def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]], *, sums_gradients: bool = True) -> SectionTables:
+    """The profile at S sizes, each (examples of a micro-batch, of the last one, which may be smaller).
+
+    `sums_gradients`: whether there may be several replicas, for whose sums all gradients are copied.
+    """
     measured = _MeasuredSums(profile)
     pairs = np.stack(
         [np.stack([measured.measurements_at(m), measured.measurements_at(last)]) for m, last in sizes]
@@ -46,6 +49,7 @@ def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> Sectio
     full = {name: values[:, 0].astype(np.int64) for name, values in column.items() if name.endswith("_bytes")}
     parts = [(s.parameter_bytes + s.gradient_bytes + s.optimizer_bytes, s.gradient_bytes) for s in profile.sections]
     state, gradient = np.array(parts, dtype=np.int64).T
+    update = np.array([s.update_bytes for s in profile.sections], dtype=np.int64)
     forward = column["forward_us"][:, 0]
     work = forward + column["backward_us"][:, 0]
     own = _own_bytes(profile, gradient)
@@ -58,18 +62,24 @@ def section_tables(profile: Profile, sizes: Sequence[tuple[int, int]]) -> Sectio
         work_us=_sums(np.round(work * _GRID) / _GRID),
         rework_us=_sums(np.round(column["recompute_us"][:, 0] * _GRID) / _GRID),
         state_bytes=_sums(state),
+        # One after the other: the copies are gone when the optimizer steps.
+        update_bytes=_sums(np.maximum(update, gradient) if sums_gradients else update),
         gradient_bytes=_sums(gradient),
         own_bytes=_sums(own),
         reduce_rate=(column["backward_us"][:, 0] / np.maximum(own, 1e-300))[:, :-1].max(axis=1, initial=0.0),
         activation_bytes=_sums(full["activation_bytes"]),
         inputs=full["input_bytes"],
         outputs=full["output_bytes"],
-        # What running one section takes for a while: its messages, and gradients the size of its activations.
-        working=full["input_bytes"] + full["output_bytes"] + full["activation_bytes"],
+        working=np.where(full["working_bytes"] > 0, full["working_bytes"], _guess_working(full)),
         least_input=_least(full["input_bytes"][:, 1:]),
         least_output=_least(full["output_bytes"][:, :-1]),
         least_message=_least(column["output_bytes"][:, 0, :-1]),
     )
+
+
+def _guess_working(full: Mapping[str, Ints]) -> Ints:
+    """What running one section takes for a while: its messages, and gradients the size of its activations."""
+    return full["input_bytes"] + full["output_bytes"] + full["activation_bytes"]
 
 
 def _least(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -119,7 +129,7 @@ class _MeasuredSums:
 
 
 def _values(m: Measurement) -> tuple[float, ...]:
-    return m.forward_us, m.backward_us, m.recompute_us, m.output_bytes, m.input_bytes, m.activation_bytes
+    return tuple(getattr(m, name) for name in _FIELDS)
 
 
 def _line(sizes: Sequence[int], values: Floats, m: int) -> Floats:

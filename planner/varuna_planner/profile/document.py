@@ -61,6 +61,8 @@ class Measurement(_ProfileRecord):
     """What a stage that starts with this section must stash."""
     activation_bytes: Bytes
     """Kept for backward when the section does not recompute."""
+    working_bytes: Bytes = 0
+    """What its passes take beyond all this and the state, for a while. 0: not measured, as on CPUs."""
 
 
 class SectionProfile(_ProfileRecord):
@@ -76,6 +78,8 @@ class SectionProfile(_ProfileRecord):
     """What the optimizer keeps of it on the device."""
     optimizer_us: Microseconds = 0.0
     """The optimizer's step over its parameters."""
+    update_bytes: Bytes = 0
+    """What that step takes on the device for a while, beside what the optimizer keeps."""
     gradient_bytes: Bytes
     """What an all-reduce has to sum."""
     measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]

@@ -155,7 +155,9 @@ class _Search:
         self.sizes = self._micro_batches()
         counts = [count_micro_batches(global_batch, m) for m in self.sizes]
         lasts = [global_batch - m * (count - 1) for m, count in zip(self.sizes, counts, strict=True)]
-        self.sections = cutting.section_tables(profile, list(zip(self.sizes, lasts, strict=True)))
+        self.sections = cutting.section_tables(
+            profile, list(zip(self.sizes, lasts, strict=True)), sums_gradients=gpus > 1 and pins.d != 1
+        )
         self.network = cutting.make_network_costs(profile, gpus=gpus, gpus_per_vm=gpus_per_vm)
         self.limits = _tables.SearchLimits(
             usable_bytes=usable_bytes(device_memory_bytes),
@@ -355,7 +357,8 @@ class _Search:
         fitting = self._fewest_stages()
         if fitting is None or pins.p is not None:
             one, size = self.sections, self.sizes[0]
-            alone = np.diff(one.state_bytes) + np.diff(one.activation_bytes[0]) + one.inputs[0] + one.working[0]
+            passes = np.diff(one.activation_bytes[0]) + one.inputs[0] + one.working[0]
+            alone = np.diff(one.state_bytes) + np.maximum(passes, np.diff(one.update_bytes))
             optimizer = np.array([section.optimizer_bytes for section in self.profile.sections])
             heaviest = int(np.argmax(alone))
             ways = ["devices with more memory", "more cut-points"]

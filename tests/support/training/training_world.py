@@ -65,6 +65,8 @@ class Ranks:
     recompute: tuple[bool, ...] = ()
     policy: str = "work-conserving"
     run_ahead: int = 0
+    stage_starts: tuple[int, ...] = ()
+    """First section of each stage; empty: sections are spread evenly."""
     checkpoint_url: str = ""
     agent_socket: Callable[[int], str] = lambda rank: ""
     device: Callable[[int], str] = lambda rank: "cpu"
@@ -100,6 +102,7 @@ class Ranks:
                 policy=self.policy,
                 run_ahead=self.run_ahead,
                 recompute=self.recompute,
+                stage_starts=self.stage_starts,
             ),
             checkpoint_url=self.checkpoint_url,
             agent_socket=self.agent_socket(rank),

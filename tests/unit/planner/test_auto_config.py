@@ -146,13 +146,15 @@ class Exhaustive:
         in_flight = min(n, 1 if s == p - 1 else p - s + k)
         posted_activations = in_flight if s == 0 else min(n, p - s + k + 1)
         posted_gradients = 0 if s == p - 1 else min(n, p - s + k)
-        return (
-            sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in sections)
-            + posted_activations * own[0].input_bytes
+        passes = (
+            posted_activations * own[0].input_bytes
             + posted_gradients * own[-1].output_bytes
             + (1 if recompute else in_flight) * sum(x.activation_bytes for x in own)
             + max(x.input_bytes + x.output_bytes + x.activation_bytes for x in own)
         )
+        # There may be several replicas, whose sums are of copies.
+        update = sum(max(x.update_bytes, x.gradient_bytes if self.gpus > 1 else 0) for x in sections)
+        return sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in sections) + max(passes, update)
 
 
 weight_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna_planner.memory import human, stage_bytes
+from varuna_planner.memory import human, pass_bytes, stage_bytes
 from varuna_planner.profile.document import Measurement, Profile, SectionProfile, interpolate
 from varuna_planner.schedule.batching import micro_batch_sizes, micro_batches
 
@@ -122,8 +122,12 @@ def test_more_replicas_than_micro_batches_are_refused() -> None:
 
 
 def test_recompute_keeps_one_set_of_activations() -> None:
-    assert stage_bytes(1000, 10, 20, 100, 50, 5, 3, 4) == 1000 + 5 * 10 + 3 * 20 + 4 * 100 + 50
-    assert stage_bytes(1000, 10, 20, 100, 50, 5, 3, 1) == 1000 + 5 * 10 + 3 * 20 + 100 + 50
+    assert pass_bytes(10, 20, 100, 50, 5, 3, 4) == 5 * 10 + 3 * 20 + 4 * 100 + 50
+    assert pass_bytes(10, 20, 100, 50, 5, 3, 1) == 5 * 10 + 3 * 20 + 100 + 50
+
+
+def test_passes_and_the_update_are_never_in_memory_together() -> None:
+    assert [stage_bytes(1000, 300, update) for update in (0, 300, 400)] == [1300, 1300, 1400]
 
 
 def test_bytes_are_written_for_people() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from varuna.calibration.clock import ComputeClock
+from varuna.devices.accelerator import is_accelerator, peak_memory_bytes, reset_peak_memory
 from varuna.optim.optimizers import Optimizers, list_optimizers
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "OptimizerSetup",
     "OptimizerTime",
     "measure_optimizer",
+    "measure_step_bytes",
     "number_holders",
     "time_optimizer",
 ]
@@ -35,6 +37,8 @@ _log = structlog.get_logger(__name__)
 _LARGE = 1024 * 1024
 """Elements: so many that no cache holds what a step goes through."""
 _STEPS = 5
+_PROBES = 16
+"""How many parameters a model has at least."""
 
 
 class OptimizerMemory:
@@ -60,7 +64,7 @@ def measure_optimizer(optimizer: Optimizer, *, averaged: bool = False) -> Optimi
 
     `averaged`: a moving average of the parameters is kept, too, of their size.
     """
-    twin, probe = _copy_optimizer(optimizer, 256)
+    twin, [probe] = _copy_optimizer(optimizer, 256)
     average = float(probe.element_size()) if averaged else 0.0
     try:
         twin.step()
@@ -98,6 +102,14 @@ class OptimizerCosts:
     """Of each optimizer; at least one."""
     step: Sequence[OptimizerTime]
     """Of each optimizer."""
+    step_bytes: Sequence[float] = ()
+    """Of each optimizer, per element: what its step takes on the device for a while. Empty: nothing."""
+
+    def step_bytes_for(self, parameters: Iterable[Tensor]) -> int:
+        if not self.step_bytes:
+            return 0
+        holder = number_holders(self.optimizers)
+        return round(sum(self.step_bytes[holder.get(id(p), 0)] * p.numel() for p in parameters))
 
     def bytes_for(self, parameters: Iterable[Tensor]) -> int:
         holder = number_holders(self.optimizers)
@@ -138,7 +150,8 @@ class OptimizerSetup:
         stepped_on = device if self.on_device else torch.device("cpu")
         optimizers = self.list_known()
         times = [time_optimizer(each, stepped_on, clock).scale_times(sharing) for each in optimizers]
-        return OptimizerCosts(optimizers, memory, times or [OptimizerTime(0.0, 0.0)])
+        temporary = [measure_step_bytes(each, stepped_on) for each in optimizers]
+        return OptimizerCosts(optimizers, memory, times or [OptimizerTime(0.0, 0.0)], temporary)
 
 
 def number_holders(optimizers: Sequence[Optimizer]) -> dict[int, int]:
@@ -161,6 +174,25 @@ def time_optimizer(optimizer: Optimizer, device: torch.device, clock: ComputeClo
     return OptimizerTime(small_us, max(0.0, large_us - small_us) / _LARGE)
 
 
+def measure_step_bytes(optimizer: Optimizer, device: torch.device) -> float:
+    """Bytes per element that a step takes on an accelerator beside the state, for a while; 0 elsewhere.
+
+    One that goes through all parameters at once (`foreach`) has temporaries of all their elements, one that goes
+    through one after the other of a part of them only.
+    """
+    if not is_accelerator(device):
+        return 0.0
+    try:
+        twin, probes = _copy_optimizer(optimizer, _LARGE // _PROBES, device, count=_PROBES)
+        twin.step()
+        before = reset_peak_memory(device)
+        twin.step()
+    except _COPY_ERRORS as error:
+        _log.warning("optimizer temporaries are not known", optimizer=type(optimizer).__name__, error=str(error))
+        return 0.0
+    return (peak_memory_bytes(device) - before) / sum(probe.numel() for probe in probes)
+
+
 def _time_step(optimizer: Optimizer, elements: int, device: torch.device, clock: ComputeClock) -> float:
     """The median in microseconds of some steps after the first, which makes the state."""
     twin, _ = _copy_optimizer(optimizer, elements, device)
@@ -177,15 +209,18 @@ _COPY_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError)
 
 
 def _copy_optimizer(
-    optimizer: Optimizer, elements: int, device: torch.device | None = None
-) -> tuple[Optimizer, nn.Parameter]:
-    """A copy without state, with one parameter of its own that has a gradient."""
+    optimizer: Optimizer, elements: int, device: torch.device | None = None, count: int = 1
+) -> tuple[Optimizer, list[nn.Parameter]]:
+    """A copy without state, with parameters of its own that have gradients, of so many elements each."""
     group = optimizer.param_groups[0]
     like = group["params"][0] if group["params"] else torch.empty(0)
-    probe = nn.Parameter(torch.zeros(elements, 1, dtype=like.dtype, device=device or like.device))
-    probe.grad = torch.ones_like(probe)
+    probes = [
+        nn.Parameter(torch.zeros(elements, 1, dtype=like.dtype, device=device or like.device)) for _ in range(count)
+    ]
+    for probe in probes:
+        probe.grad = torch.ones_like(probe)
     twin = copy.copy(optimizer)
     # Not through add_param_group, which optimizers may override: `step` reads these two attributes only.
-    twin.param_groups = [{**group, "params": [probe]}]
+    twin.param_groups = [{**group, "params": probes}]
     twin.state = defaultdict(dict)
-    return twin, probe
+    return twin, probes

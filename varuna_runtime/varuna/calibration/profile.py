@@ -111,5 +111,6 @@ def _make_section(
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         optimizer_bytes=costs.bytes_for(trained),
         optimizer_us=costs.us_for(trained),
+        update_bytes=costs.step_bytes_for(trained),
         measurements=tuple(measurements),
     )

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from varuna.calibration.clock import ComputeClock
 from varuna.calibration.saved_tensors import SavedTensors
 from varuna.calibration.subject import CalibrationSubject
+from varuna.devices.accelerator import is_accelerator, peak_memory_bytes, reset_peak_memory
 from varuna.partition import Stage, build_stage
 from varuna.partition.cutting.shapes import Boundary
 from varuna.partition.model_io.batch import batch_size_of
@@ -104,12 +105,23 @@ class SectionMeter:
             self.backward(self.forward(inputs, received)[0])
         return kept.bytes
 
+    def measure_working_bytes(self, inputs: dict[str, Any], received: list[Tensor], activation_bytes: int) -> int:
+        """What its passes take on an accelerator beyond its state, what it receives and what it saves; 0 elsewhere."""
+        if not is_accelerator(self._device):
+            return 0
+        self.backward(self.forward(inputs, received)[0])  # from then on gradients and casts are there
+        for tensor in received:
+            tensor.grad = None
+        before = reset_peak_memory(self._device)
+        self.backward(self.forward(inputs, received)[0])
+        return max(peak_memory_bytes(self._device) - before - activation_bytes, 1)
+
     def input_bytes(self, micro_batch: int) -> int:
         """Of the tensors that the sections before would send."""
         return sum(boundary.bytes_for(micro_batch) for boundary in self._stage.receives)
 
     def make_measurement(
-        self, micro_batch: int, forward_us: float, backward_us: float, activation_bytes: int
+        self, micro_batch: int, forward_us: float, backward_us: float, memory: _PassMemory
     ) -> Measurement:
         """A recompute counts as a forward, which is the same work."""
         return Measurement(
@@ -119,8 +131,14 @@ class SectionMeter:
             recompute_us=forward_us,
             output_bytes=sum(boundary.bytes_for(micro_batch) for boundary in self._stage.sends),
             input_bytes=self.input_bytes(micro_batch),
-            activation_bytes=activation_bytes,
+            activation_bytes=memory.activation_bytes,
+            working_bytes=memory.working_bytes,
         )
+
+
+class _PassMemory(NamedTuple):
+    activation_bytes: int
+    working_bytes: int
 
 
 def measure_in_turn(
@@ -135,19 +153,23 @@ def measure_in_turn(
     on_device = meters[0].move_inputs(inputs)
     found = []
     with _gradients_dropped(meters):
-        activation_bytes = [
-            meter.measure_activation_bytes(on_device, meter.make_received(micro_batch)) for meter in meters
-        ]
+        memory = [_measure_memory(meter, on_device, micro_batch) for meter in meters]
         held_bytes = [
-            meter.input_bytes(micro_batch) + kept for meter, kept in zip(meters, activation_bytes, strict=True)
+            meter.input_bytes(micro_batch) + one.activation_bytes for meter, one in zip(meters, memory, strict=True)
         ]
         for chain in _chains(held_bytes):
             passes = _SectionPasses([meters[i] for i in chain], on_device, micro_batch)
             rounds = [passes.run_once() for _ in _repetitions(slice_s * len(chain))]
             for i, times in zip(chain, zip(*rounds, strict=True), strict=True):
                 forward_us, backward_us = (statistics.median(us) for us in zip(*times, strict=True))
-                found.append(meters[i].make_measurement(micro_batch, forward_us, backward_us, activation_bytes[i]))
+                found.append(meters[i].make_measurement(micro_batch, forward_us, backward_us, memory[i]))
     return found
+
+
+def _measure_memory(meter: SectionMeter, inputs: dict[str, Any], micro_batch: int) -> _PassMemory:
+    activation_bytes = meter.measure_activation_bytes(inputs, meter.make_received(micro_batch))
+    working_bytes = meter.measure_working_bytes(inputs, meter.make_received(micro_batch), activation_bytes)
+    return _PassMemory(activation_bytes, working_bytes)
 
 
 def _chains(held_bytes: Sequence[int]) -> list[range]:

@@ -28,6 +28,7 @@ __all__ = [
     "peak_memory_bytes",
     "record_event",
     "release_cached_memory",
+    "reset_peak_memory",
     "seed_device_generator",
     "set_generator_state",
     "total_memory_bytes",
@@ -124,6 +125,12 @@ def wait_for_device(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory of the device that tensors of this process have had."""
     return int(_module(device).max_memory_allocated(device))
+
+
+def reset_peak_memory(device: torch.device) -> int:
+    """`peak_memory_bytes` counts from now on. Returns the device's memory that tensors of this process have now."""
+    _module(device).reset_peak_memory_stats(device)
+    return peak_memory_bytes(device)
 
 
 def free_memory_bytes(device: torch.device) -> int:

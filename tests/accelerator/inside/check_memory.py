@@ -1,0 +1,108 @@
+"""The planner's count of a stage's memory, beside the exact peak of the device that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agent_end import AgentEnd
+from memory_ranks import BATCH, Blocks, get_batch, make_optimizer
+from repository import TRAINING_SCRIPTS
+from small_gpt import Task
+from training_world import Ranks, Zygote
+from varuna.calibration.optimizer_costs import OptimizerSetup
+from varuna.calibration.profile import calibrate
+from varuna.calibration.subject import CalibrationSubject
+from varuna.optim.precision import TrainingPrecision
+from varuna.partition import trace
+from varuna_planner.search.auto_config import Pins, choose_plan
+from varuna_proto.plan import Plan
+
+DEVICE = torch.device("sim", 0)
+PLENTY = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()
+
+
+def make_plan(dtype: torch.dtype, optimizer: dict[str, Any], p: int, d: int, micro_batch: int) -> Plan:
+    """By a calibration on the device."""
+    precision, model = TrainingPrecision(dtype, "sim"), Blocks()
+    with precision.dry_run_context():
+        model_map = trace(model, get_batch(2))
+    subject = CalibrationSubject(model, model_map, get_batch, DEVICE, precision)
+    setup = OptimizerSetup(make_optimizer(model, optimizer))
+    profile = calibrate(subject, setup, global_batch=BATCH, micro_batches=[micro_batch], budget_s=1.0)
+    assert profile is not None
+    alike = {"forward_us": 1000.0, "backward_us": 2000.0, "recompute_us": 1000.0}  # so the cut does not depend on noise
+    sections = [
+        section.model_copy(update={"measurements": tuple(one.model_copy(update=alike) for one in section.measurements)})
+        for section in profile.sections
+    ]
+    profile = profile.model_copy(update={"sections": tuple(sections)})
+    pins = Pins(p=p, d=d, micro_batch=micro_batch)
+    plan = choose_plan(profile, gpus=p * d, global_batch=BATCH, device_memory_bytes=PLENTY, pins=pins).best
+    assert plan is not None
+    return plan
+
+
+def measure_peaks(zygote: Zygote, folder: Path, plan: Plan, wanted: dict[str, Any]) -> list[int]:
+    """By rank."""
+    with ExitStack() as stack:
+        ends = [stack.enter_context(AgentEnd()) for _ in range(plan.p * plan.d)]
+        ranks = Ranks(
+            zygote,
+            folder,
+            Task(global_batch=BATCH),
+            plan.p,
+            plan.d,
+            micro_batch=plan.micro_batch,
+            recompute=plan.recompute,
+            run_ahead=plan.run_ahead,
+            stage_starts=plan.stage_starts,
+            agent_socket=[end.path for end in ends].__getitem__,
+            device=lambda rank: f"sim:{rank % 2}",
+            wanted=wanted,
+            script=TRAINING_SCRIPTS / "memory_ranks.py",
+        )
+        with ranks as world:
+            codes = world.exit_codes()
+            assert codes == [0] * len(ends), world.logs()
+        return [end.steps()[-1].memory_bytes for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "optimizer", "clip", "micro_batch"),
+    [
+        pytest.param((1, 1), "float32", {"fused": True}, None, 4, id="plain"),
+        pytest.param((1, 1), "bfloat16", {"fused": True}, 0.5, 4, id="autocast, clipped"),
+        pytest.param((1, 1), "float32", {"foreach": True}, None, 1, id="foreach"),
+        pytest.param((1, 1), "float32", {"foreach": False}, None, 1, id="one by one"),
+        pytest.param((1, 2), "float32", {"fused": True}, 0.5, 1, id="replicas"),
+        pytest.param((2, 2), "bfloat16", {"foreach": True}, 0.5, 4, id="stages and replicas"),
+    ],
+)
+def test_a_stage_takes_what_was_planned(
+    zygote: Zygote,
+    tmp_path: Path,
+    shape: tuple[int, int],
+    dtype: str,
+    optimizer: dict[str, Any],
+    clip: float | None,
+    micro_batch: int,
+) -> None:
+    p, d = shape
+    plan = make_plan(getattr(torch, dtype), optimizer, p, d, micro_batch)
+    peaks = measure_peaks(zygote, tmp_path, plan, {"dtype": dtype, "optimizer": optimizer, "clip": clip})
+    ratios = [plan.memory_bytes[rank % p] / peak for rank, peak in enumerate(peaks)]
+    print(plan.memory_bytes, peaks, ratios)
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)

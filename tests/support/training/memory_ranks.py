@@ -1,0 +1,64 @@
+"""Rank of a job whose memory is measured: blocks of equal size, trained for three steps.
+
+Its job says the type to compute in, and the optimizer's options.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from varuna import CutPoint, Varuna
+from varuna.data import Batches
+
+WIDTH, TOKENS, BLOCKS, BATCH = 128, 32, 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.cuts = nn.ModuleList(CutPoint() for _ in range(BLOCKS - 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            x = self.cuts[number](x) if number < BLOCKS - 1 else x
+        return x.square().mean()
+
+
+def get_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
+    return {"x": torch.ones(size, TOKENS, WIDTH)}
+
+
+def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    model = Varuna(Blocks(), get_batch_fn=get_batch, batch_size=BATCH, dtype=getattr(torch, job["dtype"]))
+    model.set_optimizer(make_optimizer(model, job["optimizer"]))
+    data = [{"x": torch.ones(TOKENS, WIDTH)}] * BATCH
+    for _, batch in Batches(data, first_step=1, last_step=3):
+        model.step(batch, clip_grad_max_norm=job["clip"])
+
+
+if __name__ == "__main__":
+    main()
