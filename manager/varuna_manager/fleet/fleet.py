@@ -278,6 +278,13 @@ class FleetService:
                 text = f"VM {row.id} is gone: {reason}"
                 self._reports.stop_worker(session, worker, ExitCause.VM_GONE, exit_code=None, error_text=text)
 
+    async def give_up_vms(self) -> None:
+        """All VMs are about to end with this manager: the next one must not take them for losses of the market."""
+        async with self._database.write() as session:
+            for row in (await session.scalars(select(VmRow).where(NOT_GONE))).all():
+                if row.vm_state is not VmState.DRAINING:
+                    await self.move_vm(session, row, VmState.DRAINING, "it ends with its manager")
+
     async def note_notice(self, session: AsyncSession, vm_id: str, notice_id: str, deadline: float) -> None:
         await note_notice(session, self._events, vm_id, notice_id, deadline, source=self.provider.name)
 

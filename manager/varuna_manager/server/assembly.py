@@ -262,6 +262,8 @@ class TermParts:
     async def close(self, *, end_vms: bool) -> None:
         await self._rates.close()
         await self._fleet_controller.close()
+        if end_vms:
+            await self.fleet.give_up_vms()
         await self.provider.close(end_vms=end_vms)
 
 

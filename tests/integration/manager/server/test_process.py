@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import time
 from typing import Any
 
 import psutil
@@ -13,6 +14,8 @@ import pytest
 
 from forked_manager import ForkedManager
 from scripted_manager import ScriptedAgent, ScriptedManager, profile_json, start_training
+from varuna_manager.db.engine import Database
+from varuna_manager.world.pasts import read_lives_summary
 from varuna_proto.v1 import agent_pb2 as pb
 from waiting import DEADLINE_S, until
 
@@ -547,6 +550,34 @@ async def test_local_vms_end_with_ctrl_c_and_stay_when_a_service_is_stopped(
     last = json.loads((manager.data_dir.parent / "manager.log").read_text().splitlines()[-1])
     assert last["event"] == "the manager ended"
     assert last["vms"].startswith("left running" if vms_stay else "local ones ended too")
+
+
+async def test_vms_that_end_with_their_manager_are_no_losses_for_the_next_one(manager: ScriptedManager) -> None:
+    await manager.start("--vms", "2")
+    await manager.connect_vms(2)
+
+    async def are_ready() -> bool:
+        return len(await manager.get("vms?state=ready")) == 2
+
+    await until(are_ready, "the VMs to be ready")
+    assert isinstance(manager.process, ForkedManager)
+    manager.process.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(manager.process.wait, DEADLINE_S) == 0
+    await manager.start("--vms", "2")
+    old = {*manager.agents}
+
+    async def are_gone() -> bool:
+        return old == {vm["id"] for vm in await manager.get("vms?state=gone")}
+
+    await until(are_gone, "the VMs of the first manager to be gone")
+    database = Database(f"sqlite:///{manager.data_dir / 'manager.db'}")
+    try:
+        async with database.read() as session:
+            past = await read_lives_summary(session, time.time())
+    finally:
+        await database.close()
+    assert past.joins_s, "they had been there"
+    assert not past.losses_at
 
 
 def _lives(process: psutil.Process) -> bool:
