@@ -198,26 +198,7 @@ class JobController:
         devices = choose_devices(self._now(), view, snapshot.vms, self._rules)
         if not wants_plan(view, devices, snapshot.vms):
             return view
-        vms = [snapshot.vms[vm_id] for vm_id in {device.vm_id for device in devices}]
-        memories = [vm.device_memory_bytes for vm in vms if vm.device_memory_bytes]
-        previous, previous_plan = previous_placement(job)
-        may_keep = may_gain_elsewhere(view.generation) and previous_plan is not None
-        question = PlanQuestion(
-            profile_json=job.row.profile_json or "",
-            spec=job.spec,
-            devices=devices,
-            zones=_list_zones(vms),
-            device_memory_bytes=min(memories, default=None),
-            gpus_per_vm=min(vm.gpus for vm in vms),
-            trained_micro_batch=trained_micro_batch(job),
-            margin=view.margin,
-            previous=previous,
-            previous_p=None if previous_plan is None else previous_plan.p,
-            previous_starts=() if previous_plan is None else previous_plan.stage_starts,
-            present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,
-            survivors=tuple(sorted(view.survivors & {*devices})) if may_keep else (),
-            kept_micro_batch=0 if previous_plan is None else previous_plan.micro_batch,
-        )
+        question = _make_question(job, view, devices, snapshot.vms)
         return replace(view, proposal=await self._planning.propose_plan(question))
 
     # ------------------------------------------------------------ apply
@@ -494,6 +475,31 @@ def _render_often(per_hour: float) -> str:
 
 def _number(job: LoadedJob) -> int | None:
     return None if job.generation is None else job.generation.number
+
+
+def _make_question(
+    job: LoadedJob, view: JobView, devices: tuple[Device, ...], vms: Mapping[str, VmView]
+) -> PlanQuestion:
+    there = [vms[vm_id] for vm_id in {device.vm_id for device in devices}]
+    memories = [vm.device_memory_bytes for vm in there if vm.device_memory_bytes]
+    previous, plan = previous_placement(job)
+    may_keep = plan is not None and may_gain_elsewhere(view.generation)
+    return PlanQuestion(
+        profile_json=job.row.profile_json or "",
+        spec=job.spec,
+        devices=devices,
+        zones=_list_zones(there),
+        device_memory_bytes=min(memories, default=None),
+        gpus_per_vm=min(vm.gpus for vm in there),
+        trained_micro_batch=trained_micro_batch(job),
+        margin=view.margin,
+        previous=previous,
+        previous_p=None if plan is None else plan.p,
+        previous_starts=() if plan is None else plan.stage_starts,
+        present=job.view.generation.plan if job.view.generation and job.view.generation.live else None,
+        survivors=tuple(sorted(view.survivors & {*devices})) if may_keep else (),
+        kept_micro_batch=0 if plan is None else plan.micro_batch,
+    )
 
 
 def _list_zones(vms: Iterable[VmView]) -> tuple[tuple[str, str], ...]:
