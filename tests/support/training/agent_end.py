@@ -109,6 +109,11 @@ class AgentEnd:
             assert self._changed.wait_for(lambda: len(matching()) >= number, DEADLINE_S), f"got {self.messages}"
             return matching()[number - 1]
 
+    def list_messages(self, field: str) -> list[worker_pb2.WorkerMessage]:
+        """Those so far that have this field."""
+        with self._changed:
+            return [message for message in self.messages if message.HasField(field)]  # type: ignore[arg-type]
+
     def steps(self) -> list[worker_pb2.StepDone]:
         with self._changed:
             return [message.step_done for message in self.messages if message.HasField("step_done")]

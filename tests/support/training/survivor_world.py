@@ -13,6 +13,7 @@ from small_gpt import Task
 from training_world import Outcome, Ranks, Zygote
 from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2, worker_pb2
+from waiting import wait_until
 
 
 class SurvivorWorld:
@@ -59,6 +60,15 @@ class SurvivorWorld:
             for rank in self.ranks
             if rank not in lost
         }
+
+    def wait_for_obstacle(self) -> str:
+        """Why the ranks cannot go on, as the first one says that leaves; the others may only see it leave."""
+
+        def find() -> str:
+            said = (message for end in self.ends.values() for message in end.list_messages("script_obstacle"))
+            return next((message.script_obstacle.reason for message in said), "")
+
+        return str(wait_until(find, "an obstacle"))
 
     def go_on_as(self, plan: Plan, ranks: list[int], *, absent: frozenset[int] | set[int] = frozenset()) -> list[int]:
         """Starts the next generation in place with this plan, when its ranks have left the one before.

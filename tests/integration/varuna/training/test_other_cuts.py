@@ -116,6 +116,6 @@ def test_a_script_that_keeps_parameters_restarts_from_memory(zygote: Zygote, tmp
         world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 1, wanted=wanted)
         world.leave_at_boundary()
         world.go_on_as(replace(world.plan, p=1, d=2), [1, 0])
-        reason = world.ends[0].wait_for_number("script_obstacle", 1).script_obstacle.reason
+        reason = world.wait_for_obstacle()
         assert reason.startswith(f"{OTHER_STAGES}the script or a module keeps ")
         finish_in_new_processes(stack, zygote, tmp_path, world, {0: 1, 1: 0})
