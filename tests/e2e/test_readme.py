@@ -23,7 +23,7 @@ from varuna_client.jobfile.schema import KEYS
 from waiting import DEADLINE_S, wait_until
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")])
-FLEET_PAGES = frozenset({"ec2.md", "gce.md", "kubernetes.md", "slurm.md", "writing-a-provider.md"})
+FLEET_PAGES = frozenset({"ec2.md", "gce.md", "kubernetes.md", "pools.md", "slurm.md", "writing-a-provider.md"})
 """Their YAML is settings of a provider."""
 
 

@@ -15,7 +15,7 @@ shapes are simulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -79,16 +79,24 @@ def choose_plan(
     require_executable(policy)
     if gpus < 1:
         return PlanChoice(best=None, candidates=(), reason="there are no GPUs")
-    search = _Search(
-        profile,
-        gpus=gpus,
-        global_batch=global_batch,
-        device_memory_bytes=device_memory_bytes,
-        gpus_per_vm=gpus_per_vm,
-        pins=pins,
-        policy=policy,
-    )
-    return search.find_best()
+
+    def search(pins: Pins) -> PlanChoice:
+        return _Search(
+            profile,
+            gpus=gpus,
+            global_batch=global_batch,
+            device_memory_bytes=device_memory_bytes,
+            gpus_per_vm=gpus_per_vm,
+            pins=pins,
+            policy=policy,
+        ).find_best()
+
+    choice = search(pins)
+    if choice.best is not None or pins.d is not None or device_memory_bytes is None:
+        return choice
+    # Cuts leave room for the copies of gradients that replicas sum. One replica needs none.
+    alone = search(replace(pins, d=1))
+    return choice if alone.best is None else alone
 
 
 def _check(profile: Profile, global_batch: int, gpus_per_vm: int, pins: Pins) -> None:
@@ -372,8 +380,15 @@ class _Search:
                 + f" (section {self.profile.sections[heaviest].name} alone needs {human(int(alone[heaviest]))} "
                 f"at micro-batch {size}): use {', '.join(ways[:-1])} or {ways[-1]}"
             )
+        needed = fitting * (pins.d or 1)
+        if needed <= self.gpus:
+            return (
+                f"the model fits {count_of(needed, 'GPU')} with {usable} to give each, but not with all micro-batches "
+                f"that a stage holds at a time with the schedule {self.policy.value!r}: use devices with more memory, "
+                f"more GPUs than {self.gpus}, or another schedule"
+            )
         return (
-            f"the model needs at least {count_of(fitting * (pins.d or 1), 'GPU')} with {usable} to give each, "
+            f"the model needs at least {count_of(needed, 'GPU')} with {usable} to give each, "
             f"and there are {self.gpus}: wait for more"
         )
 

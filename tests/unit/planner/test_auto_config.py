@@ -84,14 +84,23 @@ class Exhaustive:
         self.profile, self.gpus, self.global_batch = profile, gpus, global_batch
         self.usable = 2**62 if memory is None else int(memory * 0.9)
         self.net = cutting.make_network_costs(profile, gpus=gpus, gpus_per_vm=gpus_per_vm)
+        self.most_replicas = gpus
 
     def best_us(self, sizes: Iterable[int]) -> float:
+        """Of all shapes; if none fits, of those with one replica, which sums no copies of gradients."""
+        best = self._best_us(sizes)
+        if best == float("inf"):
+            self.most_replicas = 1
+            best = self._best_us(sizes)
+        return best
+
+    def _best_us(self, sizes: Iterable[int]) -> float:
         best = float("inf")
         for m in sizes:
             count = -(-self.global_batch // m)
             table = cutting.section_tables(self.profile, [(m, self.global_batch - m * (count - 1))])
             for p in range(1, min(len(self.profile.sections), self.gpus) + 1):
-                for d in range(1, min(self.gpus // p, count) + 1):
+                for d in range(1, min(self.gpus // p, count, self.most_replicas) + 1):
                     n = -(-count // d)
                     for level in (0, p, 2 * p):
                         drawn = self.draw(m, p, n, level)
@@ -153,11 +162,27 @@ class Exhaustive:
             + max(x.input_bytes + x.output_bytes + x.activation_bytes for x in own)
         )
         # There may be several replicas, whose sums are of copies.
-        update = sum(max(x.update_bytes, x.gradient_bytes if self.gpus > 1 else 0) for x in sections)
+        update = sum(max(x.update_bytes, x.gradient_bytes if self.most_replicas > 1 else 0) for x in sections)
         return sum(x.parameter_bytes + x.gradient_bytes + x.optimizer_bytes for x in sections) + max(passes, update)
 
 
 weight_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def test_one_replica_has_room_where_several_would_not() -> None:
+    """A section's state takes 1000 bytes, and the copy of its gradients 250 more."""
+    choice = choose(make_profile([1, 1], sizes=(1,), activation_bytes=10), 3, 4, 1300)
+    assert choice.best is not None
+    assert (choice.best.p, choice.best.d) == (2, 1)
+
+
+def test_a_schedule_that_holds_all_micro_batches_is_what_does_not_fit() -> None:
+    profile = make_profile([1, 1], sizes=(1,), activation_bytes=100)
+    assert choose(profile, 2, 4, 2000).best is not None
+    choice = choose(profile, 2, 64, 2000, policy=Policy.GPIPE)
+    assert choice.best is None
+    assert "wait for more" not in choice.reason, "there are as many GPUs as the model has sections"
+    assert choice.reason.startswith("the model fits 2 GPUs with 1.8 KiB to give each, but not with ")
 
 
 def test_the_chosen_plan_heads_the_candidates_also_where_another_is_as_fast() -> None:

@@ -100,7 +100,7 @@ async def test_a_stored_spec_that_cannot_be_used_fails_its_own_job_only(world: R
     await world.add(*(row(job_id, spec) for job_id, spec in bad.items()), row("job-good", GOOD, created_at=2.0))
     async with fleet_over(world, tmp_path) as fleet:
         async with world.database.read() as session:
-            wants, unfit = await job_wants(session, VmOffer(gpus=1))
+            wants, unfit = await job_wants(session, [VmOffer(gpus=1)])
             assert ([one.id for one in wants], unfit) == (["job-good"], 0)
         await fleet.look()
         assert [message.job_id for _, message in await fleet.sent("launch")] == ["job-good"]

@@ -86,7 +86,7 @@ def test_the_best_few_of_each_number_of_stages_are_told_and_how_many_are_not(pro
 
 
 def test_memory_and_policy_are_heeded(profile: Path) -> None:
-    found = ask(profile, "--device-memory-gb", 0.004, "--policy", "gpipe")
+    found = ask(profile, "--device-memory-gb", 0.0045, "--policy", "gpipe")
 
     assert found["best"]["policy"] == "gpipe"
     assert found["best"]["p"] > 1
