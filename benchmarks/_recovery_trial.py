@@ -208,6 +208,8 @@ class _Trial:
             "shape_before": f"{generation['p']}×{generation['d']}",
             "shape_after": f"{follower['p']}×{follower['d']}",
             "kind_of_morph": follower["kind_of_morph"],
+            "reason": follower["reason"],
+            "obstacles": [event["message"] for event in self._client.events(self._job, kind=["reshape_not_possible"])],
             "step_before_s": before_s,
             "step_after_s": after_s,
             "last_step": gap.last_step,

@@ -24,7 +24,7 @@ OPTIONS = replace(TrialOptions.undisturbed(2, 2), steps_before=5, kill_at=0.5, s
 def test_survivors_of_a_lost_vm_take_other_stages_in_place(tmp_path: Path) -> None:
     figures = run_trial(SIZE, RecoveryWay(name="other cuts", changes_cuts=True), OPTIONS, tmp_path)
     assert (figures["shape_before"], figures["shape_after"]) == ("2×2", "3×1")
-    assert figures["kind_of_morph"] == "reshape"
+    assert figures["kind_of_morph"] == "reshape", (figures["reason"], figures["obstacles"])
     assert figures["steps_redone"] == figures["reported"]["steps_redone"] == 0
     assert figures["kept_bytes"] > 0
     assert figures["peer_bytes"] > 0
