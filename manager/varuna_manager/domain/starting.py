@@ -293,11 +293,9 @@ def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *,
         if moved is not None:
             return _start(now, moved, vms)
         holders = find_holders(now, before, proposal.placement, vms, rules)
-        if is_within(now, before.ended_at or 0.0, rules.survivors_wait_s):
-            missing = _list_missing_survivors(now, job, before, vms, rules)
-            if missing and may_find_holders(now, before, missing, proposal.placement, vms, rules):
-                text = f"{before.end_reason}: waiting for workers that may hold its state"
-                return Decision(reason=text, claims=frozenset(proposal.placement), notable=False)
+        awaited = _explain_wait_for_holders(now, job, before, proposal, vms=vms, rules=rules)
+        if awaited:
+            return Decision(reason=awaited, claims=frozenset(proposal.placement), notable=False)
     reason = before.end_reason if before is not None else "the job was submitted"
     chosen = choose_way_on(now, job, vms, rules)
     better = chosen.reason if chosen.way is Way.CHANGE else _explain_changed_plan(before, plan)
@@ -320,6 +318,25 @@ def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *,
         holders=holders,
     )
     return _start(now, start, vms)
+
+
+def _explain_wait_for_holders(
+    now: float, job: JobView, ended: GenerationView, proposal: Proposal, *, vms: Vms, rules: Rules
+) -> str:
+    """Why the job waits for workers that have not said yet what they hold; empty: it does not."""
+    if not is_within(now, ended.ended_at or 0.0, rules.survivors_wait_s):
+        return ""
+    missing = _list_missing_survivors(now, job, ended, vms, rules)
+    if not missing:
+        return ""
+    if may_find_holders(now, ended, missing, proposal.placement, vms, rules):
+        return f"{ended.end_reason}: waiting for workers that may hold its state"
+    # The others have the whole state, but new processes take longer than one that is still on its way to say that.
+    hoped = replace(ended, workers=assume_held(ended.workers, missing, now))
+    there = replace(job, survivors=job.survivors | {worker.device for worker in missing})
+    if find_movers(now, there, hoped, proposal, rules) is not None:
+        return f"{ended.end_reason}: waiting for workers that may take other stages"
+    return ""
 
 
 def _render_seconds(seconds: float) -> str:

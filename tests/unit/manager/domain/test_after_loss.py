@@ -140,6 +140,23 @@ def test_a_step_that_has_just_begun_is_given_up_for_the_best_shape() -> None:
     assert start_of(current, "adefx").plan == best.plan
 
 
+def test_a_move_waits_for_a_process_that_has_not_said_yet_what_it_holds() -> None:
+    """Of 2 x 2 the job needs the three that are left. Two of them have the whole state; the third is about to say."""
+    last = hit(2, 2, "d")
+    late = replace(last, workers=tuple(worker(2, "c") if one.rank == 2 else one for one in last.workers))
+    three = proposal(plan(3, 1), "abc")
+    current = replace(after(late, "c", proposal=three), min_gpus=3)
+    waits = decide(current, *(vm(name) for name in "abc"))
+    assert not waits.actions
+    assert waits.reason == "VMs are lost: waiting for workers that may take other stages"
+    gave_up = decide(current, *(vm(name) for name in "abc"), now=NOW + RULES.survivors_wait_s)
+    (start,) = gave_up.actions
+    assert isinstance(start, StartGeneration)
+    assert (start.in_place, start.holders is not None) == (False, True)
+    start = start_of(replace(after(last, proposal=three), min_gpus=3), "abc")
+    assert (start.in_place, start.plan.p) == (True, 3)
+
+
 # ---------------------------------------------------------------- another loss before the first step
 
 
