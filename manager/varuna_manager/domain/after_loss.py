@@ -37,6 +37,8 @@ class WayOn(NamedTuple):
     way: Way
     reason: str = ""
     """The figures of all ways; empty: there was no choice."""
+    keeping: Proposal | None = None
+    """The planner's answer that is followed, with `Way.KEEP`."""
 
 
 def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
@@ -55,7 +57,7 @@ def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
     if reshape is None or find_holders(now, ended, proposal.placement, vms, rules) is None:
         return WayOn(Way.STAY)
     batch, kept = ended.plan.global_batch, predict_kept_examples(job, ended)
-    change = _make_option(now, job, ended, proposal, kept, rules)
+    change = _make_option(job, ended.plan, proposal, kept, moves=_can_move(now, job, ended, proposal, rules))
     then = replace(change, kept_examples=0.0)
     stay = ShapeOption(
         name=f"{reshape.plan.p}×{reshape.plan.d} in place",
@@ -68,11 +70,12 @@ def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
     options = {Way.STAY: stay, Way.CHANGE: change}
     keeping = _find_keeping(now, job, ended, proposal, rules)
     if keeping is not None:
-        keep = _make_option(now, job, ended, keeping, kept, rules)
+        keep = _make_option(job, ended.plan, keeping, kept, moves=True)
         options[Way.KEEP] = replace(keep, step_left=batch - kept, then=then)
     best, text = choose_shape(tuple(options.values()), predict_life_s(now, job, count_vms(proposal.placement)))
     way = next(way for way, option in options.items() if option is best)
-    return WayOn(way, f"{text}, with {100 * kept / batch:.0f} % of the step kept")
+    reason = f"{text}, with {100 * kept / batch:.0f} % of the step kept"
+    return WayOn(way, reason, keeping if way is Way.KEEP else None)
 
 
 def _find_keeping(now: float, job: JobView, ended: GenerationView, proposal: Proposal, rules: Rules) -> Proposal | None:
@@ -82,19 +85,20 @@ def _find_keeping(now: float, job: JobView, ended: GenerationView, proposal: Pro
         return None
     if keeping.placement == proposal.placement and keeping.plan == proposal.plan:
         return None
-    return None if find_movers(now, job, ended, keeping, rules) is None else keeping
+    return keeping if _can_move(now, job, ended, keeping, rules) else None
 
 
-def _make_option(
-    now: float, job: JobView, ended: GenerationView, proposal: Proposal, kept: float, rules: Rules
-) -> ShapeOption:
-    """`kept`: examples of the step under way, which go on with processes that move, if their micro-batches are the
-    same."""
-    plan, before = proposal.plan, ended.plan
+def _can_move(now: float, job: JobView, ended: GenerationView, proposal: Proposal, rules: Rules) -> bool:
+    """Whether the processes of the ended generation can take the ranks of the proposal's plan."""
+    return find_movers(now, job, ended, proposal, rules) is not None
+
+
+def _make_option(job: JobView, before: Plan, proposal: Proposal, kept: float, *, moves: bool) -> ShapeOption:
+    """`kept`: examples of the step under way, which go on where processes move, if their micro-batches are the same."""
+    plan = proposal.plan
     assert plan is not None
-    assert before is not None
     cost, moved = replace(predict_restart(job), moving_s=proposal.moving_s), 0.0
-    if find_movers(now, job, ended, proposal, rules) is not None:
+    if moves:
         cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s)
         moved = kept if plan.micro_batch == before.micro_batch else 0.0
     name = f"{plan.p}×{plan.d} of micro-batch {plan.micro_batch}"

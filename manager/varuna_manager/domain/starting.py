@@ -100,8 +100,8 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
     chosen = choose_way_on(now, job, vms, rules)
     if chosen.way is Way.CHANGE:
         return None
-    if chosen.way is Way.KEEP and job.proposal is not None and job.proposal.keeping is not None:
-        moved = _make_move(now, job, ended, job.proposal.keeping, rules)
+    if chosen.keeping is not None:
+        moved = _make_move(now, job, ended, chosen.keeping, rules)
         return None if moved is None else _start(now, replace(moved, reason=f"{moved.reason}; {chosen.reason}"), vms)
     reason = f"{ended.end_reason}; {len(reshape.placement)} of its workers go on from step {reshape.step}"
     start = StartGeneration(

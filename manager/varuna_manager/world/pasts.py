@@ -113,7 +113,7 @@ async def read_fleet_shapes(session: AsyncSession) -> dict[str, tuple[PastShape,
 
 
 async def read_lives_by_pool(session: AsyncSession, now: float) -> dict[str, LivesSummary]:
-    """The same of each pool's VMs."""
+    """What earlier managers observed of each pool's VMs."""
     row = VmRow
     query = select(row.pool, row.created_at, row.notice_deadline, row.history).where(row.pool.is_not(None))
     lives: dict[str, list[VmLife]] = {}
