@@ -35,7 +35,7 @@ from _goodput_policies import BestPlan, ManagersRules, Saves, TraceDecisions, Wo
 
 from varuna_manager.domain.observed import Rules
 from varuna_planner.hardware.table import built_in
-from varuna_planner.liveput.morph_cost import PRIOR_FIXED_S, MorphKind
+from varuna_planner.liveput.morph_cost import MARKS_S, PRIOR_FIXED_S, MorphKind
 from varuna_planner.liveput.spot_trace import SpotTrace, measure_hazard, parse_trace
 from varuna_planner.profile.document import Profile
 from varuna_planner.profile.shapes import ModelFamily, ModelShape
@@ -55,8 +55,6 @@ VARUNA_2021_S = 120.0
 """What its morphs wait before a relaunch."""
 PARCAE_S = (28.8, 42.9)
 """Its restart on 1 and on 32 nodes."""
-MARKS_S = 10.0
-"""The runtime's interval between two marks of a share."""
 SUMS_COPIED_S = 15.0
 """The design's interval between copies of gradient sums: 1.1 GB a rank over 10 Gb/s, beside training."""
 

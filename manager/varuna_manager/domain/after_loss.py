@@ -15,13 +15,10 @@ from varuna_manager.domain.holders import find_holders
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import count_kept_replicas, may_gain_elsewhere, plan_reshape
-from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, ShapeOption, choose_shape
+from varuna_planner.liveput.morph_cost import MARKS_S, MorphCost, MorphKind, ShapeOption, choose_shape
 from varuna_proto.plan import Plan
 
 __all__ = ["Way", "WayOn", "choose_way_on", "predict_kept_examples"]
-
-_MARKS_S = 10.0
-"""From one mark of a share to the next, as the runtime makes them."""
 
 
 class Way(StrEnum):
@@ -122,10 +119,10 @@ def predict_kept_examples(job: JobView, ended: GenerationView) -> float:
 
 def _predict_marked_part(plan: Plan, ended: GenerationView) -> float:
     """The part of its share that a replica had done at its newest mark."""
-    if ended.step_s <= _MARKS_S:
+    if ended.step_s <= MARKS_S:
         return 0.0
     stopped = [worker.stopped_at for worker in ended.workers if worker.stopped_at is not None]
-    trained_s = min(stopped, default=ended.stepped_at) - ended.stepped_at - _MARKS_S / 2
+    trained_s = min(stopped, default=ended.stepped_at) - ended.stepped_at - MARKS_S / 2
     before = 0.0
     if ended.last_step is None and ended.micro_batches_redone is not None:
         before = 1.0 - ended.micro_batches_redone * plan.micro_batch / plan.global_batch

@@ -41,6 +41,9 @@ PRIOR_FIXED_S: Final = {MorphKind.IN_PLACE: 0.8, MorphKind.FROM_MEMORY: 1.7, Mor
 or new workers start, trace and meet (1.0 to 1.8 s); docs/benchmarks.md."""
 MEMORY_BYTES_PER_S: Final = 1.9e9
 """What a process takes from another one's memory on the same VM, with checksums; docs/benchmarks.md."""
+MARKS_S: Final = 10.0
+"""Between two marks of a replica's share of a step. A mark of a stage of a gigabyte takes 0.1 s of a GPU's step; a loss
+costs half an interval."""
 SHORTEST_LIFE_S: Final = 60.0
 LONGEST_LIFE_S: Final = 24 * 3600.0
 

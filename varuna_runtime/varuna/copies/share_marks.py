@@ -16,11 +16,9 @@ from torch import Tensor
 
 from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
+from varuna_planner.liveput.morph_cost import MARKS_S
 
 __all__ = ["MarkKey", "MarkedSums", "ShareMark", "micro_batches_between_marks"]
-
-_INTERVAL_S = 10.0
-"""Between two marks. A mark of a stage of a gigabyte takes 0.1 s of a GPU's step; a loss costs half an interval."""
 
 
 class MarkKey(NamedTuple):
@@ -114,4 +112,4 @@ class MarkedSums(NamedTuple):
 def micro_batches_between_marks(micro_batch_s: float) -> int:
     """How many micro-batches a replica runs from one mark to the next. `micro_batch_s`: what each takes; 0: not
     known. Returns 0 if there are to be none."""
-    return math.ceil(_INTERVAL_S / micro_batch_s) if micro_batch_s > 0 else 0
+    return math.ceil(MARKS_S / micro_batch_s) if micro_batch_s > 0 else 0
