@@ -34,10 +34,12 @@ TimeCause = Literal[
 END_STATES = frozenset({"succeeded", "failed", "cancelled"})
 """The states in which a job is over."""
 
-_documented = with_config(ConfigDict(use_attribute_docstrings=True))
+documented = with_config(ConfigDict(use_attribute_docstrings=True, defer_build=True))
+"""For a class of documents: its fields have their docstrings in the schema, which is made when it is first needed. Made
+all at once they would keep a manager from leading for half a second."""
 
 
-@_documented
+@documented
 class ProblemDocument(TypedDict):
     """An error (RFC 9457), as `application/problem+json`."""
 
@@ -49,7 +51,7 @@ class ProblemDocument(TypedDict):
     """What is wrong and what to do about it, in one line."""
 
 
-@_documented
+@documented
 class StateChangeDocument(TypedDict):
     """One change of the state of a job, a generation, a VM or a worker."""
 
@@ -58,7 +60,7 @@ class StateChangeDocument(TypedDict):
     reason: str
 
 
-@_documented
+@documented
 class PlanDocument(TypedDict):
     """The shape of a generation: p pipeline stages × d replicas, with micro-batches of `micro_batch` examples."""
 
@@ -79,7 +81,7 @@ class PlanDocument(TypedDict):
     """Predicted memory of each stage."""
 
 
-@_documented
+@documented
 class JobDocument(TypedDict):
     """One job. `step` counts completed steps; `loss` is the loss of the last one, null if it is not finite."""
 
@@ -121,7 +123,7 @@ class JobDocument(TypedDict):
     last_step_at: Timestamp | None
 
 
-@_documented
+@documented
 class DeletedJobDocument(TypedDict):
     """A job that was deleted."""
 
@@ -130,7 +132,7 @@ class DeletedJobDocument(TypedDict):
     deleted: bool
 
 
-@_documented
+@documented
 class RankPlacementDocument(TypedDict):
     """Where a rank runs: on device `local_rank` of a VM."""
 
@@ -139,7 +141,7 @@ class RankPlacementDocument(TypedDict):
     local_rank: int
 
 
-@_documented
+@documented
 class WorkerDocument(TypedDict):
     """One rank of a generation. `cause`, `exit_code` and `error` explain how it stopped."""
 
@@ -165,7 +167,7 @@ class WorkerDocument(TypedDict):
     memory_bytes: int | None
 
 
-@_documented
+@documented
 class CandidateDocument(TypedDict):
     """A shape that the planner considered."""
 
@@ -180,7 +182,7 @@ class CandidateDocument(TypedDict):
     """Why it won or lost."""
 
 
-@_documented
+@documented
 class PhaseDocument(TypedDict):
     """A phase of a generation's life."""
 
@@ -192,7 +194,7 @@ class PhaseDocument(TypedDict):
     seconds: float
 
 
-@_documented
+@documented
 class DowntimePartDocument(TypedDict):
     """One part of the time without progress before a generation's first step."""
 
@@ -202,7 +204,7 @@ class DowntimePartDocument(TypedDict):
     """The rank that all others waited for, if there was one."""
 
 
-@_documented
+@documented
 class StateSourcesDocument(TypedDict):
     """Where the workers of a generation have their state from, in bytes."""
 
@@ -214,7 +216,7 @@ class StateSourcesDocument(TypedDict):
     """Read from a checkpoint."""
 
 
-@_documented
+@documented
 class GenerationDocument(TypedDict):
     """One incarnation of a job: a plan on named VMs. `kind` is calibration or training."""
 
@@ -264,7 +266,7 @@ class GenerationDocument(TypedDict):
     history: list[StateChangeDocument]
 
 
-@_documented
+@documented
 class PlanRecordDocument(TypedDict):
     """A plan, the other candidates, and how well its prediction held."""
 
@@ -286,7 +288,7 @@ class PlanRecordDocument(TypedDict):
     """(actual - between - predicted) / predicted."""
 
 
-@_documented
+@documented
 class StepMetricsDocument(TypedDict):
     """One step of a job: the mean loss over the global batch, the duration, and the generation that computed it."""
 
@@ -306,7 +308,7 @@ class StepMetricsDocument(TypedDict):
     at: Timestamp
 
 
-@_documented
+@documented
 class SpreadDocument(TypedDict):
     """Three columns: the least, the mean and the greatest value of each bucket; null where a bucket has none."""
 
@@ -315,7 +317,7 @@ class SpreadDocument(TypedDict):
     max: list[float | None]
 
 
-@_documented
+@documented
 class MetricBucketsDocument(TypedDict):
     """Steps in buckets of equal width, as columns. Empty buckets are left out."""
 
@@ -338,7 +340,7 @@ class MetricBucketsDocument(TypedDict):
     learning_rate: SpreadDocument
 
 
-@_documented
+@documented
 class LoggedSeriesDocument(TypedDict):
     """What a job's script has logged under a name by `varuna.log`, as columns, by step."""
 
@@ -350,7 +352,7 @@ class LoggedSeriesDocument(TypedDict):
     """When the manager stored the value."""
 
 
-@_documented
+@documented
 class CheckpointDocument(TypedDict):
     """A committed checkpoint. It may have been pruned since."""
 
@@ -361,7 +363,7 @@ class CheckpointDocument(TypedDict):
     at: Timestamp
 
 
-@_documented
+@documented
 class TimeShareDocument(TypedDict):
     """The part of a job's time that one cause took."""
 
@@ -372,7 +374,7 @@ class TimeShareDocument(TypedDict):
     text: str
 
 
-@_documented
+@documented
 class GenerationTimeDocument(TypedDict):
     """Where the time of one generation went, and how long the job waited for VMs before it."""
 
@@ -387,7 +389,7 @@ class GenerationTimeDocument(TypedDict):
     """Between steps: data, evaluation, checkpoints, and all else that the script did."""
 
 
-@_documented
+@documented
 class JobTimeDocument(TypedDict):
     """Where a job's time went since its submission. The causes add up to `total_s`."""
 
@@ -405,7 +407,7 @@ class JobTimeDocument(TypedDict):
     generations: list[GenerationTimeDocument]
 
 
-@_documented
+@documented
 class VmCostDocument(TypedDict):
     """What one VM cost a job."""
 
@@ -416,7 +418,7 @@ class VmCostDocument(TypedDict):
     cost: float | None
 
 
-@_documented
+@documented
 class JobCostDocument(TypedDict):
     """VM-hours of a job and their cost, in the provider's currency, where the provider has prices. Jobs that share a VM
     pay in proportion to their GPUs."""
@@ -432,7 +434,7 @@ class JobCostDocument(TypedDict):
     """The most expensive first, at most 1,000."""
 
 
-@_documented
+@documented
 class StageTraceDocument(TypedDict):
     """What one rank did in a traced mini-batch."""
 
@@ -445,7 +447,7 @@ class StageTraceDocument(TypedDict):
     """(name, start µs, duration µs)."""
 
 
-@_documented
+@documented
 class PipelineDocument(TypedDict):
     """The stages of replica 0 in the newest traced mini-batch."""
 
@@ -459,7 +461,7 @@ class PipelineDocument(TypedDict):
     stages: list[StageTraceDocument]
 
 
-@_documented
+@documented
 class EventDocument(TypedDict):
     """Something that happened or was decided; `message` has the reason."""
 
@@ -475,7 +477,7 @@ class EventDocument(TypedDict):
     data: dict[str, Any]
 
 
-@_documented
+@documented
 class TextProblemDocument(TypedDict):
     """A mistake in a job's text."""
 
@@ -486,7 +488,7 @@ class TextProblemDocument(TypedDict):
     text: str
 
 
-@_documented
+@documented
 class DryRunDocument(TypedDict):
     """What a job would be if it were submitted now."""
 
@@ -506,7 +508,7 @@ class DryRunDocument(TypedDict):
     """Null: no plan, or the provider has no prices."""
 
 
-@_documented
+@documented
 class ProgressDocument(TypedDict):
     """How far a job is: sent to the readers of the event stream, and not stored."""
 
@@ -522,7 +524,7 @@ class ProgressDocument(TypedDict):
     at: Timestamp
 
 
-@_documented
+@documented
 class StackDocument(TypedDict):
     """The stack of a rank in a generation that hung: `text`, or in `error` why there is none."""
 
@@ -534,7 +536,7 @@ class StackDocument(TypedDict):
     error: str
 
 
-@_documented
+@documented
 class LogMatchDocument(TypedDict):
     """A line of a log."""
 
@@ -546,7 +548,7 @@ class LogMatchDocument(TypedDict):
     """At most the first 1,000 characters."""
 
 
-@_documented
+@documented
 class LogMatchesDocument(TypedDict):
     """The lines of a worker's log that contain a text."""
 
@@ -558,7 +560,7 @@ class LogMatchesDocument(TypedDict):
     matches: list[LogMatchDocument]
 
 
-@_documented
+@documented
 class ArchiveDocument(TypedDict):
     """A packed workdir that the manager has."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
 from varuna_proto.rest import (
@@ -19,12 +18,11 @@ from varuna_proto.rest import (
     StateChangeDocument,
     Timestamp,
     WorkerDocument,
+    documented,
 )
 
-_documented = with_config(ConfigDict(use_attribute_docstrings=True))
 
-
-@_documented
+@documented
 class VmDocument(TypedDict):
     """One VM. `ref` is the provider's handle; the local provider keeps the agent's `pid` in it."""
 
@@ -69,14 +67,14 @@ class VmDocument(TypedDict):
     """The provider's name for machines like it; null: it names none."""
 
 
-@_documented
+@documented
 class VmDetailDocument(VmDocument):
     """A VM with its history."""
 
     history: list[StateChangeDocument]
 
 
-@_documented
+@documented
 class VmUsageDocument(TypedDict):
     """How busy a VM has been, as columns with one entry for each point: dense for the newest, rarer for older ones.
     Null: not known."""
@@ -96,7 +94,7 @@ class VmUsageDocument(TypedDict):
     gpu_memory_bytes: list[float | None]
 
 
-@_documented
+@documented
 class VmSummaryDocument(TypedDict):
     """The fleet in numbers."""
 
@@ -115,7 +113,7 @@ class VmSummaryDocument(TypedDict):
     cost_per_hour: float | None
 
 
-@_documented
+@documented
 class PoolDocument(TypedDict):
     """A pool of the fleet's settings, as the manager last looked at it."""
 
@@ -141,7 +139,7 @@ class PoolDocument(TypedDict):
     """Why it is not asked now; null: it can be."""
 
 
-@_documented
+@documented
 class FleetDocument(TypedDict):
     """How many VMs are wanted, and how many there are."""
 
@@ -162,7 +160,7 @@ class FleetDocument(TypedDict):
     """Why VMs were last requested of these pools; null: none were."""
 
 
-@_documented
+@documented
 class JobOverviewDocument(TypedDict):
     """A job, its newest generation and the VMs of that one, all of one moment."""
 
@@ -174,7 +172,7 @@ class JobOverviewDocument(TypedDict):
     """Those on which the generation's workers are, but no more than 5000; none of a generation that has ended."""
 
 
-@_documented
+@documented
 class JobReportDocument(TypedDict):
     """A job with its past, all of one moment."""
 
@@ -194,7 +192,7 @@ class JobReportDocument(TypedDict):
     """The newest ones, oldest first."""
 
 
-@_documented
+@documented
 class FleetOverviewDocument(TypedDict):
     """The fleet in numbers and one page of its VMs, all of one moment."""
 
@@ -208,7 +206,7 @@ class FleetOverviewDocument(TypedDict):
     """`cursor` of the next page of `vms`; null: there is none."""
 
 
-@_documented
+@documented
 class FleetHistoryDocument(TypedDict):
     """The fleet over time, as columns with one entry for each bucket of `bucket_s` seconds."""
 
@@ -225,7 +223,7 @@ class FleetHistoryDocument(TypedDict):
     quarantines: list[int]
 
 
-@_documented
+@documented
 class FleetCostDocument(TypedDict):
     """VM-hours and cost of the fleet since a time, whether jobs ran or not."""
 
@@ -238,7 +236,7 @@ class FleetCostDocument(TypedDict):
     vms_without_price: int
 
 
-@_documented
+@documented
 class PreemptionDocument(TypedDict):
     """A VM that the emulated market takes."""
 
@@ -246,7 +244,7 @@ class PreemptionDocument(TypedDict):
     notice_s: float
 
 
-@_documented
+@documented
 class CallerDocument(TypedDict):
     """Who the caller is to the manager."""
 
@@ -257,7 +255,7 @@ class CallerDocument(TypedDict):
     """Whether this manager needs no tokens."""
 
 
-@_documented
+@documented
 class TokenDocument(TypedDict):
     """A token, without its secret."""
 
@@ -275,14 +273,14 @@ class TokenDocument(TypedDict):
     revoked_at: Timestamp | None
 
 
-@_documented
+@documented
 class NewTokenDocument(TokenDocument):
     """A new token with its text, which no other answer has."""
 
     token: str
 
 
-@_documented
+@documented
 class AuditEntryDocument(TypedDict):
     """A call that changed something, or was refused."""
 
@@ -296,7 +294,7 @@ class AuditEntryDocument(TypedDict):
     """HTTP status of the answer; null: it is not known."""
 
 
-@_documented
+@documented
 class CertificateDocument(TypedDict):
     """The certificate of an agent that has joined."""
 
@@ -305,7 +303,7 @@ class CertificateDocument(TypedDict):
     """PEM."""
 
 
-@_documented
+@documented
 class RevokedVmDocument(TypedDict):
     """A VM whose certificates were revoked."""
 

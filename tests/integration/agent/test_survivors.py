@@ -226,7 +226,7 @@ async def test_a_survivor_that_does_not_answer_is_killed(world: InPlaceAgent) ->
 
 
 async def test_a_survivor_that_no_generation_takes_is_killed(world: InPlaceAgent) -> None:
-    process = await world.survive("--keep-warm-s", "0.5")
+    process = await world.survive("--keep-warm-s", "0.5", "--memory-part", "0")
     await until(lambda: not process.is_running())
     assert world.exits() == [(1, 1, "GENERATION_ENDED")]
 
