@@ -10,7 +10,7 @@ from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.kubernetes.api import ApiRefusedError, KubernetesApi, Object
 from varuna_manager.providers.kubernetes.pod_body import POOL_LABEL, make_secret_body
 from varuna_manager.providers.kubernetes.pod_states import PodCondition, PodState, find_condition
-from varuna_manager.providers.kubernetes.pools import PoolChoice
+from varuna_manager.providers.kubernetes.pools import NodePools
 from varuna_manager.providers.kubernetes.settings import KubernetesSettings
 
 __all__ = ["Housekeeping"]
@@ -26,7 +26,7 @@ class Housekeeping:
         settings: KubernetesSettings,
         api: KubernetesApi,
         join_token: Callable[[str], Awaitable[str]],
-        pools: PoolChoice,
+        pools: NodePools,
         unix_now: Callable[[], float],
     ) -> None:
         self._settings = settings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind
 from varuna_manager.providers.kubernetes.settings import KubernetesPool
 
-__all__ = ["PoolChoice"]
+__all__ = ["NodePools"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
 
@@ -20,7 +20,7 @@ class _PoolRefusals:
     last: Refusal
 
 
-class PoolChoice:
+class NodePools:
     """`needs_prices`: use only pools with a known price. `now`: a monotonic clock in seconds."""
 
     def __init__(self, pools: Sequence[KubernetesPool], *, needs_prices: bool, now: Callable[[], float]) -> None:

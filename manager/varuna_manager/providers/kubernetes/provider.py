@@ -45,7 +45,7 @@ from varuna_manager.providers.kubernetes.pod_states import (
     find_deadline,
     parse_time,
 )
-from varuna_manager.providers.kubernetes.pools import PoolChoice
+from varuna_manager.providers.kubernetes.pools import NodePools
 from varuna_manager.providers.kubernetes.settings import KubernetesPool, KubernetesSettings
 
 __all__ = ["KubernetesProvider"]
@@ -85,7 +85,7 @@ class KubernetesProvider:
         self._unix_now = unix_now
         self._needs_prices = needs_prices
         self._pools_by_name = {pool.name: pool for pool in settings.pools}
-        self._pools = PoolChoice(settings.pools, needs_prices=needs_prices, now=now)
+        self._pools = NodePools(settings.pools, needs_prices=needs_prices, now=now)
         self._cache = PodCache(api, {FLEET_LABEL: settings.fleet}, self._note_gone)
         self._nodes = NodeNotices(api, settings.node_notices, unix_now)
         self._manager_objects = ManagerObjects(api, settings, pod_name=pod_name)
