@@ -222,7 +222,8 @@ def test_what_systemd_has_stored_is_adopted_if_it_is_a_memory_file(
     kept_file = files.get_file(key(1))
     assert kept_file is not None
     # Above every open one, whatever other tests have left open in this process: two in a row are free there.
-    first = fcntl.fcntl(kept_file, fcntl.F_DUPFD_CLOEXEC, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    first = fcntl.fcntl(kept_file, fcntl.F_DUPFD_CLOEXEC, highest + 1)
     other = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, first + 1)
     assert other == first + 1
     monkeypatch.setattr("varuna_agent.workers.memory_files._FIRST_LISTEN_FD", first)

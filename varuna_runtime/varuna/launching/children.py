@@ -60,7 +60,7 @@ ChildEvent = ChildExit | StopRequest | PortAnnouncement
 class ChildProcesses:
     """Child processes, each the leader of a process group of its own.
 
-    Any thread and any signal handler may put events into `events`. Start all children before the first thread of this
+    Any thread may put events into `events`. Start all children before the first thread of this
     process, because some have a hook that runs between fork and exec.
     """
 
@@ -71,6 +71,7 @@ class ChildProcesses:
         self._request_end = request_end or (lambda process: _signal_group(process, signal.SIGTERM))
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._watched = False
+        self._signals: int | None = None
 
     def start_child(self, name: str, command: list[str], **options: object) -> subprocess.Popen[bytes]:
         """Raises OSError when it cannot be started."""
@@ -85,11 +86,21 @@ class ChildProcesses:
         self._watched = True
         for name, process in self._running.items():
             self._start_watching(name, process)
+        if self._signals is not None:
+            threading.Thread(target=self._await_signals, args=(self._signals,), name="signals", daemon=True).start()
 
     def stop_on_signals(self) -> None:
-        """Turns SIGINT, SIGTERM and SIGHUP into a `StopRequest` with the shell's exit code for them."""
+        """Turns SIGINT, SIGTERM and SIGHUP into a `StopRequest` with the shell's exit code for them, which comes once
+        exits are watched.
+
+        Linux may give a signal to any thread, and Python's handler then waits for the main thread, which may wait in
+        `receive_event` for ever. So the handlers do nothing, and a thread reads the numbers that Python writes at once.
+        """
+        self._signals, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda n, _: self.events.put(StopRequest(128 + n, signal.Signals(n).name)))
+            signal.signal(number, lambda *_: None)
 
     def receive_event(self) -> ChildEvent:
         event = self.events.get()
@@ -140,6 +151,11 @@ class ChildProcesses:
 
     def _start_watching(self, name: str, process: subprocess.Popen[bytes]) -> None:
         threading.Thread(target=self._await_exit, args=(name, process), name=f"await-{name}", daemon=True).start()
+
+    def _await_signals(self, numbers: int) -> None:
+        while True:
+            (number,) = os.read(numbers, 1)
+            self.events.put(StopRequest(128 + number, signal.Signals(number).name))
 
     def _await_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

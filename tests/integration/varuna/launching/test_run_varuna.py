@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -124,6 +125,19 @@ def test_a_signal_ends_all_and_no_rank_is_orphaned(folder: Path, number: signal.
         running.send_signal(number)
         code = running.wait(DEADLINE_S)
     assert code == (-number if number is signal.SIGKILL else 128 + number)
+    wait_until(lambda: all_gone(folder))
+
+
+def test_a_signal_that_another_thread_takes_ends_all(folder: Path) -> None:
+    """Linux gives a signal to the main thread unless it is stopped as the signal comes, as by a debugger."""
+    with subprocess.Popen(
+        command(*SIZES, "probe.py"), cwd=folder, env={**os.environ, "STAY": "1"}, stderr=subprocess.PIPE
+    ) as running:
+        wait_until(lambda: len(read_places(folder)) == 4)
+        wait_until(lambda: psutil.Process(running.pid).status() == psutil.STATUS_SLEEPING)
+        other = next(thread.id for thread in psutil.Process(running.pid).threads() if thread.id != running.pid)
+        assert ctypes.CDLL(None).tgkill(running.pid, other, int(signal.SIGTERM)) == 0
+        assert running.wait(DEADLINE_S) == 128 + signal.SIGTERM
     wait_until(lambda: all_gone(folder))
 
 
