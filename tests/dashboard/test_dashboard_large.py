@@ -58,6 +58,7 @@ async def settled(page: Page, where: str) -> None:
     await expect(page.locator(".chart.plotted")).to_have_count(charts)
 
 
+@pytest.mark.slow
 async def test_a_fleet_of_ten_thousand_is_counted_paged_and_searched(world: RestWorld, open_page: Any) -> None:
     async with open_page(f"{world.url}/#/fleet") as page:
         await expect(page.locator("dt:text-is('VMs') + dd")).to_have_text("10,000")

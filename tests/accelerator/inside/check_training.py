@@ -25,9 +25,10 @@ def device_of(rank: int) -> str:
     return f"sim:{rank % 2}"
 
 
+@pytest.mark.parametrize("precision", device_rows.PRECISIONS)
 @pytest.mark.parametrize("shape", device_rows.SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_training_is_plain_pytorchs(zygote: Zygote, tmp_path: Path, shape: tuple[int, int]) -> None:
-    device_rows.check_rows(zygote, tmp_path, device_of, shape)
+def test_training_is_plain_pytorchs(zygote: Zygote, tmp_path: Path, shape: tuple[int, int], precision: str) -> None:
+    device_rows.check_rows(zygote, tmp_path, device_of, shape, precision)
 
 
 def test_the_optimizer_may_be_on_the_host(zygote: Zygote, tmp_path: Path) -> None:

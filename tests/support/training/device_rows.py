@@ -12,10 +12,11 @@ from small_gpt import Task, train_plainly
 from training_matrix import FACTORS, Configuration, assert_equal, covering_rows, plainly, run
 from training_world import Ranks, Zygote
 
-__all__ = ["SHAPES", "check_dropout", "check_host_optimizer", "check_rows"]
+__all__ = ["PRECISIONS", "SHAPES", "check_dropout", "check_host_optimizer", "check_rows"]
 
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
-_FACTORS = {**FACTORS, "shape": SHAPES, "precision": ["float32", "bfloat16", "float16"]}
+PRECISIONS = ["float32", "bfloat16", "float16"]
+_FACTORS = {**FACTORS, "shape": SHAPES, "precision": PRECISIONS}
 _PAIRS = [
     ("shape", "precision"),
     ("shape", "tied"),
@@ -29,9 +30,9 @@ DeviceOf = Callable[[int], str]
 """The device of a rank."""
 
 
-def check_rows(zygote: Zygote, folder: Path, device_of: DeviceOf, shape: tuple[int, int]) -> None:
-    """All rows of one shape are plain PyTorch's."""
-    rows = [row for row in _ROWS if row.shape == shape]
+def check_rows(zygote: Zygote, folder: Path, device_of: DeviceOf, shape: tuple[int, int], precision: str) -> None:
+    """All rows of one shape and precision are plain PyTorch's."""
+    rows = [row for row in _ROWS if (row.shape, row.precision) == (shape, precision)]
     for row, outcome in zip(rows, run(zygote, folder, rows, device_of), strict=True):
         print(row)
         assert_equal(outcome, plainly(row, torch.device(device_of(0))), row.precision)

@@ -62,6 +62,7 @@ def test_a_vm_that_cannot_be_is_not_taken(changes: dict[str, object], words: str
     assert words in (find_hello_flaw(hello) or "")
 
 
+@pytest.mark.slow
 async def test_an_archive_goes_to_those_vms_only_that_need_it(manager: ScriptedManager) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz"):

@@ -254,6 +254,7 @@ async def test_many_names_are_asked_for_a_few_at_a_time_and_not_at_all_once_the_
         assert 1 <= len(server.requests) <= 8
 
 
+@pytest.mark.slow
 async def test_a_managers_jobs_have_the_vaults_secrets_which_go_nowhere_else(
     manager: ScriptedManager, server: FakeVault
 ) -> None:

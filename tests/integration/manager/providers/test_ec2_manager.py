@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 @pytest.mark.xdist_group("ec2")
-@pytest.mark.parametrize("pool", [None, "aws-1"])
+@pytest.mark.parametrize("pool", [None, pytest.param("aws-1", marks=pytest.mark.slow)])
 def test_an_instances_user_data_lets_its_agent_join(tmp_path: Path, pool: str | None) -> None:
     """Also as a pool of a fleet."""
     settings, requests, wheels = tmp_path / "ec2.yaml", tmp_path / "requests", tmp_path / "wheels"

@@ -167,6 +167,7 @@ async def test_survivors_that_cannot_go_on_in_place_give_their_state_to_new_work
     assert (started["data"]["holders_generation"], started["data"]["holders"]) == (2, list(again.holders))
 
 
+@pytest.mark.slow
 async def test_growth_is_decided_by_what_the_running_workers_take(manager: ScriptedManager) -> None:
     pairs = await start_training(manager, 2)
     plan = pairs[0][1].plan
@@ -196,6 +197,7 @@ async def test_growth_is_decided_by_what_the_running_workers_take(manager: Scrip
     assert before < after < 1.2 * promised, "four VMs at half the speed"
 
 
+@pytest.mark.slow
 async def test_a_slow_vm_is_left_out_for_a_while(manager: ScriptedManager) -> None:
     pairs = await start_training(manager, 3, flags=("--slow-looks", "1"))
     p = pairs[0][1].plan.p
@@ -303,6 +305,7 @@ async def test_a_killed_manager_adopts_its_vms_and_the_running_generation(manage
     await manager.job_in("succeeded")
 
 
+@pytest.mark.slow
 async def test_a_launch_that_a_killed_manager_had_not_sent_is_sent_again(manager: ScriptedManager) -> None:
     await manager.start("--vms", "1")
     await manager.submit()
@@ -329,7 +332,9 @@ async def test_a_zombie_worker_is_told_to_stop(manager: ScriptedManager) -> None
     assert (stop.job_id, stop.mode) == ("job-unknown", pb.STOP_MODE_LEAVE_NOW)
 
 
-@pytest.mark.parametrize("held", [None, pb.HeldState(step=3, bytes=1000)], ids=["saved", "held"])
+@pytest.mark.parametrize(
+    "held", [pytest.param(None, marks=pytest.mark.slow), pb.HeldState(step=3, bytes=1000)], ids=["saved", "held"]
+)
 async def test_a_notice_leaves_the_vm_out(manager: ScriptedManager, held: pb.HeldState | None) -> None:
     """The other VM holds all that the leaving one does: no rank need save unless it cannot go on in place."""
     pairs = await start_training(manager, 2)
@@ -352,7 +357,9 @@ async def test_a_notice_leaves_the_vm_out(manager: ScriptedManager, held: pb.Hel
     assert "notice" in reason
 
 
-@pytest.mark.parametrize("held", [None, pb.HeldState(step=3, bytes=1000)], ids=["saved", "held"])
+@pytest.mark.parametrize(
+    "held", [pytest.param(None, marks=pytest.mark.slow), pb.HeldState(step=3, bytes=1000)], ids=["saved", "held"]
+)
 async def test_a_new_vm_makes_the_job_grow_with_the_state_that_is_held(
     manager: ScriptedManager, held: pb.HeldState | None
 ) -> None:
@@ -396,6 +403,7 @@ async def test_a_job_trains_on_until_the_processes_of_its_next_generation_are_th
     assert not second.commands("end_newcomers")
 
 
+@pytest.mark.slow
 async def test_processes_that_do_not_come_do_not_keep_a_job_from_growing(manager: ScriptedManager) -> None:
     (first, here), (second, there) = await grow(manager)
     first.reach_door(here)
@@ -408,6 +416,7 @@ async def test_processes_that_do_not_come_do_not_keep_a_job_from_growing(manager
     )
 
 
+@pytest.mark.slow
 async def test_a_process_that_hangs_before_its_door_is_waited_for_only_so_long(manager: ScriptedManager) -> None:
     (first, here), (second, _) = await grow(manager, "--newcomers-wait-s", "0.5")
     first.reach_door(here)
@@ -424,6 +433,7 @@ async def test_processes_that_are_no_longer_wanted_end(manager: ScriptedManager)
     assert not first.commands("stop")
 
 
+@pytest.mark.slow
 async def test_a_manager_that_starts_again_finds_the_processes_that_were_started_ahead(
     manager: ScriptedManager,
 ) -> None:

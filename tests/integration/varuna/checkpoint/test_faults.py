@@ -148,6 +148,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_the_save_and_neither_training_nor_the_checkpoint_before(
     zygote: Zygote, tmp_path: Path, disk: Disk
 ) -> None:

@@ -94,6 +94,7 @@ def test_what_is_kept_is_exact_for_all_kinds_of_training(
     assert_redone(world, 2, case.share(0))
 
 
+@pytest.mark.slow
 def test_a_model_that_writes_buffers_runs_the_whole_step_again(zygote: Zygote, tmp_path: Path) -> None:
     case = Case(1, 2, task={"counts": True}, kills=[op_kill(1, "B", 2)])
     with ExitStack() as stack:

@@ -71,6 +71,7 @@ def test_a_loss_costs_a_script_that_cannot_be_carried_no_committed_step(
         assert_as_if_undisturbed(task, [first, second], outcome)
 
 
+@pytest.mark.slow
 def test_holders_give_to_the_generation_after_one_that_has_failed(zygote: Zygote, tmp_path: Path) -> None:
     """A rank of the second generation dies before it has loaded, so the holders still have everything."""
     task = Task(steps=STEPS)
