@@ -34,12 +34,12 @@ TimeCause = Literal[
 END_STATES = frozenset({"succeeded", "failed", "cancelled"})
 """The states in which a job is over."""
 
-documented = with_config(ConfigDict(use_attribute_docstrings=True, defer_build=True))
-"""For a class of documents: its fields have their docstrings in the schema, which is made when it is first needed. Made
-all at once they would keep a manager from leading for half a second."""
+document = with_config(ConfigDict(defer_build=True))
+"""For a class of documents: its schema is made when it is first needed. All of them at once would keep a manager from
+leading for a while."""
 
 
-@documented
+@document
 class ProblemDocument(TypedDict):
     """An error (RFC 9457), as `application/problem+json`."""
 
@@ -51,7 +51,7 @@ class ProblemDocument(TypedDict):
     """What is wrong and what to do about it, in one line."""
 
 
-@documented
+@document
 class StateChangeDocument(TypedDict):
     """One change of the state of a job, a generation, a VM or a worker."""
 
@@ -60,7 +60,7 @@ class StateChangeDocument(TypedDict):
     reason: str
 
 
-@documented
+@document
 class PlanDocument(TypedDict):
     """The shape of a generation: p pipeline stages × d replicas, with micro-batches of `micro_batch` examples."""
 
@@ -81,7 +81,7 @@ class PlanDocument(TypedDict):
     """Predicted memory of each stage."""
 
 
-@documented
+@document
 class JobDocument(TypedDict):
     """One job. `step` counts completed steps; `loss` is the loss of the last one, null if it is not finite."""
 
@@ -123,7 +123,7 @@ class JobDocument(TypedDict):
     last_step_at: Timestamp | None
 
 
-@documented
+@document
 class DeletedJobDocument(TypedDict):
     """A job that was deleted."""
 
@@ -132,7 +132,7 @@ class DeletedJobDocument(TypedDict):
     deleted: bool
 
 
-@documented
+@document
 class RankPlacementDocument(TypedDict):
     """Where a rank runs: on device `local_rank` of a VM."""
 
@@ -141,7 +141,7 @@ class RankPlacementDocument(TypedDict):
     local_rank: int
 
 
-@documented
+@document
 class WorkerDocument(TypedDict):
     """One rank of a generation. `cause`, `exit_code` and `error` explain how it stopped."""
 
@@ -167,7 +167,7 @@ class WorkerDocument(TypedDict):
     memory_bytes: int | None
 
 
-@documented
+@document
 class CandidateDocument(TypedDict):
     """A shape that the planner considered."""
 
@@ -182,7 +182,7 @@ class CandidateDocument(TypedDict):
     """Why it won or lost."""
 
 
-@documented
+@document
 class PhaseDocument(TypedDict):
     """A phase of a generation's life."""
 
@@ -194,7 +194,7 @@ class PhaseDocument(TypedDict):
     seconds: float
 
 
-@documented
+@document
 class DowntimePartDocument(TypedDict):
     """One part of the time without progress before a generation's first step."""
 
@@ -204,7 +204,7 @@ class DowntimePartDocument(TypedDict):
     """The rank that all others waited for, if there was one."""
 
 
-@documented
+@document
 class StateSourcesDocument(TypedDict):
     """Where the workers of a generation have their state from, in bytes."""
 
@@ -216,7 +216,7 @@ class StateSourcesDocument(TypedDict):
     """Read from a checkpoint."""
 
 
-@documented
+@document
 class GenerationDocument(TypedDict):
     """One incarnation of a job: a plan on named VMs. `kind` is calibration or training."""
 
@@ -266,7 +266,7 @@ class GenerationDocument(TypedDict):
     history: list[StateChangeDocument]
 
 
-@documented
+@document
 class PlanRecordDocument(TypedDict):
     """A plan, the other candidates, and how well its prediction held."""
 
@@ -288,7 +288,7 @@ class PlanRecordDocument(TypedDict):
     """(actual - between - predicted) / predicted."""
 
 
-@documented
+@document
 class StepMetricsDocument(TypedDict):
     """One step of a job: the mean loss over the global batch, the duration, and the generation that computed it."""
 
@@ -308,7 +308,7 @@ class StepMetricsDocument(TypedDict):
     at: Timestamp
 
 
-@documented
+@document
 class SpreadDocument(TypedDict):
     """Three columns: the least, the mean and the greatest value of each bucket; null where a bucket has none."""
 
@@ -317,7 +317,7 @@ class SpreadDocument(TypedDict):
     max: list[float | None]
 
 
-@documented
+@document
 class MetricBucketsDocument(TypedDict):
     """Steps in buckets of equal width, as columns. Empty buckets are left out."""
 
@@ -340,7 +340,7 @@ class MetricBucketsDocument(TypedDict):
     learning_rate: SpreadDocument
 
 
-@documented
+@document
 class LoggedSeriesDocument(TypedDict):
     """What a job's script has logged under a name by `varuna.log`, as columns, by step."""
 
@@ -352,7 +352,7 @@ class LoggedSeriesDocument(TypedDict):
     """When the manager stored the value."""
 
 
-@documented
+@document
 class CheckpointDocument(TypedDict):
     """A committed checkpoint. It may have been pruned since."""
 
@@ -363,7 +363,7 @@ class CheckpointDocument(TypedDict):
     at: Timestamp
 
 
-@documented
+@document
 class TimeShareDocument(TypedDict):
     """The part of a job's time that one cause took."""
 
@@ -374,7 +374,7 @@ class TimeShareDocument(TypedDict):
     text: str
 
 
-@documented
+@document
 class GenerationTimeDocument(TypedDict):
     """Where the time of one generation went, and how long the job waited for VMs before it."""
 
@@ -389,7 +389,7 @@ class GenerationTimeDocument(TypedDict):
     """Between steps: data, evaluation, checkpoints, and all else that the script did."""
 
 
-@documented
+@document
 class JobTimeDocument(TypedDict):
     """Where a job's time went since its submission. The causes add up to `total_s`."""
 
@@ -407,7 +407,7 @@ class JobTimeDocument(TypedDict):
     generations: list[GenerationTimeDocument]
 
 
-@documented
+@document
 class VmCostDocument(TypedDict):
     """What one VM cost a job."""
 
@@ -418,7 +418,7 @@ class VmCostDocument(TypedDict):
     cost: float | None
 
 
-@documented
+@document
 class JobCostDocument(TypedDict):
     """VM-hours of a job and their cost, in the provider's currency, where the provider has prices. Jobs that share a VM
     pay in proportion to their GPUs."""
@@ -434,7 +434,7 @@ class JobCostDocument(TypedDict):
     """The most expensive first, at most 1,000."""
 
 
-@documented
+@document
 class StageTraceDocument(TypedDict):
     """What one rank did in a traced mini-batch."""
 
@@ -447,7 +447,7 @@ class StageTraceDocument(TypedDict):
     """(name, start µs, duration µs)."""
 
 
-@documented
+@document
 class PipelineDocument(TypedDict):
     """The stages of replica 0 in the newest traced mini-batch."""
 
@@ -461,7 +461,7 @@ class PipelineDocument(TypedDict):
     stages: list[StageTraceDocument]
 
 
-@documented
+@document
 class EventDocument(TypedDict):
     """Something that happened or was decided; `message` has the reason."""
 
@@ -477,7 +477,7 @@ class EventDocument(TypedDict):
     data: dict[str, Any]
 
 
-@documented
+@document
 class TextProblemDocument(TypedDict):
     """A mistake in a job's text."""
 
@@ -488,7 +488,7 @@ class TextProblemDocument(TypedDict):
     text: str
 
 
-@documented
+@document
 class DryRunDocument(TypedDict):
     """What a job would be if it were submitted now."""
 
@@ -508,7 +508,7 @@ class DryRunDocument(TypedDict):
     """Null: no plan, or the provider has no prices."""
 
 
-@documented
+@document
 class ProgressDocument(TypedDict):
     """How far a job is: sent to the readers of the event stream, and not stored."""
 
@@ -524,7 +524,7 @@ class ProgressDocument(TypedDict):
     at: Timestamp
 
 
-@documented
+@document
 class StackDocument(TypedDict):
     """The stack of a rank in a generation that hung: `text`, or in `error` why there is none."""
 
@@ -536,7 +536,7 @@ class StackDocument(TypedDict):
     error: str
 
 
-@documented
+@document
 class LogMatchDocument(TypedDict):
     """A line of a log."""
 
@@ -548,7 +548,7 @@ class LogMatchDocument(TypedDict):
     """At most the first 1,000 characters."""
 
 
-@documented
+@document
 class LogMatchesDocument(TypedDict):
     """The lines of a worker's log that contain a text."""
 
@@ -560,7 +560,7 @@ class LogMatchesDocument(TypedDict):
     matches: list[LogMatchDocument]
 
 
-@documented
+@document
 class ArchiveDocument(TypedDict):
     """A packed workdir that the manager has."""
 

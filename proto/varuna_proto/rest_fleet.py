@@ -18,11 +18,11 @@ from varuna_proto.rest import (
     StateChangeDocument,
     Timestamp,
     WorkerDocument,
-    documented,
+    document,
 )
 
 
-@documented
+@document
 class VmDocument(TypedDict):
     """One VM. `ref` is the provider's handle; the local provider keeps the agent's `pid` in it."""
 
@@ -67,14 +67,14 @@ class VmDocument(TypedDict):
     """The provider's name for machines like it; null: it names none."""
 
 
-@documented
+@document
 class VmDetailDocument(VmDocument):
     """A VM with its history."""
 
     history: list[StateChangeDocument]
 
 
-@documented
+@document
 class VmUsageDocument(TypedDict):
     """How busy a VM has been, as columns with one entry for each point: dense for the newest, rarer for older ones.
     Null: not known."""
@@ -94,7 +94,7 @@ class VmUsageDocument(TypedDict):
     gpu_memory_bytes: list[float | None]
 
 
-@documented
+@document
 class VmSummaryDocument(TypedDict):
     """The fleet in numbers."""
 
@@ -113,7 +113,7 @@ class VmSummaryDocument(TypedDict):
     cost_per_hour: float | None
 
 
-@documented
+@document
 class PoolDocument(TypedDict):
     """A pool of the fleet's settings, as the manager last looked at it."""
 
@@ -139,7 +139,7 @@ class PoolDocument(TypedDict):
     """Why it is not asked now; null: it can be."""
 
 
-@documented
+@document
 class FleetDocument(TypedDict):
     """How many VMs are wanted, and how many there are."""
 
@@ -160,7 +160,7 @@ class FleetDocument(TypedDict):
     """Why VMs were last requested of these pools; null: none were."""
 
 
-@documented
+@document
 class JobOverviewDocument(TypedDict):
     """A job, its newest generation and the VMs of that one, all of one moment."""
 
@@ -172,7 +172,7 @@ class JobOverviewDocument(TypedDict):
     """Those on which the generation's workers are, but no more than 5000; none of a generation that has ended."""
 
 
-@documented
+@document
 class JobReportDocument(TypedDict):
     """A job with its past, all of one moment."""
 
@@ -192,7 +192,7 @@ class JobReportDocument(TypedDict):
     """The newest ones, oldest first."""
 
 
-@documented
+@document
 class FleetOverviewDocument(TypedDict):
     """The fleet in numbers and one page of its VMs, all of one moment."""
 
@@ -206,7 +206,7 @@ class FleetOverviewDocument(TypedDict):
     """`cursor` of the next page of `vms`; null: there is none."""
 
 
-@documented
+@document
 class FleetHistoryDocument(TypedDict):
     """The fleet over time, as columns with one entry for each bucket of `bucket_s` seconds."""
 
@@ -223,7 +223,7 @@ class FleetHistoryDocument(TypedDict):
     quarantines: list[int]
 
 
-@documented
+@document
 class FleetCostDocument(TypedDict):
     """VM-hours and cost of the fleet since a time, whether jobs ran or not."""
 
@@ -236,7 +236,7 @@ class FleetCostDocument(TypedDict):
     vms_without_price: int
 
 
-@documented
+@document
 class PreemptionDocument(TypedDict):
     """A VM that the emulated market takes."""
 
@@ -244,7 +244,7 @@ class PreemptionDocument(TypedDict):
     notice_s: float
 
 
-@documented
+@document
 class CallerDocument(TypedDict):
     """Who the caller is to the manager."""
 
@@ -255,7 +255,7 @@ class CallerDocument(TypedDict):
     """Whether this manager needs no tokens."""
 
 
-@documented
+@document
 class TokenDocument(TypedDict):
     """A token, without its secret."""
 
@@ -273,14 +273,14 @@ class TokenDocument(TypedDict):
     revoked_at: Timestamp | None
 
 
-@documented
+@document
 class NewTokenDocument(TokenDocument):
     """A new token with its text, which no other answer has."""
 
     token: str
 
 
-@documented
+@document
 class AuditEntryDocument(TypedDict):
     """A call that changed something, or was refused."""
 
@@ -294,7 +294,7 @@ class AuditEntryDocument(TypedDict):
     """HTTP status of the answer; null: it is not known."""
 
 
-@documented
+@document
 class CertificateDocument(TypedDict):
     """The certificate of an agent that has joined."""
 
@@ -303,7 +303,7 @@ class CertificateDocument(TypedDict):
     """PEM."""
 
 
-@documented
+@document
 class RevokedVmDocument(TypedDict):
     """A VM whose certificates were revoked."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 
 from varuna_manager.api.http import problems
 from varuna_manager.api.http.examples import DOCUMENTS
+from varuna_proto import rest, rest_fleet
 
 TAGS = [
     {"name": "jobs", "description": "Submit, read and change jobs."},
@@ -43,6 +48,8 @@ def complete(app: FastAPI) -> None:
                 tags=app.openapi_tags,
             )
             schemas = made["components"]["schemas"]
+            for module in (rest, rest_fleet):
+                _describe_fields(schemas, module)
             schemas["ProblemDocument"] = problems.SCHEMA
             for name, example in DOCUMENTS.items():
                 schemas[name]["examples"] = [example]
@@ -54,3 +61,18 @@ def complete(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe_fields(schemas: Mapping[str, Any], documents: ModuleType) -> None:
+    """Give each field the text that stands below it in the class of its document.
+
+    pydantic can do that, too (`use_attribute_docstrings`), but reads the file again for each use of each class, when
+    routes are made.
+    """
+    for document in ast.parse(inspect.getsource(documents)).body:
+        if isinstance(document, ast.ClassDef) and document.name in schemas:
+            fields = schemas[document.name]["properties"]
+            for field, text in zip(document.body, document.body[1:], strict=False):
+                match field, text:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                        fields[name]["description"] = inspect.cleandoc(words)
