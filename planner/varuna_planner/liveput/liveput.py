@@ -31,6 +31,8 @@ __all__ = ["CheckpointInterval", "FleetModel", "Hazard", "PlanOption", "StopCost
 LONGEST_INTERVAL_S: Final = 3600.0
 """The most between saves: hazards are estimates, and there are other faults, too."""
 
+_ROUNDING: Final = 1e-12
+"""Shares that differ by less do so by rounding."""
 MOST_LEVELS: Final = 40
 """The most fleet sizes that are distinguished; in larger fleets a level is several VMs."""
 
@@ -130,13 +132,14 @@ def best_checkpoints(stops_per_s: float, minibatch_s: float, costs: StopCosts) -
         raise ValueError(f"minibatch_s is {minibatch_s}: it must be finite and above 0")
     low = max(1, math.ceil((costs.save_write_s - costs.save_stall_s) / minibatch_s))
     high = max(low, math.floor(LONGEST_INTERVAL_S / minibatch_s))
-    while high - low > 2:  # the kept share rises up to the best k and then falls
+    while high - low > 2:  # the kept share rises up to the best k and then falls, at last by less than it is rounded
         left = low + (high - low) // 3
         right = high - (high - low) // 3
-        if (
-            _checkpoints(left, stops_per_s, minibatch_s, costs).kept
-            < _checkpoints(right, stops_per_s, minibatch_s, costs).kept
-        ):
+        gain = (
+            _checkpoints(right, stops_per_s, minibatch_s, costs).kept
+            - _checkpoints(left, stops_per_s, minibatch_s, costs).kept
+        )
+        if gain > _ROUNDING:
             low = left + 1
         else:
             high = right

@@ -93,6 +93,8 @@ some_costs = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(rates, minibatches, some_costs)
 @example(1e-3, 30.0, StopCosts(save_stall_s=0, save_write_s=0))
+# Beyond the best interval, so many stops keep the same but for rounding.
+@example(0.03, 77.0, StopCosts(save_stall_s=16, save_write_s=45, notice_probability=0.75))
 def test_no_other_interval_keeps_more(stops_per_s: float, minibatch_s: float, costs: StopCosts) -> None:
     found = best_checkpoints(stops_per_s, minibatch_s, costs)
     first = max(1, math.ceil((costs.save_write_s - costs.save_stall_s) / minibatch_s))
