@@ -339,7 +339,8 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     ).to_environ()
 
 
-@pytest.mark.parametrize("hosts", [pytest.param(["a", "a", "a"], marks=pytest.mark.slow), ["a", "a", "b", "b"]])
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [["a", "a", "a"], ["a", "a", "b", "b"]])
 def test_ranks_share_the_work_and_measure_their_links(hosts: list[str]) -> None:
     world_size = len(hosts)
     (port,) = own_ports(1)

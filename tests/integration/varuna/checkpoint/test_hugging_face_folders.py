@@ -63,7 +63,7 @@ def on_meta(auto: Any, config: Any) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", [*KINDS[:-1], pytest.param(KINDS[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_from_a_folder_to_a_folder(tmp_path: Path, name: str) -> None:
     auto, config = kind_of(name)
     torch.manual_seed(5)

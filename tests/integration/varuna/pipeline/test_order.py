@@ -14,7 +14,11 @@ from varuna_planner.schedule.policies import Policy
 from varuna_planner.simulator.simulation import MinibatchTimes, simulate
 from virtual_pipeline import Clock, Ran, Times, run_engines
 
-EXECUTABLE = [policy for policy in Policy if policy.executable]
+EXECUTABLE = [
+    policy if policy is Policy.WORK_CONSERVING else pytest.param(policy, marks=pytest.mark.slow)
+    for policy in Policy
+    if policy.executable
+]
 
 
 def random_times(random: np.random.Generator) -> Times:

@@ -28,7 +28,7 @@ def assert_as_if_undisturbed(world: SurvivorWorld, task: Task) -> None:
         ((2, 1), (2, 2), [0, 1, None, None], Task(steps=STEPS, tied=True, clip=0.5, optimizer="momentum", padded=True)),
         pytest.param((1, 1), (1, 2), [0, None], Task(steps=STEPS, counts=True), marks=pytest.mark.slow),
         pytest.param((1, 2), (1, 3), [None, 1, 0], Task(steps=STEPS, global_batch=12), marks=pytest.mark.slow),
-        ((1, 2), (2, 2), [0, None, None, 1], Task(steps=STEPS, optimizer="lamb")),
+        pytest.param((1, 2), (2, 2), [0, None, None, 1], Task(steps=STEPS, optimizer="lamb"), marks=pytest.mark.slow),
         pytest.param((2, 1), (3, 1), [1, None, 0], Task(steps=STEPS, offload=True), marks=pytest.mark.slow),
         pytest.param(
             (2, 1), (2, 2), [0, None, None, 1], Task(steps=STEPS, groups=True, frozen=True), marks=pytest.mark.slow

@@ -159,7 +159,8 @@ def test_a_replica_that_waits_for_the_sums_keeps_its_share(zygote: Zygote, tmp_p
     assert_redone(world, 2, case.share(1))
 
 
-@pytest.mark.parametrize(("p", "d"), [(2, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "d"), [(2, 2), (1, 3)])
 def test_ranks_that_are_asked_to_leave_finish_their_shares(p: int, d: int, zygote: Zygote, tmp_path: Path) -> None:
     case = Case(p, d, op_s=0.1)
     with ExitStack() as stack:

@@ -131,8 +131,9 @@ def test_marks_move_to_other_stages(number: int, zygote: Zygote, tmp_path: Path)
     assert set(range(case.count)) - list_redone(world, 2, case) >= set(sorted(case.share(0))[:EVERY])
 
 
-@pytest.mark.parametrize("finishes", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shape", [(3, 2), pytest.param((1, 6), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("finishes", [True, False])
+@pytest.mark.parametrize("shape", [(3, 2), (1, 6)])
 def test_new_processes_get_what_counts_of_the_step(
     shape: tuple[int, int], finishes: bool, zygote: Zygote, tmp_path: Path
 ) -> None:
