@@ -1,7 +1,8 @@
 """This rank's part in the copies of a generation: what it sends, what it keeps, and when a round begins.
 
 A round begins at the start of a step, on all ranks in the same one. The ranks agree on that in the reduction at the end
-of the step before (`BoundaryRequests.copying`): none begins as long as the copy of one is not whole.
+of the step before (`BoundaryRequests.copying`): none begins as long as the copy of one is not whole. Where a generation
+begins with a state, its first round begins in its first step: the ranks agree on that when they have met.
 """
 
 from __future__ import annotations
@@ -70,6 +71,19 @@ class RankCopies:
         if self._can_keep is None and (state_bytes := self._count_state_bytes()) and (ranks := self._sharers.count()):
             self._can_keep = self._is_there_room(state_bytes * ranks)
         return not self._can_keep or (self._owner is not None and self._owner.is_busy)
+
+    def begin_first_round(self, step: int, make_state: Callable[[], TrainingState]) -> None:
+        """Begins to copy the state after `step` steps, with which the generation has begun, if all ranks have room.
+
+        All ranks call it in the same step, and wait for one another. Raises GenerationEnded, PeerLost.
+        """
+        rendezvous, everyone = self._worker.rendezvous, self._worker.topology.everyone
+        hosts = rendezvous.exchange_values("copies/first", everyone, rendezvous.own_address())
+        if self._can_keep is None:
+            self._can_keep = self._is_there_room(self._count_state_bytes() * hosts.count(rendezvous.own_address()))
+        can_keep = rendezvous.exchange_values("copies/room", everyone, str(self._can_keep))
+        self._is_free = set(can_keep) == {str(True)}
+        self.begin_round(step, make_state)
 
     def record_agreement(self, *, is_any_busy: bool) -> None:
         """What all ranks have agreed on at the end of a step."""
