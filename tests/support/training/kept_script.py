@@ -4,7 +4,8 @@ More in its JSON file: "kills": several faults as `killing_script` has one in "k
 which each op is longer; "slow": {"rank", "op_s"}, the same for one rank; "variant": "frozen" (the first blocks train
 nothing), "checkpointed" (the model runs each block again in its backward) or "ledger" (losses and gradients tell which
 examples were counted, and how often); "marks_every": micro-batches between two marks of a share, in which a rank waits
-until its copy is whole; "lossy": ranks whose copies are never whole.
+until its copy is whole; "lossy": ranks whose copies are never whole; "copies_states": a rank waits in its pass until
+the copy of its state is whole.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
 """
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import copies_script
 import killing_script
 import training_script
 import varuna.copies.rank_shares
@@ -200,6 +202,8 @@ if __name__ == "__main__":
         vary_model(wanted.get("variant", ""))
     if wanted.get("marks_every"):
         make_marks(wanted["marks_every"], lossy=own in wanted.get("lossy", []), finishes=wanted["finishes"])
+    if wanted.get("copies_states"):
+        copies_script.wait_for_copies({})
     kills = wanted.get("kills", [])
     meet_before(*(kill["rank"] for kill in kills))
     if own in [kill["rank"] for kill in kills if "step" in kill]:

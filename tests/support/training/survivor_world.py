@@ -70,10 +70,18 @@ class SurvivorWorld:
 
         return str(wait_until(find, "an obstacle"))
 
-    def go_on_as(self, plan: Plan, ranks: list[int], *, absent: frozenset[int] | set[int] = frozenset()) -> list[int]:
+    def go_on_as(
+        self,
+        plan: Plan,
+        ranks: list[int],
+        *,
+        absent: frozenset[int] | set[int] = frozenset(),
+        keepers: tuple[int, ...] = (),
+    ) -> list[int]:
         """Starts the next generation in place with this plan, when its ranks have left the one before.
 
         `ranks`: by their ranks in it, the ranks in the first generation; processes without one are ended.
+        `keepers`: of the next generation.
         """
         p, d = plan.p, plan.d
         left = self.wait_until_left({rank for rank in self.ranks if rank not in ranks})
@@ -89,6 +97,7 @@ class SurvivorWorld:
                 world_size=p * d,
                 plan=plan,
                 secret=secret,
+                keepers=keepers,
             )
             if first in absent:
                 continue

@@ -5,7 +5,8 @@ the sums; and the others can leave at once, with what they had at theirs, where 
 (`is_worth_finishing`).
 
 A rank's sums are kept by the rank with the same stage in another replica, so that they need not move again where stages
-stay. Letters: P stages, D replicas; rank = replica * P + stage.
+stay. With one replica, the rank that keeps the copy of its state keeps its sums, too (`varuna.copies.rank_copies`).
+Letters: P stages, D replicas; rank = replica * P + stage.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from varuna.copies.share_owner import ShareOwner
 from varuna.distributed.handshake import MeetingKey
 from varuna.pipeline.pass_state import PassResult, PassState
 from varuna.worker.worker import WorkerProcess
+from varuna_proto.environment import WorkerEnvironment
 
-__all__ = ["RankShares"]
+__all__ = ["RankShares", "has_keepers"]
 
 _log = structlog.get_logger("varuna")
 
-_COPIES = 4
-"""Of a stage's sums in memory: two of this rank's own, and two of the rank for which it keeps some."""
+_MARKS = 2
+"""In memory of each rank whose sums are there, this rank and those for which it keeps some."""
 _LARGEST_PART = 0.5
 """Of the memory that is available: the script may need more later."""
 
@@ -44,6 +46,8 @@ class _Share:
 
     step: int
     parameters: Mapping[str, nn.Parameter]
+    sections: range
+    """Of the rank's stage."""
     numbers: Sequence[int]
     """Of the pass's micro-batches in the global batch."""
     kept_numbers: Sequence[int]
@@ -62,7 +66,7 @@ class RankShares:
     """The copies of one generation, from its making until `shut_down`."""
 
     def __init__(self, worker: WorkerProcess, *, is_pipeline_sending: Callable[[], bool]) -> None:
-        """All ranks of a generation whose environment says `copies_shares` make one, in the same step."""
+        """All ranks of a generation that `has_keepers` make one, in the same step."""
         self._worker = worker
         self._key = MeetingKey.from_environment(worker.environment)
         self._is_pipeline_sending = is_pipeline_sending
@@ -84,17 +88,20 @@ class RankShares:
         numbers: Sequence[int],
         parameters: Mapping[str, nn.Parameter],
         *,
+        sections: range,
         kept: tuple[Sequence[int], PassResult] | None,
         micro_batch_s: float,
     ) -> None:
         """A pass over the micro-batches `numbers` begins that adds to `kept`, the share that the sums have already.
 
-        `micro_batch_s`: what each takes, the same on all ranks; 0: not known.
+        `parameters`, `sections`: of the rank's stage. `micro_batch_s`: what each micro-batch takes, the same on all
+        ranks; 0: not known.
         """
         interval = micro_batches_between_marks(micro_batch_s)
         kept_numbers, kept_result = kept or ((), None)
         is_long = 0 < interval < len(numbers)
-        self._share = _Share(step, parameters, numbers, kept_numbers, kept_result, interval if is_long else 0)
+        interval = interval if is_long else 0
+        self._share = _Share(step, parameters, sections, numbers, kept_numbers, kept_result, interval)
         if is_long and kept_result is not None:
             self._make_mark(self._share, kept_result)
 
@@ -148,7 +155,8 @@ class RankShares:
     def _make_mark(self, share: _Share, result: PassResult) -> None:
         gradients = {name: one.grad for name, one in share.parameters.items() if one.grad is not None}
         if self._has_room is None and (ranks := self._sharers.count()):
-            self._has_room = _can_copy(gradients, ranks)
+            owners = 1 + self._count_kept()
+            self._has_room = _can_copy(gradients, _MARKS * owners * ranks)
         if not self._has_room:
             return
         if self._owner is None:
@@ -162,6 +170,7 @@ class RankShares:
             generation=environment.generation,
             replica=self._worker.topology.replica,
             step=share.step,
+            sections=share.sections,
         )
         self._owner.copy_sums(mark, gradients)
         share.marked = share.done
@@ -203,11 +212,16 @@ class RankShares:
             have_all_sent=have_all_sent,
         )
 
+    def _count_kept(self) -> int:
+        """The ranks whose sums this one keeps."""
+        environment = self._worker.environment
+        return environment.keepers.count(environment.rank) if self._worker.topology.d == 1 else 1
+
     def _find_keeper(self) -> str:
         """The address of the next replica's rank with this stage that is on another host; if all are on this one, of
-        the next. Empty: none keeps sums."""
+        the next. With one replica, of the rank that keeps this one's state. Empty: none keeps sums."""
         p, d, rank = self._worker.topology.p, self._worker.topology.d, self._worker.topology.rank
-        others = [(rank + ahead * p) % (p * d) for ahead in range(1, d)]
+        others = [(rank + ahead * p) % (p * d) for ahead in range(1, d)] or [self._worker.environment.keepers[rank]]
         try:
             texts = self._worker.rendezvous.store.multi_get([_address_key(other) for other in others])
         except dist.DistError:  # as in `_make_keeper`
@@ -217,12 +231,18 @@ class RankShares:
         return min(addresses, key=lambda address: address.rpartition(":")[0] == own_host, default="")
 
 
-def _can_copy(gradients: Mapping[str, Tensor], ranks: int) -> bool:
-    """`ranks`: on this machine. Stages have about the same size, so this rank's sums stand for those that it keeps."""
+def has_keepers(environment: WorkerEnvironment) -> bool:
+    """Whether other ranks keep the sums of each rank of the generation: those of another replica, or those that keep
+    copies of states."""
+    return environment.copies_shares and (environment.plan.d > 1 or bool(environment.keepers))
+
+
+def _can_copy(gradients: Mapping[str, Tensor], copies: int) -> bool:
+    """`copies`: on this machine. Stages have about the same size, so this rank's sums stand for those that it keeps."""
     if any(gradient.layout is not torch.strided for gradient in gradients.values()):
         _log.warning("no copies of shares are kept: the model has sparse gradients")
         return False
-    needed = _COPIES * ranks * sum(gradient.nbytes for gradient in gradients.values())
+    needed = copies * sum(gradient.nbytes for gradient in gradients.values())
     return has_room(needed, _LARGEST_PART, "copies of shares")
 
 

@@ -1,4 +1,4 @@
-"""Keeps the sums of ranks of another replica in this process's memory, as they send them."""
+"""Keeps the sums of other ranks in this process's memory, as they send them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ShareKeeper(StateServer):
             dropped = [
                 kept
                 for kept in self._kept
-                if kept.mark.replica == mark.replica and kept.mark.key != mark.key._replace(micro_batches=count_to_keep)
+                if kept.mark.owner == mark.owner and kept.mark.key != mark.key._replace(micro_batches=count_to_keep)
             ]
             self._kept = [kept for kept in self._kept if kept not in dropped]
             return self._spare.take(size, [kept.memory for kept in dropped])

@@ -39,6 +39,8 @@ class ShareMark:
     replica: int
     step: int
     """The step under way."""
+    sections: tuple[int, int]
+    """Of the rank's stage: the first, and the one after the last."""
     spans: tuple[tuple[int, int], ...]
     """The micro-batches of the global batch that are in the sums, as runs [first, end)."""
     loss_sum: float = 0.0
@@ -49,12 +51,20 @@ class ShareMark:
 
     @classmethod
     def of_pass(
-        cls, numbers: Sequence[int], passed: PassResult, *, generation: int, replica: int, step: int
+        cls,
+        numbers: Sequence[int],
+        passed: PassResult,
+        *,
+        generation: int,
+        replica: int,
+        step: int,
+        sections: range,
     ) -> ShareMark:
         return cls(
             generation=generation,
             replica=replica,
             step=step,
+            sections=(sections.start, sections.stop),
             spans=tuple(join_spans(numbers)),
             loss_sum=passed.loss_sum,
             weight=passed.weight,
@@ -69,6 +79,11 @@ class ShareMark:
     @property
     def key(self) -> MarkKey:
         return MarkKey(self.generation, self.replica, self.step, sum(end - first for first, end in self.spans))
+
+    @property
+    def owner(self) -> tuple[int, tuple[int, int]]:
+        """The rank that made it, by its replica and its stage."""
+        return self.replica, self.sections
 
     @property
     def passed(self) -> PassResult:
@@ -95,8 +110,9 @@ class ShareMark:
     def from_document(cls, document: Mapping[str, Any]) -> ShareMark:
         """Raises ValueError for anything else."""
         try:
-            spans = tuple((int(first), int(end)) for first, end in document["spans"])
-            return cls(**{**document, "spans": spans})
+            first, end = map(int, document["sections"])
+            spans = tuple((int(begin), int(stop)) for begin, stop in document["spans"])
+            return cls(**{**document, "sections": (first, end), "spans": spans})
         except (KeyError, TypeError) as error:
             raise ValueError(f"no mark of a share: {error!r}") from None
 

@@ -55,37 +55,43 @@ class StateExchange:
         return 0 if self._reader is None else self._reader.peer_bytes
 
     def share_inventories(
-        self, held: HeldFiles | None, obstacle: str, beside: Mapping[int, HeldFile] | None = None
+        self,
+        held: HeldFiles | None,
+        obstacle: str,
+        beside: Mapping[int, HeldFile] | None = None,
+        copies: Sequence[HeldFiles] = (),
     ) -> str:
         """Tells the others what this rank has, and serves it until `close`. `held`: None: nothing.
 
-        `beside`: by rank, a file that this one alone gives to that rank alone, besides its state.
+        `beside`: by rank, a file that this one alone gives to that rank alone, besides its state. `copies`: of others'
+        states after the same step.
         """
         text, beside = "", beside or {}
         if held is not None and not obstacle:
             served = replace(held, files=held.files | {_name_beside(rank): file for rank, file in beside.items()})
             try:
-                self._server = HolderServer(served, self._key, self._host)
+                self._server = HolderServer(served, self._key, self._host, copies)
             except OSError as error:
                 obstacle = f"no port to give the state from: {error}"
             else:
-                inventory = held.inventory.model_copy(update={"address": self._server.address})
-                text = encode_inventories([inventory])
+                address = {"address": self._server.address}
+                text = encode_inventories([one.inventory.model_copy(update=address) for one in (held, *copies)])
         sizes = {rank: file.bytes for rank, file in beside.items()}
         shared = self._gather_values("inventory", {"obstacle": obstacle, "inventory": text, "beside": sizes})
         if reason := _first_reason([one["obstacle"] for one in shared]):
             return reason
         try:
             inventories = [
-                (inventory, one["beside"].get(str(self._rank), 0))
+                (decode_inventories(one["inventory"], f"the inventory of rank {rank}"), one["beside"])
                 for rank, one in enumerate(shared)
                 if one["inventory"]
-                for inventory in decode_inventories(one["inventory"], f"the inventory of rank {rank}")
             ]
-            self._merged = merge_inventories(inventory for inventory, _ in inventories)
+            self._merged = merge_inventories(inventory for of_rank, _ in inventories for inventory in of_rank)
         except CheckpointError as error:
             return str(error)
-        self._beside = [(inventory, size) for inventory, size in inventories if size]
+        # A rank's own inventory is the first of those that it gives.
+        sizes_to_own = [(of_rank[0], beside.get(str(self._rank), 0)) for of_rank, beside in inventories]
+        self._beside = [(inventory, size) for inventory, size in sizes_to_own if size]
         return _describe_registered(self._merged)
 
     def stage_state(self, state: TrainingState | None, obstacle: str) -> tuple[StagedCheckpoint | None, str]:

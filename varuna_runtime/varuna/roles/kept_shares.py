@@ -1,8 +1,8 @@
 """What survivors keep of the step under way: the micro-batches whose gradients are in their sums.
 
 A gradient is a sum over micro-batches, so the sums of a replica that has lost no rank stay valid, also where they move
-to other ranks (`varuna.roles.moved_sums`). Only the micro-batches that are not in such sums are run again, by the
-replicas of the next generation.
+to other ranks (`varuna.roles.moved_sums`). The copies of a mark are as good, if those of all stages are there. Only the
+micro-batches that are not in such sums are run again, by the replicas of the next generation.
 
 Letters: P stages, D replicas, M micro-batches in the global batch; rank = replica * P + stage.
 """
@@ -17,7 +17,11 @@ from varuna.pipeline.pass_state import PassResult
 from varuna.roles.moved_sums import SumsPlan
 from varuna_planner.schedule.batching import split_evenly
 
-__all__ = ["KeptShare", "StepRest", "SumsChoice", "choose_sums", "deal_evenly", "find_complete"]
+__all__ = ["KeptShare", "Sections", "StepRest", "SumsChoice", "choose_sums", "deal_evenly", "find_complete"]
+
+
+Sections = tuple[int, int]
+"""Of a stage: the first, and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,17 @@ class StepRest:
     """Where the sums that count go; None: they stay where they are."""
 
 
-def find_complete(shares: Sequence[Iterable[int]], stages: Sequence[Hashable]) -> frozenset[int]:
+def find_complete(
+    shares: Sequence[Iterable[int]], stages: Sequence[Hashable], all_stages: Iterable[Hashable] = ()
+) -> frozenset[int]:
     """The micro-batches that count as run; all others of the step are run again.
 
-    `shares`: by rank, the micro-batches that its sums have. `stages`: by rank, the stage with which it made them; each
-    stage has a rank. At each stage no two ranks have the same micro-batch. The sums of a rank count as a whole or not
-    at all: a rank whose share is not within the answer drops them. So the answer is the largest set that is, at each
-    stage, the union of some ranks' shares.
+    `shares`: by rank, the micro-batches that its sums have. `stages`: by rank, the stage with which it made them.
+    `all_stages`: among them those that no rank has; there is one stage at least. At each stage no two ranks have the
+    same micro-batch. The sums of a rank count as a whole or not at all: a rank whose share is not within the answer
+    drops them. So the answer is the largest set that is, at each stage, the union of some ranks' shares.
     """
-    of_stage: dict[Hashable, list[frozenset[int]]] = {}
+    of_stage: dict[Hashable, list[frozenset[int]]] = {stage: [] for stage in all_stages}
     for share, stage in zip(shares, stages, strict=True):
         of_stage.setdefault(stage, []).append(frozenset(share))
     by_stage = list(of_stage.values())
@@ -83,14 +89,19 @@ class SumsChoice:
     live: bool
     """Those in `.grad`."""
     marks: tuple[ShareMark, ...] = ()
-    """The copies that are added to them."""
+    """The copies of its own stage's sums, which are added to them."""
+    lent: tuple[ShareMark, ...] = ()
+    """The copies of other stages' sums, which move to ranks of the new shape."""
 
 
 def choose_sums(
     shares: Sequence[Iterable[int]],
     marks: Sequence[Iterable[ShareMark]],
-    stages: Sequence[Hashable],
+    stages: Sequence[Sections | None],
+    *,
+    cut: Iterable[Sections],
     p: int,
+    moves: bool,
 ) -> list[SumsChoice]:
     """By rank: what counts, so that each micro-batch is in the sums of each stage once, or not at all.
 
@@ -101,18 +112,21 @@ def choose_sums(
 
     Args:
         shares: by rank, the micro-batches that `.grad` has; none for a new process.
-        marks: by rank, the copies that it has.
-        stages: by rank, the stage with which the sums were made; None for a new process.
+        marks: by rank, the copies that it has, of its own stage and of others.
+        stages: by rank, the stage with which its sums were made; None for a new process.
+        cut: all stages with which sums were made. Of one without a rank, the copies at marks may be there.
         p: stages of the new shape; rank = replica * p + stage.
+        moves: whether sums move to other ranks. Otherwise only copies of a rank's own stage count.
     """
+    all_stages = set(cut)
     old = [rank for rank, stage in enumerate(stages) if stage is not None]
-    counted = find_complete([shares[rank] for rank in old], [stages[rank] for rank in old])
+    counted = find_complete([shares[rank] for rank in old], [stages[rank] for rank in old], all_stages)
     live = [bool(share) and counted.issuperset(share) for share in map(frozenset, shares)]
-    holders: dict[MarkKey, dict[Hashable, dict[int, ShareMark]]] = {}
+    holders: dict[MarkKey, dict[Sections, dict[int, ShareMark]]] = {}
     for rank in old:
         for mark in marks[rank]:
-            holders.setdefault(mark.key, {}).setdefault(stages[rank], {})[rank] = mark
-    all_stages = {stages[rank] for rank in old}
+            if moves or mark.sections == stages[rank]:
+                holders.setdefault(mark.key, {}).setdefault(mark.sections, {})[rank] = mark
     chosen: list[list[ShareMark]] = [[] for _ in shares]
     for key in sorted(holders, key=lambda key: (-key.micro_batches, key)):
         of_stage = holders[key]
@@ -122,7 +136,14 @@ def choose_sums(
         counted |= copies[0]
         replicas = [{rank // p for rank in by_rank} for by_rank in of_stage.values()]
         together = min(set.intersection(*replicas), default=None)
-        for by_rank in of_stage.values():
-            rank = min(by_rank, key=lambda rank: (rank // p != together, rank))
+        for stage, by_rank in of_stage.items():
+            rank = min(by_rank, key=lambda rank: (rank // p != together, stages[rank] != stage, rank))
             chosen[rank].append(by_rank[rank])
-    return [SumsChoice(of_rank, tuple(of_marks)) for of_rank, of_marks in zip(live, chosen, strict=True)]
+    return [
+        SumsChoice(
+            of_rank,
+            tuple(mark for mark in of_marks if mark.sections == stage),
+            tuple(mark for mark in of_marks if mark.sections != stage),
+        )
+        for of_rank, of_marks, stage in zip(live, chosen, stages, strict=True)
+    ]

@@ -6,6 +6,7 @@ If it can, it stays with the state for its part in the next generation: a rank, 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import structlog
 
@@ -89,22 +90,32 @@ class StateHolder:
             step,
             self._parts.checkpoints.state_bytes,
             gives_only=bool(obstacle),
-            copies=[(held.inventory.rank, held.inventory.step) for held in self._list_copies()],
+            # One that was to take another stage has them still, under ranks that the manager knows by its holders.
+            copies=[] if is_moving else [(one.inventory.rank, one.inventory.step) for one in self._list_copies()],
         )
         return True
 
     def join_next(self, environment: WorkerEnvironment, phases: StartPhases) -> None:
-        """Joins the next generation, as `WorkerProcess.join_next`. This process may leave that in the same way."""
+        """Joins the next generation, as `WorkerProcess.join_next`. This process may leave that in the same way.
+
+        With other stages, or with new processes, this process moves from then on until `end_move`: if one does not
+        come, the others give what they had before to new ones.
+        """
+        before = self._parts.worker.environment
+        now, then = environment.plan, before.plan
+        has_other_stages = (now.p, now.stage_starts) != (then.p, then.stage_starts)
         with self._leaving:
             self._has_left = False
+            if has_other_stages or environment.survivors:
+                self._unmoved = before
         self._parts.worker.join_next(environment, phases, self._try_to_stay, self.find_obstacle)
 
     # Moving to another stage
 
     @property
-    def can_take_rank(self) -> bool:
-        """Whether it has not begun a move to another stage that it could not end."""
-        return self._unmoved is None
+    def is_moving(self) -> bool:
+        """Whether it has begun a move to another stage that it has not ended, and perhaps cannot end."""
+        return self._unmoved is not None
 
     def begin_move(self, before: WorkerEnvironment) -> None:
         """This process begins to take another stage. `before`: of the rank that it was.
@@ -172,7 +183,24 @@ class StateHolder:
             return
         leave_in_memory(parts.checkpoints.training_state(), progress.step, own=environment, published_as=environment)
 
+    def list_moved_copies(self, step: int) -> list[HeldFiles]:
+        """The copies of other ranks' states after `step` steps, while this process moves."""
+        unmoved = self._unmoved
+        assert unmoved is not None, "it moves"
+        return [
+            held
+            for held in self._list_copies()
+            if held.inventory.step == step and held.inventory.receipt.rank != unmoved.rank
+        ]
+
     def _list_copies(self) -> list[HeldFiles]:
-        """What this process keeps for others; nothing once it was to take another stage, with other ranks."""
-        copies = self._parts.copies
-        return [] if copies is None or self._unmoved is not None else copies.list_copies()
+        """The copies of states that this process has, of its own and of others'. While it moves they are offered under
+        ranks that no process has, because those of their owners are other processes' now."""
+        if self._parts.copies is None:
+            return []
+        copies = self._parts.copies.list_copies()
+        return copies if self._unmoved is None else [self._publish_copy(held) for held in copies]
+
+    def _publish_copy(self, held: HeldFiles) -> HeldFiles:
+        rank = self._parts.worker.environment.world_size + held.inventory.receipt.rank
+        return replace(held, inventory=held.inventory.model_copy(update={"published_as": rank}))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import structlog
 from torch import Tensor
 
 from varuna.assembly.assembly import connect_stage
-from varuna.copies.share_marks import MarkedSums
+from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.data.batches import follow_shape
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.start_phases import StartPhases
@@ -23,6 +24,7 @@ from varuna.diagnostics.tensorboard import TensorBoardWriter
 from varuna.distributed.agreement import BoundaryRequests
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
+from varuna.distributed.topology import stage_sections
 from varuna.partition import Stage
 from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice
 from varuna.roles.leaving import StateHolder
@@ -31,6 +33,7 @@ from varuna.roles.moving import StageMove, take_state
 from varuna.roles.progress import TrainingStep
 from varuna.roles.reshaping import (
     GenerationMember,
+    SettledSums,
     add_step,
     choose_totals,
     count_redone,
@@ -63,6 +66,18 @@ class FirstStep(NamedTuple):
     kept: KeptShare | None = None
     """What the sums have that it has got; None: it has got none."""
     sums: Sequence[Mapping[str, Tensor]] = ()
+
+
+class Meeting(NamedTuple):
+    """What the members of a generation in place have agreed on."""
+
+    settled: SettledSums
+    lent: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
+    """The copies of other stages' sums that count and that this rank has, by their numbers among all sums."""
+
+    @property
+    def members(self) -> Sequence[GenerationMember]:
+        return self.settled.members
 
 
 class GenerationMembership:
@@ -107,20 +122,20 @@ class GenerationMembership:
         parts = self._parts
         worker, stage = parts.worker, parts.assembly.stage
         worker.phases.end_phase("script")
-        members = self._catch_up(None, 0)
-        self._require_together(members)
+        settled = self._catch_up(None, None).settled
+        self._require_together(settled.members)
         taken, reason = take_state(worker, parts.checkpoints.training_state())
         self._require_success(reason)
         assert taken is not None
         parts.checkpoints.continue_from(taken.loaded)
         parts.changes.begin_step()  # what was loaded of them is agreed on by the others
-        for member in members:
+        for member in settled.members:
             if member.weight_per_example is not None:
                 parts.expected_weight.follow_others(member.weight_per_example)
-        rest = plan_rest(members, worker.environment, parts.stages)
+        rest = plan_rest(settled, worker.environment, parts.stages)
         self._first_step = FirstStep(rest, None, taken.sums)
         if rest is not None and rest.sums is not None:
-            kept = follow_sums(rest.sums, members, worker.environment, rest.expected_weight)
+            kept = follow_sums(rest.sums, settled, worker.environment, rest.expected_weight)
             self._first_step = FirstStep(rest, kept, taken.sums)
         worker.phases.end_phase("load")
         parts.assembly.disconnect(_LINKS_END_S)
@@ -180,20 +195,21 @@ class GenerationMembership:
             self._give_state(command, step)
             return
         environment = command.environment
-        if not holder.can_take_rank or not fits_in_place(environment, before):
+        if holder.is_moving or not fits_in_place(environment, before):
             raise RuntimeError(f"rank {environment.rank} of the next generation needs another process")
         phases.end_phase("wait")
         holder.join_next(environment, phases)
-        members = self._catch_up(step, before.plan.micro_batch)
+        meeting = self._catch_up(step, before)
         holder.drop_state_before()
         peer_bytes, stage = 0, parts.assembly.stage
-        if must_move(members, parts.stages):
+        if must_move(meeting.members, parts.stages):
             del stage  # nothing may keep it but the assembly
-            stage, peer_bytes = self._move(members, before, step)
+            stage, peer_bytes = self._move(meeting, before, step)
             phases.end_phase("load")
         elif environment.survivors:
-            self._give_to_new(members, before)
+            self._give_to_new(meeting.members, before)
             phases.end_phase("load")
+        holder.end_move()
         self._connect_anew(stage)
         kept_bytes = max(parts.checkpoints.state_bytes - peer_bytes, 0)
         sources = StateSources(kept_bytes=kept_bytes, peer_bytes=peer_bytes)
@@ -220,10 +236,10 @@ class GenerationMembership:
             return
         self._holder.give_state(command)
 
-    def _catch_up(self, step: TrainingStep | None, micro_batch: int) -> list[GenerationMember]:
-        """Agrees with the other members on the newest committed step; returns where all of them stand.
+    def _catch_up(self, step: TrainingStep | None, before: WorkerEnvironment | None) -> Meeting:
+        """Agrees with the other members on the newest committed step, and on what counts of the step under way.
 
-        `micro_batch`: the examples in each of those that are kept of the step.
+        `before`: of the rank that this process was; None: it is new.
         """
         parts, worker, progress = self._parts, self._parts.worker, self._parts.progress
         sections = parts.assembly.stage.sections
@@ -233,33 +249,45 @@ class GenerationMembership:
             committed=progress.find_committed(step),
             totals=progress.committed_totals,
             sections=(sections.start, sections.stop),
-            micro_batch=micro_batch,
+            micro_batch=0 if before is None else before.plan.micro_batch,
             weight_per_example=parts.expected_weight.per_example,
             trace_digest=parts.trace_digest,
             is_new=self._awaited_in is not None,
         )
         own = add_step(own, step)
         marked = self._list_marked(step)
-        own = replace(own, marks=[one.mark for one in marked])
+        own = replace(own, marks=[one.mark for one in marked], copied=self._list_copied(own.committed, before))
         everyone = worker.topology.everyone
         texts = worker.rendezvous.exchange_values("member", everyone, own.to_json())
-        members, choices = settle_sums([GenerationMember.from_json(text) for text in texts], worker.topology.p)
-        totals = choose_totals(own, members, is_reduced=step is not None and step.is_reduced)
+        settled = settle_sums([GenerationMember.from_json(text) for text in texts], parts.stages)
+        totals = choose_totals(own, settled.members, is_reduced=step is not None and step.is_reduced)
         if step is None:
-            return members
+            return Meeting(settled)
+        lent: dict[int, Mapping[str, Tensor]] = {}
         step.redone = 0
         if totals is not None:
             step.totals = progress.committed_totals = totals
         if step.totals is None:  # it is run again
             step.is_reduced = False
-            step.rest = plan_rest(members, worker.environment, parts.stages)
-            step.redone = count_redone(step.rest, members, worker.environment)
-            chosen = choices[worker.topology.rank] if step.rest is not None else SumsChoice(live=False)
+            step.rest = plan_rest(settled, worker.environment, parts.stages)
+            step.redone = count_redone(step.rest, settled.members, worker.environment)
+            chosen = settled.choices[worker.topology.rank] if step.rest is not None else SumsChoice(live=False)
             self._settle_share(step, chosen, marked)
+            lent = {number: _find_sums(mark, marked) for number, mark in settled.list_lent(worker.topology.rank)}
         else:  # a rank that has begun the next step has dropped them, so no rank may follow them
             step.totals = replace(step.totals, requests=BoundaryRequests())
             step.was_interrupted = True
-        return members
+        return Meeting(settled, lent)
+
+    def _list_copied(self, committed: int, before: WorkerEnvironment | None) -> list[tuple[int, int]]:
+        """The sections of the stages of which this process can give copies of the state after so many steps."""
+        if before is None or not self._holder.is_moving:
+            return []
+        plan, count = before.plan, self._parts.section_count
+        stages = stage_sections(plan.stage_starts, plan.p, count)
+        copies = self._holder.list_moved_copies(committed)
+        held = {stages[copy.inventory.receipt.rank % plan.p] for copy in copies}
+        return sorted((stage.start, stage.stop) for stage in held)
 
     def _list_marked(self, step: TrainingStep | None) -> list[MarkedSums]:
         """The copies of sums in this process's memory that may count of the step under way."""
@@ -276,9 +304,8 @@ class GenerationMembership:
             for parameter in parameters.values():
                 parameter.grad = None
         for mark in choice.marks:
-            sums = next(one.sums for one in marked if one.mark == mark)
             # Of copies, because the marks may be needed again: this generation may be left before it has begun.
-            add_sums(parameters, {name: tensor.clone() for name, tensor in sums.items()})
+            add_sums(parameters, {name: tensor.clone() for name, tensor in _find_sums(mark, marked).items()})
             share = KeptShare(tuple(sorted(mark.numbers)), mark.passed)
             step.kept = share if step.kept is None else step.kept.join(share)
 
@@ -290,14 +317,14 @@ class GenerationMembership:
         self._require_together(members)
         move = StageMove(self._parts)
         try:
-            _, reason = move.share_state(self._parts.assembly.stage, self._parts.progress.step, before)
+            committed = self._parts.progress.step
+            copies = self._holder.list_moved_copies(committed)
+            _, reason = move.share_state(self._parts.assembly.stage, committed, before, copies=copies)
             self._require_success(reason or move.keep_stage())
         finally:
             move.close()
 
-    def _move(
-        self, members: Sequence[GenerationMember], before: WorkerEnvironment, step: TrainingStep | None
-    ) -> tuple[Stage, int]:
+    def _move(self, meeting: Meeting, before: WorkerEnvironment, step: TrainingStep | None) -> tuple[Stage, int]:
         """Takes another stage, together with all other ranks. `before`: of the rank that this process was.
 
         Returns the stage, and the bytes of state that came from other processes. If one rank cannot move, all leave
@@ -306,10 +333,14 @@ class GenerationMembership:
         parts, rest = self._parts, None if step is None else step.rest
         sums = None if rest is None else rest.sums
         self._holder.begin_move(before)
-        self._require_together(members)
+        self._require_together(meeting.members)
+        committed = parts.progress.step
+        copies = self._holder.list_moved_copies(committed)
         move = StageMove(parts)
         try:
-            held, reason = move.share_state(parts.assembly.stage, parts.progress.step, before, sums)
+            held, reason = move.share_state(
+                parts.assembly.stage, committed, before, copies=copies, sums=sums, lent=meeting.lent
+            )
             self._require_success(reason)
             self._holder.release_stage(held)
             parts.show_tensors({}, {})
@@ -322,8 +353,8 @@ class GenerationMembership:
         parts.show_tensors(parts.swap.parameters, parts.swap.buffers)
         parts.checkpoints.count_state()
         if step is not None and rest is not None and sums is not None:
-            step.kept = follow_sums(sums, members, parts.worker.environment, rest.expected_weight)
-        self._holder.end_move()
+            step.kept = follow_sums(sums, meeting.settled, parts.worker.environment, rest.expected_weight)
+        parts.copies = parts.shares = None  # of stages that are no more
         return stage, move.peer_bytes
 
     def _release_stage(self) -> Stage:
@@ -333,7 +364,7 @@ class GenerationMembership:
         return stage
 
     def _require_together(self, members: Sequence[GenerationMember]) -> None:
-        if reason := explain_apart(members):
+        if reason := explain_apart(members, self._parts.section_count):
             self._leave_unmoved(reason)
 
     def _require_success(self, reason: str) -> None:
@@ -371,3 +402,7 @@ class GenerationMembership:
         parts.scalars = TensorBoardWriter(environment, os.environ)
         parts.checkpoints.follow_ranks(parts.assembly.everyone, parts.model_map)
         follow_shape(environment)
+
+
+def _find_sums(mark: ShareMark, marked: Sequence[MarkedSums]) -> Mapping[str, Tensor]:
+    return next(one.sums for one in marked if one.mark == mark)

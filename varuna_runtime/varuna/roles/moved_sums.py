@@ -1,8 +1,8 @@
 """The sums of gradients of the step under way, where survivors take other stages.
 
-The sums of a rank move to the ranks of one replica of the new shape, each parameter's to a rank that holds it there.
-Sums of several ranks for one parameter are added: they have different micro-batches. `plan_moved_sums` is pure, and all
-ranks compute the same plan.
+The sums of a stage move to the ranks of one replica of the new shape, each parameter's to a rank that holds it there.
+Several sums of one parameter are added: they have different micro-batches, or are of different uses of it.
+`plan_moved_sums` is pure, and all ranks compute the same plan.
 
 Letters: P stages, D replicas of the new shape; rank = replica * P + stage; K sections.
 """
@@ -27,42 +27,50 @@ class SumsPlan:
     """Where the sums that count go."""
 
     replica_of: Mapping[int, int]
-    """By rank whose sums count: the new replica that gets them."""
+    """By the number of the sums, of those that count: the new replica that gets them."""
     shares: tuple[frozenset[int], ...]
     """By new replica: the micro-batches that its sums have then, at one section at least."""
     are_even: bool
     """Whether all sections of each new replica have the same ones."""
 
     def list_givers(self, replica: int) -> list[int]:
-        """The ranks whose sums a new replica gets."""
-        return sorted(rank for rank, to in self.replica_of.items() if to == replica)
+        """The numbers of the sums that a new replica gets."""
+        return sorted(number for number, to in self.replica_of.items() if to == replica)
 
 
 def plan_moved_sums(
-    shares: Sequence[frozenset[int]], complete: frozenset[int], held: Sequence[range], stages: Sequence[range]
+    shares: Sequence[frozenset[int]],
+    complete: frozenset[int],
+    held: Sequence[range],
+    stages: Sequence[range],
+    *,
+    ranks: Sequence[int],
+    d: int,
 ) -> SumsPlan:
-    """Which new replica gets the sums of each rank.
+    """Which new replica gets which sums. A rank has those of its own stage, and perhaps copies of others'.
 
     The sums with the same micro-batches stay together, so that another loss costs one replica's: that which has most of
     them already, and of equals that with the fewest micro-batches.
 
     Args:
-        shares: by rank, the micro-batches that its sums have.
+        shares: the micro-batches that each of the sums have.
         complete: those that count (`find_complete`).
-        held: by rank, the sections with which it made its sums.
+        held: the sections of each.
         stages: the sections of each new stage.
+        ranks: the new rank that has each of the sums now.
+        d: the new replicas.
     """
-    p, d = len(stages), len(held) // len(stages)
-    counted = [rank for rank, share in enumerate(shares) if share and share <= complete]
+    p = len(stages)
+    counted = [number for number, share in enumerate(shares) if share and share <= complete]
     groups: dict[frozenset[int], list[int]] = {}
-    for rank in counted:
-        groups.setdefault(shares[rank], []).append(rank)
+    for number in counted:
+        groups.setdefault(shares[number], []).append(number)
     replica_of: dict[int, int] = {}
     given = [0] * d
     for share in sorted(groups, key=lambda share: (-len(share), min(share))):
         stays = [0] * d
-        for rank in groups[share]:
-            stays[rank // p] += _count_common(held[rank], stages[rank % p])
+        for number in groups[share]:
+            stays[ranks[number] // p] += _count_common(held[number], stages[ranks[number] % p])
         best = max(range(d), key=lambda replica: (stays[replica], -given[replica], -replica))
         given[best] += len(share)
         replica_of |= dict.fromkeys(groups[share], best)
@@ -70,7 +78,7 @@ def plan_moved_sums(
     by_section = [
         [
             frozenset[int]().union(
-                *(shares[rank] for rank in counted if replica_of[rank] == replica and section in held[rank])
+                *(shares[number] for number in counted if replica_of[number] == replica and section in held[number])
             )
             for section in sections
         ]
@@ -106,21 +114,23 @@ def split_sums(
     return parts
 
 
-def pack_sums(sums: Mapping[str, Tensor], parts: Mapping[int, Sequence[str]]) -> dict[int, HeldFile]:
+def pack_sums(parts: Mapping[int, Mapping[str, Tensor]]) -> dict[int, HeldFile]:
     """By rank: a file with the sums that it gets. It lies over the tensors, which must not change while it is given;
-    those of a GPU are copied."""
+    those of a GPU are copied. `parts`: by rank, its sums by first name of the parameter."""
     buffers = HostBuffers()
     on_host = {
-        name: sums[name].detach().contiguous()
-        if sums[name].device.type == "cpu"
-        else buffers.copy_tensor(name, sums[name])
-        for names in parts.values()
-        for name in names
+        rank: {
+            name: tensor.detach().contiguous()
+            if tensor.device.type == "cpu"
+            else buffers.copy_tensor(f"{rank}/{name}", tensor)
+            for name, tensor in sums.items()
+        }
+        for rank, sums in parts.items()
     }
     buffers.wait_for_copies()
     files: dict[int, HeldFile] = {}
-    for rank, names in parts.items():
-        pieces = tuple(iterate_pieces({name: on_host[name] for name in names}, {}))
+    for rank, sums in on_host.items():
+        pieces = tuple(iterate_pieces(sums, {}))
         files[rank] = HeldFile(sum(map(len, pieces)), pieces)
     return files
 

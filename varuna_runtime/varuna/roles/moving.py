@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -58,20 +58,28 @@ class StageMove:
         self._exchange = _make_exchange(parts.worker)
         self._before: dict[str, nn.Parameter] = {}
         """The parameters that the script had, by name."""
-        self._own_sums: dict[str, Tensor] = {}
-        """The sums of gradients that stay with this rank, by first name of the parameter."""
+        self._own_sums: list[dict[str, Tensor]] = []
+        """The sums of gradients that stay with this rank, each by first name of the parameter."""
 
     @property
     def peer_bytes(self) -> int:
         return self._exchange.peer_bytes
 
     def share_state(
-        self, stage: Stage, step: int, before: WorkerEnvironment, sums: SumsPlan | None = None
+        self,
+        stage: Stage,
+        step: int,
+        before: WorkerEnvironment,
+        *,
+        copies: Sequence[HeldFiles] = (),
+        sums: SumsPlan | None = None,
+        lent: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> tuple[HeldFiles | None, str]:
         """Offers what this rank, with `stage`, holds after `step` steps. Nothing changes.
 
-        `before`: of the rank that this process was. `sums`: where the sums of the step under way go that count; None:
-        nowhere. Returns what it holds, and why the ranks cannot move; empty: they can.
+        `before`: of the rank that this process was. `copies`: of other ranks' states. `sums`: where the sums of the
+        step under way go that count; None: nowhere. `lent`: the copies of other stages' sums that count, by their
+        numbers. Returns what it holds, and why the ranks cannot move; empty: they can.
         """
         state = self._parts.checkpoints.training_state()
         held: HeldFiles | None = None
@@ -81,22 +89,30 @@ class StageMove:
             if not obstacle:
                 self._check_optimizers()
                 held = hold_state(state, step, own=before, published_as=self._worker.environment.rank)
-                beside = self._offer_sums(stage, sums)
+                beside = self._offer_sums(stage, sums, lent or {})
         except (CheckpointError, ValueError) as error:
             obstacle = str(error)
-        return held, self._exchange.share_inventories(held, obstacle, beside)
+        return held, self._exchange.share_inventories(held, obstacle, beside, copies)
 
-    def _offer_sums(self, stage: Stage, plan: SumsPlan | None) -> dict[int, HeldFile]:
+    def _offer_sums(
+        self, stage: Stage, plan: SumsPlan | None, lent: Mapping[int, Mapping[str, Tensor]]
+    ) -> dict[int, HeldFile]:
         """Keeps the sums that stay with this rank, and returns the others, by the rank that gets them."""
         rank, parts = self._worker.environment.rank, self._parts
-        if plan is None or rank not in plan.replica_of:
-            return {}
-        sums = {name: one.grad for name, one in stage.parameters.items() if one.grad is not None}
-        split = split_sums(
-            sums, rank=rank, replica=plan.replica_of[rank], model_map=parts.model_map, stages=parts.stages
-        )
-        self._own_sums = {name: sums[name] for name in split.pop(rank, ())}
-        return pack_sums(sums, split)
+        own = {name: one.grad for name, one in stage.parameters.items() if one.grad is not None}
+        given: dict[int, dict[str, Tensor]] = {}
+        for number, sums in {rank: own, **lent}.items():
+            if plan is None or number not in plan.replica_of:
+                continue
+            split = split_sums(
+                sums, rank=rank, replica=plan.replica_of[number], model_map=parts.model_map, stages=parts.stages
+            )
+            # Copies are added as copies: they may be needed again.
+            keeps = {name: sums[name].clone() if number in lent else sums[name] for name in split.pop(rank, ())}
+            self._own_sums.append(keeps)
+            for to, names in split.items():
+                _join_sums(given.setdefault(to, {}), {name: sums[name] for name in names})
+        return pack_sums(given)
 
     def _check_optimizers(self) -> None:
         environment, parts = self._worker.environment, self._parts
@@ -201,10 +217,9 @@ class StageMove:
     def _take_sums(self, stage: Stage | None) -> str:
         """Gives the new stage's parameters the sums that this rank gets, and those that stay with it."""
         assert stage is not None, "its state was staged"
-        add_sums(stage.parameters, self._own_sums)
-        for sums in self._exchange.take_beside():
+        for sums in (*self._own_sums, *self._exchange.take_beside()):
             add_sums(stage.parameters, sums)
-        self._own_sums = {}
+        self._own_sums = []
         return ""
 
     @property
@@ -250,6 +265,12 @@ def _make_exchange(worker: WorkerProcess) -> StateExchange:
         rank=worker.environment.rank,
         host=worker.rendezvous.own_address(),
     )
+
+
+def _join_sums(into: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+    """Adds sums for the same rank. Two have one parameter in common if their stages are tied by it."""
+    for name, tensor in sums.items():
+        into[name] = into[name] + tensor.to(into[name].device) if name in into else tensor
 
 
 def _find_kept(left: Iterable[tuple[str, weakref.ref[Tensor]]]) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from varuna.copies.share_marks import ShareMark
 from varuna.data.batches import is_recent_batch
@@ -20,7 +20,15 @@ from varuna.distributed.group_sockets import can_find_sockets
 from varuna.distributed.worker_environment import list_shape_readers
 from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
-from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice, choose_sums, deal_evenly, find_complete
+from varuna.roles.kept_shares import (
+    KeptShare,
+    Sections,
+    StepRest,
+    SumsChoice,
+    choose_sums,
+    deal_evenly,
+    find_complete,
+)
 from varuna.roles.moved_sums import SumsPlan, plan_moved_sums
 from varuna.roles.progress import TrainingStep
 from varuna_planner.schedule.batching import count_micro_batches
@@ -28,6 +36,7 @@ from varuna_proto.environment import Mode, WorkerEnvironment
 
 __all__ = [
     "GenerationMember",
+    "SettledSums",
     "add_step",
     "can_hold_state",
     "choose_totals",
@@ -64,9 +73,11 @@ class GenerationMember:
     expected_weight: float = 0.0
     """The weight by which their backward passes divided; 0 except on the last stage."""
     marks: Sequence[ShareMark] = ()
-    """The copies of sums of the step under way that it has, its own and those of other ranks with its stage."""
+    """The copies of sums of the step under way that it has, its own and those of other ranks."""
     sections: Sequence[int] = ()
     """The first section of its stage, and the one after the last."""
+    copied: Sequence[Sequence[int]] = ()
+    """The same of each stage of which it has a copy of the state after `committed` steps."""
     is_at_start: bool = False
     """Whether its script is in the call of a step that nobody has agreed on."""
     micro_batch: int = 0
@@ -76,6 +87,11 @@ class GenerationMember:
     trace_digest: str = ""
     is_new: bool = False
     """Whether its process has only just started, and has no state yet."""
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The micro-batches that its sums have."""
+        return frozenset(split_spans(self.kept))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -108,18 +124,63 @@ def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationM
     )
 
 
-def settle_sums(members: Sequence[GenerationMember], p: int) -> tuple[list[GenerationMember], list[SumsChoice]]:
-    """Which sums of the step under way count, the same on all ranks: by rank, and the members with just these.
+class SettledSums(NamedTuple):
+    """Which sums of the step under way count."""
 
-    `p`: stages of the new shape.
-    """
+    members: Sequence[GenerationMember]
+    """By rank, with just what counts of the sums that they have of their own stages."""
+    choices: Sequence[SumsChoice]
+    """By rank."""
+    cut: Sequence[Sections]
+    """The stages with which the sums were made."""
+
+    @property
+    def sources(self) -> list[GenerationMember | ShareMark]:
+        """All sums that count: those of each rank, and then the copies that ranks have of other stages' sums."""
+        return [*self.members, *(mark for choice in self.choices for mark in choice.lent)]
+
+    @property
+    def source_ranks(self) -> list[int]:
+        """The rank that has each of them."""
+        lending = [rank for rank, choice in enumerate(self.choices) for _ in choice.lent]
+        return [*range(len(self.members)), *lending]
+
+    def list_lent(self, rank: int) -> list[tuple[int, ShareMark]]:
+        """The copies of other stages' sums that count and that a rank has, with their numbers among the sources."""
+        first = len(self.members) + sum(len(choice.lent) for choice in self.choices[:rank])
+        return list(enumerate(self.choices[rank].lent, first))
+
+
+def settle_sums(members: Sequence[GenerationMember], stages: Sequence[range]) -> SettledSums:
+    """Which sums count, the same on all ranks. `stages`: the sections of each stage of the new shape."""
+    cut = _list_cut(members, stages[-1].stop)
     choices = choose_sums(
         [split_spans(member.kept) for member in members],
         [member.marks for member in members],
-        [None if member.is_new else tuple(member.sections) for member in members],
-        p,
+        [None if member.is_new else _as_sections(member.sections) for member in members],
+        cut=cut,
+        p=len(stages),
+        moves=must_move(members, stages),
     )
-    return [_apply_choice(member, choice) for member, choice in zip(members, choices, strict=True)], choices
+    return SettledSums([_apply_choice(*one) for one in zip(members, choices, strict=True)], choices, cut)
+
+
+def _as_sections(sections: Sequence[int]) -> Sections:
+    first, end = sections
+    return first, end
+
+
+def _list_cut(members: Sequence[GenerationMember], section_count: int) -> list[Sections]:
+    """The stages that the survivors had. Neighbouring ones of which none of them has anything are one stage."""
+    known = {_as_sections(member.sections) for member in _list_survivors(members)}
+    known |= {mark.sections for member in members for mark in member.marks}
+    gaps: list[Sections] = []
+    end = 0
+    for sections in [*sorted(known), (section_count, section_count)]:
+        if sections[0] > end:
+            gaps.append((end, sections[0]))
+        end = sections[1]
+    return [*sorted(known), *gaps]
 
 
 def _apply_choice(member: GenerationMember, choice: SumsChoice) -> GenerationMember:
@@ -162,14 +223,17 @@ def _list_survivors(members: Sequence[GenerationMember]) -> list[GenerationMembe
     return [member for member in members if not member.is_new]
 
 
-def explain_apart(members: Sequence[GenerationMember]) -> str:
-    """Why the script of another process cannot begin where these are in theirs; empty: it can."""
+def explain_apart(members: Sequence[GenerationMember], section_count: int) -> str:
+    """Why these cannot give other processes a state with which they begin where these are in their scripts; empty: they
+    can."""
     old = _list_survivors(members)
     if len({(member.is_at_start, member.committed) for member in old}) > 1 or not old[0].is_at_start:
         return "ranks are at different places of their scripts"
     if len({member.trace_digest for member in members}) > 1:
         return "a new process has traced the model differently"
-    return ""
+    held = {section for one in old for stage in (one.sections, *one.copied) for section in range(*stage)}
+    missing = sorted(set(range(section_count)) - held)
+    return f"no process holds section {missing[0]} after step {old[0].committed}" if missing else ""
 
 
 def can_hold_state(environment: WorkerEnvironment) -> bool:
@@ -185,23 +249,24 @@ def must_move(members: Sequence[GenerationMember], stages: Sequence[range]) -> b
     return any(tuple(member.sections) != (stage.start, stage.stop) for member, stage in zip(members, own, strict=True))
 
 
-def plan_rest(
-    members: Sequence[GenerationMember], environment: WorkerEnvironment, stages: Sequence[range]
-) -> StepRest | None:
+def plan_rest(settled: SettledSums, environment: WorkerEnvironment, stages: Sequence[range]) -> StepRest | None:
     """What this rank's replica runs of the step under way; None: its share, because nothing is kept.
 
-    All ranks decide alike from the same `members`, which are in the order of their ranks. `stages`: the sections of
-    each.
+    All ranks decide alike from the same sums. `stages`: the sections of each.
     """
-    plan, moves, old = environment.plan, must_move(members, stages), _list_survivors(members)
+    members, sources, plan = settled.members, settled.sources, environment.plan
+    old = _list_survivors(members)
     if len({member.committed for member in old}) > 1:
         return None
-    if any(member.kept and member.micro_batch != plan.micro_batch for member in members):
+    if any(member.micro_batch != plan.micro_batch for member in old):
         return None
-    shares = [frozenset(split_spans(member.kept)) for member in members]
-    held = [range(*member.sections) for member in members]
-    complete = find_complete([split_spans(member.kept) for member in old], [tuple(member.sections) for member in old])
-    expected = max(member.expected_weight for member in members)
+    shares = [one.numbers for one in sources]
+    held = [range(*one.sections) for one in sources]
+    counted = [one for one in sources if one.numbers]
+    complete = find_complete(
+        [one.numbers for one in counted], [_as_sections(one.sections) for one in counted], settled.cut
+    )
+    expected = max(one.expected_weight for one in sources)
     if not complete or not expected:
         return None
     left = sorted(set(range(count_micro_batches(plan.global_batch, plan.micro_batch))) - complete)
@@ -209,23 +274,26 @@ def plan_rest(
         numbers=deal_evenly(left, plan.d)[environment.rank // plan.p],
         count=len(left),
         expected_weight=expected,
-        sums=plan_moved_sums(shares, complete, held, stages) if moves else None,
+        sums=plan_moved_sums(shares, complete, held, stages, ranks=settled.source_ranks, d=plan.d)
+        if must_move(members, stages)
+        else None,
     )
 
 
 def follow_sums(
-    plan: SumsPlan, members: Sequence[GenerationMember], environment: WorkerEnvironment, expected_weight: float
+    plan: SumsPlan, settled: SettledSums, environment: WorkerEnvironment, expected_weight: float
 ) -> KeptShare:
     """What this rank has of the step when the sums have moved. Their losses go with those of the last section."""
     p, replica = environment.plan.p, environment.rank // environment.plan.p
     is_last = environment.rank % p == p - 1
-    end = max(member.sections[1] for member in members)
-    givers = [members[rank] for rank in plan.list_givers(replica)] if is_last else []
-    losses = [member for member in givers if member.sections[1] == end]
+    sources = settled.sources
+    end = max(one.sections[1] for one in sources)
+    givers = [sources[number] for number in plan.list_givers(replica)] if is_last else []
+    losses = [one for one in givers if one.sections[1] == end]
     passed = PassResult(
-        loss_sum=sum(member.loss_sum for member in losses),
-        weight=sum(member.weight for member in losses),
-        examples=sum(member.examples for member in losses),
+        loss_sum=sum(one.loss_sum for one in losses),
+        weight=sum(one.weight for one in losses),
+        examples=sum(one.examples for one in losses),
         expected_weight=expected_weight if is_last else 0.0,
         forward_us=0,
         backward_us=0,

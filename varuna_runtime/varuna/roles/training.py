@@ -22,7 +22,7 @@ from varuna.assembly.assembly import Assembly
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
 from varuna.copies.rank_copies import RankCopies
-from varuna.copies.rank_shares import RankShares
+from varuna.copies.rank_shares import RankShares, has_keepers
 from varuna.data.batches import fetch_examples, renew_batch
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.step_clock import STEP_CLOCK, Activity
@@ -200,7 +200,7 @@ class TrainingRole:
     def _begin_copies(self) -> None:
         """Begins to copy the state to its keeper, if it is time for that. The step's passes do not change it."""
         worker = self._worker
-        if self._parts.shares is None and worker.environment.copies_shares and worker.topology.d > 1:
+        if self._parts.shares is None and has_keepers(worker.environment):
             self._parts.shares = RankShares(worker, is_pipeline_sending=lambda: self.assembly.links.are_sending)
         if self._parts.copies is None and worker.environment.keepers and can_hold_state(worker.environment):
             self._parts.copies = RankCopies(
@@ -303,7 +303,7 @@ class TrainingRole:
         global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
         may_keep, began_s = self._may_keep(), time.monotonic()
         with (
-            self._finishing_share() if may_keep else nullcontext(),
+            self._finishing_share() if may_keep and self._worker.topology.d > 1 else nullcontext(),
             self._marking_share(step, micro_batches, kept, may_mark=may_keep) as follow_backward,
         ):
             passed = self.assembly.engine.run_training_pass(
@@ -337,9 +337,9 @@ class TrainingRole:
         return cut_spans(inputs, spans)
 
     def _may_keep(self) -> bool:
-        """Whether what this rank runs of the step stays valid when ranks of other replicas are lost."""
+        """Whether what this rank runs of the step may stay valid when other ranks are lost."""
         return (
-            self._worker.topology.d > 1
+            (self._worker.topology.d > 1 or self._parts.shares is not None)
             and self._worker.departure.can_stay
             and not self.assembly.stage.written.homes
             and not self._holder.find_obstacle()
@@ -369,6 +369,7 @@ class TrainingRole:
             self._progress.step + 1,
             [micro_batch.index for micro_batch in micro_batches],
             self.assembly.stage.parameters,
+            sections=self.assembly.stage.sections,
             kept=None if kept is None else (kept.numbers, kept.passed),
             micro_batch_s=0.0 if totals is None else totals.micro_batch_s,
         )

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from varuna.copies import memory as memory_module
+from varuna.copies import rank_copies as rank_copies_module
 from varuna.copies import rank_shares as rank_shares_module
 from varuna.copies import share_owner as share_owner_module
 from varuna.copies.memory import MemorySharers
 from varuna.copies.rank_copies import RankCopies
-from varuna.copies.rank_shares import RankShares, _Share
+from varuna.copies.rank_shares import RankShares, _Share, has_keepers
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
 from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
@@ -42,19 +43,27 @@ class World:
         self.sent: list[MarkKey] = []
         self.late: set[int] = set()
         """Marks that another rank of the replica has left out."""
-        self.owner = ShareOwner(
+        self.owner = self._make_owner()
+        self.owners: dict[tuple[int, int], ShareOwner] = {}
+        """By the sections of their stages."""
+
+    def _make_owner(self) -> ShareOwner:
+        return ShareOwner(
             PacedConnection(self.keeper.address, KEY, lambda: False),
             report_sent=self.sent.append,
             have_all_sent=lambda mark: mark in self.sent and mark.micro_batches not in self.late,
         )
 
-    def copy(self, done: int, step: int = STEP) -> None:
-        mark = ShareMark(generation=7, replica=1, step=step, spans=((0, done),), loss_sum=float(done))
-        self.owner.copy_sums(mark, {"weight": torch.full((300, 1000), float(done)), "bias": torch.tensor(-1.0)})
-        wait_until(lambda: not self.owner.is_busy, "the copy")
+    def copy(self, done: int, step: int = STEP, sections: tuple[int, int] = (0, 2)) -> None:
+        owner = self.owners.setdefault(sections, self.owner if not self.owners else self._make_owner())
+        spans = ((0, done),)
+        mark = ShareMark(generation=7, replica=1, step=step, sections=sections, spans=spans, loss_sum=float(done))
+        owner.copy_sums(mark, {"weight": torch.full((300, 1000), float(done)), "bias": torch.tensor(-1.0)})
+        wait_until(lambda: not owner.is_busy, "the copy")
 
     def close(self) -> None:
-        self.owner.shut_down()
+        for owner in (self.owner, *self.owners.values()):
+            owner.shut_down()
         self.keeper.close()
 
 
@@ -78,6 +87,13 @@ def test_the_newest_mark_and_the_one_before_stay(world: World) -> None:
         world.copy(done)
     assert count_done(world.keeper.list_sums()) == [4, 6]
     assert count_done(list(world.owner.list_sums(STEP))) == [4, 6]
+
+
+def test_a_keeper_has_the_newest_marks_of_each_rank_whose_sums_it_keeps(world: World) -> None:
+    for done in (2, 4, 6):
+        world.copy(done)
+        world.copy(done, sections=(2, 3))
+    assert count_done(world.keeper.list_sums()) == [4, 4, 6, 6]
 
 
 def test_a_mark_that_another_rank_leaves_out_is_replaced(world: World) -> None:
@@ -150,7 +166,7 @@ def test_a_loss_of_rank_0_is_no_fault_of_copies() -> None:
     shares = RankShares(worker, is_pipeline_sending=lambda: False)
     parameter.grad = torch.ones(3)
     kept = PassResult(loss_sum=1.0, weight=1.0, examples=1, expected_weight=8.0, forward_us=1, backward_us=1, wait_us=0)
-    shares.begin_pass(1, range(4), {"weight": parameter}, kept=((9,), kept), micro_batch_s=4.0)
+    shares.begin_pass(1, range(4), {"weight": parameter}, sections=range(2), kept=((9,), kept), micro_batch_s=4.0)
     assert shares.list_sums(1) == []
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 1, is_pipeline_sending=lambda: False)
     copies.record_agreement(is_any_busy=False)
@@ -158,6 +174,21 @@ def test_a_loss_of_rank_0_is_no_fault_of_copies() -> None:
     assert copies.is_busy, "no rank begins another round"
     for each in (shares, copies):
         each.shut_down()
+
+
+def test_no_first_round_begins_where_a_rank_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks are on one machine; the other one has no room."""
+    worker, needed = make_worker(2, 1), list[int]()
+    worker.rendezvous.store = dist.HashStore()
+    said = {"copies/first": HOST, "copies/room": "False"}
+    worker.rendezvous.exchange_values = lambda name, _ranks, own: [own, said[name]]
+    monkeypatch.setattr(rank_copies_module, "has_room", lambda size, *_: needed.append(size) or True)
+    copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 100, is_pipeline_sending=lambda: False)
+    copies.begin_first_round(3, lambda: pytest.fail("a rank has no room"))
+    assert needed == [2 * 2 * 2 * 100], "of two ranks, each with its own copies and those that it keeps"
+    copies.record_agreement(is_any_busy=True)
+    assert copies.whole_step == 0
+    copies.shut_down()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +208,7 @@ def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
     """Of 20 micro-batches. Replicas always finish without marks, and where a lost replica leaves no device idle."""
     shares = RankShares.__new__(RankShares)
     shares._worker = make_worker(p, d)
-    shares._share = _Share(STEP, {}, range(20), (), None, interval, done, marked)
+    shares._share = _Share(STEP, {}, range(2), range(20), (), None, interval, done, marked)
     assert shares.is_worth_finishing() is is_worth_it
 
 
@@ -207,5 +238,19 @@ def test_ranks_share_the_memory_of_the_machine_that_they_are_on() -> None:
 def test_copies_are_kept_where_all_of_them_fit_into_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "count_available_bytes", lambda: 4 * 3 * 4 * 4)
     gradients = {"weight": torch.ones(4)}
-    assert rank_shares_module._can_copy(gradients, 1)
-    assert not rank_shares_module._can_copy(gradients, 2), "the other rank needs as much"
+    assert rank_shares_module._can_copy(gradients, 4)
+    assert not rank_shares_module._can_copy(gradients, 8), "the other rank needs as much"
+
+
+def test_with_one_replica_those_that_keep_states_keep_sums() -> None:
+    worker = make_worker(3, 1)
+    plan = replace(worker.environment.plan, p=3, d=1)
+    alone = replace(worker.environment, plan=plan, rank=1, keepers=(1, 2, 1))
+    worker.environment = alone
+    shares = RankShares.__new__(RankShares)
+    shares._worker = worker
+    assert shares._count_kept() == 2
+    assert has_keepers(alone)
+    assert not has_keepers(replace(alone, keepers=()))
+    assert has_keepers(replace(alone, keepers=(), plan=replace(plan, d=2)))
+    assert not has_keepers(replace(alone, copies_shares=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain, combinations
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from varuna.copies.share_marks import ShareMark
 from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
-from varuna.roles.kept_shares import KeptShare, SumsChoice, choose_sums, deal_evenly, find_complete
+from varuna.roles.kept_shares import KeptShare, Sections, SumsChoice, choose_sums, deal_evenly, find_complete
 from varuna_planner.schedule.batching import micro_batches
 
 
@@ -30,6 +31,11 @@ def held_shares(draw: st.DrawFn) -> tuple[int, int, int, list[frozenset[int]]]:
 
 def list_stages(shares: list[frozenset[int]], p: int) -> list[int]:
     return [rank % p for rank in range(len(shares))]
+
+
+def list_cut(p: int) -> list[Sections]:
+    """Stages of one section each."""
+    return [(stage, stage + 1) for stage in range(p)]
 
 
 def union(shares: list[frozenset[int]]) -> frozenset[int]:
@@ -95,72 +101,103 @@ def test_later_passes_add_to_a_share() -> None:
     assert (more.passed.examples, more.passed.expected_weight, more.passed.forward_us) == (4, 8.0, 5)
 
 
-@st.composite
-def held_sums(
-    draw: st.DrawFn,
-) -> tuple[int, int, int, list[frozenset[int]], list[list[ShareMark]]]:
-    """(P, D, M, by rank: what `.grad` has, and the copies at marks) after a loss in a generation of P x D.
+@dataclass(frozen=True)
+class HeldSums:
+    """What the ranks of a generation of P x D have after a loss. A rank without a stage is a new process."""
 
-    A replica has a prefix of its share at each mark, and each rank's copies may be in its own memory, in that of the
-    same stage of another replica, in both, or nowhere. Some ranks have finished their shares.
-    """
+    p: int
+    d: int
+    count: int
+    """Micro-batches of the step."""
+    stages: list[Sections | None]
+    live: list[frozenset[int]]
+    marks: list[list[ShareMark]]
+
+    def choose(self, *, moves: bool) -> list[SumsChoice]:
+        return choose_sums(self.live, self.marks, self.stages, cut=list_cut(self.p), p=self.p, moves=moves)
+
+    def list_counted(self, choices: list[SumsChoice], stage: Sections) -> list[int]:
+        """The micro-batches that count at a stage, each as often as it does."""
+        marks = [mark for choice in choices for mark in (*choice.marks, *choice.lent) if mark.sections == stage]
+        live = [self.live[rank] for rank, choice in enumerate(choices) if choice.live and self.stages[rank] == stage]
+        return [*chain.from_iterable(live), *chain.from_iterable(mark.numbers for mark in marks)]
+
+
+@st.composite
+def held_sums(draw: st.DrawFn) -> HeldSums:
+    """A replica has a prefix of its share at each mark, and each rank's copies may be in its own memory, in others', or
+    nowhere. Some ranks have finished their shares, and some are lost."""
     p, d = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    m = draw(st.integers(d, 12))
-    live = [frozenset[int]() for _ in range(p * d)]
-    marks: list[list[ShareMark]] = [[] for _ in range(p * d)]
+    m, ranks = draw(st.integers(d, 12)), range(p * d)
+    lost = draw(st.sets(st.sampled_from(ranks), max_size=p * d - 1))
+    stages = [None if rank in lost else list_cut(p)[rank % p] for rank in ranks]
+    live = [frozenset[int]() for _ in ranks]
+    marks: list[list[ShareMark]] = [[] for _ in ranks]
     for replica, share in enumerate(micro_batches(m, 1, d)):
         counts = draw(st.sets(st.integers(1, len(share)), max_size=2))
-        for stage in range(p):
+        for stage, sections in enumerate(list_cut(p)):
             rank = replica * p + stage
-            if draw(st.booleans()):
+            if rank not in lost and draw(st.booleans()):
                 live[rank] = frozenset(share)
             for count in sorted(counts):
-                mark = ShareMark(generation=1, replica=replica, step=3, spans=tuple(join_spans(sorted(share)[:count])))
-                keepers = draw(st.sets(st.integers(0, d - 1), max_size=2))
-                for keeper in keepers:
-                    marks[keeper * p + stage].append(mark)
-    return p, d, m, live, marks
+                spans = tuple(join_spans(sorted(share)[:count]))
+                mark = ShareMark(generation=1, replica=replica, step=3, sections=sections, spans=spans)
+                for keeper in draw(st.sets(st.sampled_from(ranks), max_size=2)) - lost:
+                    marks[keeper].append(mark)
+    return HeldSums(p, d, m, stages, live, marks)
 
 
-@given(held_sums())
-def test_each_micro_batch_counts_once_at_each_stage(
-    case: tuple[int, int, int, list[frozenset[int]], list[list[ShareMark]]],
-) -> None:
-    p, _, _, live, marks = case
-    choices = choose_sums(live, marks, list_stages(live, p), p)
-    counted: set[frozenset[int]] = set()
-    for stage in range(p):
-        numbers: list[int] = []
-        for rank in range(stage, len(live), p):
-            numbers += live[rank] if choices[rank].live else ()
-            for mark in choices[rank].marks:
-                assert mark in marks[rank]
-                numbers += mark.numbers
-        assert len(numbers) == len(set(numbers))
-        counted.add(frozenset(numbers))
-    assert len(counted) == 1
-    assert counted.pop() >= find_complete(live, list_stages(live, p))
+@given(held_sums(), st.booleans())
+def test_each_micro_batch_counts_once_at_each_stage(held: HeldSums, moves: bool) -> None:
+    choices = held.choose(moves=moves)
+    counted = [held.list_counted(choices, stage) for stage in list_cut(held.p)]
+    assert all(sorted(numbers) == sorted(set(numbers)) for numbers in counted)
+    assert len(set(map(frozenset, counted))) == 1
+    there = [rank for rank, stage in enumerate(held.stages) if stage is not None]
+    assert set(counted[0]) >= find_complete(
+        [held.live[rank] for rank in there], [held.stages[rank] for rank in there], list_cut(held.p)
+    )
+    for choice, marks, stage in zip(choices, held.marks, held.stages, strict=True):
+        assert {*choice.marks, *choice.lent} <= {*marks}
+        assert {mark.sections for mark in choice.marks} <= {stage}
+        assert not choice.lent or (moves and stage not in {mark.sections for mark in choice.lent})
 
 
-@given(held_sums())
-def test_no_replica_has_a_larger_mark_at_all_stages_than_what_counts(
-    case: tuple[int, int, int, list[frozenset[int]], list[list[ShareMark]]],
-) -> None:
-    p, d, m, live, marks = case
-    choices = choose_sums(live, marks, list_stages(live, p), p)
-    first_stage = [choice for rank, choice in enumerate(choices) if rank % p == 0]
-    counted = union([live[rank * p] for rank, choice in enumerate(first_stage) if choice.live])
-    counted |= union([mark.numbers for choice in first_stage for mark in choice.marks])
-    for replica, share in enumerate(micro_batches(m, 1, d)):
+@given(held_sums(), st.booleans())
+def test_no_replica_has_a_larger_mark_at_all_stages_than_what_counts(held: HeldSums, moves: bool) -> None:
+    counted = set(held.list_counted(held.choose(moves=moves), (0, 1)))
+    for replica, share in enumerate(micro_batches(held.count, 1, held.d)):
         at_stage = [
-            {mark.numbers for rank in range(stage, len(live), p) for mark in marks[rank] if mark.replica == replica}
-            for stage in range(p)
+            {
+                mark.numbers
+                for marks, own in zip(held.marks, held.stages, strict=True)
+                for mark in marks
+                if (mark.replica, mark.sections) == (replica, stage) and (moves or own == stage)
+            }
+            for stage in list_cut(held.p)
         ]
         common = max(map(len, set.intersection(*at_stage)), default=0)
         assert len(counted & set(share)) >= common
 
 
 def test_a_new_process_has_no_sums_and_prevents_none() -> None:
-    mark = ShareMark(generation=1, replica=1, step=3, spans=((2, 3),))
-    choices = choose_sums([{0, 1}, set(), set()], [[mark], [], []], [(0, 4), None, None], p=3)
+    mark = ShareMark(generation=1, replica=1, step=3, sections=(0, 4), spans=((2, 3),))
+    choices = choose_sums([{0, 1}, set(), set()], [[mark], [], []], [(0, 4), None, None], cut=[(0, 4)], p=3, moves=True)
     assert choices == [SumsChoice(True, (mark,)), SumsChoice(False), SumsChoice(False)]
+
+
+def test_one_replica_goes_on_from_the_newest_mark_of_which_all_stages_are_there() -> None:
+    """Rank 1 of 3 x 1 is lost. Rank 2 keeps its sums, of the last but one mark only."""
+    of_mark = {
+        count: [
+            ShareMark(generation=1, replica=0, step=3, sections=sections, spans=((0, count),))
+            for sections in list_cut(3)
+        ]
+        for count in (4, 6)
+    }
+    first, second = of_mark[4], of_mark[6]
+    marks = [[first[0], second[0]], [first[2], second[2], first[1]]]
+    stages: list[Sections | None] = [(0, 1), (2, 3)]
+    choices = choose_sums([set(), set()], marks, stages, cut=list_cut(3), p=2, moves=True)
+    assert choices == [SumsChoice(False, (first[0],)), SumsChoice(False, (first[2],), (first[1],))]
+    assert choose_sums([set(), set()], marks, stages, cut=list_cut(3), p=2, moves=False) == [SumsChoice(False)] * 2
