@@ -41,9 +41,9 @@ class WayOn(NamedTuple):
 def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
     """The way on that promises most examples.
 
-    With the stages of the survivors the job may have to end the step with few replicas, and takes the best shape then.
-    Processes that take other stages in place keep as much of the step, unless its micro-batches are others; new ones
-    keep nothing.
+    With the stages of the survivors the job may have to end the step with few replicas, and takes the best shape then;
+    it cannot where a stage has no survivor. Processes that take other stages in place keep as much of the step, unless
+    its micro-batches are others; new ones keep nothing.
     """
     ended, proposal = job.generation, job.proposal
     if ended is None or ended.plan is None or proposal is None or proposal.plan is None:
@@ -51,24 +51,30 @@ def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
     if job.share_due or not may_gain_elsewhere(ended):  # survivors do not wait for other jobs
         return WayOn(Way.STAY)
     reshape = plan_reshape(ended.plan, ended.workers, job.survivors, gpu_limit(job))
-    if reshape is None or find_holders(now, ended, proposal.placement, vms, rules) is None:
+    keeping = _find_keeping(now, job, ended, proposal, rules)
+    if find_holders(now, ended, proposal.placement, vms, rules) is None:
+        if reshape is None and keeping is not None:
+            return WayOn(Way.KEEP, "only all of them together have the whole state", keeping)
         return WayOn(Way.STAY)
     batch, kept = ended.plan.global_batch, predict_kept_examples(job, ended)
     change = _make_option(job, ended.plan, proposal, kept, moves=_can_move(now, job, ended, proposal, rules))
     then = replace(change, kept_examples=0.0)
-    stay = ShapeOption(
-        name=f"{reshape.plan.p}×{reshape.plan.d} in place",
-        examples_per_s=reshape.plan.examples_per_s,
-        cost=MorphCost(kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s),
-        kept_examples=kept,
-        step_left=batch - kept,
-        then=then,
-    )
-    options = {Way.STAY: stay, Way.CHANGE: change}
-    keeping = _find_keeping(now, job, ended, proposal, rules)
+    options = {Way.CHANGE: change}
+    if reshape is not None and len(reshape.placement) >= job.min_gpus:
+        stay = ShapeOption(
+            name=f"{reshape.plan.p}×{reshape.plan.d} in place",
+            examples_per_s=reshape.plan.examples_per_s,
+            cost=MorphCost(kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s),
+            kept_examples=kept,
+            step_left=batch - kept,
+            then=then,
+        )
+        options = {Way.STAY: stay, **options}
     if keeping is not None:
         keep = _make_option(job, ended.plan, keeping, kept, moves=True)
         options[Way.KEEP] = replace(keep, step_left=batch - kept, then=then)
+    if len(options) == 1:
+        return WayOn(Way.STAY)
     best, text = choose_shape(tuple(options.values()), predict_life_s(now, job, count_vms(proposal.placement)))
     way = next(way for way, option in options.items() if option is best)
     reason = f"{text}, with {100 * kept / batch:.0f} % of the step kept"
@@ -106,13 +112,13 @@ def predict_kept_examples(job: JobView, ended: GenerationView) -> float:
     """The examples of the step under way that survivors have, as far as the manager can know it.
 
     Replicas without a loss have their shares. With marks, others have what they had done at their newest ones, where
-    each stage has a survivor with a copy.
+    each stage has a survivor with a copy. With one replica, those are the ranks that keep copies of states.
     """
     plan = ended.plan
     assert plan is not None
     share, complete = plan.global_batch / plan.d, count_kept_replicas(plan, ended.workers)
     kept = complete * share
-    if not job.copies_shares or plan.d < 2:
+    if not job.copies_shares or (plan.d < 2 and not ended.keepers):
         return kept
     return kept + _count_marked_replicas(plan, ended) * share * _predict_marked_part(plan, ended)
 
@@ -131,12 +137,14 @@ def _predict_marked_part(plan: Plan, ended: GenerationView) -> float:
 
 def _count_marked_replicas(plan: Plan, ended: GenerationView) -> int:
     """Replicas that were hit, and of whose marks survivors have the copies of all stages: the rank that made it, or the
-    one with its stage in the next replica, which keeps it."""
+    one that keeps it, which is that with its stage in the next replica, or with one replica that which keeps its
+    state."""
     ranks, p = plan.p * plan.d, plan.p
+    keepers = ended.keepers if plan.d == 1 else [(rank + p) % ranks for rank in range(ranks)]
     there = {worker.rank for worker in ended.workers if worker.held_step is not None}
 
     def has_mark(replica: int) -> bool:
         own = range(replica * p, (replica + 1) * p)
-        return all(rank in there or (rank + p) % ranks in there for rank in own)
+        return all(rank in there or keepers[rank] in there for rank in own)
 
     return sum(has_mark(replica) for replica in range(plan.d)) - count_kept_replicas(plan, ended.workers)

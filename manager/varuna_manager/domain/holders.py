@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import GenerationView, Holder, Holders, KeptCopy, Rules, Vms, WorkerView
-from varuna_manager.domain.other_stages import find_unmoved
+from varuna_manager.domain.other_stages import find_unmoved, list_held_stages, list_stages
 from varuna_manager.domain.reshaping import LOSES_RANKS, assume_held, is_unmoved, keeps_state, list_held_steps
 from varuna_manager.domain.states import EndCause, GenerationKind, StopMode, VmState
 from varuna_proto.plan import Device
@@ -104,7 +104,7 @@ def _find_held(
     if earlier is None or ended.last_step is not None or (is_fault and earlier.generation < ended.number - 1):
         return None
     left = tuple(filter(is_there, earlier.members))
-    is_whole = _list_stages(left) == _list_stages(earlier.members)
+    is_whole = list_stages(left) == list_stages(earlier.members)
     return _Held(sys.maxsize, replace(earlier, members=left)) if is_whole else None
 
 
@@ -139,17 +139,11 @@ def _find_members(ended: GenerationView, p: int, is_there: Callable[[Holder], bo
     ]
     for step in _list_steps(there):
         members = tuple(
-            _make_holder(worker, p, stages) for worker in there if (stages := _list_held_stages(worker, p, step))
+            _make_holder(worker, p, stages) for worker in there if (stages := list_held_stages(worker, p, step))
         )
-        if len(_list_stages(members)) == p:
+        if len(list_stages(members)) == p:
             return _Held(step, Holders(generation=ended.number, members=members))
     return None
-
-
-def _list_held_stages(worker: WorkerView, p: int, step: int) -> tuple[int, ...]:
-    copies = {copy.rank % p for copy in worker.held_copies if copy.step == step}
-    own = {worker.rank % p} if worker.held_step == step else set[int]()
-    return tuple(sorted(own | copies))
 
 
 def _make_holder(worker: WorkerView, p: int, stages: tuple[int, ...]) -> Holder:
@@ -161,7 +155,3 @@ def _make_holder(worker: WorkerView, p: int, stages: tuple[int, ...]) -> Holder:
         held_at=worker.stopped_at or 0.0,
         stages=() if stages == (own,) else stages,
     )
-
-
-def _list_stages(members: Iterable[Holder]) -> frozenset[int]:
-    return frozenset(stage for holder in members for stage in holder.held_stages)

@@ -7,10 +7,11 @@ new processes (`find_unmoved`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from varuna_manager.domain.clock import is_within
-from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules, WorkerView
 from varuna_manager.domain.reshaping import LOSES_RANKS, is_unmoved, keeps_state
 from varuna_manager.domain.states import EndCause, GenerationKind
 from varuna_proto.plan import Device
@@ -29,13 +30,14 @@ def may_take_other_stages(job: JobView, generation: GenerationView, proposal: Pr
 def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Proposal, rules: Rules) -> Holders | None:
     """The processes that take the ranks of the proposal's plan in place, by these ranks; None: they cannot.
 
-    All hold the same step, and together they have all of it. A device without one has a process that was started ahead.
+    All hold the same step, and together they have all of it, with the copies that they keep of others' states. A device
+    without one has a process that was started ahead.
     """
     if job.has_fixed_stages or ended.plan is None or proposal.plan is None or not _may_move(ended):
         return None
     by_device = {worker.device: worker for worker in ended.workers}
     at_door = _list_newcomers(job, ended)
-    p, members, steps = ended.plan.p, [], set()
+    p, members, steps = ended.plan.p, list[Holder](), set[int]()
     for rank, device in enumerate(proposal.placement):
         worker = by_device.get(device)
         if worker is None and device in at_door:
@@ -46,8 +48,10 @@ def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Propo
         if not is_within(now, held_at, rules.survivors_kept_s):
             return None
         steps.add(worker.held_step)
-        members.append(Holder(rank=rank, stage=worker.rank % p, vm_id=worker.device.vm_id, held_at=held_at))
-    if len(steps) != 1 or {member.stage for member in members} != set(range(p)):
+        stages = list_held_stages(worker, p, worker.held_step)
+        holder = Holder(rank=rank, stage=worker.rank % p, vm_id=worker.device.vm_id, held_at=held_at)
+        members.append(holder if len(stages) == 1 else replace(holder, stages=stages))
+    if len(steps) != 1 or list_stages(members) != set(range(p)):
         return None
     return Holders(generation=ended.number + 1, members=tuple(members))
 
@@ -75,11 +79,19 @@ def find_unmoved(ended: GenerationView, is_there: Callable[[Holder], bool]) -> H
     left = tuple(
         holder
         for member in ended.holders.members
-        if member.rank in held_at and is_there(holder := _held_since(member, held_at[member.rank]))
+        if member.rank in held_at and is_there(holder := replace(member, held_at=held_at[member.rank]))
     )
-    is_whole = {one.stage for one in left} == {one.stage for one in ended.holders.members}
+    is_whole = list_stages(left) == list_stages(ended.holders.members)
     return Holders(generation=ended.number, members=left) if is_whole else None
 
 
-def _held_since(member: Holder, held_at: float) -> Holder:
-    return Holder(rank=member.rank, stage=member.stage, vm_id=member.vm_id, held_at=held_at)
+def list_held_stages(worker: WorkerView, p: int, step: int) -> tuple[int, ...]:
+    """The stages whose state after `step` steps a worker holds, its own and those of which it has copies."""
+    copies = {copy.rank % p for copy in worker.held_copies if copy.step == step}
+    own = {worker.rank % p} if worker.held_step == step else set[int]()
+    return tuple(sorted(own | copies))
+
+
+def list_stages(members: Iterable[Holder]) -> frozenset[int]:
+    """The stages that holders have among them."""
+    return frozenset(stage for holder in members for stage in holder.held_stages)

@@ -95,14 +95,16 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
         if hoped is not None and (reshape is None or hoped.placement != reshape.placement):
             text = f"{ended.end_reason}: waiting for workers that may go on in place"
             return Decision(reason=text, claims=ended.devices, notable=False)
-    if reshape is None or len(reshape.placement) < job.min_gpus:
-        return None
     chosen = choose_way_on(now, job, vms, rules)
-    if chosen.way is Way.CHANGE:
-        return None
     if chosen.keeping is not None:
         moved = _make_move(now, job, ended, chosen.keeping, rules)
-        return None if moved is None else _start(now, replace(moved, reason=f"{moved.reason}; {chosen.reason}"), vms)
+        if moved is None:
+            return None
+        if _may_get_movers(now, job, ended, moved, vms=vms, rules=rules):
+            return _wait_for_movers(ended, moved)
+        return _start(now, replace(moved, reason=f"{moved.reason}; {chosen.reason}"), vms)
+    if chosen.way is Way.CHANGE or reshape is None or len(reshape.placement) < job.min_gpus:
+        return None
     reason = f"{ended.end_reason}; {len(reshape.placement)} of its workers go on from step {reshape.step}"
     start = StartGeneration(
         number=_next_number(job),
@@ -142,6 +144,21 @@ def _make_move(
         in_place=True,
         holders=movers,
     )
+
+
+def _may_get_movers(
+    now: float, job: JobView, ended: GenerationView, moved: StartGeneration, *, vms: Vms, rules: Rules
+) -> bool:
+    """Whether more processes may still say that they can move, while copies stand for their stages."""
+    uses_copies = moved.holders is not None and any(member.stages for member in moved.holders.members)
+    if not uses_copies or not is_within(now, ended.ended_at or 0.0, rules.survivors_wait_s):
+        return False
+    return any(one.device not in moved.placement for one in _list_missing_survivors(now, job, ended, vms, rules))
+
+
+def _wait_for_movers(ended: GenerationView, moved: StartGeneration) -> Decision:
+    text = f"{ended.end_reason}: waiting for workers that may take other stages"
+    return Decision(reason=text, claims=ended.devices | {*moved.placement}, notable=False)
 
 
 def _list_missing_survivors(
@@ -291,7 +308,8 @@ def _start_training(now: float, job: JobView, plan: Plan, proposal: Proposal, *,
     if before is not None and job.state is JobState.RUNNING:
         moved = _make_move(now, job, before, proposal, rules)
         if moved is not None:
-            return _start(now, moved, vms)
+            is_early = _may_get_movers(now, job, before, moved, vms=vms, rules=rules)
+            return _wait_for_movers(before, moved) if is_early else _start(now, moved, vms)
         holders = find_holders(now, before, proposal.placement, vms, rules)
         awaited = _explain_wait_for_holders(now, job, before, proposal, vms=vms, rules=rules)
         if awaited:

@@ -9,8 +9,8 @@ import pytest
 from decision_views import NOW, RULES, decide, generation, job, vm, worker
 from varuna_manager.domain.actions import StartGeneration
 from varuna_manager.domain.after_loss import Way, choose_way_on, predict_kept_examples
-from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, WorkerView
-from varuna_manager.domain.other_stages import find_movers
+from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, KeptCopy, Proposal, WorkerView
+from varuna_manager.domain.other_stages import find_movers, find_unmoved
 from varuna_manager.domain.reshaping import is_unmoved, may_reshape
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationState
 from varuna_proto.plan import Device, Plan
@@ -84,6 +84,33 @@ def test_survivors_have_whole_shares_and_the_marks_of_others(d: int, gone: str, 
     assert predict_kept_examples(after(last, copies_shares=marks), last) == pytest.approx(kept)
 
 
+KEEPERS = (1, 2, 3, 0)
+
+
+def hit_alone(gone: str, step: int = 7, **changes: object) -> GenerationView:
+    """1 x 4, whose ranks keep copies of one another's states of that step."""
+    last = hit(4, 1, gone, keepers=KEEPERS, **changes)
+    kept = {keeper: of for of, keeper in enumerate(KEEPERS)}
+    workers = [
+        replace(one, held_copies=(KeptCopy(one.rank, step), KeptCopy(kept[one.rank], step)))
+        if one.held_step is not None
+        else one
+        for one in last.workers
+    ]
+    return replace(last, workers=tuple(workers))
+
+
+@pytest.mark.parametrize(
+    ("gone", "marks", "kept"),
+    [("b", True, 800), ("b", False, 0), ("bd", True, 800), ("bc", True, 0), ("cb", True, 0), ("", True, 800)],
+)
+def test_with_one_replica_marks_are_where_copies_are(gone: str, marks: bool, kept: float) -> None:
+    """With `bc` a rank is lost together with the one that keeps its copies."""
+    last = hit_alone(gone)
+    whole = 0.0 if gone else BATCH
+    assert predict_kept_examples(after(last, copies_shares=marks), last) == pytest.approx(max(kept, whole))
+
+
 def test_what_a_generation_began_with_counts_before_its_first_step() -> None:
     last = hit(2, 2, "bc", last_step=None, in_place=True, micro_batches_redone=600)
     last = replace(last, stepped_at=NOW - 3.0 - 30.0 - 5.0)
@@ -140,6 +167,70 @@ def test_a_step_that_has_just_begun_is_given_up_for_the_best_shape() -> None:
     assert start_of(current, "adefx").plan == best.plan
 
 
+def test_survivors_of_one_replica_take_the_stage_of_which_they_have_a_copy() -> None:
+    last = hit_alone("b")
+    best = proposal(plan(2, 2, micro_batch=2, step_s=90.0), "acdx")
+    keeping = proposal(plan(3, 1, step_s=130.0), "acd")
+    current = after(last, "x", proposal=replace(best, keeping=keeping))
+    start = start_of(current, "acdx")
+    assert (start.in_place, start.plan) == (True, keeping.plan)
+    assert start.holders is not None
+    assert [sorted(holder.held_stages) for holder in start.holders.members] == [[0, 3], [1, 2], [2, 3]]
+    assert "80 % of the step kept" in start.reason
+    begun = replace(last, stepped_at=NOW - 4.0)
+    keeps_little = proposal(plan(3, 1, step_s=400.0), "acd")
+    start = start_of(after(begun, "x", proposal=replace(best, keeping=keeps_little)), "acdx")
+    assert (start.plan, start.in_place) == (best.plan, False), "new processes, with the copies"
+    assert start.holders is not None
+
+
+def test_survivors_of_one_replica_take_the_best_shape_if_it_is_theirs() -> None:
+    last, best = hit_alone("b"), proposal(plan(3, 1), "acd")
+    start = start_of(after(last, proposal=replace(best, keeping=best)), "acd")
+    assert (start.in_place, start.plan) == (True, best.plan)
+    fixed = start_of(after(last, proposal=best, has_fixed_stages=True), "acd")
+    assert (fixed.in_place, fixed.holders is not None) == (False, True)
+
+
+def test_survivors_of_one_replica_go_on_together_where_the_best_shape_lacks_a_copy() -> None:
+    """The best one has no place for rank c, which keeps the lost stage."""
+    last = hit_alone("b")
+    best, keeping = proposal(plan(1, 2, micro_batch=2, step_s=50.0), "ad"), proposal(plan(3, 1, step_s=130.0), "acd")
+    start = start_of(after(last, proposal=replace(best, keeping=keeping)), "acd")
+    assert (start.in_place, start.plan) == (True, keeping.plan)
+    assert start.reason.endswith("; only all of them together have the whole state")
+
+
+@pytest.mark.parametrize(("gone", "step"), [("bc", 7), ("b", 6)])
+def test_one_replica_needs_a_copy_of_the_step_that_the_others_hold(gone: str, step: int) -> None:
+    last = hit_alone(gone, step)
+    there = "".join(name for name in "acd" if name not in gone)
+    best = proposal(plan(len(there), 1), there)
+    assert find_movers(NOW, after(last), last, best, RULES) is None
+    start = start_of(after(last, proposal=replace(best, keeping=best)), there)
+    assert (start.in_place, start.holders is not None) == (False, step == 6)
+
+
+def test_one_replica_waits_for_a_process_whose_stage_another_one_has_a_copy_of() -> None:
+    last = hit_alone("b")
+    late = replace(last, workers=tuple(worker(3, "d") if one.rank == 3 else one for one in last.workers))
+    two = proposal(plan(2, 1), "ac")
+    copies = {0: (3, 0), 2: (1, 2)}
+    late = replace(
+        late,
+        workers=tuple(
+            replace(one, held_copies=tuple(KeptCopy(of, 7) for of in copies[one.rank])) if one.rank in copies else one
+            for one in late.workers
+        ),
+    )
+    current = after(late, proposal=replace(two, keeping=two))
+    waits = decide(current, *(vm(name) for name in "acd"))
+    assert (waits.actions, waits.reason) == ((), "VMs are lost: waiting for workers that may take other stages")
+    (start,) = decide(current, *(vm(name) for name in "acd"), now=NOW + RULES.survivors_wait_s).actions
+    assert isinstance(start, StartGeneration)
+    assert (start.in_place, start.plan.p) == (True, 2)
+
+
 def test_a_move_waits_for_a_process_that_has_not_said_yet_what_it_holds() -> None:
     """Of 2 x 2 the job needs the three that are left. Two of them have the whole state; the third is about to say."""
     last = hit(2, 2, "d")
@@ -175,6 +266,25 @@ def test_processes_that_have_moved_go_on_with_their_new_stages() -> None:
     assert find_movers(NOW, after(ready), ready, there, RULES) is not None, "and may move again"
     failed = replace(ready, end_cause=EndCause.WORKER_FAILED)
     assert find_movers(NOW, after(failed), failed, there, RULES) is None, "or it would fail for ever"
+
+
+def test_processes_that_could_not_move_give_their_copies() -> None:
+    """1 x 3 after 1 x 4 had lost a stage, of which the process on VM c has the copy."""
+    stages = {"a": (0, 3), "c": (1, 2), "d": (2, 3)}
+    members = tuple(
+        Holder(rank=rank, stage=own, vm_id=name, held_at=0.0, stages=stages[name])
+        for rank, (name, own) in enumerate({"a": 0, "c": 2, "d": 3}.items())
+    )
+    workers = [replace(survivor(rank, name), gives_only=True) for rank, name in enumerate(stages)]
+    ended = replace(
+        hit(3, 1, "", last_step=None, in_place=True, holders=Holders(generation=1, members=members)),
+        workers=tuple(workers),
+    )
+    found = find_unmoved(ended, lambda _: True)
+    assert found is not None
+    assert [(one.held_at, one.stages) for one in found.members] == [(NOW, held) for held in stages.values()]
+    assert find_unmoved(ended, lambda holder: holder.vm_id != "d") is not None, "others have its stages, too"
+    assert find_unmoved(ended, lambda holder: holder.vm_id != "c") is None
 
 
 def test_processes_may_not_have_moved_if_nobody_has_begun_or_one_says_so() -> None:
