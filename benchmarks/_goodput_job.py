@@ -48,8 +48,8 @@ class System:
     moves: bool = False
     """Whether processes take other stages in place, with what counts of the step where all hold a part of it."""
     marks_s: float | None = None
-    """Replicas copy their sums to one another that often, and leave at once where that is worth more than to finish
-    their shares; None: they do not."""
+    """Replicas copy their sums to one another that often, and one alone to the VMs that have its copies; they leave at
+    once where that is worth more than to finish their shares. None: they do not."""
     sums_copied_s: float | None = None
     """Gradient sums are copied to a second VM that often, and move to any shape; None: they are not."""
     prepares: bool = False
@@ -180,6 +180,19 @@ class ReplayedGeneration:
     def list_alive(self) -> list[int]:
         return [rank for rank in range(len(self.vms)) if rank not in self.lost]
 
+    @property
+    def keepers(self) -> list[int]:
+        """By stage, the rank that has the copy of what the only replica has; none with several replicas."""
+        return [find_keeper(rank, self.plan) for rank in range(self.plan.p)] if self.plan.d == 1 else []
+
+
+def find_keeper(rank: int, plan: Plan) -> int:
+    """The rank that has a rank's copy: one of another stage, half the ranks away."""
+    count = plan.p * plan.d
+    away = max(1, count // 2)
+    away += plan.p > 1 and away % plan.p == 0
+    return (rank + away) % count
+
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
@@ -195,11 +208,8 @@ class Holding:
         return len(held) == p
 
     def list_holders(self, there: set[str], *, copies: bool) -> list[str]:
-        """The VM that has each rank's part; empty: none. A copy is on a VM of another stage, half the ranks away."""
-        count = len(self.vms)
-        away = max(1, count // 2)
-        away += self.plan.p > 1 and away % self.plan.p == 0
-        second = [self.vms[(rank + away) % count] if copies else "" for rank in range(count)]
+        """The VM that has each rank's part; empty: none."""
+        second = [self.vms[find_keeper(rank, self.plan)] if copies else "" for rank in range(len(self.vms))]
         return [
             one if one in there else other if other in there else ""
             for one, other in zip(self.vms, second, strict=True)
@@ -364,7 +374,8 @@ class ReplayedJob:
             self._throw_away(min(self.done, generation.plan.examples_per_s * since_s) * hit_share)
             generation.shares_end_s = now
         elif self.system.survivors and trains and self._can_keep(generation):
-            self._keep_shares(now, generation, hit_share)
+            if before:  # else nothing has been done since all have left
+                self._keep_shares(now, generation, hit_share)
         else:
             generation.shares_end_s = now
 
@@ -384,13 +395,16 @@ class ReplayedJob:
 
     def _examples_since_mark(self, plan: Plan) -> float:
         """Half of what is done from one mark to the next; all of a step without marks."""
-        if self.system.marks_s is None or plan.d < 2 or plan.predicted_minibatch_s <= self.system.marks_s:
+        has_keepers = plan.d > 1 or self.system.copies
+        if self.system.marks_s is None or not has_keepers or plan.predicted_minibatch_s <= self.system.marks_s:
             return float(plan.global_batch)
         return plan.examples_per_s * self.system.marks_s / 2
 
     def _can_keep(self, generation: ReplayedGeneration) -> bool:
-        p = generation.plan.p
-        return len({rank % p for rank in generation.list_alive()}) == p
+        """Whether each stage has a survivor, or one that has its copy."""
+        p, alive = generation.plan.p, set(generation.list_alive())
+        copied = {stage for stage, keeper in enumerate(generation.keepers) if self.system.copies and keeper in alive}
+        return len(copied | {rank % p for rank in alive}) == p
 
     def _settle(self, now: float) -> None:
         """What is over by now."""

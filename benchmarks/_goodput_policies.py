@@ -19,6 +19,7 @@ from varuna_manager.domain.observed import (
     Holder,
     Holders,
     JobView,
+    KeptCopy,
     Proposal,
     Rules,
     VmView,
@@ -263,7 +264,11 @@ class ManagersRules:
             number=generation.number,
             kind=GenerationKind.TRAINING,
             state=state,
-            workers=tuple(_view_worker(now, generation, rank, survivors, step) for rank in range(len(generation.vms))),
+            workers=tuple(
+                _view_worker(now, generation, rank, survivors, step=step, copies=job.system.copies)
+                for rank in range(len(generation.vms))
+            ),
+            keepers=tuple(generation.keepers) if job.system.copies else (),
             progress_at=now,  # nothing hangs here
             stepped_at=generation.stepped_s,
             micro_batches_redone=round((generation.plan.global_batch - generation.kept) / generation.plan.micro_batch),
@@ -288,7 +293,7 @@ class ManagersRules:
 
 
 def _view_worker(
-    now: float, generation: ReplayedGeneration, rank: int, survivors: frozenset[Device], step: int
+    now: float, generation: ReplayedGeneration, rank: int, survivors: frozenset[Device], *, step: int, copies: bool
 ) -> WorkerView:
     device = Device(generation.vms[rank], 0)
     if generation.live:
@@ -308,4 +313,9 @@ def _view_worker(
         cause=ExitCause.GENERATION_ENDED,
         stopped_at=now,
         held_step=step if device in survivors else None,
+        held_copies=tuple(
+            KeptCopy(stage, step)
+            for stage, keeper in enumerate(generation.keepers)
+            if copies and keeper == rank and device in survivors
+        ),
     )

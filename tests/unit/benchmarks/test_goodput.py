@@ -148,6 +148,42 @@ def test_with_marks_a_loss_costs_what_was_done_since_the_newest_ones(monkeypatch
     assert found.examples > without.examples
 
 
+class OneReplica:
+    """As many stages as GPUs, 2 examples/s each GPU, of micro-batches that depend on nothing."""
+
+    def best(self, gpus: int) -> Plan | None:
+        return self.shaped(gpus, 1, 1) if gpus else None
+
+    def best_keeping(self, gpus: int, micro_batch: int) -> Plan | None:
+        return self.shaped(gpus, 1, micro_batch)
+
+    @staticmethod
+    def shaped(p: int, d: int, micro_batch: int) -> Plan | None:
+        return Plan(
+            p=p,
+            d=d,
+            micro_batch=micro_batch,
+            global_batch=600,
+            stage_starts=tuple(range(p)),
+            recompute=(False,) * p,
+            predicted_minibatch_s=300.0 / (p * d),
+            examples_per_s=2.0 * p * d,
+        )
+
+
+@pytest.mark.parametrize(("policy", "redone_s"), [("copies", 5.0), ("survivors", 73.3)])
+def test_one_replica_with_copies_loses_what_it_has_done_since_its_mark(policy: str, redone_s: float) -> None:
+    """The fourth step of 75 s is nearly over. Without copies all of it is run again, from a checkpoint."""
+    trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(4)), "300000,remove,n1", "600000,add,z"]))
+    plans, state = OneReplica(), jobs.State(section_bytes=(100,) * 6, link_bytes_per_s=1000.0)
+    system, manager = goodput.list_policies(trace, plans, state, detect_s=4.0)[policy]
+    found = jobs.ReplayedJob(trace, plans, state, replace(system, save_stall_s=1e-3), manager).replay()
+    assert found.redone_s == pytest.approx(redone_s, abs=0.5)
+    assert found.morphs["in place"] == (policy == "copies")
+    if policy == "copies":
+        assert "3 of its workers take the stages of another shape, 4×1 to 3×1" in manager.reasons[1][1]
+
+
 def test_without_survivors_a_loss_costs_all_since_the_newest_checkpoint() -> None:
     found, _ = replay(parse_trace(LOSS), "checkpoint")
     assert found.redone_s >= 3.25
