@@ -16,6 +16,7 @@ from varuna_client.commands.options import AsJson, print_document
 from varuna_client.errors import UserError
 from varuna_client.planning.files import read_hardware, read_text, write_text
 from varuna_client.planning.models import (
+    BoundariesName,
     FusedAttention,
     GpuName,
     GpusPerVm,
@@ -61,6 +62,7 @@ def estimate(
     heads: Heads = None,
     kv_heads: KvHeads = None,
     precision: PrecisionName = "fp16",
+    boundaries: BoundariesName = None,
     fused_attention: FusedAttention = True,
     offload_optimizer: OffloadOptimizer = False,
     gpus_per_vm: GpusPerVm = 1,
@@ -79,6 +81,7 @@ def estimate(
     shape = model_shape(
         model,
         precision=precision,
+        boundaries=boundaries,
         fused_attention=fused_attention,
         layers=layers,
         hidden=hidden,
@@ -107,6 +110,7 @@ def estimate(
         "model": model,
         **estimate_document(shape, device, choice.best, gpus=gpus, price=price, examples=examples),
         "network": network,
+        "boundaries": boundaries,
         "offload_optimizer": offload_optimizer,
     }
     if offload_optimizer:

@@ -31,6 +31,14 @@ Vocab = Annotated[int | None, typer.Option(min=1, help="Size of the vocabulary; 
 Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads; default: heads of the usual width.")]
 KvHeads = Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; default: as many as heads.")]
 PrecisionName = Annotated[str, typer.Option("--precision", help="Matrix products in fp16, bf16 or fp32.")]
+BoundariesName = Annotated[
+    str | None,
+    typer.Option(
+        "--boundaries",
+        help="Activations cross between stages in bf16 (as with Varuna(boundaries='bf16')), fp16 or fp32; default: "
+        "fp32 under bf16, else as --precision.",
+    ),
+]
 FusedAttention = Annotated[bool, typer.Option(help="Attention keeps its scores on the chip, as PyTorch 2 does.")]
 OffloadOptimizer = Annotated[
     bool, typer.Option("--offload-optimizer", help="Keep the optimizer and its state in the VMs' memory.")
@@ -66,6 +74,7 @@ def model_shape(
     name: str,
     *,
     precision: str,
+    boundaries: str | None,
     fused_attention: bool,
     **shape: int | None,
 ) -> ModelShape:
@@ -76,10 +85,15 @@ def model_shape(
     from varuna_planner.profile.models import NAMED_MODELS
     from varuna_planner.profile.shapes import FAMILIES, ModelFamily, ModelShape, NumberFormat
 
-    if precision not in list(NumberFormat):
-        raise UserError(f"no precision is called {precision!r}: use one of {', '.join(NumberFormat)}")
+    for what, which in (("precision", precision), ("type of boundaries", boundaries)):
+        if which is not None and which not in list(NumberFormat):
+            raise UserError(f"no {what} is called {which!r}: use one of {', '.join(NumberFormat)}")
     given: dict[str, Any] = {field: value for field, value in shape.items() if value is not None}
-    given |= {"precision": NumberFormat(precision), "fused_attention": fused_attention}
+    given |= {
+        "precision": NumberFormat(precision),
+        "boundaries": None if boundaries is None else NumberFormat(boundaries),
+        "fused_attention": fused_attention,
+    }
     try:
         if name in NAMED_MODELS:
             fixed = next((field for field in ("layers", "hidden") if field in given), None)

@@ -14,6 +14,7 @@ from varuna_client.commands.options import AsJson, print_document
 from varuna_client.errors import UserError
 from varuna_client.planning.files import read_hardware, read_profile, write_text
 from varuna_client.planning.models import (
+    BoundariesName,
     FusedAttention,
     GpuName,
     GpusPerVm,
@@ -53,6 +54,7 @@ def synth(
     heads: Heads = None,
     kv_heads: KvHeads = None,
     precision: PrecisionName = "fp16",
+    boundaries: BoundariesName = None,
     fused_attention: FusedAttention = True,
     offload_optimizer: OffloadOptimizer = False,
     gpus_per_vm: GpusPerVm = 1,
@@ -65,6 +67,7 @@ def synth(
     shape = model_shape(
         model,
         precision=precision,
+        boundaries=boundaries,
         fused_attention=fused_attention,
         layers=layers,
         hidden=hidden,

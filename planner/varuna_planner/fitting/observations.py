@@ -34,6 +34,8 @@ class RateObservation(BaseModel):
     heads: Count | None = None
     vocab: Count | None = None
     precision: NumberFormat = NumberFormat.FP16
+    boundaries: NumberFormat | None = None
+    """As of `ModelShape`."""
     fused_attention: bool = True
     offload_optimizer: bool = False
     """Whether the optimizer and its state were on the host."""
@@ -86,6 +88,7 @@ class RateObservation(BaseModel):
             heads=self.heads or 0,
             vocab=self.vocab or 0,
             precision=self.precision,
+            boundaries=self.boundaries,
             fused_attention=self.fused_attention,
         )
 

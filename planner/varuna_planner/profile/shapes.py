@@ -113,6 +113,9 @@ class ModelShape:
     mlp: int = 0
     """F; 0: 4 H, in llama 8/3 H rounded up to a multiple of 256."""
     precision: NumberFormat = NumberFormat.FP16
+    boundaries: NumberFormat | None = None
+    """The type in which activations cross between stages; None: fp32 under bf16, where autocast leaves the sums of
+    residual paths in fp32, and under fp16 the precision itself, as in the paper's code, which had no autocast."""
     fused_attention: bool = True
     """Scores stay on the chip (FlashAttention, PyTorch's scaled_dot_product_attention); not so in code of 2021."""
 
@@ -138,6 +141,17 @@ class ModelShape:
                 f"heads={self.heads} must divide hidden={self.hidden}, and kv_heads={self.kv_heads} must divide heads: "
                 "give --heads"
             )
+        if self.boundaries not in (None, self.precision, NumberFormat.FP32):
+            raise ValueError(
+                f"boundaries={self.boundaries}, but the model computes in {self.precision}: give {self.precision} "
+                "or fp32, or leave it out"
+            )
+
+    @property
+    def boundary_value_bytes(self) -> int:
+        """Bytes of a value that crosses between stages."""
+        own = NumberFormat.FP32 if self.precision is NumberFormat.BF16 else self.precision
+        return (self.boundaries or own).value_bytes
 
     @property
     def parameters(self) -> int:

@@ -76,6 +76,7 @@ def synthesise(
                 f"{shape.parameters / 1e9:.3g} billion parameters"
             ),
             "precision": shape.precision.value,
+            **({"boundaries": shape.boundaries.value} if shape.boundaries else {}),
             "optimizer": "on the host" if offload_optimizer else "on the device",
             "device": gpu,
             "network": network,
@@ -132,9 +133,9 @@ def _section(
     """`offload_us`: the time per parameter of the optimizer's step on the host; None: it runs on the device, where it
     takes almost none."""
     section = sections[index]
-    value_bytes = shape.precision.value_bytes
+    crossing_bytes = shape.boundary_value_bytes
     tokens_bytes = 2 * shape.seq * _TOKEN_BYTES
-    input_bytes = sections[index - 1].output_values * value_bytes if index else tokens_bytes
+    input_bytes = sections[index - 1].output_values * crossing_bytes if index else tokens_bytes
     measurements = []
     for micro_batch in micro_batches:
         forward = _forward_us(section, shape, gpu, micro_batch)
@@ -145,9 +146,9 @@ def _section(
                 forward_us=forward + gpu.section_overhead_us,
                 backward_us=2 * (forward + gpu.section_overhead_us) + accumulation,
                 recompute_us=forward + gpu.section_overhead_us,
-                output_bytes=micro_batch * section.output_values * value_bytes,
+                output_bytes=micro_batch * section.output_values * crossing_bytes,
                 input_bytes=micro_batch * input_bytes,
-                activation_bytes=micro_batch * section.kept_values * value_bytes,
+                activation_bytes=micro_batch * section.kept_values * shape.precision.value_bytes,
             )
         )
     return SectionProfile(

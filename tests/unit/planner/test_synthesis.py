@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -211,3 +212,30 @@ def test_stages_that_the_model_does_not_have_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="must ascend from 0"):
         PipelineShape(p=2, d=1, micro_batch=4, global_batch=8, stage_starts=(1, 2), recompute=(True, False))
+
+
+@pytest.mark.parametrize(
+    ("precision", "boundaries", "value_bytes"),
+    [
+        (NumberFormat.BF16, None, 4),
+        (NumberFormat.BF16, NumberFormat.BF16, 2),
+        (NumberFormat.FP16, None, 2),
+        (NumberFormat.FP16, NumberFormat.FP32, 4),
+        (NumberFormat.FP32, None, 4),
+    ],
+)
+def test_what_crosses_between_stages_has_a_type_of_its_own(
+    precision: NumberFormat, boundaries: NumberFormat | None, value_bytes: int
+) -> None:
+    shape = ModelShape(
+        family=ModelFamily.GPT2, layers=2, hidden=128, seq=64, precision=precision, boundaries=boundaries
+    )
+    first, second, *_ = profile(shape, gpu="a100-40gb").measurements_at(2)
+    assert first.output_bytes == second.input_bytes == 2 * 64 * 128 * value_bytes
+    alone = profile(dataclasses.replace(shape, boundaries=None), gpu="a100-40gb").measurements_at(2)[1]
+    assert (second.forward_us, second.activation_bytes) == (alone.forward_us, alone.activation_bytes)
+
+
+def test_boundaries_that_no_run_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="boundaries=bf16, but the model computes in fp16: give fp16 or fp32"):
+        ModelShape(family=ModelFamily.GPT2, layers=2, hidden=128, seq=64, boundaries=NumberFormat.BF16)

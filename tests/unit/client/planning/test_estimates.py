@@ -194,6 +194,14 @@ def test_an_estimate_of_a_shape_that_is_given() -> None:
         invoke(*question, "--p", "60")
 
 
+def test_boundaries_in_bf16_make_a_pipeline_over_a_slow_network_faster() -> None:
+    slow = ["--gpu", "a100-40gb", "--network", "ethernet-1g", "--gpus", "4", "--global-batch", "256"]
+    question = ["estimate", *MODEL, *slow, "--p", "4", "--d", "1", "--precision", "bf16"]
+    wide, narrow = invoke_json(*question), invoke_json(*question, "--boundaries", "bf16")
+    assert narrow["predicted_minibatch_s"] < wide["predicted_minibatch_s"]
+    assert (wide["boundaries"], narrow["boundaries"]) == (None, "bf16")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -224,6 +232,8 @@ def test_models_that_are_not_told_whole_are_refused(arguments: list[str], compla
         (["--gpu", "t4", "--network", "wlan"], "no network is called 'wlan'"),
         ([*ON, "--precision", "fp8"], "no precision is called 'fp8': use one of fp32, fp16, bf16"),
         ([*ON, "--precision", "bf16"], "v100-16gb does not compute in bf16"),
+        ([*ON, "--boundaries", "fp8"], "no type of boundaries is called 'fp8': use one of fp32, fp16, bf16"),
+        ([*ON, "--boundaries", "bf16"], "boundaries=bf16, but the model computes in fp16: give fp16 or fp32"),
         ([*ON, "--heads", "7"], "heads=7 must divide hidden=768"),
         ([*ON, "--hardware", "none.json"], "cannot read hardware none.json"),
     ],
