@@ -671,7 +671,7 @@ class WorkerHealth(_message.Message):
     wait_us: _builtins.int
     """the part of the last step without anything to compute, in µs"""
     evaluated: _builtins.int
-    """micro-batches evaluated since the worker's start; it grows while `step` does not"""
+    """signs of life since the worker's start, while `step` does not grow: `Evaluated`"""
     waiting_for: Global___WaitKind.ValueType
     """set after half a second of waiting"""
     @_builtins.property

@@ -667,7 +667,7 @@ class Evaluated(_message.Message):
 
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     micro_batches: _builtins.int
-    """since the worker's start"""
+    """evaluated, and pieces of the state loaded, since the worker's start"""
     def __init__(
         self,
         *,

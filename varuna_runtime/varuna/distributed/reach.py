@@ -68,6 +68,7 @@ class ReachablePort:
 
     def __init__(self, store: Store, rank: int, world_size: int, address: str) -> None:
         self._store = store
+        self._world_size = world_size
         self._reached: set[str] = set()
         """The hosts that were reached."""
         # Nothing accepts: the kernel makes the connection, and that is proof enough.
@@ -76,6 +77,10 @@ class ReachablePort:
 
     def close(self) -> None:
         self._listener.close()
+
+    def wait_for_ranks(self) -> None:
+        """Waits until all ranks are up. Raises the store's RuntimeError when they are not up in time."""
+        self._store.wait([_key(rank) for rank in range(self._world_size)])
 
     def check_reachable(self, ranks: Iterable[int]) -> None:
         """Connects to each host of `ranks` that was not reached before.

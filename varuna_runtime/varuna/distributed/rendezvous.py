@@ -42,6 +42,9 @@ _log = structlog.get_logger("varuna")
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 """How long the ranks of a generation wait for each other to come up."""
+LOADING_PATIENCE = timedelta(days=7)
+"""How long ranks that have all come up wait for each other in the store. One of them may load a large model, and its
+presence shows when it ends. (A socket's time limit is at most 24 days.)"""
 STORE_REACH_S = 60.0
 """How long rank 0's machine may be silent. It is below the timeout, so that the reason is reported before the other
 ranks give up."""
@@ -161,6 +164,31 @@ class Rendezvous:
         except RuntimeError as error:
             self._unreachable(error)
             raise
+
+    def wait_for_loading(self) -> None:
+        """Waits until all ranks have called this: until each of them has loaded its part of the model.
+
+        A rank that does not come up in time is waited for no longer, one that has come up may take its time. All later
+        waits in the store have this patience.
+        """
+        if self._port is None:
+            return
+        self._departure.raise_if_leaving()
+        try:
+            with self._departure.report_wait():
+                self._port.wait_for_ranks()
+                self.be_patient()
+                if self.store.add("loaded", 1) == self._environment.world_size:
+                    self.store.set("all loaded", "")
+                self.store.get("all loaded")
+        except RuntimeError as error:
+            self._unreachable(error)
+            raise
+
+    def be_patient(self) -> None:
+        """From now on a wait in the store ends only with what it waits for, or when this rank leaves."""
+        if self._served is not None:
+            self._served.set_timeout(LOADING_PATIENCE)
 
     def own_address(self) -> str:
         """The address of this machine on the network that leads to rank 0."""

@@ -18,6 +18,7 @@ from varuna.checkpoint.loading.reader import FileContent
 from varuna.checkpoint.storage.store import allocate_aligned
 from varuna.checkpoint.storage.windows import map_ahead
 from varuna.diagnostics.error_text import first_line
+from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 from varuna.distributed.handshake import MeetingKey, greet_server
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message, receive_into, receive_message
 from varuna.holdings.inventory import Inventory
@@ -169,6 +170,7 @@ class HeldStateReader:
                 _request_file(connection, inventory, name, size, at)
                 while at < size:
                     at += receive_chunk(connection, data[at:])
+                    LOADING_PROGRESS.count_piece()
             except (OSError, ValueError, struct.error) as error:
                 if connection is not None:
                     connection.close()

@@ -62,6 +62,7 @@ class CalibrationRole(ReportRole):
     def _find_profile(self, optimizers: Sequence[Optimizer]) -> FoundProfile:
         wrapped = self.wrapped
         environment, rendezvous = wrapped.worker.environment, wrapped.worker.rendezvous
+        rendezvous.be_patient()  # the manager limits a calibration
         peers = CalibrationPeers(
             environment.rank, environment.world_size, rendezvous.store, connect=rendezvous.connect_gloo
         )

@@ -439,7 +439,7 @@ class TrainingRole:
         with self.assembly.evaluation_mode(), self._passing(), averaged:
             passed = self.assembly.engine.run_evaluation_pass(
                 cut_inputs(inputs, sizes, first),
-                self._worker.link.report_evaluated_micro_batch,
+                self._worker.link.report_progress,
             )
         totals = agree_on_totals(
             self.assembly.everyone,

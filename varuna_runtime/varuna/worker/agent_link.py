@@ -35,8 +35,8 @@ _log = structlog.get_logger("varuna")
 __all__ = ["AgentLink", "Assignment", "GiveCommand", "StateSources", "StoreCommand", "install_excepthook"]
 
 
-_EVALUATED_EVERY_S = 1.0
-"""How often the count of evaluated micro-batches is sent: as often as agents send heartbeats."""
+_PROGRESS_EVERY_S = 1.0
+"""How often the count of `report_progress` is sent: as often as agents send heartbeats."""
 
 
 class Assignment(NamedTuple):
@@ -79,8 +79,8 @@ class AgentLink:
         self._socket: socket.socket | None = None
         self.secret = environment.secret
         """Of the generation."""
-        self._evaluated = 0
-        self._evaluated_reported_s = -math.inf
+        self._progressed = 0
+        self._progress_reported_s = -math.inf
         self._commands: SimpleQueue[worker_pb2.Assigned | worker_pb2.GiveState | worker_pb2.StoreState] = SimpleQueue()
         self._on_command: Callable[[], None] = lambda: None
         self._on_failure: Callable[[], None] = lambda: None
@@ -162,7 +162,7 @@ class AgentLink:
     def greet_as(self, environment: WorkerEnvironment, departure: Departure) -> None:
         """Reports to the agent as that rank. The agent's commands concern `departure` from now on."""
         self.departure = departure
-        self._evaluated_reported_s = -math.inf
+        self._progress_reported_s = -math.inf
         self._send_hello(environment)
 
     def _send_hello(self, environment: WorkerEnvironment) -> None:
@@ -198,16 +198,17 @@ class AgentLink:
     def report_step(self, step: worker_pb2.StepDone) -> None:
         self._send(worker_pb2.WorkerMessage(step_done=step))
 
-    def report_evaluated_micro_batch(self) -> None:
-        """Counts a finished micro-batch of an evaluation, which is no step but shows that this worker does not hang.
+    def report_progress(self) -> None:
+        """Counts a finished micro-batch of an evaluation, or a piece of the state that was loaded.
 
-        The count is sent about once a second, so this is cheap enough for every one.
+        Neither is a step, but both show that this worker does not hang. The count is sent about once a second, so this
+        is cheap enough for every one.
         """
-        self._evaluated += 1
+        self._progressed += 1
         now_s = time.monotonic()
-        if now_s - self._evaluated_reported_s >= _EVALUATED_EVERY_S:
-            self._evaluated_reported_s = now_s
-            self._send(worker_pb2.WorkerMessage(evaluated=worker_pb2.Evaluated(micro_batches=self._evaluated)))
+        if now_s - self._progress_reported_s >= _PROGRESS_EVERY_S:
+            self._progress_reported_s = now_s
+            self._send(worker_pb2.WorkerMessage(evaluated=worker_pb2.Evaluated(micro_batches=self._progressed)))
 
     def report_values(self, step: int, values: Mapping[str, float]) -> None:
         """Reports what the script has logged at a step, by name."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from varuna.devices.worker_device import measure_memory_bytes
+from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 from varuna.diagnostics.start_phases import StartPhases
 from varuna.diagnostics.start_spans import StartSpans
 from varuna.diagnostics.step_clock import StepTimes
@@ -69,6 +70,7 @@ class WorkerProcess:
         # A process that leaves has threads inside gloo, for which interpreter shutdown would wait: it ends before that.
         atexit.register(lambda: leave_interpreter(link.departure))
         departure.set_unreached_callback(link.report_unreached)
+        LOADING_PROGRESS.report_to(link.report_progress)
         phases = StartPhases()
         if environment.world_size > 1 or environment.agent_socket:
             install_excepthook(link)
@@ -80,6 +82,8 @@ class WorkerProcess:
         met = _meet_ranks(environment, departure, link)
         if met.presence is not None and environment.launcher_map:
             check_arguments_agree(environment, met.rendezvous.store)
+        if environment.joins_survivors:
+            met.rendezvous.be_patient()  # sections of the state move, which all know to be up
         phases.end_phase("meet")
         return cls(
             environment=environment,
@@ -152,6 +156,7 @@ class WorkerProcess:
         self.link.greet_as(environment, self.departure)
         met = _meet_ranks(environment, self.departure, self.link)
         self.rendezvous, self.calls, self.presence = met.rendezvous, met.calls, met.presence
+        self.rendezvous.be_patient()
         phases.end_phase("meet")
 
     def report_step(

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages_by_hand import run_by_hand
 from varuna import CutPoint, Varuna
+from varuna.checkpoint.loading import pretrained
 from varuna.checkpoint.loading.pretrained import PretrainedWeights
 from varuna.checkpoint.state.stage_state import state_dict_names
+from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 from varuna.partition import ModelMap, PartitionError, Stage, build_stage, trace
 from varuna.partition.stages.initial_values import initialise
 
@@ -114,6 +116,17 @@ def test_a_model_on_meta_with_weights_trains_as_the_model_that_they_are_of(
         held = [stage.parameters[name] for stage in stages if name in stage.parameters]
         assert all(torch.equal(each, parameter) for each in held)
         torch.testing.assert_close(sum(p.grad for p in held if p.grad is not None), parameter.grad)
+
+
+def test_reading_weights_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, hollow, signs = on_cpu(), on_meta(), list[None]()
+    weights = weights_of(saved(tmp_path, plain), hollow, trace(hollow, example()))
+    monkeypatch.setattr(LOADING_PROGRESS, "_report", lambda: signs.append(None))
+    monkeypatch.setattr(pretrained, "_PIECE_BYTES", 64)
+    weight = torch.empty(V, H)
+    weights.read_into("embedding.weight", weight)
+    assert torch.equal(weight, plain.state_dict()["embedding.weight"])
+    assert len(signs) == -(-weight.nbytes // 64)
 
 
 class Allocated(TorchDispatchMode):

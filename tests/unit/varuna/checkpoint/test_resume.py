@@ -28,6 +28,7 @@ from varuna.checkpoint import (
     read_manifest,
     resume_checkpoint,
 )
+from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 from waiting import DEADLINE_S
 
 Change = Callable[[TrainingState], TrainingState]
@@ -209,3 +210,13 @@ def test_the_samples_that_were_used_come_back(tmp_path: Path) -> None:
     loaded = resume_checkpoint(str(tmp_path), make_state())
     assert loaded is not None
     assert loaded.cursor == SampleCursor(samples=30, global_batch=8)
+
+
+def test_loading_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    signs: list[None] = []
+    monkeypatch.setattr(LOADING_PROGRESS, "_report", lambda: signs.append(None))
+    loaded = load_checkpoint(str(tmp_path), 1, make_state())
+    files = len(list((tmp_path / "varuna_ckpt_1").glob("*.safetensors")))
+    assert loaded.step == 1
+    assert len(signs) == 2 * files  # to verify and to fill

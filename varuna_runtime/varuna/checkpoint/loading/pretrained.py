@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.tensor_file import DTYPES, LENGTH_BYTES, TensorEntry, parse_header
 from varuna.checkpoint.storage.store import CheckpointStore, local_path
+from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 
 __all__ = ["PretrainedWeights"]
 
@@ -232,6 +233,7 @@ class _WeightFiles:
                     raise ValueError(f"weights {self}: {place.file} ends within {place.name}: copy it again")
                 first = (start - entry.start) // dtype.itemsize
                 flat[first : first + length // dtype.itemsize].copy_(torch.frombuffer(piece, dtype=dtype))
+                LOADING_PROGRESS.count_piece()
             if whole is not tensor:
                 tensor.copy_(whole)
 

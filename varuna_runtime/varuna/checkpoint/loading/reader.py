@@ -21,6 +21,7 @@ from varuna.checkpoint.format.checksum import Checksum
 from varuna.checkpoint.format.manifest import FileEntry
 from varuna.checkpoint.storage.store import CheckpointStore, allocate_aligned, folder_of
 from varuna.checkpoint.storage.windows import map_ahead
+from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 
 __all__ = ["ContentReader", "FileContent", "FileReader"]
 
@@ -142,6 +143,7 @@ class FileReader:
             for piece in store.stream_file(path, entry.bytes):
                 checksum.update(piece)
                 header.add_piece(piece)
+                LOADING_PROGRESS.count_piece()
                 if kept is not None:
                     kept.write(piece)
         except FileNotFoundError:
@@ -169,6 +171,7 @@ class FileReader:
                 data[at : at + len(piece)] = piece
                 checksum.update(piece)
                 at += len(piece)
+                LOADING_PROGRESS.count_piece()
         except (FileNotFoundError, ValueError):
             pass  # the checksum will not match
         _compare(checksum, entry, f"{self.url_of(entry)}: it changed while it was loaded;")

@@ -1,0 +1,94 @@
+"""Ranks that have met wait for each other's loading as long as it takes; a rank that never comes is not waited for."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from varuna.distributed.departure import Departure, PeerLost
+from varuna.distributed.rendezvous import Rendezvous
+from varuna_proto.environment import WorkerEnvironment
+from varuna_proto.plan import Plan
+from waiting import DEADLINE_S, wait_until
+
+HOST = "127.0.0.1"
+SHORT = timedelta(seconds=0.05)
+
+Joining = Callable[[int], Rendezvous]
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
+    """Makes a rank of two, which is up and has a short time limit for its waits in the store."""
+    monkeypatch.setattr("varuna.distributed.rendezvous_server._EXPIRY_CHECK_S", 0.01)
+    made: list[Rendezvous] = []
+    with socket.socket() as held:
+        held.bind((HOST, 0))
+        environment = replace(
+            WorkerEnvironment.alone("job", micro_batch=1, global_batch=2),
+            world_size=2,
+            plan=Plan(p=1, d=2, micro_batch=1, global_batch=2),
+            rendezvous_host=HOST,
+            rendezvous_port=held.getsockname()[1],
+            secret="5ec3e7" * 8,
+        )
+
+        def make(rank: int) -> Rendezvous:
+            departure = Departure(lambda _: None, grace_s=0.0)
+            departure.offer_to_stay(lambda _: True, str)
+            made.append(Rendezvous(replace(environment, rank=rank), departure))
+            store: Any = made[-1]._served
+            store.set_timeout(SHORT)
+            return made[-1]
+
+        yield make
+        for rank in made:
+            rank.end(links_ended=True)
+
+
+def is_waited_in(rank_0: Rendezvous) -> bool:
+    """Whether a rank waits for a key in the store that `rank_0` serves."""
+    server: Any = rank_0._server
+    with suppress(RuntimeError):  # its thread changes the connections meanwhile
+        return any(client.awaited_keys for client in server._clients.values())
+    return False
+
+
+def test_a_rank_that_loads_for_long_is_waited_for(join: Joining) -> None:
+    ranks = [join(0), join(1)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[0].wait_for_loading)
+        wait_until(lambda: is_waited_in(ranks[0]) or waiting.done())
+        long_s = time.monotonic() + 5 * SHORT.total_seconds()
+        wait_until(lambda: time.monotonic() > long_s)
+        assert not waiting.done()
+        ranks[1].wait_for_loading()
+        waiting.result(DEADLINE_S)
+    ranks[0].store.set("later", "value")
+    assert ranks[1].store.get("later") == b"value"
+
+
+def test_a_rank_that_does_not_come_up_is_given_up(join: Joining) -> None:
+    with pytest.raises(PeerLost) as lost:
+        join(0).wait_for_loading()
+    assert "the ranks did not find each other" in lost.value.reason
+    assert "no rank set" in lost.value.reason
+
+
+def test_a_rank_that_leaves_waits_no_longer(join: Joining) -> None:
+    ranks = [join(0), join(1)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[0].wait_for_loading)
+        wait_until(lambda: is_waited_in(ranks[0]))
+        ranks[0]._departure.leave_generation(PeerLost("rank 1 has died while it loaded"))
+        with pytest.raises(PeerLost) as lost:
+            waiting.result(DEADLINE_S)
+    assert lost.value.reason == "rank 1 has died while it loaded"
