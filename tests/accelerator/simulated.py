@@ -136,6 +136,12 @@ def limit_memory(device: torch.device, limit_bytes: int) -> None:
     torch.ops.sim.limit_memory(device.index or 0, limit_bytes)
 
 
+def count_pinned_bytes() -> int:
+    """The bytes of pinned host memory that tensors of this process have."""
+    count: int = torch.ops.sim.pinned_bytes()
+    return count
+
+
 def could_overlap(one: torch.Event, other: torch.Event) -> bool:
     """Whether nothing orders what comes before the two events, so that a real device could do both at once."""
     overlap: bool = torch.ops.sim.could_overlap(one.event_id, other.event_id)

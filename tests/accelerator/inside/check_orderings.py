@@ -54,6 +54,17 @@ def receive(copies: types.ModuleType) -> None:
         del received, doubled
 
 
+def load_ahead(copies: types.ModuleType) -> None:
+    """As the first stage does: while a micro-batch is computed, the inputs of the next one are copied."""
+    into, host = copies.CopyStream(), torch.full((32, 32), 2.0).pin_memory()
+    started = into.start_to_device([host], DEVICE)
+    for _ in range(3):
+        [inputs] = started.take()
+        doubled = inputs * 2
+        started = into.start_to_device([host], DEVICE)
+        del inputs, doubled
+
+
 def update(copies: types.ModuleType) -> None:
     """As a staged collective does: computes, gets new values from the host, computes with them, forgets them."""
     stream = copies.CopyStream()
@@ -190,8 +201,10 @@ ORDERINGS = [
         send_and_receive,
     ),
     Ordering("a sent tensor is kept", COPIES, "tensor.detach().record_stream(stream)", send_and_receive),
-    Ordering("computing waits for what arrives", COPIES, "computing.wait_stream(stream)", receive, "copies = ["),
+    Ordering("computing waits for what arrives", COPIES, "computing.wait_event(self.ended)", receive),
+    Ordering("a forward waits for its inputs", COPIES, "computing.wait_event(self.ended)", load_ahead),
     Ordering("an arrived tensor is kept", COPIES, "copy.record_stream(computing)", receive),
+    Ordering("inputs are kept until they are read", COPIES, "copy.record_stream(computing)", load_ahead),
     Ordering("an update waits for earlier ops", COPIES, "stream.wait_stream(computing)", update),
     Ordering("later ops wait for an update", COPIES, "computing.wait_stream(stream)", update, "tensor.copy_(value"),
     Ordering(

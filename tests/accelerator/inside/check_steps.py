@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import simulated
 from small_gpt import Task, example_batch, make_model
 from varuna import CutPoint, Varuna
+from varuna.checkpoint.saving.snapshot import HostBuffers
 from varuna.devices.accelerator import record_event, use_stream
 from varuna.devices.copy_stream import CopyStream
 from varuna.devices.out_of_memory import measure_shortage
@@ -21,7 +22,7 @@ from varuna.optim.precision import TrainingPrecision
 from varuna.optim.reduction import GradientReducer
 from varuna.partition import build_stage, trace
 from varuna.pipeline.engine import Engine
-from varuna.pipeline.micro_batches import load_inputs, pin_inputs
+from varuna.pipeline.micro_batches import pin_inputs, start_loading
 from varuna.pipeline.pass_state import PassState
 
 DEVICE = torch.device("sim", 0)
@@ -88,7 +89,7 @@ def test_inputs_in_containers_are_copied_too() -> None:
     inputs = pin_inputs(given, DEVICE)
     simulated.forbid_syncs(True)
     try:
-        loaded = load_inputs(inputs, DEVICE, copies)
+        loaded = start_loading(inputs, DEVICE, copies).take()
     finally:
         simulated.forbid_syncs(False)
     assert (loaded["x"][0].tolist(), loaded["x"][1], loaded["y"]["z"].tolist()) == ([[1, 1], [1, 1]], 3, [0, 0])
@@ -165,6 +166,59 @@ def test_copies_could_run_while_the_device_computes() -> None:
     assert (received + y).sum().item() == 3 * 64
 
 
+def test_nothing_but_their_own_forward_waits_for_inputs_that_are_copied_ahead() -> None:
+    x, copies = torch.ones(8, 8, device=DEVICE), CopyStream()
+    ahead = copies.start_to_device([torch.ones(8, 8).pin_memory()], DEVICE)
+    y = x * 2
+    computed = record_event(DEVICE)
+    assert ahead.ended is not None
+    assert simulated.could_overlap(ahead.ended, computed)
+    [copied] = ahead.take()
+    assert (copied + y).sum().item() == 3 * 64
+    assert not simulated.could_overlap(ahead.ended, record_event(DEVICE))
+
+
+class TwoInputs(nn.Module):
+    """The first stage reads `x`, the second one `target`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.cut_point = nn.Linear(4, 4), nn.Linear(4, 4), CutPoint()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.second(self.cut_point(self.first(x))), target)
+
+
+@pytest.mark.parametrize(("section", "read"), [(0, "x"), (1, "target")])
+def test_only_the_inputs_that_a_stage_reads_are_copied(section: int, read: str) -> None:
+    inputs = {"x": torch.ones(4, 4), "target": torch.full((4, 4), 2.0)}
+    model = TwoInputs()
+    stage = build_stage(model, trace(model, inputs), section, section + 1, device=DEVICE)
+    pinned = pin_inputs(stage.empty_unread_inputs(inputs), DEVICE)
+    assert {name: value.is_pinned() for name, value in pinned.items()} == {name: name == read for name in inputs}
+    simulated.forbid_syncs(True)
+    try:
+        loaded = start_loading(pinned, DEVICE, CopyStream()).take()
+    finally:
+        simulated.forbid_syncs(False)
+    for name, tensor in loaded.items():
+        assert (tensor.device, tensor.shape, tensor.dtype) == (DEVICE, (4, 4), torch.float32)
+        assert torch.equal(tensor.cpu(), inputs[name]) == (name == read)
+        assert tensor.untyped_storage().nbytes() == (64 if name == read else 4)
+
+
 def record_event_on(copies: CopyStream) -> torch.Event:
     with use_stream(copies._on(DEVICE)):
         return record_event(DEVICE)
+
+
+def test_pinned_memory_is_hardly_larger_than_what_is_in_it() -> None:
+    layers = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(48))).to(DEVICE)
+    before = simulated.count_pinned_bytes()
+    buffers = HostBuffers()
+    buffers.expect_bytes(sum(parameter.nbytes for parameter in layers.parameters()))
+    copies = [buffers.copy_tensor(name, parameter) for name, parameter in layers.named_parameters()]
+    buffers.wait_for_copies()
+    assert simulated.count_pinned_bytes() - before < 1.1 * sum(copy.nbytes for copy in copies)
+    for copy, parameter in zip(copies, layers.parameters(), strict=True):
+        assert torch.equal(copy, parameter.detach().cpu())

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <bit>
 
 #include "machine_state.h"
 
@@ -135,7 +136,8 @@ Block* allocate_block(int index, int owner, size_t bytes) {
   }
   arena.unchecked[owner].clear();
   raise_found();
-  size_t unit = pinned ? s.page : 512, size = std::max(unit, (bytes + unit - 1) / unit * unit);
+  size_t size = std::max<size_t>(512, (bytes + 511) / 512 * 512);
+  if (pinned) size = std::bit_ceil(std::max(s.page, bytes));  // as torch's allocator of pinned memory rounds
   Block* block = nullptr;
   auto& list = arena.cache[{owner, size}];
   for (size_t i = list.size(); i-- > 0;)

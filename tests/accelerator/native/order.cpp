@@ -29,14 +29,20 @@ void report_race(const std::string& what, bool can_throw) {
   }
 }
 
-// What the host may do with a pinned block now.
+// What the host may do with the pages of a pinned block now.
 void protect_pinned(Block* block) {
   auto& s = m();
-  int allowed = PROT_READ | PROT_WRITE;
+  std::vector<int> allowed(block->size / s.page, PROT_READ | PROT_WRITE);
+  bool shut = false;
   for (auto& access : block->log)
-    if (tick_of(s.clocks[0], access.actor) < access.at) allowed &= access.write ? PROT_NONE : PROT_READ;
-  bool shut = allowed != (PROT_READ | PROT_WRITE);
-  if (shut || block->shut) mprotect(block->user, block->size, allowed);
+    if (tick_of(s.clocks[0], access.actor) < access.at) {
+      for (size_t page = access.lo / s.page; page * s.page < access.hi; ++page) allowed[page] &= access.write ? PROT_NONE : PROT_READ;
+      shut = true;
+    }
+  for (size_t begin = 0, end; (shut || block->shut) && begin < allowed.size(); begin = end) {
+    for (end = begin; end < allowed.size() && allowed[end] == allowed[begin]; ++end) {}
+    mprotect(block->user + begin * s.page, (end - begin) * s.page, allowed[begin]);
+  }
   block->shut = shut;
   if (shut) s.shut.insert(block);
   else {

@@ -23,6 +23,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("limit_memory(int device, int bytes) -> ()", [](int64_t device, int64_t bytes) {
     sim::limit_memory(static_cast<int>(device), static_cast<size_t>(bytes));
   });
+  m.def("pinned_bytes() -> int", []() { return sim::stats(sim::pinned_arena()).allocated; });
   m.def("could_overlap(int one, int other) -> bool", [](int64_t one, int64_t other) {  // `torch.Event.event_id`
     return sim::could_overlap(*reinterpret_cast<sim::Event*>(one), *reinterpret_cast<sim::Event*>(other));
   });

@@ -14,13 +14,31 @@ while it computes. Three rules make that safe:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from varuna.devices.accelerator import is_accelerator, record_event, use_stream
 
-__all__ = ["CopyStream"]
+__all__ = ["CopyStream", "StartedCopies"]
+
+
+class StartedCopies(NamedTuple):
+    """Copies on a device that may still be under way."""
+
+    copies: list[Tensor]
+    ended: torch.Event | None
+    """None: there was nothing to copy."""
+
+    def take(self) -> list[Tensor]:
+        """The copies, which ops launched next may use."""
+        if self.ended is not None:
+            computing = torch.accelerator.current_stream(self.copies[0].device)
+            computing.wait_event(self.ended)
+            for copy in self.copies:
+                copy.record_stream(computing)
+        return self.copies
 
 
 class CopyStream:
@@ -49,16 +67,15 @@ class CopyStream:
 
     def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Copies on `device`, which ops launched next may use; the tensors themselves on a CPU."""
-        if not is_accelerator(device):
-            return list(tensors)
-        stream = self._on(device)
-        with use_stream(stream):
+        return self.start_to_device(tensors, device).take()
+
+    def start_to_device(self, tensors: Sequence[Tensor], device: torch.device) -> StartedCopies:
+        """As `to_device`, but ops may use the copies only after `StartedCopies.take`. Others do not wait for them."""
+        if not is_accelerator(device) or not tensors:
+            return StartedCopies(list(tensors), None)
+        with use_stream(self._on(device)):
             copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        computing = torch.accelerator.current_stream(device)
-        computing.wait_stream(stream)
-        for copy in copies:
-            copy.record_stream(computing)
-        return copies
+            return StartedCopies(copies, record_event(device))
 
     def update_on_device(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Copies `values`, in host memory, into `tensors` on one accelerator. Ops launched next see them."""

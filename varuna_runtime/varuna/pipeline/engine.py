@@ -20,13 +20,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from varuna.devices.accelerator import is_accelerator
 from varuna.devices.copy_stream import CopyStream
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure
 from varuna.partition.stages.written_buffers import WrittenBuffers
 from varuna.pipeline.gradient_forecast import GradientForecast
 from varuna.pipeline.loss_weight import WeightedLoss
-from varuna.pipeline.micro_batches import MicroBatch, copy_containers, load_inputs
+from varuna.pipeline.micro_batches import MicroBatch, copy_containers, start_loading
 from varuna.pipeline.pass_state import MessageIntake, PassResult, PassState, PassTimes, Stash
 from varuna.pipeline.pass_timer import OpTimes, PassTimer
 from varuna.pipeline.random_streams import RandomStreams, preserve_generators
@@ -166,15 +167,16 @@ class Engine:
         run = self._begin_pass(micro_batches, ())
         unchanged_buffers = self._written.restore_values([*self._written.homes.values()])
         with torch.no_grad(), unchanged_buffers, preserve_generators(self._device):
-            for number, micro_batch in enumerate(micro_batches):
+            for number in range(len(micro_batches)):
                 if self._links.activations_out is not None:
                     self._links.activations_out.wait_for_room(_MESSAGES_AHEAD_IN_EVALUATION)
                 self._departure.wait_until(lambda: run.activations.arrived > run.forwards)
                 with run.timer.measure_op(Op.F.name, number):
                     outputs = self._run_stage(
-                        self._load(micro_batch), run.activations.take_message(number, self._device)
+                        self._take_inputs(run, number), run.activations.take_message(number, self._device)
                     )
                     self._send_outputs(run, outputs, number)
+                    self._start_loading(run, number + 1)
                 run.forwards += 1
                 run.activations.release_oldest()
                 after_each()
@@ -248,7 +250,7 @@ class Engine:
         return self._forecast.changes_in_s(time.perf_counter_ns())
 
     def _run_forward(self, run: PassState, seed: int, step: int) -> None:
-        number, micro_batch = run.forwards, self._load(run.micro_batches[run.forwards])
+        number, micro_batch = run.forwards, self._take_inputs(run, run.forwards)
         received = run.activations.take_message(number, self._device)
         for tensor, boundary in zip(received, self._stage.receives, strict=False):
             tensor.requires_grad_(boundary.requires_grad)
@@ -257,6 +259,7 @@ class Engine:
         with torch.set_grad_enabled(not self._position.recompute), self._seeding_sections(seed, step, micro_batch):
             outputs = self._run_stage(micro_batch, received)
         self._send_outputs(run, outputs, number)
+        self._start_loading(run, number + 1)
         if self._position.recompute:
             stash.buffers = before
         else:
@@ -304,9 +307,20 @@ class Engine:
         run.activations.release_oldest()
         run.gradients.release_oldest()
 
-    def _load(self, micro_batch: MicroBatch) -> MicroBatch:
-        """With its inputs on the device, where they stay until the backward: a recompute reads them again."""
-        return replace(micro_batch, inputs=load_inputs(micro_batch.inputs, self._device, self._input_copies))
+    def _take_inputs(self, run: PassState, number: int) -> MicroBatch:
+        """The micro-batch with its inputs on the device, where they stay until the backward: a recompute reads them
+        again."""
+        if run.next_inputs is None:
+            self._start_loading(run, number)
+        loading, run.next_inputs = run.next_inputs, None
+        micro_batch = run.micro_batches[number]
+        return micro_batch if loading is None else replace(micro_batch, inputs=loading.take())
+
+    def _start_loading(self, run: PassState, number: int) -> None:
+        """Starts to copy the inputs of a micro-batch, if there is one of this number: a stage that waits for the stage
+        before has them when its activations arrive."""
+        if is_accelerator(self._device) and number < len(run.micro_batches):
+            run.next_inputs = start_loading(run.micro_batches[number].inputs, self._device, self._input_copies)
 
     def _run_stage(self, micro_batch: MicroBatch, received: list[Tensor]) -> list[Tensor]:
         """Runs the stage's forward. Refuses changes in place that would make a recompute silently wrong.

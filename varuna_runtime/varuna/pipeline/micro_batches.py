@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from varuna.devices.accelerator import is_accelerator
-from varuna.devices.copy_stream import CopyStream
+from varuna.devices.copy_stream import CopyStream, StartedCopies
 from varuna.partition.model_io.batch import take_examples
 
 __all__ = [
     "MicroBatch",
+    "StartedInputs",
     "copy_containers",
     "cut_inputs",
     "cut_spans",
     "join_spans",
-    "load_inputs",
     "pin_inputs",
     "split_spans",
+    "start_loading",
 ]
 
 
@@ -78,16 +79,28 @@ def pin_inputs(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any
     return {name: _map_tensors(value, _pin) for name, value in inputs.items()}
 
 
-def load_inputs(inputs: Mapping[str, Any], device: torch.device, copies: CopyStream) -> dict[str, Any]:
-    """The inputs of a micro-batch on `device`, which ops launched next may use."""
-    if not is_accelerator(device):
-        return dict(inputs)
+class StartedInputs(NamedTuple):
+    """The inputs of a micro-batch, whose copies to an accelerator may still be under way."""
+
+    leaves: list[Any]
+    structure: TreeSpec
+    places: list[int]
+    """Of the leaves that are copied."""
+    copies: StartedCopies
+
+    def take(self) -> dict[str, Any]:
+        """The inputs on the device, which ops launched next may use."""
+        for place, tensor in zip(self.places, self.copies.take(), strict=True):
+            self.leaves[place] = tensor
+        inputs: dict[str, Any] = tree_unflatten(self.leaves, self.structure)
+        return inputs
+
+
+def start_loading(inputs: Mapping[str, Any], device: torch.device, copies: CopyStream) -> StartedInputs:
+    """Starts to copy the inputs of a micro-batch to an accelerator. Those that are there already stay."""
     leaves, structure = tree_flatten(dict(inputs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not is_accelerator(leaf.device)]
-    for place, tensor in zip(places, copies.to_device([leaves[i] for i in places], device), strict=True):
-        leaves[place] = tensor
-    loaded: dict[str, Any] = tree_unflatten(leaves, structure)
-    return loaded
+    return StartedInputs(leaves, structure, places, copies.start_to_device([leaves[i] for i in places], device))
 
 
 def copy_containers(value: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from varuna.pipeline.loss_weight import WeightedLoss
-from varuna.pipeline.micro_batches import MicroBatch
+from varuna.pipeline.micro_batches import MicroBatch, StartedInputs
 from varuna.pipeline.pass_timer import PassTimer
 from varuna.pipeline.stage_setting import BoundaryShape
 from varuna.pipeline.transport import LinkReceiver, MessageTensor
@@ -90,6 +90,8 @@ class PassState:
     losses: list[WeightedLoss] = field(default_factory=list)
     """On the last stage, by micro-batch."""
     expected_weight: float = 0.0
+    next_inputs: StartedInputs | None = None
+    """Of the micro-batch whose forward comes next; None: their copy has not been started, or a CPU needs none."""
 
     def sum_up(self, count: int, times: PassTimes = _NO_TIMES) -> PassResult:
         """The result of the first `count` micro-batches."""

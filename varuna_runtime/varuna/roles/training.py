@@ -326,15 +326,15 @@ class TrainingRole:
 
     def _cut_share(self, step: TrainingStep) -> list[MicroBatch]:
         """The micro-batches of the step that this replica has to run."""
-        environment = self._worker.environment
+        environment, stage = self._worker.environment, self.assembly.stage
         if step.rest is None:
             step.inputs = renew_batch(step.inputs)
             sizes, first = share_of_batch(batch_size_of(step.inputs), environment, self._worker.topology.replica)
-            inputs = pin_inputs(step.inputs, self._device)
+            inputs = pin_inputs(stage.empty_unread_inputs(step.inputs), self._device)
             return cut_inputs(inputs, sizes, first, first * environment.plan.micro_batch)
         spans = spans_of_micro_batches(step.rest.numbers, environment)
-        inputs = pin_inputs(fetch_examples(step.inputs, spans.values()), self._device) if spans else {}
-        return cut_spans(inputs, spans)
+        examples = fetch_examples(step.inputs, spans.values()) if spans else {}
+        return cut_spans(pin_inputs(stage.empty_unread_inputs(examples), self._device), spans)
 
     def _may_keep(self) -> bool:
         """Whether what this rank runs of the step may stay valid when other ranks are lost."""

@@ -491,3 +491,69 @@ def test_putting_together_is_the_inverse_of_taking_apart(tree: Any) -> None:
     leaves, structure = flatten_nested(tree)
     assert structure.leaf_count == len(leaves)
     assert structure.unflatten_leaves(leaves) == tree
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(H, H)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x if mask is None else x * mask)
+
+
+class ManyInputs(nn.Module):
+    """Three sections; `body` says what forward does with its inputs, between layers a, b and c."""
+
+    def __init__(self, body: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.a, self.b, self.c = nn.Linear(H, H), Masked(), nn.Linear(H, H)
+        self.cuts = nn.ModuleList([CutPoint(), CutPoint()])
+
+    def forward(self, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        return self.body(self, x, mask, target)
+
+
+def uses_all_in_turn(m: Any, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+    """`mask` is read inside a module of the second section; code of the first one, which runs everywhere, sees it too."""
+    mask = mask.view(-1, H)
+    return F.mse_loss(m.c(m.cuts[1](m.b(m.cuts[0](m.a(x)), mask))), target)
+
+
+def reads_between_modules(m: Any, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(m.c(m.cuts[1](m.b(m.cuts[0](m.a(x))) * mask)), target)
+
+
+def computes_a_mask_first(m: Any, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+    kept = mask > 0
+    return F.mse_loss(m.c(m.cuts[1](m.b(m.cuts[0](m.a(x))))), target * kept)
+
+
+def looks_at_the_mask(m: Any, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+    middle = m.cuts[1](m.b(m.cuts[0](m.a(x))))
+    return F.mse_loss(m.c(middle if bool(mask.all()) else middle * mask), target)
+
+
+def changes_the_mask(m: Any, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(m.c(m.cuts[1](m.b(m.cuts[0](m.a(x))) * mask.mul_(2))), target)
+
+
+EVERYTHING = {"x", "mask", "target"}
+
+
+@pytest.mark.parametrize(
+    ("body", "by_section"),
+    [
+        pytest.param(uses_all_in_turn, [{"x"}, {"mask"}, {"target"}], id="each where it is used"),
+        pytest.param(reads_between_modules, [{"x"}, {"mask"}, {"mask", "target"}], id="code that no ghost replaces"),
+        pytest.param(computes_a_mask_first, [{"x", "mask"}, {"mask"}, {"mask", "target"}], id="code that runs again"),
+        pytest.param(looks_at_the_mask, [{"x"}, set(), None], id="another path is possible"),
+        pytest.param(changes_the_mask, [{"x", "mask"}, {"mask"}, {"mask", "target"}], id="in place"),
+    ],
+)
+def test_a_stage_reads_the_inputs_of_the_code_that_it_runs(
+    body: Callable[[Any, Tensor, Tensor, Tensor], Tensor], by_section: list[set[str] | None]
+) -> None:
+    model_map = trace(ManyInputs(body), {name: torch.ones(3, H) for name in EVERYTHING})
+    assert [model_map.inputs_read(range(i, i + 1)) for i in range(3)] == by_section
+    assert model_map.inputs_read(range(3)) in (EVERYTHING, None)

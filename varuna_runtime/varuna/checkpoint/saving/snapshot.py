@@ -14,11 +14,12 @@ from torch import Tensor
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.encoding import encode_state
 from varuna.checkpoint.format.manifest import FileKind, SampleCursor, SavedGroup, StateScope
-from varuna.checkpoint.saving.shares import choose_share
+from varuna.checkpoint.saving.shares import choose_share, count_bytes
 from varuna.checkpoint.state.group_options import encode_groups
 from varuna.checkpoint.state.rank_state import METADATA_STATE, TrainingState
 from varuna.checkpoint.state.registered import NamedEntries, select_entries, split_state
 from varuna.devices.accelerator import is_accelerator, wait_for_stream
+from varuna.devices.pinned_arena import PinnedArena
 
 __all__ = ["HostBuffers", "HostFile", "RankSnapshot", "RegisteredCopy", "make_snapshot", "state_file"]
 
@@ -74,7 +75,13 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._arena = PinnedArena()
         self._devices: set[torch.device] = set()
+
+    def expect_bytes(self, count: int) -> None:
+        """Before the first copies: tensors of so many bytes are going to be copied."""
+        if not self._buffers:
+            self._arena.expect_bytes(count)
 
     def copy_tensor(self, key: str, tensor: Tensor) -> Tensor:
         """A contiguous copy of `tensor` in host memory, valid until the next copy under `key`.
@@ -84,12 +91,17 @@ class HostBuffers:
         source = tensor.detach()
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
-            self._buffers[key] = buffer
+            buffer = self._buffers[key] = self._make_buffer(source)
         if is_accelerator(source.device):
             self._devices.add(source.device)
         buffer.copy_(source, non_blocking=True)
         return buffer
+
+    def _make_buffer(self, like: Tensor) -> Tensor:
+        if not is_accelerator(like.device):
+            return torch.empty(like.shape, dtype=like.dtype)
+        contiguous = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        return self._arena.make_tensor(contiguous.shape, contiguous.stride(), contiguous.dtype)
 
     def wait_for_copies(self) -> None:
         """Waits until all queued copies have finished."""
@@ -116,7 +128,9 @@ def make_snapshot(
     files: list[HostFile] = []
     rests, named = _split_states(state, has_job_states=has_job_states or rank == 0)
     parts: dict[tuple[int, bool, bool], list[str]] = {}
-    for name in choose_share(state, replica, replicas):
+    share = choose_share(state, replica, replicas)
+    buffers.expect_bytes(sum(count_bytes(name, state) for name in share))
+    for name in share:
         parts.setdefault((state.section_of[name], name in state.tied, name in state.frozen), []).append(name)
     for (section, tied, frozen), names in parts.items():
         part = f"-d{replica}" if replica else ""

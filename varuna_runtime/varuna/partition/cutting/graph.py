@@ -45,7 +45,9 @@ class Value:
     weight: str | None = None  # the parameter that it is, or that it is a view or cast of
     buffer: str | None = None
     cut: int = -1  # the cut-point's number, for ValueKind.CUT
+    input: str | None = None  # the model's input that it is, or that it is a view of
     used_in: set[int] = field(default_factory=set)  # sections
+    read_at: set[tuple[int, int]] = field(default_factory=set)  # (section, call) of what reads an input's elements
     changed_in_place: bool = False
 
 
@@ -135,7 +137,7 @@ class Graph:
         """A copy that can be changed independently."""
         return replace(
             self,
-            values=[replace(value, used_in=set(value.used_in)) for value in self.values],
+            values=[replace(value, used_in=set(value.used_in), read_at=set(value.read_at)) for value in self.values],
             calls=[replace(call) for call in self.calls],
             cuts=list(self.cuts),
             buffers_used={name: set(sections) for name, sections in self.buffers_used.items()},

@@ -122,6 +122,26 @@ class ModelMap:
             name for name in names if name in before or any(section in sections for section in used.get(name, sections))
         }
 
+    def inputs_read(self, sections: range) -> frozenset[str] | None:
+        """The model's inputs whose elements are read by the code that runs in the stage of these sections.
+
+        None where that code looks at values, because it may read other inputs than in the dry run.
+        """
+        ghosts = self.cut_plan(sections.start).ghosts if sections.start > 0 else frozenset[int]()
+
+        def runs(section: int, call: int) -> bool:
+            while call >= 0 and call not in ghosts:
+                call = self.graph.calls[call].parent
+            return section < sections.stop and call < 0
+
+        if any(runs(section, call) for _, section, call in self.graph.looked_at):
+            return None
+        return frozenset(
+            value.input
+            for value in self.graph.values
+            if value.input is not None and (value.changed_in_place or any(runs(*place) for place in value.read_at))
+        )
+
 
 def boundary_of(name: str, spec: TensorSpec) -> Boundary:
     """The boundary of a tensor with this spec.

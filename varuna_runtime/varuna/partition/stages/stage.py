@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.cut_point import CutPoint, observe_cut_points
+from varuna.devices.accelerator import is_accelerator
 from varuna.partition.cutting.model_map import ModelMap
 from varuna.partition.cutting.placed_cut_points import place_cut_points
 from varuna.partition.cutting.shapes import Boundary
@@ -123,6 +125,7 @@ class Stage:
         self.shared = dict(model_map.shared)
         self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.find_boundary(self.sections.start)
         self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.find_boundary(self.sections.stop)
+        self._inputs_read = model_map.inputs_read(self.sections)
         self._wiring = plan_wiring(model_map, self.sections)
         self._replace_forwards()
         with self._replacements.recording_changes(self.module):
@@ -134,6 +137,23 @@ class Stage:
         for cut_point in self._cut_points:
             cut_point.again = None
         self._cut_points.clear()
+
+    def empty_unread_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """For training passes: the inputs, with zeros in place of tensors that the stage never reads.
+
+        The zeros are on its accelerator, where they take no memory, and have the shapes and types of the tensors. On a
+        CPU nothing is copied, so the inputs stay as they are. In an evaluation the model may read other inputs.
+        """
+        if not is_accelerator(self.device):
+            return dict(inputs)
+        read = self._inputs_read
+
+        def empty(leaf: Any) -> Any:
+            return self._zeros.make_expanded(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+        return {
+            name: value if read is None or name in read else tree_map(empty, value) for name, value in inputs.items()
+        }
 
     def forward(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> list[Tensor] | Tensor:
         """Run the stage on one micro-batch.

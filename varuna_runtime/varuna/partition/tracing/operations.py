@@ -85,6 +85,7 @@ class OperationRecorder(TorchDispatchMode, ValueTable):  # type: ignore[no-untyp
         fakes = [self._fake_of(tensor) for tensor in tensors]
         inputs = [self._value(fake) for fake in fakes]
         self._record_uses(inputs)
+        self._record_reads(inputs)
         made = [self._fake(meta) for meta in metas]
         self._operations.append(("opaque", tuple(tuple(meta.shape) for meta in metas)))
         where = (self._stack[-1], self._section)
@@ -116,6 +117,7 @@ class OperationRecorder(TorchDispatchMode, ValueTable):  # type: ignore[no-untyp
         inputs = [] if func.overloadpacket in _SHAPE_ONLY else [self._value(x) for x in leaves if isinstance(x, Tensor)]
         self._record_uses(inputs)
         if func is not _aten.index.Tensor and any(tag in func.tags for tag in _LOOKS_AT_VALUES):
+            self._record_reads(inputs)
             return self._look_at_values(func, leaves, spec, inputs)
         self._operations.append((func, *(leaf for leaf in leaves if not isinstance(leaf, Tensor))))
         output = self._run_fake(func, leaves, spec)
@@ -125,6 +127,8 @@ class OperationRecorder(TorchDispatchMode, ValueTable):  # type: ignore[no-untyp
         random = torch.Tag.nondeterministic_seeded in func.tags
         real = None if random else self._run_shadow(func, leaves, spec, output)
         self._record_draw(func, leaves, spec, output)
+        if not self._are_views(output, inputs):
+            self._record_reads(inputs)
         written = written_tensors(func, args, kwargs)
         if written:
             self._record_changes(written, inputs, random, real is not None)

@@ -146,6 +146,7 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]  # torch doe
             self.graph.weighted = not weight.requires_grad and not self._depends_on_parameters(weight)
             if self.graph.weighted:
                 self._record_uses([weight])
+                self._record_reads([weight])
         else:
             self.graph.weighted = beside is not None
         for value, tensor in zip(self.graph.values, self._tensors, strict=True):
@@ -222,5 +223,7 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]  # torch doe
                 f"forward keeps the tensor made at {value.place} as buffer {name} {what}: assign x.detach(), of the "
                 f"buffer's shape {tuple(original.shape)}"
             )
+        if value.input is not None:
+            value.read_at.add((0, -1))  # by every stage: the buffer's owner may be any of them
         self.graph.buffers_changed[name] = value.place
         self.graph.buffers_used.setdefault(name, set()).add(value.section)

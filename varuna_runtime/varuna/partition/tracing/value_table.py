@@ -70,7 +70,7 @@ class ValueTable:
 
     def fake_input(self, name: str, tensor: Tensor) -> Tensor:
         fake = self._fake(tensor)
-        self._add_value(fake, ValueKind.GIVEN, (), dependent=False, place=f"input {name}")
+        self._add_value(fake, ValueKind.GIVEN, (), dependent=False, place=f"input {name}").input = name
         if not tensor.is_meta:
             self._keep_shadow(fake, tensor.detach().to("cpu", copy=True))
         return fake
@@ -176,6 +176,19 @@ class ValueTable:
                 self.graph.buffers_used.setdefault(value.buffer, set()).add(self._section)
             self._record_leaks(value)
 
+    def _record_reads(self, inputs: Sequence[Value]) -> None:
+        for value in inputs:
+            if value.input is not None:
+                value.read_at.add((self._section, self._stack[-1]))
+
+    def _are_views(self, output: Any, inputs: Sequence[Value]) -> bool:
+        """Whether an operation has only made views of its one input (a change in place returns the tensor itself)."""
+        made = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
+        if len(inputs) != 1 or not made:
+            return False
+        viewed = self._tensors[inputs[0].index]
+        return all(tensor is not viewed and storage_of(tensor) == storage_of(viewed) for tensor in made)
+
     def _record_leaks(self, value: Value) -> None:
         """Mark the calls that made this value but have returned without it."""
         index = value.call
@@ -200,6 +213,8 @@ class ValueTable:
             )
             if len(inputs) == 1 and not random:
                 value.weight = inputs[0].weight
+            if self._are_views([tensor], inputs):
+                value.input = inputs[0].input
             if shadow is not None:
                 self._keep_shadow(tensor, shadow)
 
