@@ -62,8 +62,8 @@ SUMS_COPIED_S = 15.0
 class PlannersAnswers:
     """`Plans` of a model on a number of GPUs, cached."""
 
-    def __init__(self, profile: Profile, global_batch: int) -> None:
-        self._profile, self._global_batch = profile, global_batch
+    def __init__(self, profile: Profile, global_batch: int, device_memory_bytes: int = MEMORY_BYTES) -> None:
+        self._profile, self._global_batch, self._device_memory_bytes = profile, global_batch, device_memory_bytes
         self.best = cache(lambda gpus: self._ask(gpus, NO_PINS))
         self.best_keeping = cache(lambda gpus, micro_batch: self._ask(gpus, Pins(micro_batch=micro_batch)))
         self.shaped = cache(lambda p, d, micro_batch: self._ask(p * d, Pins(p=p, d=d, micro_batch=micro_batch)))
@@ -74,7 +74,7 @@ class PlannersAnswers:
                 self._profile,
                 gpus=gpus,
                 global_batch=self._global_batch,
-                device_memory_bytes=MEMORY_BYTES,
+                device_memory_bytes=self._device_memory_bytes,
                 pins=pins,
             ).best
         except ValueError:  # a shape that no fleet could have
