@@ -31,6 +31,10 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True, help="file to which all workers append PID STEP TIME")
     parser.add_argument("--activity", type=Path, required=True, help="file to which all append when layers waited")
     parser.add_argument("--allowed", type=Path, help="file with the newest step that may be made; default: all")
+    parser.add_argument("--steps", type=int, help="the last step; default: none is the last")
+    parser.add_argument(
+        "--checkpoint-every", type=int, help="steps between checkpoints of the script's own; default: none"
+    )
     given = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -38,11 +42,14 @@ def main() -> None:
     model = Varuna(plain, get_batch_fn=lambda size, device=None: {"x": torch.ones(size, given.width)})
     model.set_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     record = open_to_append(given.record)
-    for step, batch in Batches(Noise(given.width), first_step=model.resume() + 1):
+    batches = Batches(Noise(given.width), first_step=model.resume() + 1, last_step=given.steps)
+    for step, batch in batches:
         while given.allowed and int(given.allowed.read_text()) < step:
             time.sleep(_POLL_S)
         model.step({**batch} if given.copy_batches else batch)
         os.write(record, f"{os.getpid()} {step} {time.time():.6f}\n".encode())
+        if given.checkpoint_every and step % given.checkpoint_every == 0:
+            model.checkpoint(step=step)
 
 
 if __name__ == "__main__":
