@@ -11,7 +11,7 @@ PYTEST = $(BIN)/pytest --dist loadgroup
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv hooks chromium compiler kubectl slurm helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-install gpu lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium compiler kubectl slurm helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-goodput soak-install gpu lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -97,6 +97,9 @@ soak-failpoints: venv ## Kill manager and agents at every failpoint of a morph, 
 soak-traces: venv ## Play 10,000 traces of lost, repeated, late messages with each state machine, 500 with all together and of reshapes
 	VARUNA_TRACES=10000 VARUNA_FLEET_TRACES=500 $(BIN)/pytest --timeout 0 $(SOAK) \
 	    tests/simulation/test_traces_*.py tests/simulation/test_fleet_state_machine.py
+
+soak-goodput: venv ## Play an hour of a spot trace on local VMs in minutes; compare the goodput with the replay's (SOAK="--minutes 20")
+	$(BIN)/python benchmarks/goodput_played.py $(SOAK)
 
 soak-install: venv ## Install wheel, manager and a host over ssh from nothing, train there, upgrade (needs a registry, sshd)
 	$(BIN)/python tests/soak/install.py $(SOAK)
