@@ -89,15 +89,38 @@ def update_and_forget(copies: types.ModuleType) -> None:
 
 
 def step_on_host(offload: types.ModuleType) -> None:
-    """The optimizer is on the host; it changes the parameters as soon as they are copied."""
-    layer = nn.Linear(4, 4).to(DEVICE)
-    host = offload.HostParameters(dict(layer.named_parameters()))
-    layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
-    host.move_gradients_to_host()
-    torch.optim.SGD(host.parameters.values(), 0.1, foreach=False).step()
-    host.copy_to_device()
-    with torch.no_grad():
-        host.parameters["bias"].add_(1)
+    """The optimizer is on the host: it steps one layer while the gradients of the next one come, and each layer
+    computes as soon as its parameters are back."""
+    layers, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to(DEVICE), torch.ones(2, 32, device=DEVICE)
+    host = offload.HostParameters(dict(layers.named_parameters()))
+    host.part_bytes = 1
+    for _ in range(2):
+        layers(x).sum().backward()
+        with torch.no_grad():
+            for part in host.start_moving_gradients():
+                part.wait()
+                for parameter in part.parameters:
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad, alpha=0.1)
+        arriving = host.start_copying_to_device({name: int(name[0]) for name in host.parameters})
+        y = x
+        for section, layer in enumerate(layers):
+            arriving.wait_for_section(section)
+            y = layer(y)
+        arriving.end()
+        with torch.no_grad():
+            host.parameters["1.bias"].add_(1)
+
+
+def move_gradients(copies: types.ModuleType) -> None:
+    """As the end of a step with the optimizer on the host: gradients are computed, copied, and forgotten."""
+    stream, memory = copies.CopyStream(), torch.empty(32, 32, pin_memory=True)
+    gradient = torch.full((32, 32), 2.0, device=DEVICE) + 1
+    arrived = stream.update_on_host([memory], [gradient])
+    del gradient
+    torch.zeros(32, 32, device=DEVICE) + 1  # may get the memory of the gradient
+    arrived.synchronize()
+    assert float(memory[0, 0]) == 3
 
 
 def save(snapshot: types.ModuleType) -> None:
@@ -205,13 +228,43 @@ ORDERINGS = [
     Ordering("a forward waits for its inputs", COPIES, "computing.wait_event(self.ended)", load_ahead),
     Ordering("an arrived tensor is kept", COPIES, "copy.record_stream(computing)", receive),
     Ordering("inputs are kept until they are read", COPIES, "copy.record_stream(computing)", load_ahead),
-    Ordering("an update waits for earlier ops", COPIES, "stream.wait_stream(computing)", update),
-    Ordering("later ops wait for an update", COPIES, "computing.wait_stream(stream)", update, "tensor.copy_(value"),
     Ordering(
-        "an updated tensor is kept", COPIES, "tensor.record_stream(stream)", update_and_forget, "tensor.copy_(value"
+        "gradients are copied when they are computed",
+        COPIES,
+        "stream.wait_stream(torch.accelerator.current_stream(device))",
+        move_gradients,
+        "def update_on_host",
+    ),
+    Ordering("copied gradients are kept", COPIES, "value.record_stream(stream)", move_gradients),
+    Ordering(
+        "an update waits for earlier ops",
+        COPIES,
+        "stream.wait_stream(torch.accelerator.current_stream(device))",
+        update,
+        "def start_update_on_device",
+    ),
+    Ordering(
+        "later ops wait for an update",
+        COPIES,
+        "torch.accelerator.current_stream(tensors[0].device).wait_event(ended)",
+        update,
+    ),
+    Ordering(
+        "an updated tensor is kept",
+        COPIES,
+        "tensor.record_stream(stream)",
+        update_and_forget,
+        "def start_update_on_device",
     ),
     Ordering("a message is sent when it is copied", TRANSPORT, "wait_for_event(message.copied)", send_over_link),
-    Ordering("the optimizer on the host waits for gradients", OFFLOAD, "wait_for_stream(device)", step_on_host),
+    Ordering("the optimizer on the host waits for gradients", OFFLOAD, "wait_for_event(self.arrived)", step_on_host),
+    Ordering(
+        "a section waits for its parameters",
+        OFFLOAD,
+        "torch.accelerator.current_stream(self._device).wait_event(arrived)",
+        step_on_host,
+    ),
+    Ordering("parameters change on the host when they are copied", OFFLOAD, "wait_for_event(self._last)", step_on_host),
     Ordering("a snapshot waits for its copies", SNAPSHOT, "wait_for_stream(device)", save),
     Ordering("a staged sum starts when it is copied", COLLECTIVES, "wait_for_event(copied)", stage_gradients),
 ]

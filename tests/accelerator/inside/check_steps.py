@@ -18,12 +18,14 @@ from varuna.devices.copy_stream import CopyStream
 from varuna.devices.out_of_memory import measure_shortage
 from varuna.distributed.departure import Departure
 from varuna.distributed.groups import RankGroup
+from varuna.optim.host_parameters import HostParameters
 from varuna.optim.precision import TrainingPrecision
 from varuna.optim.reduction import GradientReducer
 from varuna.partition import build_stage, trace
 from varuna.pipeline.engine import Engine
 from varuna.pipeline.micro_batches import pin_inputs, start_loading
 from varuna.pipeline.pass_state import PassState
+from varuna.roles.training import TrainingRole
 
 DEVICE = torch.device("sim", 0)
 
@@ -210,6 +212,41 @@ def test_only_the_inputs_that_a_stage_reads_are_copied(section: int, read: str) 
 def record_event_on(copies: CopyStream) -> torch.Event:
     with use_stream(copies._on(DEVICE)):
         return record_event(DEVICE)
+
+
+def test_the_host_waits_for_no_copy_between_it_and_the_optimizer_there() -> None:
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE), torch.ones(2, 4, device=DEVICE)
+    host = HostParameters(dict(layers.named_parameters()))
+    host.part_bytes = 1
+    layers(x).sum().backward()
+    torch.accelerator.synchronize()
+    simulated.forbid_syncs(True)
+    try:
+        parts = host.start_moving_gradients()
+        arriving = host.start_copying_to_device({name: int(name[0]) for name in host.parameters})
+        arriving.wait_for_section(0)
+        layers[0](x)
+        computed = record_event(DEVICE)
+    finally:
+        simulated.forbid_syncs(False)
+    assert len(parts) == 4
+    assert arriving._last is not None
+    assert simulated.could_overlap(arriving._last, computed), "the second layer comes while the first one computes"
+    arriving.end()
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_the_optimizer_on_the_host_may_step_in_parts(average: float | None) -> None:
+    losses = []
+    for part_bytes in (1 << 40, 1):
+        model = make_training(Task(), offload_optimizer=True, ema=average)
+        role = model._role
+        assert isinstance(role, TrainingRole)
+        assert role._updater.host is not None
+        role._updater.host.part_bytes = part_bytes
+        found = [model.step(example_batch(4), clip_grad_max_norm=0.5) for _ in range(3)]
+        losses.append([*found, model.evaluate(example_batch(4), ema=average is not None)])
+    assert losses[0] == losses[1]
 
 
 def test_pinned_memory_is_hardly_larger_than_what_is_in_it() -> None:

@@ -77,16 +77,35 @@ class CopyStream:
             copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
             return StartedCopies(copies, record_event(device))
 
-    def update_on_device(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Copies `values`, in host memory, into `tensors` on one accelerator. Ops launched next see them."""
+    def update_on_host(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> torch.Event:
+        """Copies `values`, on one accelerator, into pinned `tensors`, which have them after the event.
+
+        Neither may change before.
+        """
+        device = values[0].device
+        stream = self._on(device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with use_stream(stream):
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value, non_blocking=True)
+                value.record_stream(stream)
+            return record_event(device)
+
+    def start_update_on_device(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> torch.Event:
+        """As `update_on_device`, but only ops of a stream that waits for the event see the values."""
         device = tensors[0].device
-        stream, computing = self._on(device), torch.accelerator.current_stream(device)
-        stream.wait_stream(computing)
+        stream = self._on(device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
         with use_stream(stream):
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value, non_blocking=True)
                 tensor.record_stream(stream)
-        computing.wait_stream(stream)
+            return record_event(device)
+
+    def update_on_device(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copies `values`, in host memory, into `tensors` on one accelerator. Ops launched next see them."""
+        ended = self.start_update_on_device(tensors, values)
+        torch.accelerator.current_stream(tensors[0].device).wait_event(ended)
 
     def _on(self, device: torch.device) -> torch.Stream:
         if self._stream is None:

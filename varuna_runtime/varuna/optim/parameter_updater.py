@@ -109,11 +109,9 @@ class ParameterUpdater:
     def _update(self, factor: float, norm: float) -> None:
         """Multiplies the gradients with `factor` and steps the optimizers. `norm`: of the gradient after that."""
         scale_gradients(self._stage_parameters.values(), factor)
-        if self.host is not None:
-            self.host.move_gradients_to_host()
         if self.average is not None:
             self.average.add_trained_parameters()
-        step_optimizers(self.optimizers, norm)
+        step_optimizers(self.optimizers, norm, () if self.host is None else self.host.start_moving_gradients())
         if self.average is not None:
             self.average.update_averages()
 

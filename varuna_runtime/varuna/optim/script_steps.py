@@ -8,7 +8,8 @@ same gradients would silently train something else. Loops of plain PyTorch clip 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import FrameType, MethodType
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import structlog
 from torch import Tensor
 from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer, lr_scheduler
+from torch.optim import optimizer as optimizer_module
 
 from varuna.diagnostics.user_code import user_code
+from varuna.optim.host_parameters import ArrivingGradients
 from varuna.optim.optimizers import renew_placeholders
 from varuna.optim.reduction import is_stepping, stepping
 
@@ -61,15 +64,74 @@ def take_over_steps(optimizer: Optimizer, on_script_step: Callable[[], bool] = l
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def step_optimizers(optimizers: Sequence[Optimizer], gradient_norm: float) -> None:
+def step_optimizers(
+    optimizers: Sequence[Optimizer], gradient_norm: float, arriving: Sequence[ArrivingGradients] = ()
+) -> None:
     """Steps the optimizers in their order, with their hooks and the wrappers of schedulers.
 
-    `gradient_norm`: of the whole model's present gradient, for `global_gradient_norm`.
+    `gradient_norm`: of the whole model's present gradient, for `global_gradient_norm`. `arriving`: gradients that are
+    still on their way. PyTorch's own optimizers step the parameters of one part while the next one comes.
     """
     renew_placeholders(optimizers)
     with stepping(gradient_norm):
-        for optimizer in optimizers:
-            optimizer.step()
+        if len(arriving) > 1 and all(map(steps_each_by_itself, optimizers)):
+            for part in arriving[:-1]:
+                part.wait()
+                for optimizer in optimizers:
+                    with _having_only(optimizer, {id(parameter) for parameter in part.parameters}) as has_some:
+                        if has_some:
+                            type(optimizer).step(optimizer)  # type: ignore[call-arg]  # mypy sees torch's wrapper
+            arriving[-1].wait()
+            stepped = {id(parameter) for part in arriving[:-1] for parameter in part.parameters}
+            for optimizer in optimizers:
+                with _having_only(optimizer, _list_ids(optimizer) - stepped):
+                    optimizer.step()
+        else:
+            for part in arriving:
+                part.wait()
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+def steps_each_by_itself(optimizer: Optimizer) -> bool:
+    """Whether several calls of `step`, each for some of the parameters, do what one call for all of them does.
+
+    So it is with PyTorch's own optimizers, unless the script has added something to their step: they keep all that they
+    count by parameter. LBFGS goes through all parameters at once.
+    """
+    kind = type(optimizer)
+    if not f"{kind.__module__}.".startswith("torch.optim.") or kind is LBFGS:
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    if optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks:
+        return False
+    step: Any = optimizer.step
+    while (step := getattr(step, "__func__", step)) is not kind.step:  # ours, and those of schedulers, add nothing
+        if step.__code__.co_filename not in (__file__, lr_scheduler.__file__) or not hasattr(step, "__wrapped__"):
+            return False
+        step = step.__wrapped__
+    return True
+
+
+def _list_ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@contextmanager
+def _having_only(optimizer: Optimizer, ids: Collection[int]) -> Iterator[bool]:
+    """The optimizer has no other parameters in the block; yields whether it has any."""
+    groups = optimizer.param_groups
+    members = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in ids]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        yield bool(optimizer.param_groups)
+    finally:
+        for group, before in zip(groups, members, strict=True):
+            group["params"] = before
+        optimizer.param_groups = groups
 
 
 def refuse_clipping() -> None:

@@ -263,7 +263,7 @@ class TrainingRole:
         """
         accumulation, stage = self._updater.accumulation, self.assembly.stage
         kept = [] if self._parts.non_finite.lets_pass else list(stage.written.homes.values())
-        with keep_buffers_finite(kept), self._passing():
+        with keep_buffers_finite(kept), self._passing(in_order=True):
             accumulation.hold_gradients(stage.parameters.values())
             scale = self.loss_scale
             try:
@@ -418,12 +418,33 @@ class TrainingRole:
             self._changes.refuse_foreign_parameters(optimizer)
 
     @contextmanager
-    def _passing(self) -> Iterator[None]:
-        """Around a pass: the stage computes with what the script has left in the model."""
-        if self._updater.host is not None:
-            self._updater.host.copy_to_device()
-        with self._swap.use_pass_tensors(), self._precision.pass_context():
+    def _passing(self, *, in_order: bool = False) -> Iterator[None]:
+        """Around a pass: the stage computes with what the script has left in the model.
+
+        `in_order`: its sections use the parameters as in the dry run.
+        """
+        with self._taking_parameters(in_order), self._swap.use_pass_tensors(), self._precision.pass_context():
             yield
+
+    @contextmanager
+    def _taking_parameters(self, in_order: bool) -> Iterator[None]:
+        """Where the optimizer is on the host: the parameters come from there.
+
+        `in_order`: the first forward computes with those of a section while those of the next ones come.
+        """
+        host, stage = self._updater.host, self.assembly.stage
+        if host is None or not in_order:
+            if host is not None:
+                host.copy_to_device()
+            yield
+            return
+        arriving = host.start_copying_to_device(stage.first_sections)
+        stage.before_section = arriving.wait_for_section
+        try:
+            yield
+        finally:
+            stage.before_section = None
+            arriving.end()
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None, *, ema: bool) -> float:
         if ema and self.average is None:

@@ -114,6 +114,14 @@ class ModelMap:
             if value.kind is ValueKind.PARAMETER and value.weight is not None and not value.used_in.isdisjoint(sections)
         }
 
+    def first_uses(self) -> dict[str, int]:
+        """By first name of each parameter that the dry run uses: the first section that does."""
+        return {
+            value.weight: min(value.used_in)
+            for value in self.graph.values
+            if value.kind is ValueKind.PARAMETER and value.weight is not None and value.used_in
+        }
+
     def buffers_read(self, names: Iterable[str], sections: range) -> set[str]:
         """Those of the buffers `names` that the forward reads in the stage of these sections."""
         used = self.graph.buffers_used

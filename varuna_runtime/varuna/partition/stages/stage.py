@@ -82,6 +82,9 @@ class Stage:
         shared: all parameters of the model that more than one section uses, with those sections. The gradients of a
             parameter that several stages hold must be summed over these stages.
         on_section: called with the number of each of the stage's own sections as it starts (to seed random streams).
+        first_sections: by parameter, the first section that uses it; without those of which it is not known.
+        before_section: called in forwards with each of the stage's own sections before its code runs; with the first
+            one before any code does.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Stage:
         self.buffers = {name: buffer for name, buffer in read.items() if name in own}
         self.read = read
         self.on_section: Callable[[int], None] | None = None
+        self.before_section: Callable[[int], None] | None = None
         self._zeros = ZeroTensors(device)
         self._pass: _ForwardRun | None = None
         self._cut_points: list[CutPoint] = []
@@ -126,6 +130,8 @@ class Stage:
         self.receives: tuple[Boundary, ...] = () if self.is_first else model_map.find_boundary(self.sections.start)
         self.sends: tuple[Boundary, ...] = () if self.is_last else model_map.find_boundary(self.sections.stop)
         self._inputs_read = model_map.inputs_read(self.sections)
+        # Code that looks at values may use a parameter in another section than in the dry run.
+        self.first_sections = {} if self._inputs_read is None else model_map.first_uses()
         self._wiring = plan_wiring(model_map, self.sections)
         self._replace_forwards()
         with self._replacements.recording_changes(self.module):
@@ -176,6 +182,8 @@ class Stage:
                 f"the stage takes {len(self.receives)} tensors from the one before, not {len(received)}"
             )
         running = self._pass = _ForwardRun(batch_size_of(inputs), self._as_made(received), len(self.sends))
+        if self.before_section is not None:
+            self.before_section(self.sections.start)
         if self.is_first and self.on_section is not None:
             self.on_section(0)
         try:
@@ -239,8 +247,11 @@ class Stage:
             running.sent[keep] = activation
         if section == self.sections.stop:
             raise _StageEndError
-        if section >= self.sections.start and self.on_section is not None:
-            self.on_section(section)
+        if section >= self.sections.start:
+            if self.before_section is not None and not running.again:
+                self.before_section(section)
+            if self.on_section is not None:
+                self.on_section(section)
         return activation
 
     def _running(self) -> _ForwardRun:
