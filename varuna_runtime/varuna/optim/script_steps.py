@@ -80,7 +80,7 @@ def step_optimizers(
                 for optimizer in optimizers:
                     with _having_only(optimizer, {id(parameter) for parameter in part.parameters}) as has_some:
                         if has_some:
-                            type(optimizer).step(optimizer)  # type: ignore[call-arg]  # mypy sees torch's wrapper
+                            type(optimizer).step(optimizer)
             arriving[-1].wait()
             stepped = {id(parameter) for part in arriving[:-1] for parameter in part.parameters}
             for optimizer in optimizers:

@@ -515,7 +515,7 @@ class ManyInputs(nn.Module):
 
 
 def uses_all_in_turn(m: Any, x: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-    """`mask` is read inside a module of the second section; code of the first one, which runs everywhere, sees it too."""
+    """A module of the second section reads `mask`; code of the first one, which runs everywhere, sees it, too."""
     mask = mask.view(-1, H)
     return F.mse_loss(m.c(m.cuts[1](m.b(m.cuts[0](m.a(x)), mask))), target)
 
