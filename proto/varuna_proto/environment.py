@@ -119,8 +119,8 @@ class WorkerEnvironment:
     keepers: tuple[int, ...] = ()
     """By stage: the rank that keeps a copy of what the stage's rank in the first replica has; empty: no copies."""
     copies_shares: bool = False
-    """In long steps, each rank's sums of gradients are copied to another rank now and then: one with its stage, or, with
-    one replica, its keeper."""
+    """In long steps, each rank's sums of gradients are copied to another rank now and then: one with its stage, or its
+    keeper where there is one replica."""
     on_non_finite: OnNonFinite = OnNonFinite.SKIP
     report_path: str = ""
     """For Mode.INSPECT: the file for the report, as JSON."""
