@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import _goodput_job as jobs
 import goodput
+from _goodput_policies import ManagersRules
 
 BATCH = 60
 STATE = jobs.State(section_bytes=(100, 100), link_bytes_per_s=50.0)
@@ -177,6 +178,7 @@ def test_one_replica_with_copies_loses_what_it_has_done_since_its_mark(policy: s
     trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(4)), "300000,remove,n1", "600000,add,z"]))
     plans, state = OneReplica(), jobs.State(section_bytes=(100,) * 6, link_bytes_per_s=1000.0)
     system, manager = goodput.list_policies(trace, plans, state, detect_s=4.0)[policy]
+    assert isinstance(manager, ManagersRules)
     found = jobs.ReplayedJob(trace, plans, state, replace(system, save_stall_s=1e-3), manager).replay()
     assert found.redone_s == pytest.approx(redone_s, abs=0.5)
     assert found.morphs["in place"] == (policy == "copies")

@@ -182,7 +182,12 @@ def test_no_first_round_begins_where_a_rank_has_no_room(monkeypatch: pytest.Monk
     worker.rendezvous.store = dist.HashStore()
     said = {"copies/first": HOST, "copies/room": "False"}
     worker.rendezvous.exchange_values = lambda name, _ranks, own: [own, said[name]]
-    monkeypatch.setattr(rank_copies_module, "has_room", lambda size, *_: needed.append(size) or True)
+
+    def has_room(size: int, *_: Any) -> bool:
+        needed.append(size)
+        return True
+
+    monkeypatch.setattr(rank_copies_module, "has_room", has_room)
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 100, is_pipeline_sending=lambda: False)
     copies.begin_first_round(3, lambda: pytest.fail("a rank has no room"))
     assert needed == [2 * 2 * 2 * 100], "of two ranks, each with its own copies and those that it keeps"
