@@ -117,7 +117,7 @@ def assemble_rank(
     if environment.plan.global_batch:
         share_of_batch(0, environment, 0)  # refuses a global batch that is too small for D replicas
     stage = _build_own_stage(model, model_map, worker, device, values)
-    worker.rendezvous.wait_for_loading()
+    worker.rendezvous.wait_for_loading(worker.topology.everyone)
     parts, tied_groups = _connect(stage, model_map, worker, device=device, precision=precision)
     broadcast_from_first(list(stage.parameters.values()), parts.replicas)
     for group in tied_groups:

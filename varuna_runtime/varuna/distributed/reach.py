@@ -68,7 +68,6 @@ class ReachablePort:
 
     def __init__(self, store: Store, rank: int, world_size: int, address: str) -> None:
         self._store = store
-        self._world_size = world_size
         self._reached: set[str] = set()
         """The hosts that were reached."""
         # Nothing accepts: the kernel makes the connection, and that is proof enough.
@@ -78,9 +77,9 @@ class ReachablePort:
     def close(self) -> None:
         self._listener.close()
 
-    def wait_for_ranks(self) -> None:
-        """Waits until all ranks are up. Raises the store's RuntimeError when they are not up in time."""
-        self._store.wait([_key(rank) for rank in range(self._world_size)])
+    def wait_for_ranks(self, ranks: Iterable[int]) -> None:
+        """Waits until all of `ranks` are up. Raises the store's RuntimeError when they are not up in time."""
+        self._store.wait([_key(rank) for rank in ranks])
 
     def check_reachable(self, ranks: Iterable[int]) -> None:
         """Connects to each host of `ranks` that was not reached before.

@@ -9,7 +9,7 @@ in every group before anything else goes over it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -165,8 +165,8 @@ class Rendezvous:
             self._unreachable(error)
             raise
 
-    def wait_for_loading(self) -> None:
-        """Waits until all ranks have called this: until each of them has loaded its part of the model.
+    def wait_for_loading(self, ranks: Collection[int]) -> None:
+        """Waits until all of `ranks` have called this: until each of them has loaded its part of the model.
 
         A rank that does not come up in time is waited for no longer, one that has come up may take its time. All later
         waits in the store have this patience.
@@ -176,9 +176,9 @@ class Rendezvous:
         self._departure.raise_if_leaving()
         try:
             with self._departure.report_wait():
-                self._port.wait_for_ranks()
+                self._port.wait_for_ranks(ranks)
                 self.be_patient()
-                if self.store.add("loaded", 1) == self._environment.world_size:
+                if self.store.add("loaded", 1) == len(ranks):
                     self.store.set("all loaded", "")
                 self.store.get("all loaded")
         except RuntimeError as error:

@@ -65,20 +65,26 @@ def is_waited_in(rank_0: Rendezvous) -> bool:
 def test_a_rank_that_loads_for_long_is_waited_for(join: Joining) -> None:
     ranks = [join(0), join(1)]
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ranks[0].wait_for_loading)
+        waiting = pool.submit(ranks[0].wait_for_loading, (0, 1))
         wait_until(lambda: is_waited_in(ranks[0]) or waiting.done())
         long_s = time.monotonic() + 5 * SHORT.total_seconds()
         wait_until(lambda: time.monotonic() > long_s)
         assert not waiting.done()
-        ranks[1].wait_for_loading()
+        ranks[1].wait_for_loading((0, 1))
         waiting.result(DEADLINE_S)
     ranks[0].store.set("later", "value")
     assert ranks[1].store.get("later") == b"value"
 
 
+def test_a_rank_without_a_place_is_not_waited_for(join: Joining) -> None:
+    """It is up, but the plan has no part of the model for it."""
+    ranks = [join(0), join(1)]
+    ranks[0].wait_for_loading((0,))
+
+
 def test_a_rank_that_does_not_come_up_is_given_up(join: Joining) -> None:
     with pytest.raises(PeerLost) as lost:
-        join(0).wait_for_loading()
+        join(0).wait_for_loading((0, 1))
     assert "the ranks did not find each other" in lost.value.reason
     assert "no rank set" in lost.value.reason
 
@@ -86,7 +92,7 @@ def test_a_rank_that_does_not_come_up_is_given_up(join: Joining) -> None:
 def test_a_rank_that_leaves_waits_no_longer(join: Joining) -> None:
     ranks = [join(0), join(1)]
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ranks[0].wait_for_loading)
+        waiting = pool.submit(ranks[0].wait_for_loading, (0, 1))
         wait_until(lambda: is_waited_in(ranks[0]))
         ranks[0]._departure.leave_generation(PeerLost("rank 1 has died while it loaded"))
         with pytest.raises(PeerLost) as lost:
