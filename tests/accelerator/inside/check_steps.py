@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -205,8 +205,27 @@ def test_only_the_inputs_that_a_stage_reads_are_copied(section: int, read: str) 
         simulated.forbid_syncs(False)
     for name, tensor in loaded.items():
         assert (tensor.device, tensor.shape, tensor.dtype) == (DEVICE, (4, 4), torch.float32)
-        assert torch.equal(tensor.cpu(), inputs[name]) == (name == read)
+        assert torch.equal(tensor.cpu(), inputs[name]) if name == read else tensor.cpu().isnan().all()
         assert tensor.untyped_storage().nbytes() == (64 if name == read else 4)
+
+
+class ReadsMoreLater(TwoInputs):
+    """Its first section reads `target`, too, but not in the dry run."""
+
+    is_late = False
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return super().forward(x + target if self.is_late else x, target)
+
+
+def test_an_input_that_is_read_against_all_expectation_is_no_number() -> None:
+    inputs = {"x": torch.ones(4, 4), "target": torch.full((4, 4), 2.0)}
+    model = ReadsMoreLater()
+    stage = build_stage(model, trace(model, inputs), 0, 1, device=DEVICE)
+    cast(ReadsMoreLater, stage.module).is_late = True
+    loaded = start_loading(pin_inputs(stage.empty_unread_inputs(inputs), DEVICE), DEVICE, CopyStream()).take()
+    [sent] = stage.forward(loaded, [])
+    assert sent.cpu().isnan().all()
 
 
 def record_event_on(copies: CopyStream) -> torch.Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +34,24 @@ class ZeroTensors:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._elements: dict[torch.dtype, Tensor] = {}
+        self._elements: dict[tuple[torch.dtype, bool], Tensor] = {}
+        """By type, and whether they are zeros."""
 
     def make_expanded(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        element = self._elements.get(dtype)
+        return self._expand(0, shape, dtype)
+
+    def make_unread(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """In place of a tensor that nothing reads. It holds no zeros but what shows, if something reads it after all:
+        no numbers, or integers that are no index."""
+        is_fraction = dtype.is_floating_point or dtype.is_complex
+        least = 0 if dtype == torch.bool or is_fraction else torch.iinfo(dtype).min
+        return self._expand(math.nan if is_fraction else least, shape, dtype)
+
+    def _expand(self, value: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        key = dtype, value == 0
+        element = self._elements.get(key)
         if element is None:
-            element = self._elements[dtype] = torch.zeros((), dtype=dtype, device=self._device)
+            element = self._elements[key] = torch.full((), value, dtype=dtype, device=self._device)
             _hollow.add(element)
         return element.expand(shape)
 

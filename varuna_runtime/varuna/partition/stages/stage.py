@@ -145,17 +145,18 @@ class Stage:
         self._cut_points.clear()
 
     def empty_unread_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """For training passes: the inputs, with zeros in place of tensors that the stage never reads.
+        """For training passes: the inputs, with others in place of tensors that the stage never reads.
 
-        The zeros are on its accelerator, where they take no memory, and have the shapes and types of the tensors. On a
-        CPU nothing is copied, so the inputs stay as they are. In an evaluation the model may read other inputs.
+        These are on its accelerator, where they take no memory, and have the shapes and types of the tensors. A model
+        that reads them later than in the dry run gets a loss that is not a number, or an error. On a CPU nothing is
+        copied, so the inputs stay as they are. In an evaluation the model may read other inputs.
         """
         if not is_accelerator(self.device):
             return dict(inputs)
         read = self._inputs_read
 
         def empty(leaf: Any) -> Any:
-            return self._zeros.make_expanded(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            return self._zeros.make_unread(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
         return {
             name: value if read is None or name in read else tree_map(empty, value) for name, value in inputs.items()
