@@ -47,6 +47,7 @@ NOT_RUN = {
     "kubectl apply *": "needs a cluster with Kubeflow; test_trainjob.py runs the manifest's command",
     "make venv *": "needs a package registry",
     "make gpu*": "needs a GPU",
+    "make soak-goodput *": "takes minutes; tests/unit/benchmarks/test_goodput_played.py has what computes",
     ".venv/bin/python benchmarks/gpu.py *": "needs a GPU; tests/integration/benchmarks/test_gpu.py runs it without one",
     "varuna manager --provider static:*": "needs GPUs, as what follows; tests/e2e/test_providers.py has such a manager",
     "varuna token create gpu-1 *": "needs the manager before",
