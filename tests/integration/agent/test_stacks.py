@@ -38,6 +38,7 @@ def waits_for_the_lock():
 threading.Thread(target=other_thread, daemon=True).start()
 while not lock.locked():
     pass
+open("all_there", "w").close()
 waits_for_the_lock()
 """
 IN_C = """
@@ -92,6 +93,13 @@ class WaitingWorker:
             )
         )
 
+    async def until_all_there(self) -> None:
+        """Until the script's threads stand where they will stay.
+
+        Python reads the frames of other threads while these run: one that has just begun may end the process (SIGSEGV).
+        """
+        await until((self.folder / "all_there").exists)
+
     async def stacks(self, standing_in: str, pid: int = 0) -> str:
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -119,6 +127,8 @@ async def world(tmp_path: Path) -> AsyncIterator[WaitingWorker]:
 )
 async def test_a_worker_says_where_it_stands_and_goes_on(world: WaitingWorker, script: str, function: str) -> None:
     world.start(script)
+    if script is LOCKED:
+        await world.until_all_there()
     first = await world.stacks(f"in {function}")
     assert "train.py" in first
     assert "most recent call first" in first
@@ -144,8 +154,7 @@ async def test_a_worker_that_a_shell_started_answers_from_its_import_of_varuna_o
 
 async def test_no_more_is_taken_than_can_be_sent(world: WaitingWorker) -> None:
     world.start(MANY)
-    # Python reads the frames of other threads while these run: one that has just begun may end the process (SIGSEGV).
-    await until((world.folder / "all_there").exists)
+    await world.until_all_there()
     text = await world.stacks("and more")
     assert MAX_TEXT_BYTES < len(text) < MAX_TEXT_BYTES + 100
 
