@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from _goodput_books import PlayedRun, read_time
 from _recovery_figures import StepLine, Wait, parse_activity, parse_record
-from _recovery_trial import ModelSize, TrialOptions, find_activity, start_manager, wait_for
+from _recovery_trial import ModelSize, TrialOptions, find_activity, kill_all, list_vm_processes, start_manager, wait_for
 
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
@@ -28,12 +27,9 @@ _POLL_S = 0.1
 
 def kill_vm(client: Client, vm_id: str) -> float:
     """SIGKILL to all processes of a local VM, which the manager is not told. Returns when."""
-    agent = psutil.Process(next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id))
-    victims = [agent, *agent.children(recursive=True)]
+    victims = list_vm_processes(client, vm_id)
     at = time.time()
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.kill()
+    kill_all(victims)
     return at
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,6 +153,18 @@ def wait_for(
     return value
 
 
+def list_vm_processes(client: Client, vm_id: str) -> list[psutil.Process]:
+    """The agent of a local VM, and all that it has started."""
+    agent = psutil.Process(next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id))
+    return [agent, *agent.children(recursive=True)]
+
+
+def kill_all(victims: Iterable[psutil.Process]) -> None:
+    for victim in victims:
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+
+
 def find_activity(record: Path) -> Path:
     """The file beside the record to which workers append when layers waited."""
     return record.with_name("activity")
@@ -251,13 +263,12 @@ class _Trial:
         Returns how long a step took, when that was done, and the step of the newest checkpoint.
         """
         last = max(generation["placement"], key=lambda place: place["rank"])["vm_id"]
-        agent = psutil.Process(next(vm["ref"]["pid"] for vm in self._client.vms() if vm["id"] == last))
         if self._options.replicas > 1:  # otherwise a new VM's start would disturb the measurement
             self._client.set_local_capacity(self._options.vms - 1)
         steps = self._options.steps_before
         wait_for(lambda: self._has_steps(0.0, steps), f"step {steps}", deadline_s=600.0)
         saved = max((checkpoint["step"] for checkpoint in self._client.checkpoints(self._job)), default=0)
-        victims = [agent, *agent.children(recursive=True)]
+        victims = list_vm_processes(self._client, last)
         newest = self._read_lines()[-1].step
         wait_for(lambda: self._has_steps(0.0, newest + 1), "the next step", poll_s=_RECORD_POLL_S)
         lines = self._read_lines()
@@ -268,9 +279,7 @@ class _Trial:
         if self._options.notice_s:
             self._client.preempt(last, notice_s=self._options.notice_s)
             return step_s, killed_at, saved
-        for victim in victims:
-            with suppress(psutil.NoSuchProcess):
-                victim.kill()
+        kill_all(victims)
         return step_s, killed_at, saved
 
     def _grow(self, before: GenerationDocument) -> dict[str, Any] | None:

@@ -153,13 +153,10 @@ def _describe(trace: SpotTrace) -> dict[str, Any]:
 
 def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float) -> dict[str, tuple[System, Policy]]:
     """By name; a trace without decisions has no `parcae`."""
-    rules = Rules(lost_after_s=detect_s)
     old = System(fixed_s=dict.fromkeys(MorphKind, VARUNA_2021_S), detect_s=detect_s)
     parcae_s = sum(PARCAE_S) / 2
     parcae = System(fixed_s=dict.fromkeys(MorphKind, parcae_s), survivors=True, copies=True, detect_s=detect_s)
     before = System(fixed_s=PRIOR_FIXED_S, detect_s=detect_s)
-    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True, detect_s=detect_s)
-    copies = replace(now, copies=True, marks_s=MARKS_S)
     design = System(
         fixed_s=dict.fromkeys(MorphKind, PRIOR_FIXED_S[MorphKind.IN_PLACE]),
         survivors=True,
@@ -168,21 +165,38 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
         prepares=True,
         detect_s=detect_s,
     )
-    hazard = measure_hazard(trace).removals_per_vm_hour
-    losses_at = [event.at_s for event in trace.events if not event.add]
-    saves = Saves(state, before.save_stall_s, hazard, losses_at)
+    saves = make_saves(trace, state, before)
+    managed = {
+        "checkpoint": before,
+        "survivors": make_system_of_today(copies=False, detect_s=detect_s),
+        "copies": make_system_of_today(copies=True, detect_s=detect_s),
+    }
+    rules: dict[str, tuple[System, Policy]] = {
+        name: (system, make_managers_rules(trace, plans, state, system)) for name, system in managed.items()
+    }
     policies: dict[str, tuple[System, Policy]] = {
         "varuna-2021": (old, BestPlan(plans, saves)),
-        "checkpoint": (before, ManagersRules(plans, rules, saves, state)),
+        "checkpoint": rules.pop("checkpoint"),
     }
     if trace.decisions:
         name = "liveput_predict" if "liveput_predict" in trace.decisions else min(trace.decisions)
         policies["parcae"] = (parcae, TraceDecisions(plans, saves, trace.decisions[name]))
-    return policies | {
-        "survivors": (now, ManagersRules(plans, rules, saves, state)),
-        "copies": (copies, ManagersRules(plans, rules, saves, state)),
-        "design": (design, WorthwhilePlan(plans, saves)),
-    }
+    return policies | rules | {"design": (design, WorthwhilePlan(plans, saves))}
+
+
+def make_system_of_today(*, copies: bool, detect_s: float = System.detect_s) -> System:
+    """Varuna as it is, where a morph takes what the manager expects before it has seen one."""
+    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True, detect_s=detect_s)
+    return replace(now, copies=True, marks_s=MARKS_S) if copies else now
+
+
+def make_managers_rules(trace: SpotTrace, plans: Plans, state: State, system: System) -> ManagersRules:
+    return ManagersRules(plans, Rules(lost_after_s=system.detect_s), make_saves(trace, state, system), state)
+
+
+def make_saves(trace: SpotTrace, state: State, system: System) -> Saves:
+    losses_at = [event.at_s for event in trace.events if not event.add]
+    return Saves(state, system.save_stall_s, measure_hazard(trace).removals_per_vm_hour, losses_at)
 
 
 def find_upper_bound(trace: SpotTrace, plans: Plans) -> float:

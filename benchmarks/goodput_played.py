@@ -44,14 +44,12 @@ from _goodput_books import (
 from _goodput_job import Replayed, ReplayedJob, State, System
 from _goodput_nightly import PREEMPTED_AT, PUBLISHED, WAYS, NightlyFigures, play_nightly
 from _goodput_player import play_segment
-from _goodput_policies import ManagersRules, Saves
 from _goodput_segment import Segment, find_busiest_segment
 from _recovery_trial import ModelSize
-from goodput import TRACE, PlannersAnswers, find_upper_bound
+from goodput import TRACE, PlannersAnswers, find_upper_bound, make_managers_rules, make_system_of_today
 
-from varuna_manager.domain.observed import Rules
-from varuna_planner.liveput.morph_cost import MARKS_S, PRIOR_FIXED_S, MorphKind
-from varuna_planner.liveput.spot_trace import measure_hazard, parse_trace
+from varuna_planner.liveput.morph_cost import MorphKind
+from varuna_planner.liveput.spot_trace import parse_trace
 from varuna_planner.profile.document import Profile
 from varuna_proto.rest import GenerationDocument
 
@@ -62,8 +60,6 @@ LEAST_VMS = 2
 """No device holds the whole model."""
 AIM = 0.03
 """The most by which the prediction should miss, as a share of the bound."""
-PAGES_DETECT_S = 3.0
-"""With which docs/goodput.md reckons."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +145,7 @@ def compare(run: PlayedRun, size: ModelSize, *, copies: bool) -> Comparison:
     step_times = measure_step_times(run)
     plans = MeasuredPlans(PlannersAnswers(profile, size.global_batch, size.state_bytes), step_times)
     morphs = list_morphs(run, LEAST_VMS)
-    pages = System(
-        fixed_s=PRIOR_FIXED_S,
-        survivors=True,
-        moves=True,
-        copies=copies,
-        marks_s=MARKS_S if copies else None,
-        detect_s=PAGES_DETECT_S,
-    )
+    pages = make_system_of_today(copies=copies)
     systems = {"this run's costs": make_system(run, morphs, pages), "the page's costs": pages}
     state = State.of_profile(profile)
     return Comparison(
@@ -171,9 +160,7 @@ def compare(run: PlayedRun, size: ModelSize, *, copies: bool) -> Comparison:
 
 
 def predict(run: PlayedRun, plans: MeasuredPlans, state: State, system: System) -> Replayed:
-    losses_at = [event.at_s for event in run.trace.events if not event.add]
-    saves = Saves(state, system.save_stall_s, measure_hazard(run.trace).removals_per_vm_hour, losses_at)
-    policy = ManagersRules(plans, Rules(lost_after_s=system.detect_s), saves, state)
+    policy = make_managers_rules(run.trace, plans, state, system)
     return ReplayedJob(run.trace, plans, state, system, policy).replay()
 
 
