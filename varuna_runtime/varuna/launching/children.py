@@ -60,8 +60,8 @@ ChildEvent = ChildExit | StopRequest | PortAnnouncement
 class ChildProcesses:
     """Child processes, each the leader of a process group of its own.
 
-    Any thread may put events into `events`. Start all children before the first thread of this
-    process, because some have a hook that runs between fork and exec.
+    Any thread may put events into `events`. Start all children before the first thread of this process, because some
+    have a hook that runs between fork and exec.
     """
 
     def __init__(self, *, grace_s: float, request_end: Callable[[subprocess.Popen[bytes]], None] | None = None) -> None:
