@@ -78,11 +78,9 @@ class RankCopies:
         All ranks call it in the same step, and wait for one another. Raises GenerationEnded, PeerLost.
         """
         rendezvous, everyone = self._worker.rendezvous, self._worker.topology.everyone
-        hosts = rendezvous.exchange_values("copies/first", everyone, rendezvous.own_address())
-        if self._can_keep is None:
-            self._can_keep = self._is_there_room(self._count_state_bytes() * hosts.count(rendezvous.own_address()))
-        can_keep = rendezvous.exchange_values("copies/room", everyone, str(self._can_keep))
-        self._is_free = set(can_keep) == {str(True)}
+        rendezvous.exchange_values("copies/first", everyone, "")  # then all have said where they are
+        are_busy = rendezvous.exchange_values("copies/busy", everyone, str(self.is_busy))
+        self._is_free = set(are_busy) == {str(False)}
         self.begin_round(step, make_state)
 
     def record_agreement(self, *, is_any_busy: bool) -> None:

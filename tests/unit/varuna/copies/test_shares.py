@@ -179,8 +179,10 @@ def test_a_loss_of_rank_0_is_no_fault_of_copies() -> None:
 def test_no_first_round_begins_where_a_rank_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks are on one machine; the other one has no room."""
     worker, needed = make_worker(2, 1), list[int]()
+    worker.environment = replace(worker.environment, world_size=2)
     worker.rendezvous.store = dist.HashStore()
-    said = {"copies/first": HOST, "copies/room": "False"}
+    worker.rendezvous.store.set("copies/host/1", HOST)
+    said = {"copies/first": "", "copies/busy": "True"}
     worker.rendezvous.exchange_values = lambda name, _ranks, own: [own, said[name]]
 
     def has_room(size: int, *_: Any) -> bool:
