@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from _goodput_player import SCRIPT, kill_vm, list_training, run_manager
+from _goodput_player import kill_vm, list_training, run_manager
 from _recovery_figures import median_step_s, parse_record
-from _recovery_trial import ModelSize, find_activity, wait_for
+from _recovery_trial import ModelSize, make_command, wait_for
 
 from varuna_client import Client
 from varuna_planner.schedule.batching import count_micro_batches
@@ -86,12 +86,10 @@ def play_nightly(name: str) -> NightlyFigures:
 
 
 def _make_job(folder: Path, record: Path, way: NightlyWay) -> JobSpecDocument:
-    run = f"python {SCRIPT} --width {_SIZE.width} --layers {_SIZE.layers} --example-ms {_SIZE.example_ms}"
-    run += f" --record {record} --activity {find_activity(record)}"
     return {
         "name": "nightly",
         "workdir": str(folder),
-        "run": f"{run} --steps {STEPS} --checkpoint-every {CHECKPOINT_EVERY}",
+        "run": f"{make_command(_SIZE, record)} --steps {STEPS} --checkpoint-every {CHECKPOINT_EVERY}",
         "global_batch": _SIZE.global_batch,
         "plan": {"p": 1, "micro_batch": _SIZE.micro_batch},
         "checkpoint": {"interval_s": 1e9},

@@ -12,16 +12,24 @@ from pathlib import Path
 
 from _goodput_books import PlayedRun, read_time
 from _recovery_figures import StepLine, Wait, parse_activity, parse_record
-from _recovery_trial import ModelSize, TrialOptions, find_activity, kill_all, list_vm_processes, start_manager, wait_for
+from _recovery_trial import (
+    ModelSize,
+    TrialOptions,
+    find_activity,
+    kill_all,
+    list_vm_processes,
+    make_command,
+    start_manager,
+    wait_for,
+)
 
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
 from varuna_planner.liveput.spot_trace import SpotTrace, TraceEvent
 from varuna_proto.rest import GenerationDocument, JobSpecDocument
 
-__all__ = ["SCRIPT", "kill_vm", "list_ready", "list_training", "play_segment", "run_manager"]
+__all__ = ["kill_vm", "list_ready", "list_training", "play_segment", "run_manager"]
 
-SCRIPT = Path(__file__).with_name("_recovery_training.py")
 _POLL_S = 0.1
 
 
@@ -56,11 +64,10 @@ def play_segment(size: ModelSize, trace: SpotTrace, *, device_memory_bytes: int,
     with run_manager(size, first, device_memory_bytes) as (client, folder):
         client.set_local_capacity(first)
         record = folder / "record"
-        run = f"python {SCRIPT} --width {size.width} --layers {size.layers} --example-ms {size.example_ms}"
         spec: JobSpecDocument = {
             "name": "goodput",
             "workdir": str(folder),
-            "run": f"{run} --record {record} --activity {find_activity(record)}",
+            "run": make_command(size, record),
             "global_batch": size.global_batch,
             "copies": copies,
         }

@@ -170,15 +170,20 @@ def find_activity(record: Path) -> Path:
     return record.with_name("activity")
 
 
+def make_command(size: ModelSize, record: Path) -> str:
+    """Runs the script that trains a model of this size, with its records in the folder of `record`."""
+    run = f"python {_SCRIPT} --width {size.width} --layers {size.layers} --example-ms {size.example_ms}"
+    return f"{run} --record {record} --activity {find_activity(record)}"
+
+
 def make_job(
     size: ModelSize, options: TrialOptions, row: RecoveryWay, record: Path, flags: str = ""
 ) -> JobSpecDocument:
     """The job that trains a model of this size. `flags`: further ones of the training script."""
-    run = f"python {_SCRIPT} --width {size.width} --layers {size.layers} --example-ms {size.example_ms}"
     return {
         "name": f"recovery-{record.parent.name}",
         "workdir": str(record.parent),
-        "run": f"{run} --record {record} --activity {find_activity(record)} {row.flags} {flags}",
+        "run": f"{make_command(size, record)} {row.flags} {flags}",
         "global_batch": size.global_batch,
         "plan": {"p": None if row.changes_cuts else options.stages, "micro_batch": size.micro_batch},
         "resources": {"min_gpus": options.vms - 1 if row.changes_cuts else 1},
