@@ -44,13 +44,13 @@ SCRIPT = """
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-            self.cuts = nn.ModuleList(CutPoint() for _ in range(7))
+            self.cuts = nn.ModuleList(CutPoint() for _ in range(3))
 
         def forward(self, x):
-            time.sleep(0.02)
+            time.sleep(0.01)  # in each section's measurement, too: all sizes take half of a calibration's time
             for number, block in enumerate(self.blocks):
                 x = torch.tanh(block(x))
-                x = self.cuts[number](x) if number < 7 else x
+                x = self.cuts[number // 2](x) if number in (1, 3, 5) else x
             return x.square().mean()
 
     torch.manual_seed(0)
