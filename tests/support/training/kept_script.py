@@ -4,8 +4,8 @@ More in its JSON file: "kills": several faults as `killing_script` has one in "k
 which each op is longer; "slow": {"rank", "op_s"}, the same for one rank; "variant": "frozen" (the first blocks train
 nothing), "checkpointed" (the model runs each block again in its backward) or "ledger" (losses and gradients tell which
 examples were counted, and how often); "marks_every": micro-batches between two marks of a share, in which a rank waits
-until its copy is whole; "lossy": ranks whose copies are never whole; "copies_states": a rank waits in its pass until
-the copy of its state is whole.
+until all stages have theirs; "lossy": ranks whose copies are never whole; "copies_states": a rank waits in its pass
+until the copy of its state is whole.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,10 +31,10 @@ import copies_script
 import killing_script
 import training_script
 import varuna.copies.rank_shares
-import varuna.copies.share_owner
 from killing_script import arm, meet_before
 from small_gpt import SmallGPT, Task
 from varuna.copies.rank_shares import RankShares
+from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_owner import ShareOwner
 from varuna.cut_point import CutPoint
@@ -124,17 +125,22 @@ def keep_ledger(task: Task) -> None:
 
 
 def make_marks(interval: int, *, lossy: bool, finishes: bool) -> None:
-    """Makes each rank copy its sums so often, and go on when they are kept."""
+    """Makes each rank copy its sums so often, and go on when those of all stages are kept."""
     RankShares.is_worth_finishing = lambda _: finishes  # type: ignore[method-assign, assignment]
     varuna.copies.rank_shares.micro_batches_between_marks = lambda _: interval  # type: ignore[assignment]
-    varuna.copies.share_owner._MOST_COPYING = 1e9
+    varuna.copies.rank_shares._MOST_COPYING = 1e9
     copy_sums = ShareOwner.copy_sums
 
     def copy_and_wait(owner: ShareOwner, *args: Any) -> None:
         copy_sums(owner, *args)
         copy = owner._current
         assert copy is not None
-        wait_until(lambda: copy.is_sent or owner._keeper.is_stopped, "the copy of the share")
+
+        def is_settled() -> bool:
+            is_reported = owner._marks.read_reports(copy.series, copy.marked.mark.key) is not None
+            return owner._keeper.is_stopped or (copy.is_sent and (is_reported or not is_served(owner._marks)))
+
+        wait_until(is_settled, "the copies of the share")
 
     def fail_to_send(*_: Any) -> None:
         raise ConnectionError("as the test wants it")
@@ -142,6 +148,15 @@ def make_marks(interval: int, *, lossy: bool, finishes: bool) -> None:
     ShareOwner.copy_sums = copy_and_wait  # type: ignore[method-assign, assignment]
     if lossy:
         PacedConnection.send_files = fail_to_send  # type: ignore[method-assign, assignment]
+
+
+def is_served(marks: ReplicaMarks) -> bool:
+    """Whether rank 0, where ranks say what became of their marks, is there."""
+    try:
+        marks._store.num_keys()
+    except dist.DistError:
+        return False
+    return True
 
 
 def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: int) -> None:

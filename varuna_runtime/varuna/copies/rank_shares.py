@@ -2,7 +2,8 @@
 
 A long step loses less with them. What a lost replica had done up to its newest mark counts, since another replica has
 the sums; and the others can leave at once, with what they had at theirs, where to finish their shares would take longer
-(`is_worth_finishing`).
+(`is_worth_finishing`). Marks are as many as cost training little (`varuna.copies.replica_marks` says how ranks agree on
+them).
 
 A rank's sums are kept by the rank with the same stage in another replica, so that they need not move again where stages
 stay. With one replica, the rank that keeps the copy of its state keeps its sums, too (`varuna.copies.rank_copies`).
@@ -11,6 +12,7 @@ Letters: P stages, D replicas; rank = replica * P + stage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna.copies.memory import MemorySharers, has_room
+from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
 from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
@@ -36,6 +39,8 @@ _log = structlog.get_logger("varuna")
 
 _MARKS = 2
 """In memory of each rank whose sums are there, this rank and those for which it keeps some."""
+_MOST_COPYING = 0.01
+"""Of all time: what training may wait for copies of sums. Where they take longer, there are fewer marks."""
 _LARGEST_PART = 0.5
 """Of the memory that is available: the script may need more later."""
 
@@ -55,11 +60,20 @@ class _Share:
     kept: PassResult | None
     """The result of those; None: there are none."""
     interval: int
-    """From one mark to the next; 0: there are no marks."""
+    """From one mark to the next, or a multiple of it; 0: there are no marks."""
     done: int = 0
     """Of the pass's micro-batches."""
     marked: int = 0
     """Of those, in the newest mark."""
+
+
+@dataclass(frozen=True)
+class _NewestMark:
+    """The newest that the replica is to make, as the rank knows it that decides which there are."""
+
+    series: int
+    key: MarkKey
+    decided_s: float
 
 
 class RankShares:
@@ -74,12 +88,15 @@ class RankShares:
         self._has_room: bool | None = None
         """Whether this rank can take part; None: not known yet."""
         self._keeper = self._make_keeper()
+        self._marks = ReplicaMarks(worker.rendezvous.store, worker.topology)
+        self._newest: _NewestMark | None = None
+        """None: what became of it is known."""
+        self._rests_until_s = 0.0
         self._sharers = MemorySharers(worker, "shares")
         """Once they are known, all ranks have said who keeps sums."""
         self._series = 0
         """Of passes: one that does not count ends it."""
         self._share: _Share | None = None
-        self._reported: list[MarkKey] = []
         worker.departure.add_breaker(lambda _: self.shut_down())
 
     def begin_pass(
@@ -101,18 +118,23 @@ class RankShares:
         kept_numbers, kept_result = kept or ((), None)
         is_long = 0 < interval < len(numbers)
         interval = interval if is_long else 0
-        self._share = _Share(step, parameters, sections, numbers, kept_numbers, kept_result, interval)
-        if is_long and kept_result is not None:
-            self._make_mark(self._share, kept_result)
+        self._share = share = _Share(step, parameters, sections, numbers, kept_numbers, kept_result, interval)
+        if is_long and kept_result is not None:  # all ranks know that without an announcement
+            self._newest = _NewestMark(self._series, self._key_of(share, 0), time.monotonic())
+            self._make_mark(share, kept_result)
+        self._consider_mark(share)
 
     def follow_backward(self, done: int, run: PassState) -> None:
         """The sums have `done` micro-batches of the pass."""
         share = self._share
         assert share is not None, "a pass has begun"
         share.done = done
-        if share.interval and done % share.interval == 0:
+        if not share.interval:
+            return
+        if done % share.interval == 0 and self._marks.is_announced(self._series, self._key_of(share, done)):
             result = run.sum_up(done)
             self._make_mark(share, result if share.kept is None else share.kept.join(result))
+        self._consider_mark(share)
 
     def end_pass(self) -> None:
         """The pass has ended, or has been left."""
@@ -152,28 +174,59 @@ class RankShares:
         if self._keeper is not None:
             self._keeper.shut_down()
 
+    def _consider_mark(self, share: _Share) -> None:
+        """Announces a mark after the next micro-batch, if this rank decides it and there is to be one."""
+        coming = share.done + 1
+        is_possible = share.interval and coming % share.interval == 0 and coming < len(share.numbers)
+        if not (is_possible and self._marks.announces and self._has_room is not False):
+            return
+        if self._is_settled(share) and time.monotonic() >= self._rests_until_s:
+            key = self._key_of(share, coming)
+            self._newest = _NewestMark(self._series, key, time.monotonic())
+            self._marks.announce(self._series, key)
+
+    def _is_settled(self, share: _Share) -> bool:
+        """Whether all ranks have said what became of the newest mark, if that is of this share."""
+        if (newest := self._newest) is None:
+            return True
+        reports = self._marks.read_reports(newest.series, newest.key)
+        if reports is None:
+            return (newest.series, newest.key.step) != (self._series, share.step)
+        longest_s = max(copy_s or 0.0 for copy_s in reports)
+        self._rests_until_s, self._newest = newest.decided_s + longest_s / _MOST_COPYING, None
+        return True
+
     def _make_mark(self, share: _Share, result: PassResult) -> None:
+        key = self._key_of(share, share.done)
         gradients = {name: one.grad for name, one in share.parameters.items() if one.grad is not None}
-        if self._has_room is None and (ranks := self._sharers.count()):
-            owners = 1 + self._count_kept()
-            self._has_room = _can_copy(gradients, _MARKS * owners * ranks)
-        if not self._has_room:
+        owner = self._find_owner(gradients)
+        if owner is None or owner.is_busy:
+            self._marks.report(self._series, key, None)
             return
-        if self._owner is None:
-            self._owner = self._make_owner()
-        if self._owner is None or self._owner.is_busy:
-            return
-        environment = self._worker.environment
+        numbers = (*share.kept_numbers, *share.numbers[: share.done])
         mark = ShareMark.of_pass(
-            (*share.kept_numbers, *share.numbers[: share.done]),
+            numbers,
             result,
-            generation=environment.generation,
-            replica=self._worker.topology.replica,
+            generation=key.generation,
+            replica=key.replica,
             step=share.step,
             sections=share.sections,
         )
-        self._owner.copy_sums(mark, gradients)
+        owner.copy_sums(mark, gradients)
         share.marked = share.done
+
+    def _key_of(self, share: _Share, done: int) -> MarkKey:
+        generation, replica = self._worker.environment.generation, self._worker.topology.replica
+        return MarkKey(generation, replica, share.step, len(share.kept_numbers) + done)
+
+    def _find_owner(self, gradients: Mapping[str, Tensor]) -> ShareOwner | None:
+        """None: these sums cannot be copied, or not yet."""
+        if self._has_room is None and (ranks := self._sharers.count()):
+            owners = 1 + self._count_kept()
+            self._has_room = _can_copy(gradients, _MARKS * owners * ranks)
+        if self._has_room and self._owner is None:
+            self._owner = self._make_owner()
+        return self._owner
 
     def _make_keeper(self) -> ShareKeeper | None:
         rendezvous, rank = self._worker.rendezvous, self._worker.environment.rank
@@ -191,26 +244,7 @@ class RankShares:
         if not address:
             self._has_room = False
             return None
-        store, stages = self._worker.rendezvous.store, range(self._worker.topology.p)
-
-        def report_sent(mark: MarkKey) -> None:
-            for earlier in [one for one in self._reported if one.step < mark.step]:
-                store.delete_key(_sent_key(earlier, self._worker.topology.stage))
-                self._reported.remove(earlier)
-            store.set(_sent_key(mark, self._worker.topology.stage), "")
-            self._reported.append(mark)
-
-        def have_all_sent(mark: MarkKey) -> bool:
-            try:
-                return store.check([_sent_key(mark, stage) for stage in stages])
-            except dist.DistError:  # as in `_make_keeper`
-                return False
-
-        return ShareOwner(
-            PacedConnection(address, self._key, self._is_pipeline_sending),
-            report_sent=report_sent,
-            have_all_sent=have_all_sent,
-        )
+        return ShareOwner(PacedConnection(address, self._key, self._is_pipeline_sending), self._marks)
 
     def _count_kept(self) -> int:
         """The ranks whose sums this one keeps."""
@@ -248,7 +282,3 @@ def _can_copy(gradients: Mapping[str, Tensor], copies: int) -> bool:
 
 def _address_key(rank: int) -> str:
     return f"shares/address/{rank}"
-
-
-def _sent_key(mark: MarkKey, stage: int) -> str:
-    return f"shares/{'/'.join(map(str, mark))}/{stage}"

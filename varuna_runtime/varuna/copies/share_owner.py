@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from varuna.checkpoint.format.tensor_file import iterate_pieces
 from varuna.checkpoint.saving.snapshot import HostBuffers
+from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
-from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark
+from varuna.copies.share_marks import MarkedSums, ShareMark
 from varuna.devices.accelerator import is_accelerator, record_event, wait_for_event
 from varuna.diagnostics.error_text import first_line
 from varuna.holdings.inventory import HeldFile
@@ -25,9 +26,6 @@ from varuna.holdings.transfer_protocol import NUMBER, SUMS
 __all__ = ["ShareOwner"]
 
 _log = structlog.get_logger("varuna")
-
-_MOST_COPYING = 0.01
-"""Of all time: what training may wait for copies of sums. Where they take longer, marks are left out."""
 
 
 @dataclass
@@ -39,6 +37,8 @@ class _Copy:
     series: int
     copied: torch.Event | None
     """When the sums have come from the device; None: they are here."""
+    copy_s: float
+    """What training waited for it."""
     is_sent: bool = False
 
     def wait_until_copied(self) -> None:
@@ -47,27 +47,13 @@ class _Copy:
 
 
 class ShareOwner:
-    """The newest mark that all ranks of the replica have sent, and the one after it.
+    """The newest mark that all ranks of the replica have sent, and the one after it."""
 
-    Where ranks are late and leave marks out, that one is replaced by a later mark, and the common one stays: so at any
-    time there is one that all have.
-    """
-
-    def __init__(
-        self,
-        keeper: PacedConnection,
-        *,
-        report_sent: Callable[[MarkKey], None],
-        have_all_sent: Callable[[MarkKey], bool],
-    ) -> None:
-        """`report_sent`: called from a thread when the keeper has this rank's copy of a mark; it may raise OSError or
-        RuntimeError. `have_all_sent`: whether all ranks of the replica have reported that."""
-        self._keeper = keeper
-        self._report_sent, self._have_all_sent = report_sent, have_all_sent
+    def __init__(self, keeper: PacedConnection, marks: ReplicaMarks) -> None:
+        self._keeper, self._marks = keeper, marks
         self._common: _Copy | None = None
         self._current: _Copy | None = None
         self._free = [HostBuffers(), HostBuffers()]
-        self._rests_until_s = 0.0
         self._series = 0
         self._copies: SimpleQueue[tuple[_Copy, int] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="varuna-shares", daemon=True).start()
@@ -75,11 +61,13 @@ class ShareOwner:
     @property
     def is_busy(self) -> bool:
         """Whether no mark can be made now."""
-        is_sending = self._current is not None and not self._current.is_sent
-        return is_sending or self._keeper.is_stopped or time.monotonic() < self._rests_until_s
+        return self._keeper.is_stopped or (self._current is not None and not self._current.is_sent)
 
     def copy_sums(self, mark: ShareMark, gradients: Mapping[str, Tensor]) -> None:
-        """Copies the sums into host memory. A device does so in the order of its work, so they may change at once."""
+        """Copies the sums into host memory. A device does so in the order of its work, so they may change at once.
+
+        When the keeper has them, or cannot have them, the ranks of the replica are told.
+        """
         began_s = time.monotonic()
         self._make_room(mark)
         buffers = self._free.pop()
@@ -88,16 +76,19 @@ class ShareOwner:
         copied = (
             record_event(device) if is_accelerator(device) else None
         )  # copies from the CPU are done when they return
-        self._current = _Copy(MarkedSums(mark, sums), buffers, self._series, copied)
+        copy_s = time.monotonic() - began_s
+        self._current = _Copy(MarkedSums(mark, sums), buffers, self._series, copied, copy_s)
         kept_count = 0 if self._common is None else self._common.marked.mark.key.micro_batches
         self._copies.put((self._current, kept_count))
-        now_s = time.monotonic()
-        self._rests_until_s = now_s + (now_s - began_s) / _MOST_COPYING
 
     def _make_room(self, mark: ShareMark) -> None:
         """Leaves at most one copy, that of the newest mark of this share that all ranks have."""
         common, current = self._common, self._current
-        if current is not None and self._is_of_share(current, mark) and self._have_all_sent(current.marked.mark.key):
+        if (
+            current is not None
+            and self._is_of_share(current, mark)
+            and self._marks.have_all_kept(current.series, current.marked.mark.key)
+        ):
             common, current = current, common
         self._discard(current)
         if common is not None and not self._is_of_share(common, mark):
@@ -132,19 +123,18 @@ class ShareOwner:
         while (given := self._copies.get()) is not None:
             copy, kept_count = given
             copy.wait_until_copied()
-            if copy.series == self._series:
-                self._try_to_send(copy, kept_count)
+            is_kept = copy.series == self._series and self._try_to_send(copy, kept_count)
+            self._marks.report(copy.series, copy.marked.mark.key, copy.copy_s if is_kept else None)
             copy.is_sent = True
 
-    def _try_to_send(self, copy: _Copy, kept_count: int) -> None:
-        """A copy that cannot be sent is given up: the next mark comes soon."""
+    def _try_to_send(self, copy: _Copy, kept_count: int) -> bool:
+        """Whether the keeper has the copy now. One that cannot be sent is given up: the next mark comes soon."""
         mark = copy.marked.mark
         try:
             pieces = tuple(iterate_pieces(copy.marked.sums, {}))
             file = HeldFile(sum(map(len, pieces)), pieces)
             words = [*map(NUMBER.pack, (copy.series, kept_count, file.bytes)), mark.to_json().encode()]
             self._keeper.send_files(SUMS, words, [file])
-            self._report_sent(mark.key)
         except (OSError, ValueError, KeyError, struct.error, RuntimeError) as error:
             self._keeper.drop()
             if not self._keeper.is_stopped:
@@ -154,3 +144,5 @@ class ShareOwner:
                     keeper=self._keeper.address,
                     reason=first_line(error),
                 )
+            return False
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from varuna.copies import memory as memory_module
 from varuna.copies import rank_copies as rank_copies_module
 from varuna.copies import rank_shares as rank_shares_module
-from varuna.copies import share_owner as share_owner_module
 from varuna.copies.memory import MemorySharers
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, _Share, has_keepers
+from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
 from varuna.copies.share_marks import MarkedSums, MarkKey, ShareMark, micro_batches_between_marks
@@ -26,6 +27,7 @@ from varuna.distributed.departure import Departure
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
 from varuna.pipeline.pass_state import PassResult
+from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.environment import WorkerEnvironment
 from waiting import wait_until
 
@@ -35,29 +37,31 @@ STEP = 5
 
 
 class World:
-    """An owner and its keeper, and what the ranks of the replica have reported."""
+    """An owner and its keeper, in a replica of two stages."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(share_owner_module, "_MOST_COPYING", 1e9)
+    def __init__(self) -> None:
         self.keeper = ShareKeeper(KEY, HOST)
-        self.sent: list[MarkKey] = []
+        store = dist.HashStore()
+        self.marks, self.others = (ReplicaMarks(store, Topology(2, 2, 2 + stage)) for stage in range(2))
         self.late: set[int] = set()
-        """Marks that another rank of the replica has left out."""
+        """Marks that the other rank of the replica leaves out."""
         self.owner = self._make_owner()
         self.owners: dict[tuple[int, int], ShareOwner] = {}
         """By the sections of their stages."""
+        self.series = 0
+
+    def forget(self, series: int) -> None:
+        self.series = series
+        self.owner.forget_sums(series)
 
     def _make_owner(self) -> ShareOwner:
-        return ShareOwner(
-            PacedConnection(self.keeper.address, KEY, lambda: False),
-            report_sent=self.sent.append,
-            have_all_sent=lambda mark: mark in self.sent and mark.micro_batches not in self.late,
-        )
+        return ShareOwner(PacedConnection(self.keeper.address, KEY, lambda: False), self.marks)
 
     def copy(self, done: int, step: int = STEP, sections: tuple[int, int] = (0, 2)) -> None:
         owner = self.owners.setdefault(sections, self.owner if not self.owners else self._make_owner())
         spans = ((0, done),)
         mark = ShareMark(generation=7, replica=1, step=step, sections=sections, spans=spans, loss_sum=float(done))
+        self.others.report(self.series, mark.key, None if done in self.late else 0.5)
         owner.copy_sums(mark, {"weight": torch.full((300, 1000), float(done)), "bias": torch.tensor(-1.0)})
         wait_until(lambda: not owner.is_busy, "the copy")
 
@@ -68,8 +72,8 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(monkeypatch)
+def world() -> Iterator[World]:
+    world = World()
     yield world
     world.close()
 
@@ -115,13 +119,13 @@ def test_copies_of_earlier_steps_are_dropped(world: World) -> None:
 
 def test_a_pass_that_does_not_count_leaves_no_copies(world: World) -> None:
     world.copy(2)
-    world.owner.forget_sums(1)
+    world.forget(1)
     assert not list(world.owner.list_sums(STEP))
     world.copy(3)  # its keeper has not heard of it yet
     assert count_done(world.keeper.list_sums()) == [2]
     world.keeper.forget_sums(2)
     assert not world.keeper.list_sums()
-    world.owner.forget_sums(2)
+    world.forget(2)
     world.copy(4)
     assert count_done(world.keeper.list_sums()) == [4]
 
@@ -132,7 +136,34 @@ def test_a_keeper_that_is_gone_costs_nothing_but_the_copy(world: World) -> None:
     world.copy(4)
     assert count_done(list(world.owner.list_sums(STEP))) == [2, 4]
     assert count_done(world.keeper.list_sums()) == [2]
-    assert [mark.micro_batches for mark in world.sent] == [2]
+    first, second = (MarkKey(7, 1, STEP, done) for done in (2, 4))
+    assert world.marks.have_all_kept(0, first)
+    assert world.marks.read_reports(0, second) == [None, 0.5]
+
+
+def test_a_mark_of_a_pass_that_does_not_count_is_not_that_of_the_next_pass(world: World) -> None:
+    world.copy(2)
+    assert world.marks.have_all_kept(0, MarkKey(7, 1, STEP, 2))
+    world.forget(1)
+    world.keeper.forget_sums(1)
+    world.late = {2}
+    world.copy(2)
+    assert not world.marks.have_all_kept(1, MarkKey(7, 1, STEP, 2))
+
+
+def test_what_ranks_have_said_of_a_mark_leaves_the_store_with_the_next_step(world: World) -> None:
+    first, second = MarkKey(7, 1, STEP, 2), MarkKey(7, 1, STEP + 1, 2)
+    world.others.announce(0, first)
+    assert world.marks.is_announced(0, first)
+    assert world.marks.read_reports(0, first) is None
+    world.copy(2)
+    assert world.others.read_reports(0, first) is not None
+    world.others.announce(0, second)
+    assert not world.marks.is_announced(0, first)
+    assert world.marks.is_announced(0, second)
+    world.copy(2, step=STEP + 1)
+    assert world.marks.read_reports(0, first) is None
+    assert world.marks.have_all_kept(0, second)
 
 
 def test_marks_are_ten_seconds_apart() -> None:
@@ -217,6 +248,82 @@ def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
     shares._worker = make_worker(p, d)
     shares._share = _Share(STEP, {}, range(2), range(20), (), None, interval, done, marked)
     assert shares.is_worth_finishing() is is_worth_it
+
+
+class Stage:
+    """One of three stages, each on the rank that keeps the sums of the one before."""
+
+    def __init__(self, stage: int, store: dist.Store) -> None:
+        worker = make_worker(3, 1)
+        plan = replace(worker.environment.plan, p=3, d=1)
+        worker.environment = replace(worker.environment, plan=plan, rank=stage, world_size=3, keepers=(1, 2, 0))
+        worker.topology = Topology(3, 1, stage)
+        worker.rendezvous.store = store
+        self.parameter = torch.nn.Parameter(torch.zeros(3))
+        self.shares = RankShares(worker, is_pipeline_sending=lambda: False)
+        self.done = 0
+
+    def begin_pass(self, count: int, micro_batch_s: float) -> None:
+        sections = range(self.shares._worker.topology.stage, self.shares._worker.topology.stage + 1)
+        self.parameter.grad = torch.zeros(3)
+        self.shares.begin_pass(
+            STEP, range(count), {"w": self.parameter}, sections=sections, kept=None, micro_batch_s=micro_batch_s
+        )
+
+    def run_backward(self) -> None:
+        self.done += 1
+        assert self.parameter.grad is not None
+        self.parameter.grad += 1
+        passed = PassResult(
+            loss_sum=0.0, weight=1.0, examples=self.done, expected_weight=0.0, forward_us=0, backward_us=0, wait_us=0
+        )
+        self.shares.follow_backward(self.done, SimpleNamespace(sum_up=lambda _: passed))  # type: ignore[arg-type]
+        wait_until(lambda: self.shares._owner is None or not self.shares._owner.is_busy, "the copy")
+
+    def list_marks(self) -> set[int]:
+        held = [] if self.shares._owner is None else list(self.shares._owner.list_sums(STEP))
+        for marked in held:
+            assert torch.equal(marked.sums["w"], torch.full((3,), float(marked.mark.key.micro_batches)))
+        return {marked.mark.key.micro_batches for marked in held}
+
+
+@pytest.mark.parametrize(("interval", "lag"), [(1, 0), (1, 3), (2, 1), (2, 4), (5, 2), (5, 9)])
+def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
+    interval: int, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage is `lag` micro-batches behind the next one."""
+    monkeypatch.setattr(rank_shares_module, "_MOST_COPYING", 1e9)
+    count, store = 60, dist.HashStore()
+    stages = [Stage(number, store) for number in range(3)]
+    for stage in stages:
+        stage.begin_pass(count, MARKS_S / interval)
+    newest = 0
+    for now in range(1, count + 2 * lag):
+        for number, stage in reversed([*enumerate(stages)]):
+            if 0 < now - lag * (2 - number) < count:
+                stage.run_backward()
+                common = set.intersection(*(each.list_marks() for each in stages))
+                assert max(common, default=0) >= newest
+                newest = max(common, default=0)
+                assert stages[0].done - newest <= interval + 2 * lag + 1
+    for stage in stages:
+        stage.shares.shut_down()
+
+
+def test_marks_take_a_hundredth_of_the_time_of_the_stage_that_copies_longest() -> None:
+    stages, store = list[Stage](), dist.HashStore()
+    stages.extend(Stage(number, store) for number in range(3))
+    for stage in stages:
+        stage.begin_pass(20, MARKS_S)
+    leader = stages[2].shares
+    [key] = [leader._key_of(leader._share, 1)]  # type: ignore[arg-type]
+    for stage, copy_s in zip(stages, (0.0, 2.0, 0.5), strict=True):
+        stage.shares._marks.report(0, key, copy_s)
+    assert leader._share is not None
+    assert leader._is_settled(leader._share)
+    assert 150 < leader._rests_until_s - time.monotonic() <= 200
+    for stage in stages:
+        stage.shares.shut_down()
 
 
 def test_sparse_sums_are_not_copied() -> None:
