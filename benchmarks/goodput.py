@@ -32,6 +32,7 @@ from typing import Any
 from _goodput_charts import draw_goodput, draw_hours, draw_progress
 from _goodput_job import Plans, Policy, ReplayedJob, State, System
 from _goodput_policies import BestPlan, ManagersRules, Saves, TraceDecisions, WorthwhilePlan
+from _text_tables import render_table
 
 from varuna_manager.domain.observed import Rules
 from varuna_planner.hardware.table import built_in
@@ -240,14 +241,7 @@ def table(report: dict[str, Any]) -> str:
             if replay["trace"] == name:
                 kinds = " / ".join(str(replay["morphs"][kind.value]) for kind in MorphKind)
                 rows.append([*(_render(replay[key], form) for _, key, form in COLUMNS), kinds])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            lines.append(
-                "  ".join(
-                    cell.ljust(width) if i == 1 else cell.rjust(width)
-                    for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-                )
-            )
+        lines.append(render_table(rows, words=1))
     return "\n".join(lines)
 
 

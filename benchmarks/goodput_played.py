@@ -46,6 +46,7 @@ from _goodput_nightly import PREEMPTED_AT, PUBLISHED, WAYS, NightlyFigures, play
 from _goodput_player import play_segment
 from _goodput_segment import Segment, find_busiest_segment
 from _recovery_trial import ModelSize
+from _text_tables import render_table
 from goodput import TRACE, PlannersAnswers, find_upper_bound, make_managers_rules, make_system_of_today
 
 from varuna_planner.liveput.morph_cost import MorphKind
@@ -200,7 +201,7 @@ def render_comparison(comparison: Comparison) -> str:
         times = (one.kept_s, one.redone_s, one.launching_s, one.detecting_s, one.saving_s, one.waiting_s)
         kinds = [one.morphs[kind.value] for kind in MorphKind]
         rows.append(_make_row(f"predicted, {name}", comparison.predicted_share(name), one.examples, times, kinds))
-    lines = [_render_table(rows)]
+    lines = [render_table(rows, words=0)]
     for name, (system, _) in comparison.predictions.items():
         missed = comparison.predicted_share(name) - comparison.measured_share()
         verdict = "within" if abs(missed) <= AIM else "beyond"
@@ -234,17 +235,6 @@ def _render_morph(generation: GenerationDocument, morph: PlayedMorph) -> str:
     )
 
 
-def _render_table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
 def render_nightly(figures: Sequence[NightlyFigures]) -> str:
     rows = [
         (
@@ -268,7 +258,7 @@ def render_nightly(figures: Sequence[NightlyFigures]) -> str:
         )
         for one in figures
     ]
-    return _render_table(rows)
+    return render_table(rows, words=0)
 
 
 def make_document(segment: Segment, comparison: Comparison) -> dict[str, Any]:
