@@ -123,7 +123,7 @@ def test_the_exported_model_is_the_trained_one(trained: Path, tmp_path: Path) ->
 
 @dataclass
 class Disk:
-    """A store on a disk of 128 KiB."""
+    """A store on a disk of 1 MiB: room for ten checkpoints of `TASK`."""
 
     folder: Path
 
@@ -140,7 +140,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mounting = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
     )
     if mounting.returncode != 0:
         pytest.skip("needs the right to mount a small tmpfs")
