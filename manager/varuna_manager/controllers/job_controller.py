@@ -464,9 +464,9 @@ def _takes_part(key: StopKey, parts: Sequence[GenerationOnVm]) -> bool:
 
 
 def _step_s(job: LoadedJob | None, generation: int) -> float:
-    """How long its steps take; 0 for a generation that is no longer the job's newest."""
+    """How long its next step may take; 0 for a generation that is no longer the job's newest."""
     view = None if job is None else job.view.generation
-    return 0.0 if view is None or view.number != generation else view.step_s
+    return 0.0 if view is None or view.number != generation else view.longest_step_s
 
 
 def _render_often(per_hour: float) -> str:

@@ -382,6 +382,7 @@ class SnapshotLoader:
             last_step=progress.last_step,
             resumed_step=progress.resumed_step,
             mean_step_s=progress.mean_step_s,
+            first_step_after_s=None if progress.started_at is None else progress.started_at - facts.created_at,
             stepped_at=progress.last_step_at or facts.created_at,
             micro_batches_redone=progress.micro_batches_redone,
             not_finite_from=progress.not_finite_from,

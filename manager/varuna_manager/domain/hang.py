@@ -26,6 +26,8 @@ from varuna_manager.domain.states import ExitCause, GenerationKind, WaitKind
 
 _FIRST_STEPS = 5.0
 """Predicted mini-batches that a first step may take: nothing is warm yet."""
+_SECOND_STEP = 2.0
+"""Times as long as all that came before its end may the first step's successor take."""
 _STACK_CHARACTERS = 4000
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
@@ -38,7 +40,11 @@ def describe_hang(now: float, job: JobView, generation: GenerationView, rules: R
     elif generation.last_step is None:
         limit, what = rules.first_step_timeout_s + _FIRST_STEPS * generation.step_s, "no first step"
     else:
-        limit = max(rules.hang_minimum_s, rules.hang_steps * generation.step_s)
+        limit = max(
+            rules.hang_minimum_s,
+            rules.hang_steps * generation.step_s,
+            _SECOND_STEP * generation.longest_step_s,
+        )
         what = f"no step after {generation.last_step}"
     # Scripts may write results for a time that is not known in advance, so the limit grows after each hang.
     limit *= 2.0 ** min(job.setbacks.hangs, rules.hang_doublings)

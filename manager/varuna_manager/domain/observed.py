@@ -385,6 +385,8 @@ class GenerationView:
     """The step of the state with which it began; None: it has not begun."""
     mean_step_s: float | None = None
     """Seconds from step to step since its first one; None: not known yet."""
+    first_step_after_s: float | None = None
+    """Seconds from its making to the end of its first step; None: it has made none."""
     stepped_at: float = 0.0
     """When it last completed a step; before its first: when it was made."""
     micro_batches_redone: int | None = None
@@ -414,6 +416,14 @@ class GenerationView:
         """How long its steps take, for limits: the longer of the predicted and the measured time; 0: not known."""
         predicted_s = 0.0 if self.plan is None else self.plan.predicted_minibatch_s
         return max(predicted_s, self.mean_step_s or 0.0)
+
+    @property
+    def longest_step_s(self) -> float:
+        """How long its next step may take. Before there is a measured time, a step may take as long as its first one,
+        of which only the end is known: the predicted time may be far too short."""
+        if self.mean_step_s is not None or self.first_step_after_s is None:
+            return self.step_s
+        return max(self.step_s, self.first_step_after_s)
 
     @property
     def stop_mode(self) -> StopMode:

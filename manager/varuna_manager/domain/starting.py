@@ -81,7 +81,7 @@ def decide_in_place(now: float, job: JobView, vms: Vms, rules: Rules) -> Decisio
     ended = job.generation
     if ended is None or ended.live or ended.plan is None or job.state is not JobState.RUNNING:
         return None
-    share_s = rules.share_minibatches * ended.step_s
+    share_s = rules.share_minibatches * ended.longest_step_s
     if not may_reshape(ended) or not is_within(now, ended.ended_at or 0.0, rules.survivors_kept_s + share_s):
         return None
     most = gpu_limit(job)

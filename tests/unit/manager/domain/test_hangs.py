@@ -114,6 +114,17 @@ def test_the_ranks_are_asked_first_and_waited_for_a_moment() -> None:
     assert kinds(decide(of_another, vm("a"), vm("b"))) == [RequestStacks]
 
 
+def test_a_second_step_may_take_as_long_as_the_first_whatever_was_predicted() -> None:
+    """Calibration does not see a slow loader, so the step may have been predicted far too short."""
+    silent = hanging(5, 5, waits=[STEP, None])
+    assert decide(job(silent), vm("a"), vm("b")).actions
+    slow = replace(silent, first_step_after_s=(NOW - silent.progress_at) / 2)
+    assert not decide(job(slow), vm("a"), vm("b")).actions
+    assert decide(job(slow), vm("a"), vm("b"), now=NOW + 0.1).actions
+    known = replace(slow, mean_step_s=0.1)
+    assert decide(job(known), vm("a"), vm("b")).actions, "its steps have been measured"
+
+
 def test_a_hang_names_the_rank_that_the_others_wait_for() -> None:
     stacks = make_answers(*(RankStack(text=text) for text in (WAITS, READS, WAITS)))
     view = job(hanging(5, 5, 5, waits=[STEP, None, STEP]), stacks=stacks)

@@ -269,6 +269,8 @@ def test_it_waits_for_workers_that_may_survive_but_not_for_long() -> None:
     assert not decide(view(slow, vms), *vms, now=NOW + RULES.survivors_wait_s + SHARE_S).actions, "steps take longer"
     late = start_of(view(slow, vms), *vms, now=NOW + RULES.survivors_wait_s + 3 * SHARE_S)
     assert [device.vm_id for device in late.placement] == ["a"]
+    slow = replace(last, first_step_after_s=3 * last.plan.predicted_minibatch_s)
+    assert not decide(view(slow, vms), *vms, now=NOW + RULES.survivors_wait_s + SHARE_S).actions, "its first step did"
     whole = ended(1, 4, survivor(0, "a"), lost(1, "b"), survivor(2, "c"), survivor(3, "d"))
     assert start_of(view(whole, vms), *vms).plan.d == 3
 
