@@ -10,6 +10,7 @@ import structlog
 import torch.distributed as dist
 
 from varuna.checkpoint.storage.store import allocate_aligned
+from varuna.distributed.rendezvous_store import read_values
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.group_memory import read_group_memory
 
@@ -59,12 +60,8 @@ class MemorySharers:
 
     def count(self) -> int | None:
         """This rank is one of them. None: not all ranks have said yet where they are. Does not wait for them."""
-        try:
-            if not self._store.check(self._keys):
-                return None
-            return [host.decode() for host in self._store.multi_get(self._keys)].count(self._own_host)
-        except dist.DistError:
-            return None
+        hosts = read_values(self._store, self._keys)
+        return None if hosts is None else hosts.count(self._own_host)
 
 
 def has_room(needed: int, largest_part: float, what: str) -> bool:

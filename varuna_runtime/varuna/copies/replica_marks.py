@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from varuna.copies.share_marks import MarkKey
+from varuna.distributed.rendezvous_store import read_values
 from varuna.distributed.topology import Topology
 
 __all__ = ["ReplicaMarks"]
@@ -55,10 +56,8 @@ class ReplicaMarks:
     def read_reports(self, series: int, mark: MarkKey) -> list[float | None] | None:
         """What all stages have reported of the mark, in order; None while one has not."""
         keys = [_report(series, mark, stage) for stage in range(self._topology.p)]
-        with suppress(dist.DistError):
-            if self._store.check(keys):
-                return [_unpack(value.decode()) for value in self._store.multi_get(keys)]
-        return None
+        values = read_values(self._store, keys)
+        return None if values is None else [_unpack(value) for value in values]
 
     def have_all_kept(self, series: int, mark: MarkKey) -> bool:
         """Whether there is a copy of each stage's sums at the mark."""

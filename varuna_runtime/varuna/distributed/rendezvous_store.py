@@ -30,7 +30,7 @@ from varuna.distributed.rendezvous_protocol import (
     receive_message,
 )
 
-__all__ = ["RendezvousStore", "is_served"]
+__all__ = ["RendezvousStore", "is_served", "read_values"]
 
 _ANSWER_S = 60.0
 """Beyond the time limit of a request: rank 0 may be busy with a compiler, or its machine swaps."""
@@ -145,6 +145,14 @@ class RendezvousStore(Store):
 
 def _encode_text(text: str | bytes) -> bytes:
     return text.encode() if isinstance(text, str) else text
+
+
+def read_values(store: Store, keys: Sequence[str]) -> list[str] | None:
+    """What ranks have set in a rendezvous store; None: not all have yet, or rank 0 is gone. Does not wait for them."""
+    with suppress(dist.DistError):
+        if store.check(list(keys)):
+            return [value.decode() for value in store.multi_get(list(keys))]
+    return None
 
 
 def is_served(host: str, key: MeetingKey, within_s: float) -> bool:

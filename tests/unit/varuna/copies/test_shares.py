@@ -311,15 +311,15 @@ def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
 
 
 def test_marks_take_a_hundredth_of_the_time_of_the_stage_that_copies_longest() -> None:
-    stages, store = list[Stage](), dist.HashStore()
-    stages.extend(Stage(number, store) for number in range(3))
+    store = dist.HashStore()
+    stages = [Stage(number, store) for number in range(3)]
     for stage in stages:
         stage.begin_pass(20, MARKS_S)
     leader = stages[2].shares
-    [key] = [leader._key_of(leader._share, 1)]  # type: ignore[arg-type]
+    assert leader._share is not None
+    key = leader._key_of(leader._share, 1)
     for stage, copy_s in zip(stages, (0.0, 2.0, 0.5), strict=True):
         stage.shares._marks.report(0, key, copy_s)
-    assert leader._share is not None
     assert leader._is_settled(leader._share)
     assert 150 < leader._rests_until_s - time.monotonic() <= 200
     for stage in stages:
