@@ -65,6 +65,8 @@ class _Share:
     """Of the pass's micro-batches."""
     marked: int = 0
     """Of those, in the newest mark."""
+    without_sums: Sequence[range] = ()
+    """The sections of each of the replica's first stages that get no gradients."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,20 @@ class RankShares:
         sections: range,
         kept: tuple[Sequence[int], PassResult] | None,
         micro_batch_s: float,
+        without_sums: Sequence[range] = (),
     ) -> None:
         """A pass over the micro-batches `numbers` begins that adds to `kept`, the share that the sums have already.
 
         `parameters`, `sections`: of the rank's stage. `micro_batch_s`: what each micro-batch takes, the same on all
-        ranks; 0: not known.
+        ranks; 0: not known. `without_sums`: the sections of each of the first stages that get no gradients.
         """
         interval = micro_batches_between_marks(micro_batch_s)
         kept_numbers, kept_result = kept or ((), None)
-        is_long = 0 < interval < len(numbers)
+        is_long = 0 < interval < len(numbers) and sections not in without_sums
         interval = interval if is_long else 0
-        self._share = share = _Share(step, parameters, sections, numbers, kept_numbers, kept_result, interval)
+        self._share = share = _Share(
+            step, parameters, sections, numbers, kept_numbers, kept_result, interval, without_sums=without_sums
+        )
         if is_long and kept_result is not None:  # all ranks know that without an announcement
             self._newest = _NewestMark(self._series, self._key_of(share, 0), time.monotonic())
             self._make_mark(share, kept_result)
@@ -198,6 +203,8 @@ class RankShares:
 
     def _make_mark(self, share: _Share, result: PassResult) -> None:
         key = self._key_of(share, share.done)
+        if self._marks.announces:
+            self._marks.report_empty(self._series, key, len(share.without_sums))
         gradients = {name: one.grad for name, one in share.parameters.items() if one.grad is not None}
         owner = self._find_owner(gradients)
         if owner is None or owner.is_busy:
@@ -211,6 +218,7 @@ class RankShares:
             replica=key.replica,
             step=share.step,
             sections=share.sections,
+            without_sums=share.without_sums,
         )
         owner.copy_sums(mark, gradients)
         share.marked = share.done

@@ -4,6 +4,9 @@ The last stage ends each backward first. It announces a mark before the backward
 finds the announcement when it comes to the mark. It announces the next one when all stages have said what became of
 this one: however far the first stage is behind, a mark that all have stays until they have a newer one.
 
+A stage that gets no gradients waits for none, and may be far past a mark when the last one decides it. It trains
+nothing, so its ranks make no marks: the last stage reports for them.
+
 A series is what passes of a generation have in common until one does not count; the same mark may come again then.
 """
 
@@ -52,6 +55,11 @@ class ReplicaMarks:
         """The keeper of this rank's sums has them; training waited so long for their copy. None: it has not, and will
         not. From any thread."""
         self._write(mark.step, _report(series, mark, self._topology.stage), _pack(copy_s))
+
+    def report_empty(self, series: int, mark: MarkKey, stages: int) -> None:
+        """The first `stages` of the replica have no sums. By the rank that `announces`."""
+        for stage in range(stages):
+            self._write(mark.step, _report(series, mark, stage), _pack(0.0))
 
     def read_reports(self, series: int, mark: MarkKey) -> list[float | None] | None:
         """What all stages have reported of the mark, in order; None while one has not."""

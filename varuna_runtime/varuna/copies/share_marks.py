@@ -48,6 +48,10 @@ class ShareMark:
     examples: int = 0
     expected_weight: float = 0.0
     """Of these micro-batches (`PassResult`); 0 except on the last stage."""
+    without_sums: tuple[tuple[int, int], ...] = ()
+    """The sections of each stage of the replica that trains nothing, whose ranks make no marks."""
+    is_empty: bool = False
+    """Whether it is of such a stage."""
 
     @classmethod
     def of_pass(
@@ -59,6 +63,7 @@ class ShareMark:
         replica: int,
         step: int,
         sections: range,
+        without_sums: Sequence[range] = (),
     ) -> ShareMark:
         return cls(
             generation=generation,
@@ -70,7 +75,22 @@ class ShareMark:
             weight=passed.weight,
             examples=passed.examples,
             expected_weight=passed.expected_weight,
+            without_sums=tuple((stage.start, stage.stop) for stage in without_sums),
         )
+
+    def list_empty(self) -> list[ShareMark]:
+        """The same mark of each stage that trains nothing."""
+        return [
+            ShareMark(
+                generation=self.generation,
+                replica=self.replica,
+                step=self.step,
+                sections=sections,
+                spans=self.spans,
+                is_empty=True,
+            )
+            for sections in self.without_sums
+        ]
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -111,8 +131,10 @@ class ShareMark:
         """Raises ValueError for anything else."""
         try:
             first, end = map(int, document["sections"])
-            spans = tuple((int(begin), int(stop)) for begin, stop in document["spans"])
-            return cls(**{**document, "sections": (first, end), "spans": spans})
+            spans, without_sums = (
+                tuple((int(begin), int(stop)) for begin, stop in document[name]) for name in ("spans", "without_sums")
+            )
+            return cls(**{**document, "sections": (first, end), "spans": spans, "without_sums": without_sums})
         except (KeyError, TypeError) as error:
             raise ValueError(f"no mark of a share: {error!r}") from None
 

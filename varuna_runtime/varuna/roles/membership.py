@@ -405,4 +405,4 @@ class GenerationMembership:
 
 
 def _find_sums(mark: ShareMark, marked: Sequence[MarkedSums]) -> Mapping[str, Tensor]:
-    return next(one.sums for one in marked if one.mark == mark)
+    return {} if mark.is_empty else next(one.sums for one in marked if one.mark == mark)

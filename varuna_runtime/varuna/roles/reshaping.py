@@ -153,6 +153,7 @@ class SettledSums(NamedTuple):
 
 def settle_sums(members: Sequence[GenerationMember], stages: Sequence[range]) -> SettledSums:
     """Which sums count, the same on all ranks. `stages`: the sections of each stage of the new shape."""
+    members = _add_empty_marks(members)
     cut = _list_cut(members, stages[-1].stop)
     choices = choose_sums(
         [split_spans(member.kept) for member in members],
@@ -163,6 +164,19 @@ def settle_sums(members: Sequence[GenerationMember], stages: Sequence[range]) ->
         moves=must_move(members, stages),
     )
     return SettledSums([_apply_choice(*one) for one in zip(members, choices, strict=True)], choices, cut)
+
+
+def _add_empty_marks(members: Sequence[GenerationMember]) -> list[GenerationMember]:
+    """With the marks of stages that train nothing, which no rank has made. Whoever has another stage's mark has them,
+    and so has each rank of such a stage."""
+    by_member = [{empty for mark in member.marks for empty in mark.list_empty()} for member in members]
+    everywhere = set[ShareMark]().union(*by_member)
+    added = []
+    for member, there in zip(members, by_member, strict=True):
+        own = set() if member.is_new else {mark for mark in everywhere if mark.sections == tuple(member.sections)}
+        empty = sorted(there | own, key=lambda mark: (mark.key, mark.sections))
+        added.append(replace(member, marks=[*member.marks, *empty]))
+    return added
 
 
 def _as_sections(sections: Sequence[int]) -> Sections:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from torch.optim import Optimizer
@@ -372,11 +373,17 @@ class TrainingRole:
             sections=self.assembly.stage.sections,
             kept=None if kept is None else (kept.numbers, kept.passed),
             micro_batch_s=0.0 if totals is None else totals.micro_batch_s,
+            without_sums=self._list_without_sums(),
         )
         try:
             yield shares.follow_backward
         finally:
             shares.end_pass()
+
+    def _list_without_sums(self) -> list[range]:
+        """The sections of each of the first stages that get no gradients, and so train nothing."""
+        stages, model_map = self._parts.stages, self._parts.model_map
+        return list(takewhile(lambda stage: stage != stages[-1] and not model_map.has_gradients(stage.stop), stages))
 
     def _agree_on(self, passed: PassResult) -> StepTotals:
         is_first_replica = self._worker.topology.replica == 0

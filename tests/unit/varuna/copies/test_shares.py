@@ -263,11 +263,17 @@ class Stage:
         self.shares = RankShares(worker, is_pipeline_sending=lambda: False)
         self.done = 0
 
-    def begin_pass(self, count: int, micro_batch_s: float) -> None:
+    def begin_pass(self, count: int, micro_batch_s: float, *, untrained: int = 0) -> None:
         sections = range(self.shares._worker.topology.stage, self.shares._worker.topology.stage + 1)
         self.parameter.grad = torch.zeros(3)
         self.shares.begin_pass(
-            STEP, range(count), {"w": self.parameter}, sections=sections, kept=None, micro_batch_s=micro_batch_s
+            STEP,
+            range(count),
+            {"w": self.parameter},
+            sections=sections,
+            kept=None,
+            micro_batch_s=micro_batch_s,
+            without_sums=[range(stage, stage + 1) for stage in range(untrained)],
         )
 
     def run_backward(self) -> None:
@@ -306,6 +312,27 @@ def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
                 assert max(common, default=0) >= newest
                 newest = max(common, default=0)
                 assert stages[0].done - newest <= interval + 2 * lag + 1
+    for stage in stages:
+        stage.shares.shut_down()
+
+
+def test_stages_that_train_nothing_need_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of three is through before the last one decides on a mark."""
+    monkeypatch.setattr(rank_shares_module, "_MOST_COPYING", 1e9)
+    store = dist.HashStore()
+    stages = [Stage(number, store) for number in range(3)]
+    for stage in stages:
+        stage.begin_pass(9, 2 * MARKS_S / 4, untrained=1)
+    for _ in range(9):
+        stages[0].run_backward()
+    for _ in range(7):
+        for stage in (stages[2], stages[1]):
+            stage.run_backward()
+    assert [stage.list_marks() for stage in stages] == [set(), {4, 6}, {4, 6}]
+    for marked in stages[2].shares.list_sums(STEP):  # its own, and those that it keeps for the one before
+        (empty,) = marked.mark.list_empty()
+        assert (empty.sections, empty.key, empty.is_empty) == ((0, 1), marked.mark.key, True)
+        assert ShareMark.from_json(marked.mark.to_json()) == marked.mark
     for stage in stages:
         stage.shares.shut_down()
 

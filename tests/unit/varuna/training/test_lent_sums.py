@@ -38,6 +38,8 @@ class Loss:
     """The sections of each stage that they had."""
     stages: tuple[range, ...]
     d: int
+    untrained: int
+    """Of the first stages that they had."""
 
     def list_rests(self, settled: SettledSums) -> list[StepRest | None]:
         """By new rank: what its replica runs."""
@@ -48,23 +50,28 @@ class Loss:
         return replace(environment, rank=rank, plan=replace(environment.plan, p=len(self.stages), d=self.d))
 
     def find_newest_mark(self) -> int:
-        """The most micro-batches that copies of all stages have; 0: there is no such mark."""
+        """The most micro-batches that copies of all stages have that train; 0: there is no such mark."""
         marks = [mark for member in self.members for mark in member.marks]
-        counts = [{mark.key.micro_batches for mark in marks if range(*mark.sections) == stage} for stage in self.before]
+        counts = [
+            {mark.key.micro_batches for mark in marks if range(*mark.sections) == stage}
+            for stage in self.before[self.untrained :]
+        ]
         return max(set.intersection(*counts), default=0)
 
 
 @st.composite
 def losses(draw: st.DrawFn) -> Loss:
     """Each rank has made marks, of the same micro-batches in any order, and may have left one out. Another has each of
-    its copies, or nobody. Some ranks are lost, and the others take fewer stages, with spare ranks left over."""
+    its copies, or nobody. The first stages may train nothing and make no marks. Some ranks are lost, and the others
+    take fewer stages, with spare ranks left over."""
     p = draw(st.integers(2, 5))
+    untrained = draw(st.integers(0, p - 1))
     before = stage_sections((), p, K)
     lost = draw(st.sets(st.integers(0, p - 1), min_size=1, max_size=p - 1))
     there = draw(st.permutations(sorted({*range(p)} - lost)))
     order, made = draw(st.permutations(range(M))), draw(st.sets(st.integers(1, M), max_size=3))
     marks: dict[int, list[ShareMark]] = {rank: [] for rank in range(p)}
-    for stage, held in enumerate(before):
+    for stage, held in list(enumerate(before))[untrained:]:
         keeper = draw(st.integers(0, p - 1))
         for count in sorted(made - draw(st.sets(st.integers(1, M), max_size=1))):
             mark = ShareMark(
@@ -73,6 +80,7 @@ def losses(draw: st.DrawFn) -> Loss:
                 step=STEP + 1,
                 sections=(held.start, held.stop),
                 spans=tuple(join_spans(order[:count])),
+                without_sums=tuple((stage.start, stage.stop) for stage in before[:untrained]),
             )
             if stage == p - 1:
                 mark = replace(mark, examples=count, weight=float(count), expected_weight=float(M))
@@ -92,7 +100,7 @@ def losses(draw: st.DrawFn) -> Loss:
     new_p = draw(st.integers(1, len(there)))
     d = draw(st.integers(1, len(there) // new_p))
     members = [GenerationMember.from_json(member.to_json()) for member in members[: new_p * d]]
-    return Loss(members, before, stage_sections((), new_p, K), d)
+    return Loss(members, before, stage_sections((), new_p, K), d, untrained)
 
 
 @given(losses())

@@ -73,6 +73,10 @@ class ModelMap:
         plan = self.cut_plan(cut)
         return tuple(self._boundary(value, plan) for value in plan.transported)
 
+    def has_gradients(self, cut: int) -> bool:
+        """Whether gradients come back over cut-point `cut`."""
+        return any(boundary.requires_grad for boundary in self.find_boundary(cut))
+
     def _boundary(self, value: int, plan: CutPlan) -> Boundary:
         place = plan.places[value][0]
         spec = self.cut_specs[place.cut - 1] if place.call < 0 else self.leaf_specs[place.call][place.leaf]
