@@ -141,7 +141,7 @@ def first_non_finite_parameter(parameters: Mapping[str, nn.Parameter]) -> str | 
     if not trained:
         return None
     largest = torch._foreach_norm(list(trained.values()), torch.inf)
-    finite = torch.stack([one.double() for one in largest]).isfinite().tolist()
+    finite = torch.stack(largest).isfinite().tolist()
     return next((name for name, is_finite in zip(trained, finite, strict=True) if not is_finite), None)
 
 

@@ -287,8 +287,8 @@ def _squared_norm(parameters: Iterable[Tensor]) -> float:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0.0
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-    return float(norms.square().sum())
+    # Stacked first: a device takes longer to launch a conversion for each parameter than for all of this.
+    return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
