@@ -91,4 +91,4 @@ def test_what_is_computed_after_a_copy_spoils_nothing() -> None:
         sums = [tensor.double().sum() for tensor in there]
         del there
         torch.full((1 << 20,), -1.0, device=device)
-        assert [float(each) for each in sums] == [number * tensor.numel() for tensor in host]
+        assert [float(each) for each in sums] == [value * tensor.numel() for tensor in host]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from repository import ROOT
 from varuna_client import Client
 from varuna_client.demo.processes import DemoProcesses
+from varuna_proto.rest import GenerationDocument
 from waiting import DEADLINE_S, wait_until
 
 PROGRAMS = Path(sys.executable).parent
@@ -68,3 +73,29 @@ def process_of_last_rank(client: Client, job: str) -> int:
 
 def all_ready(client: Client, count: int) -> bool:
     return sum(vm["state"] == "ready" for vm in client.vms()) >= count
+
+
+def read_document(path: Path) -> dict[str, str] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def find_training(client: Client, job: str, after: int, *, steps: int) -> GenerationDocument | None:
+    """The generation after that number, once it has made so many steps."""
+    for generation in client.generations(job):
+        is_later = generation["kind"] == "training" and generation["number"] > after
+        if is_later and (generation["last_step"] or 0) >= (generation["resumed_step"] or 0) + steps:
+            return generation
+    return None
+
+
+def find_copied(client: Client, job: str, number: int) -> GenerationDocument | None:
+    """The generation, once other VMs have copies of all its stages."""
+    [generation] = [one for one in client.generations(job) if one["number"] == number]
+    return generation if generation["copied_step"] else None
+
+
+def kill_vm(client: Client, vm_id: str) -> None:
+    agent = psutil.Process(next(vm["ref"]["pid"] for vm in client.vms() if vm["id"] == vm_id))
+    for process in [agent, *agent.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -76,7 +76,8 @@ def become_rank(log: Path, environ: dict[str, str]) -> None:
 
 
 def start_fresh(script: str, job: str) -> NoReturn:
-    """Replaces this process by one that has imported nothing."""
+    """Replaces this process by one that has imported nothing. It finds the same modules."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     os.execv(sys.executable, [sys.executable, script, job])
 
 
