@@ -58,6 +58,7 @@ class RankCopies:
         """Whether this rank can take part; None: not known yet."""
         self._keeper = self._make_keeper() if self._owners else None
         self._sharers = MemorySharers(worker, "copies")
+        self._has_met = False
         self._is_free = False
         self._round_step = 0
         self.whole_step = 0
@@ -72,17 +73,6 @@ class RankCopies:
             self._can_keep = self._is_there_room(state_bytes * ranks)
         return not self._can_keep or (self._owner is not None and self._owner.is_busy)
 
-    def begin_first_round(self, step: int, make_state: Callable[[], TrainingState]) -> None:
-        """Begins to copy the state after `step` steps, with which the generation has begun, if all ranks have room.
-
-        All ranks call it in the same step, and wait for one another. Raises GenerationEnded, PeerLost.
-        """
-        rendezvous, everyone = self._worker.rendezvous, self._worker.topology.everyone
-        rendezvous.exchange_values("copies/first", everyone, "")  # then all have said where they are
-        are_busy = rendezvous.exchange_values("copies/busy", everyone, str(self.is_busy))
-        self._is_free = set(are_busy) == {str(False)}
-        self.begin_round(step, make_state)
-
     def record_agreement(self, *, is_any_busy: bool) -> None:
         """What all ranks have agreed on at the end of a step."""
         self._is_free = not is_any_busy
@@ -90,7 +80,14 @@ class RankCopies:
             self.whole_step = self._round_step
 
     def begin_round(self, step: int, make_state: Callable[[], TrainingState]) -> None:
-        """Begins to copy the state after `step` steps, if the round before is whole on all ranks."""
+        """Begins to copy the state after `step` steps, if the round before is whole on all ranks.
+
+        All ranks call it in the same steps. The first time they wait for one another, so that the first round does not
+        have to wait for what they agree on at the end of the step. Raises GenerationEnded, PeerLost.
+        """
+        if not self._has_met:
+            self._has_met = True
+            self._meet()
         if not self._is_free:
             return
         self._is_free = False
@@ -114,6 +111,13 @@ class RankCopies:
                 is_pipeline_sending=self._is_pipeline_sending,
             )
         self._owner.begin_round(step, make_state())
+
+    def _meet(self) -> None:
+        """Finds out whether all ranks have room for copies."""
+        rendezvous, everyone = self._worker.rendezvous, self._worker.topology.everyone
+        rendezvous.exchange_values("copies/first", everyone, "")  # then all have said where they are
+        are_busy = rendezvous.exchange_values("copies/busy", everyone, str(self.is_busy))
+        self._is_free = set(are_busy) == {str(False)}
 
     def finish_capture(self) -> None:
         """Waits until the state may change."""

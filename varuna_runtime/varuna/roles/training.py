@@ -210,9 +210,8 @@ class TrainingRole:
                 count_state_bytes=lambda: self.checkpoints.state_bytes,
                 is_pipeline_sending=lambda: self.assembly.links.are_sending,
             )
-            if self._progress.step:  # before the first step, the state is that of a start
-                self._parts.copies.begin_first_round(self._progress.step, self.checkpoints.training_state)
-        elif self._parts.copies is not None and not self._updater.accumulation.is_pending:
+        # Before the first step, the state is that of a start.
+        if self._parts.copies is not None and self._progress.step and not self._updater.accumulation.is_pending:
             self._parts.copies.begin_round(self._progress.step, self.checkpoints.training_state)
 
     def _update(self, step: TrainingStep, totals: StepTotals, gradient: StepGradient) -> None:

@@ -35,20 +35,21 @@ def kept_by(generation: LeavingGeneration, rank: int) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "task", "after"),
+    ("rank", "lost_in", "task", "after"),
     [
-        pytest.param(0, Task(steps=STEPS, tied=True, clip=0.5), (1, 2), marks=pytest.mark.slow),
-        (1, Task(steps=STEPS), (2, 1)),
-        pytest.param(2, Task(steps=STEPS, offload=True, optimizer="momentum"), (3, 1), marks=pytest.mark.slow),
+        pytest.param(0, LOST_IN, Task(steps=STEPS, tied=True, clip=0.5), (1, 2), marks=pytest.mark.slow),
+        pytest.param(1, LOST_IN, Task(steps=STEPS), (2, 1), marks=pytest.mark.slow),
+        (1, 2, Task(steps=STEPS), (2, 1)),
+        pytest.param(2, LOST_IN, Task(steps=STEPS, offload=True, optimizer="momentum"), (3, 1), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_loss_costs_no_committed_step(
-    rank: int, task: Task, after: tuple[int, int], zygote: Zygote, tmp_path: Path
+    rank: int, lost_in: int, task: Task, after: tuple[int, int], zygote: Zygote, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        first, left, step = lose(stack, zygote, tmp_path, task, [{"rank": rank, "step": LOST_IN, "at": "whole"}])
-        assert step == LOST_IN - 1
+        first, left, step = lose(stack, zygote, tmp_path, task, [{"rank": rank, "step": lost_in, "at": "whole"}])
+        assert step == lost_in - 1
         assert (rank, step) in kept_by(first, KEEPERS[rank])
         second = LeavingGeneration(stack, zygote, tmp_path, task, *after, generation=2, holders=tuple(sorted(left)))
         first.give_to(second, left)

@@ -187,7 +187,9 @@ def make_worker(p: int, d: int) -> Any:
         environment=replace(environment, secret="secret", keepers=(1, 0), copies_shares=True),
         topology=Topology(p, d, 0),
         departure=Departure(),
-        rendezvous=SimpleNamespace(store=GoneStore(), own_address=lambda: HOST),
+        rendezvous=SimpleNamespace(
+            store=GoneStore(), own_address=lambda: HOST, exchange_values=lambda _name, _ranks, own: [own]
+        ),
     )
 
 
@@ -222,7 +224,7 @@ def test_no_first_round_begins_where_a_rank_has_no_room(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(rank_copies_module, "has_room", has_room)
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 100, is_pipeline_sending=lambda: False)
-    copies.begin_first_round(3, lambda: pytest.fail("a rank has no room"))
+    copies.begin_round(3, lambda: pytest.fail("a rank has no room"))
     assert needed == [2 * 2 * 2 * 100], "of two ranks, each with its own copies and those that it keeps"
     copies.record_agreement(is_any_busy=True)
     assert copies.whole_step == 0
