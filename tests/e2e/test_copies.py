@@ -8,10 +8,8 @@ from textwrap import dedent
 
 import pytest
 
-from manager_world import all_ready, find_copied, find_training, kill_vm, read_document
-from varuna_client import Client
-from varuna_client.demo.processes import DemoProcesses
-from waiting import DEADLINE_S, wait_until
+from manager_world import find_copied, find_training, kill_vm, start_manager
+from waiting import wait_until
 
 SCRIPT = """
     import time
@@ -46,27 +44,21 @@ SCRIPT = """
 @pytest.mark.slow
 def test_the_loss_of_a_vm_costs_no_section(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
-    folder = tmp_path / "manager"
-    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "4"]
-    with DemoProcesses(folder) as processes:
-        processes.start(["-m", "varuna_client.cli", "manager", *options], tmp_path / "manager.log")
-        document = wait_until(lambda: read_document(folder / "manager.json"), "the manager's address")
-        with Client(f"http://{document['http']}", timeout_s=DEADLINE_S) as client:
-            wait_until(lambda: client.is_ready() and all_ready(client, 4), "the manager and its VMs")
-            spec = {"name": "one", "workdir": str(tmp_path), "run": f"{sys.executable} train.py", "global_batch": 4}
-            job = client.submit({**spec, "plan": {"p": 3, "d": 1}, "copies": "auto"})["id"]  # type: ignore[typeddict-item]
-            first = wait_until(lambda: find_training(client, job, 0, steps=20), "twenty steps")
-            first = wait_until(lambda: find_copied(client, job, first["number"]), "copies of all stages")
-            assert 0 < first["copied_step"] < first["last_step"]  # type: ignore[operator]
-            lost = first["placement"][1]["vm_id"]
-            kill_vm(client, lost)
-            second = wait_until(lambda: find_training(client, job, first["number"], steps=1), "a step after the loss")
-            assert lost not in {place["vm_id"] for place in second["placement"]}
-            assert second["state_from"] is not None
-            assert second["state_from"]["peers"] > 0, second
-            assert second["state_from"]["store"] == 0, second
-            events = client.events(job=job, kind=["generation_started"])
-            [started] = [event for event in events if event["generation"] == first["number"]]
-            keepers = started["data"]["keepers"]
-            assert sorted(keepers) == [0, 1, 2]
-            assert all(keeper != rank for rank, keeper in enumerate(keepers))
+    with start_manager(tmp_path, 4) as client:
+        spec = {"name": "one", "workdir": str(tmp_path), "run": f"{sys.executable} train.py", "global_batch": 4}
+        job = client.submit({**spec, "plan": {"p": 3, "d": 1}, "copies": "auto"})["id"]  # type: ignore[typeddict-item]
+        first = wait_until(lambda: find_training(client, job, 0, steps=20), "twenty steps")
+        first = wait_until(lambda: find_copied(client, job, first["number"]), "copies of all stages")
+        assert 0 < first["copied_step"] < first["last_step"]  # type: ignore[operator]
+        lost = first["placement"][1]["vm_id"]
+        kill_vm(client, lost)
+        second = wait_until(lambda: find_training(client, job, first["number"], steps=1), "a step after the loss")
+        assert lost not in {place["vm_id"] for place in second["placement"]}
+        assert second["state_from"] is not None
+        assert second["state_from"]["peers"] > 0, second
+        assert second["state_from"]["store"] == 0, second
+        events = client.events(job=job, kind=["generation_started"])
+        [started] = [event for event in events if event["generation"] == first["number"]]
+        keepers = started["data"]["keepers"]
+        assert sorted(keepers) == [0, 1, 2]
+        assert all(keeper != rank for rank, keeper in enumerate(keepers))

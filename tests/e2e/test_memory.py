@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -13,11 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from manager_world import all_ready
+from manager_world import find_training, start_manager
 from varuna_client import Client
-from varuna_client.demo.processes import DemoProcesses
 from varuna_proto.rest import GenerationDocument
-from waiting import DEADLINE_S, wait_until
+from waiting import wait_until
 
 SCRIPT = """
     import os, pathlib, time
@@ -68,14 +66,8 @@ class Managed(NamedTuple):
 def managed(tmp_path: Path) -> Iterator[Managed]:
     """A manager with two VMs."""
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
-    folder = tmp_path / "manager"
-    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", "2"]
-    with DemoProcesses(folder) as processes:
-        processes.start(["-m", "varuna_client.cli", "manager", *options], tmp_path / "manager.log")
-        document = wait_until(lambda: read_document(folder / "manager.json"), "the manager's address")
-        with Client(f"http://{document['http']}", timeout_s=DEADLINE_S) as client:
-            wait_until(lambda: client.is_ready() and all_ready(client, 2), "the manager and its VMs")
-            yield Managed(client, tmp_path)
+    with start_manager(tmp_path, 2) as client:
+        yield Managed(client, tmp_path)
 
 
 def submit(managed: Managed, **more: object) -> str:
@@ -84,19 +76,6 @@ def submit(managed: Managed, **more: object) -> str:
     spec = {"name": "one", "workdir": str(managed.folder), "run": run, "global_batch": 4, "plan": {"p": 2, "d": 1}}
     spec |= {"checkpoint": {"interval_s": 3600}, **more}
     return managed.client.submit(spec)["id"]  # type: ignore[arg-type]
-
-
-def read_document(path: Path) -> dict[str, str] | None:
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def find_training(client: Client, job: str, after: int, *, steps: int) -> GenerationDocument | None:
-    """The generation after that number, once it has made so many steps."""
-    for generation in client.generations(job):
-        is_later = generation["kind"] == "training" and generation["number"] > after
-        if is_later and (generation["last_step"] or 0) >= (generation["resumed_step"] or 0) + steps:
-            return generation
-    return None
 
 
 def check_goes_on(managed: Managed, job: str, first: GenerationDocument) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from manager_world import all_ready, find_copied, find_training, kill_vm, read_document
+from manager_world import find_copied, find_training, kill_vm, start_manager
 from repository import ROOT
 from varuna_client import Client
-from varuna_client.demo.processes import DemoProcesses
 from waiting import DEADLINE_S, wait_until
 
 EXAMPLE = ROOT / "examples" / "gpt"
@@ -51,25 +50,24 @@ def test_survivors_go_on_with_the_same_losses(
     vms: int, before: int, after: int, more: dict[str, Any], expected: list[float], tmp_path: Path
 ) -> None:
     """On so many VMs, of which `before` train at first, and `after` when one is lost."""
-    folder = tmp_path / "manager"
-    options = ["--data-dir", str(folder), "--http-port", "0", "--grpc-port", "0", "--vms", str(vms)]
-    options += ["--agent-command", json.dumps(AGENT), "--device-memory-bytes", str(1 << 33)]
-    with DemoProcesses(folder) as processes:
-        processes.start(["-m", "varuna_client.cli", "manager", *options], tmp_path / "manager.log")
-        document = wait_until(lambda: read_document(folder / "manager.json"), "the manager's address")
-        with Client(f"http://{document['http']}", timeout_s=DEADLINE_S) as client:
-            wait_until(lambda: client.is_ready() and all_ready(client, vms), "the manager and its VMs")
-            spec = {"name": "gpt", "run": f"{sys.executable} train.py --steps {STEPS}", "workdir": str(EXAMPLE)}
-            job = client.submit({**spec, "global_batch": GLOBAL_BATCH, **more})["id"]  # type: ignore[typeddict-item]
-            first = wait_until(lambda: find_training(client, job, 0, steps=20), "twenty steps")
-            if "copies" in more:
-                first = wait_until(lambda: find_copied(client, job, first["number"]), "copies of all stages")
-            client.set_local_capacity(vms - 1)  # no VM comes in the lost one's place
-            kill_vm(client, first["placement"][1]["vm_id"])
-            ended = wait_until(lambda: find_ended(client, job), "the job's end")
-            assert ended["state"] == "succeeded", ended["error"]
-            training = [one for one in client.generations(job) if one["kind"] == "training"]
-            losses = {one["step"]: one["loss"] for one in client.metrics(job)}
+    options = ["--agent-command", json.dumps(AGENT), "--device-memory-bytes", str(1 << 33)]
+    with start_manager(tmp_path, vms, *options) as client:
+        spec: dict[str, Any] = {
+            "name": "gpt",
+            "run": f"{sys.executable} train.py --steps {STEPS}",
+            "workdir": str(EXAMPLE),
+        }
+        spec |= {"checkpoint": {"interval_s": 3600}}  # none is newer than what memories hold
+        job = client.submit({**spec, "global_batch": GLOBAL_BATCH, **more})["id"]  # type: ignore[typeddict-item]
+        first = wait_until(lambda: find_training(client, job, 0, steps=20), "twenty steps")
+        if "copies" in more:
+            first = wait_until(lambda: find_copied(client, job, first["number"]), "copies of all stages")
+        client.set_local_capacity(vms - 1)  # no VM comes in the lost one's place
+        kill_vm(client, first["placement"][1]["vm_id"])
+        ended = wait_until(lambda: find_ended(client, job), "the job's end")
+        assert ended["state"] == "succeeded", ended["error"]
+        training = [one for one in client.generations(job) if one["kind"] == "training"]
+        losses = {one["step"]: one["loss"] for one in client.metrics(job)}
     assert [len(one["placement"]) for one in training[:2]] == [before, after]
     second = training[1]
     assert second["state_from"] is not None

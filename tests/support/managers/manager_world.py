@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,21 @@ def all_ready(client: Client, count: int) -> bool:
     return sum(vm["state"] == "ready" for vm in client.vms()) >= count
 
 
-def read_document(path: Path) -> dict[str, str] | None:
+@contextmanager
+def start_manager(folder: Path, vms: int, *options: str) -> Iterator[Client]:
+    """A manager with so many local VMs, all of them ready, on free ports; its files are in `folder / "manager"`."""
+    data = folder / "manager"
+    ports = ["--http-port", "0", "--grpc-port", "0"]
+    with DemoProcesses(data) as processes:
+        arguments = ["-m", "varuna_client.cli", "manager", "--data-dir", str(data), *ports, "--vms", str(vms), *options]
+        processes.start(arguments, folder / "manager.log")
+        document = wait_until(lambda: _read_document(data / "manager.json"), "the manager's address")
+        with Client(f"http://{document['http']}", timeout_s=DEADLINE_S) as client:
+            wait_until(lambda: client.is_ready() and all_ready(client, vms), "the manager and its VMs")
+            yield client
+
+
+def _read_document(path: Path) -> dict[str, str] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
