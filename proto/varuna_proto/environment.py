@@ -98,6 +98,10 @@ class WorkerEnvironment:
     """How often lost VMs are expected to send the job back to its checkpoint, from which the worker decides; 0: not
     known."""
     device: str = "cpu"
+    gpu_type: str = ""
+    """The type of the VM's GPUs, as its agent reports it; empty: not known."""
+    zone: str = ""
+    """The VM's zone, within which the network is fast; empty: not known."""
     agent_socket: str = ""
     """The agent's Unix socket; empty: no agent runs this worker."""
     traceparent: str = ""
@@ -183,12 +187,15 @@ class WorkerEnvironment:
             "VARUNA_SCHEDULE": self.plan.policy,
             "VARUNA_RUN_AHEAD": str(self.plan.run_ahead),
             "VARUNA_RECOMPUTE": ",".join(str(int(r)) for r in self.plan.recompute),
+            **({"VARUNA_SHARES": ",".join(map(str, self.plan.shares))} if self.plan.shares else {}),
             "VARUNA_CHECKPOINT_URL": self.checkpoint_url,
             "VARUNA_LOCAL_CHECKPOINT_DIR": self.local_checkpoint_dir,
             "VARUNA_PROFILE_CACHE_URL": self.profile_cache_url,
             "VARUNA_CHECKPOINT_INTERVAL_S": repr(self.checkpoint_interval_s),
             "VARUNA_STOPS_PER_HOUR": repr(self.stops_per_hour),
             "VARUNA_DEVICE": self.device,
+            **({"VARUNA_GPU_TYPE": self.gpu_type} if self.gpu_type else {}),
+            **({"VARUNA_ZONE": self.zone} if self.zone else {}),
             "VARUNA_AGENT_SOCKET": self.agent_socket,
             **({"VARUNA_SECRET": self.secret} if self.secret else {}),
             **({"VARUNA_SECRET_FROM_AGENT": "1"} if self.secret_from_agent else {}),
@@ -234,6 +241,8 @@ class WorkerEnvironment:
             checkpoint_interval_s=_float(environ, "VARUNA_CHECKPOINT_INTERVAL_S"),
             stops_per_hour=_float(environ, "VARUNA_STOPS_PER_HOUR"),
             device=environ.get("VARUNA_DEVICE", "cpu"),
+            gpu_type=environ.get("VARUNA_GPU_TYPE", ""),
+            zone=environ.get("VARUNA_ZONE", ""),
             agent_socket=environ.get("VARUNA_AGENT_SOCKET", ""),
             traceparent=environ.get("TRACEPARENT", ""),
             secret=environ.get("VARUNA_SECRET", ""),
@@ -260,6 +269,7 @@ def _plan(environ: Mapping[str, str], stage_map: StageMap) -> Plan:
         policy=_text(environ, "VARUNA_SCHEDULE"),
         run_ahead=_int(environ, "VARUNA_RUN_AHEAD"),
         recompute=tuple(bool(flag) for flag in _ints(environ, "VARUNA_RECOMPUTE")),
+        shares=_ints(environ, "VARUNA_SHARES"),
     )
 
 

@@ -8,7 +8,7 @@ into `rest` for users.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 __all__ = ["Device", "Plan"]
@@ -45,6 +45,10 @@ class Plan:
     """Predicted; 0: not predicted."""
     memory_bytes: tuple[int, ...] = ()
     """Predicted peak, by stage; empty: not predicted."""
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each replica; empty: as equal as can be."""
+    gpu_types: tuple[str, ...] = ()
+    """By rank, the type of GPU that the rank is planned for, by its VM's `gpu_type`; empty: all GPUs are equal."""
 
     def to_document(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -53,5 +57,9 @@ class Plan:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Plan:
         """The plan of a document that `to_document` made."""
-        tuples = {name: tuple(document[name]) for name in ("stage_starts", "recompute", "memory_bytes")}
+        tuples = {name: tuple(document.get(name, ())) for name in _TUPLES}
         return cls(**{**document, **tuples})
+
+
+_TUPLES = tuple(field.name for field in fields(Plan) if field.default == ())
+"""Documents of earlier versions lack some of them."""

@@ -16,6 +16,6 @@ def make_plan_spec(plan: Plan) -> pb.PlanSpec:
 def parse_plan_spec(spec: pb.PlanSpec) -> Plan:
     """The plan without its predictions. Fields that the manager left empty have the defaults of `Plan`."""
     values = {name: getattr(spec, name) for name in _FIELDS}
-    values["stage_starts"], values["recompute"] = tuple(spec.stage_starts), tuple(spec.recompute)
+    values |= {name: tuple(getattr(spec, name)) for name in ("stage_starts", "recompute", "shares")}
     values["policy"] = spec.policy or Plan.policy
     return Plan(**values)

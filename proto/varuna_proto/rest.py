@@ -79,6 +79,10 @@ class PlanDocument(TypedDict):
     examples_per_s: float
     memory_bytes: list[int]
     """Predicted memory of each stage."""
+    shares: list[int]
+    """The micro-batches of each replica; empty: as equal as can be."""
+    gpu_types: list[str]
+    """For each rank (replica * p + stage), the type of GPU that it is planned for; empty: all GPUs are equal."""
 
 
 @document

@@ -19,6 +19,7 @@ from varuna_planner.documents import parse_document
 
 __all__ = [
     "AllReduceMeasurement",
+    "GpuTypeSpeeds",
     "Link",
     "Links",
     "Measurement",
@@ -37,6 +38,7 @@ _MOST_COUNT = 2**31 - 1
 
 Microseconds = Annotated[float, Field(ge=0, le=_MOST_US, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=_MOST_BYTES)]
+Speed = Annotated[float, Field(gt=1e-6, lt=1e6, allow_inf_nan=False)]
 
 
 class _ProfileRecord(BaseModel):
@@ -106,6 +108,15 @@ class SharedParameter(_ProfileRecord):
     """Of its gradient too."""
 
 
+class GpuTypeSpeeds(_ProfileRecord):
+    """How GPUs of another type than the profile's compute the same sections."""
+
+    gpu_type: Annotated[str, Field(min_length=1)]
+    """Its name, as the agents of its VMs report it."""
+    section_speeds: Annotated[tuple[Speed, ...], Field(min_length=1)]
+    """For each section: the profile's times over the times of this type; above 1 it is faster."""
+
+
 class Link(_ProfileRecord):
     """Between two workers, one way."""
 
@@ -124,6 +135,8 @@ class Links(_ProfileRecord):
     """Between workers on one VM."""
     other_vm: Link = Link(latency_us=200, bandwidth_bytes_per_s=1.25e9)
     """Between workers on different VMs."""
+    other_zone: Link | None = None
+    """Between workers on VMs in different zones; None: as between other VMs."""
 
 
 class AllReduceMeasurement(_ProfileRecord):
@@ -146,8 +159,12 @@ class Profile(_ProfileRecord):
     """Which kind of document this is."""
     environment: dict[str, str] = {}
     """What it was measured on, and when: versions, device names, hosts."""
+    gpu_type: str = ""
+    """The type of GPU whose times it has, as the agents of its VMs report it; empty: not known."""
     sections: Annotated[tuple[SectionProfile, ...], Field(min_length=1)]
     """In the order of the forward."""
+    other_gpu_types: tuple[GpuTypeSpeeds, ...] = ()
+    """The types of GPU that have computed the same sections besides."""
     shared_parameters: tuple[SharedParameter, ...] = ()
     """Tied weights."""
     stage_overhead_us: Microseconds = 0.0
@@ -168,6 +185,15 @@ class Profile(_ProfileRecord):
             raise ValueError(f"sections must be numbered from 0 in order: number {place} is called {indices[place]}")
         if not self.micro_batches:
             raise ValueError("no micro-batch size was measured for every section: calibrate all at the same sizes")
+        types = [self.gpu_type, *(other.gpu_type for other in self.other_gpu_types)]
+        if len(set(types)) != len(types):
+            raise ValueError(f"a type of GPU is there twice: {', '.join(types)}")
+        for other in self.other_gpu_types:
+            if len(other.section_speeds) != len(indices):
+                raise ValueError(
+                    f"GPU type {other.gpu_type} has the speeds of {len(other.section_speeds)} sections, and the model "
+                    f"has {len(indices)}"
+                )
         for shared in self.shared_parameters:
             if not all(0 <= section < len(indices) for section in shared.sections):
                 raise ValueError(f"shared parameter {shared.name}: no such sections {shared.sections}")

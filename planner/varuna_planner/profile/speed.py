@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from varuna_planner.profile.document import Measurement, Profile, SectionProfile
 
-__all__ = ["scale_speed"]
+__all__ = ["scale_speed", "select_gpu_type"]
+
+
+def select_gpu_type(profile: Profile, gpu_type: str, *, assumed_speed: float = 1.0) -> Profile:
+    """The profile with the times of GPUs of this type.
+
+    Args:
+        assumed_speed: of a type that the profile does not know: how many times as fast as the profile's own it is.
+
+    Raises:
+        ValueError: the assumed speed is not positive.
+    """
+    if gpu_type == profile.gpu_type:
+        return profile.model_copy(update={"other_gpu_types": ()})
+    known = next((other for other in profile.other_gpu_types if other.gpu_type == gpu_type), None)
+    if known is None:
+        scaled = scale_speed(profile, assumed_speed)
+    else:
+        sections = tuple(map(_scale_section, profile.sections, known.section_speeds))
+        mean_speed = fmean(known.section_speeds)
+        overhead_us = profile.stage_overhead_us / mean_speed
+        scaled = profile.model_copy(update={"sections": sections, "stage_overhead_us": overhead_us})
+    return scaled.model_copy(update={"gpu_type": gpu_type, "other_gpu_types": ()})
 
 
 def scale_speed(profile: Profile, relative_speed: float) -> Profile:

@@ -5,6 +5,9 @@ Letters: B examples in the global batch, m examples in a micro-batch, M micro-ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 
 def count_micro_batches(global_batch: int, micro_batch: int) -> int:
     """M = ceil(B / m). Raises ValueError when either is less than 1."""
@@ -21,10 +24,14 @@ def micro_batch_sizes(global_batch: int, micro_batch: int) -> tuple[int, ...]:
     return (micro_batch,) * (count - 1) + (global_batch - micro_batch * (count - 1),)
 
 
-def micro_batches(global_batch: int, micro_batch: int, d: int) -> tuple[range, ...]:
+def micro_batches(global_batch: int, micro_batch: int, d: int, shares: Sequence[int] = ()) -> tuple[range, ...]:
     """The micro-batches of each of the d replicas, as ranges of indices into the global batch's M micro-batches.
 
-    The first M mod d replicas run ceil(M/d), the others floor(M/d). Raises ValueError when a replica would get none.
+    Args:
+        shares: how many each replica runs. If empty, the first M mod d replicas run ceil(M/d), the others floor(M/d).
+
+    Raises:
+        ValueError: a replica would get none, or the shares are not those of d replicas that run M.
     """
     count = count_micro_batches(global_batch, micro_batch)
     if d < 1:
@@ -34,7 +41,15 @@ def micro_batches(global_batch: int, micro_batch: int, d: int) -> tuple[range, .
             f"d={d}, but a global batch of {global_batch} has at most {count} micro-batches of {micro_batch}: "
             f"use at most {count} replicas, a smaller micro-batch or a larger global batch"
         )
-    return split_evenly(count, d)
+    if not shares:
+        return split_evenly(count, d)
+    if len(shares) != d or sum(shares) != count or min(shares) < 1:
+        raise ValueError(
+            f"shares {list(shares)} of {d} replicas: give {d} whole numbers of at least 1 whose sum is the {count} "
+            f"micro-batches of {micro_batch} in a global batch of {global_batch}"
+        )
+    ends = tuple(accumulate(shares))
+    return tuple(range(end - share, end) for end, share in zip(ends, shares, strict=True))
 
 
 def split_evenly(count: int, d: int) -> tuple[range, ...]:

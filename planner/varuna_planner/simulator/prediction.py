@@ -86,7 +86,7 @@ def predict_s(profile: Profile, shape: PipelineShape) -> float:
     """
     jitter = Jitter(latency_us=profile.links.other_vm.jitter_us)
     # Otherwise the jitter's mean would count as latency, too.
-    steady = {name: link.model_copy(update={"jitter_us": 0.0}) for name, link in profile.links}
+    steady = {name: link.model_copy(update={"jitter_us": 0.0}) for name, link in profile.links if link}
     profile = profile.model_copy(update={"links": profile.links.model_copy(update=steady)})
     run_ahead = RUN_AHEAD_STAGES * shape.p if shape.run_ahead is None else shape.run_ahead
     found = simulate(pipeline_of(profile, shape), shape.policy, run_ahead=run_ahead, jitter=jitter)

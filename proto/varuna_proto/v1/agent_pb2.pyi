@@ -1846,6 +1846,7 @@ class PlanSpec(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     RUN_AHEAD_FIELD_NUMBER: _builtins.int
     RECOMPUTE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     p: _builtins.int
     """pipeline stages"""
     d: _builtins.int
@@ -1865,6 +1866,10 @@ class PlanSpec(_message.Message):
     def recompute(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """per stage"""
 
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """micro-batches of each replica; empty: as equal as can be"""
+
     def __init__(
         self,
         *,
@@ -1876,10 +1881,11 @@ class PlanSpec(_message.Message):
         policy: _builtins.str = ...,
         run_ahead: _builtins.int = ...,
         recompute: _abc.Iterable[_builtins.bool] | None = ...,
+        shares: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["d", b"d", "global_batch", b"global_batch", "micro_batch", b"micro_batch", "p", b"p", "policy", b"policy", "recompute", b"recompute", "run_ahead", b"run_ahead", "stage_starts", b"stage_starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["d", b"d", "global_batch", b"global_batch", "micro_batch", b"micro_batch", "p", b"p", "policy", b"policy", "recompute", b"recompute", "run_ahead", b"run_ahead", "shares", b"shares", "stage_starts", b"stage_starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

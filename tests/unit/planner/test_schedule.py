@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from schedules import check_schedule, draw_schedule, format_schedule, make_schedule, make_timeline, parse_schedule
 from varuna_planner.cutting.pipeline import Pipeline
 from varuna_planner.schedule.actions import Action
+from varuna_planner.schedule.batching import micro_batches
 from varuna_planner.schedule.policies import (
     NO_TIMING,
     WAIT,
@@ -342,3 +343,14 @@ def test_a_new_process_finds_the_loops_compiled() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[0, 0]"
+
+
+def test_replicas_run_the_shares_that_they_are_given() -> None:
+    assert micro_batches(48, 4, 3, (6, 4, 2)) == (range(6), range(6, 10), range(10, 12))
+    assert micro_batches(48, 4, 3, ()) == micro_batches(48, 4, 3)
+
+
+@pytest.mark.parametrize("shares", [(6, 6), (6, 4, 1), (12, 0, 0), (-1, 12, 1)])
+def test_shares_that_do_not_cover_the_global_batch_are_refused(shares: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="give 3 whole numbers of at least 1 whose sum is the 12 micro-batches"):
+        micro_batches(48, 4, 3, shares)

@@ -25,9 +25,11 @@ PLAN = Plan(
     predicted_minibatch_s=1.5,
     examples_per_s=32.0,
     memory_bytes=(10, 20),
+    shares=(6, 4, 2),
+    gpu_types=("V100", "A100", "V100", "A100", "V100", "A100"),
 )
-SENT = replace(PLAN, predicted_minibatch_s=0.0, examples_per_s=0.0, memory_bytes=())
-"""Workers need no predictions."""
+SENT = replace(PLAN, predicted_minibatch_s=0.0, examples_per_s=0.0, memory_bytes=(), gpu_types=())
+"""Workers need neither predictions nor the types of GPUs."""
 
 
 def test_every_field_of_the_example_differs_from_its_default() -> None:
@@ -37,6 +39,11 @@ def test_every_field_of_the_example_differs_from_its_default() -> None:
 
 def test_a_plan_comes_back_from_its_document() -> None:
     assert Plan.from_document(PLAN.to_document()) == PLAN
+
+
+def test_a_document_of_an_earlier_version_lacks_what_came_later() -> None:
+    document = {name: value for name, value in PLAN.to_document().items() if name not in ("shares", "gpu_types")}
+    assert Plan.from_document(document) == replace(PLAN, shares=(), gpu_types=())
 
 
 def test_a_plan_comes_back_from_its_message_without_predictions() -> None:
