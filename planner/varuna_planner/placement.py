@@ -107,8 +107,8 @@ def place_by_type(
         return tuple(placed)
     found: dict[int, Device] = {}
     first = 0
-    for gpu_type, alike in groupby(rows[0]):
-        p = len(list(alike))
+    for gpu_type, run in groupby(rows[0]):
+        p = len(list(run))
         free = [device for device in by_type[gpu_type] if device not in found.values()]
         for number, device in enumerate(_place(_Stages(p, first, plan.p, old_stage, old_p), plan.d, free, zones)):
             found[number // p * plan.p + first + number % p] = device

@@ -5,15 +5,18 @@ Letters: P stages, D replicas, G GPUs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, permutations
+from itertools import combinations, groupby, permutations
 
+from varuna_planner.schedule.batching import micro_batches
 from varuna_planner.search.pins import Pins
+from varuna_proto.plan import Plan
 from varuna_proto.wording import count_of
 
-__all__ = ["Layout", "describe_layout", "list_layouts"]
+__all__ = ["Layout", "describe_gpu_types", "list_layouts"]
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,27 @@ def _list_by_stage(
             yield Layout(p, (), tuple((name, stages[name]) for name in order), d)
 
 
-def describe_layout(layout: Layout, shares: Sequence[int]) -> str:
-    """The types in words, with what each of their replicas or stages has."""
-    if layout.stages:
-        parts = [f"{count_of(count, 'stage')} of {gpu_type}" for gpu_type, count in layout.stages]
-        return f"{', then '.join(parts)}, in each replica"
-    texts, replica = [], 0
-    for gpu_type, count in layout.replicas:
-        sizes = sorted(set(shares[replica : replica + count]))
-        replica += count
-        run = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        texts.append(f"{count_of(count, 'replica')} of {gpu_type} ({run} micro-batches each)")
-    return " and ".join(texts)
+def describe_gpu_types(plan: Plan) -> str:
+    """Which types run what in a plan, in words; empty: all its GPUs are of one type."""
+    if len(set(plan.gpu_types)) < 2:
+        return ""
+    rows = [plan.gpu_types[replica * plan.p : (replica + 1) * plan.p] for replica in range(plan.d)]
+    if all(len(set(row)) == 1 for row in rows):
+        runs = micro_batches(plan.global_batch, plan.micro_batch, plan.d, plan.shares)
+        sizes: dict[str, list[int]] = {}
+        for row, run in zip(rows, runs, strict=True):
+            sizes.setdefault(row[0], []).append(len(run))
+        return " and ".join(
+            f"{count_of(len(each), 'replica')} of {gpu_type} ({_render_range(each)} micro-batches each)"
+            for gpu_type, each in sizes.items()
+        )
+    if len(set(rows)) > 1:
+        counts = Counter(plan.gpu_types)
+        return " and ".join(f"{count_of(count, 'GPU')} of {gpu_type}" for gpu_type, count in counts.items())
+    stages = [f"{count_of(len(list(run)), 'stage')} of {gpu_type}" for gpu_type, run in groupby(rows[0])]
+    return f"{', then '.join(stages)} in each replica"
+
+
+def _render_range(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return str(least) if least == most else f"{least} to {most}"

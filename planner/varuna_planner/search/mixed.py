@@ -33,7 +33,7 @@ from varuna_planner.schedule.batching import count_micro_batches, micro_batches
 from varuna_planner.schedule.policies import Policy
 from varuna_planner.search.auto_config import PlanChoice, choose_plan, list_micro_batches
 from varuna_planner.search.candidates import PlanCandidate
-from varuna_planner.search.layouts import Layout, describe_layout, list_layouts
+from varuna_planner.search.layouts import Layout, describe_gpu_types, list_layouts
 from varuna_planner.search.pins import NO_PINS, Pins
 from varuna_planner.simulator.simulation import simulate
 from varuna_proto.plan import Plan
@@ -120,14 +120,14 @@ def choose_mixed_plan(
     of_one = [replace(one, reason=f"all {first}: {one.reason}") for one in best_alone.candidates[:_CANDIDATES]]
     candidates = (*_list_candidates(mixed), *of_one)
     if mixed and mixed[0][1].examples_per_s >= least:
-        layout, plan = mixed[0]
+        _, plan = mixed[0]
         instead = (
             f", instead of {render_rate(_rate(best_alone))} on {first} alone"
             if best_alone.best is not None
             else f"; no type alone suffices: {best_alone.reason}"
         )
         reason = (
-            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}, over {describe_layout(layout, plan.shares)}: "
+            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}, over {describe_gpu_types(plan)}: "
             f"{render_rate(plan.examples_per_s)} examples/s predicted{instead}"
         )
         return MixedChoice(best=plan, candidates=candidates, reason=reason)
@@ -170,14 +170,14 @@ def _rate(choice: PlanChoice) -> float:
 
 
 def _list_candidates(mixed: Sequence[tuple[Layout, Plan]]) -> Iterator[PlanCandidate]:
-    for layout, plan in mixed:
+    for _, plan in mixed:
         yield PlanCandidate(
             p=plan.p,
             d=plan.d,
             micro_batch=plan.micro_batch,
             predicted_minibatch_s=plan.predicted_minibatch_s,
             fits=True,
-            reason=f"mixed: {describe_layout(layout, plan.shares)}",
+            reason=f"mixed: {describe_gpu_types(plan)}",
         )
 
 
