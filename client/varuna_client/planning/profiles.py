@@ -166,7 +166,7 @@ def profile_document(profile: Profile, micro_batch: int) -> dict[str, Any]:
         "sections": rows,
         "stage_overhead_us": profile.stage_overhead_us,
         "shared_parameters": [shared.model_dump() for shared in profile.shared_parameters],
-        "links": {name: link.model_dump() for name, link in profile.links},
+        "links": {name: link.model_dump() for name, link in profile.links if link is not None},
         "all_reduce": [measured.model_dump() for measured in profile.all_reduce],
     }
 

@@ -56,17 +56,24 @@ class ShapeQuestion:
         return profile, sizes, pins, self.margin.limit_device(self.device_memory_bytes), self.gpus_per_vm
 
     def choose_shape(
-        self, gpus: int, pins: Pins | None = None, types: Sequence[GpuCount] = ()
+        self,
+        gpus: int,
+        pins: Pins | None = None,
+        types: Sequence[GpuCount] = (),
+        zones: Sequence[int] = (),
     ) -> PlanChoice | MixedChoice:
         """The best plan for this many GPUs, with the job's own pins if no others are given. Runs in a thread.
 
-        `types`: the GPUs by type; empty: all are equal, as far as that is known.
+        Args:
+            types: the GPUs by type; empty: all are equal, as far as that is known.
+            zones: the GPUs of each zone; empty: all are in one. Not read where there are several types.
 
         A job whose random numbers depend on the size of the micro-batches keeps the size with which it has trained.
         Raises ValueError when no fleet would suffice.
         """
-        from varuna_planner.search.auto_config import Pins, choose_plan
+        from varuna_planner.search.auto_config import Pins
         from varuna_planner.search.mixed import choose_mixed_plan
+        from varuna_planner.search.zones import choose_plan_in_zones
 
         wanted, profile = self.spec.plan, parsed_profile(self.profile_json)
         micro_batch, kept_for = wanted.micro_batch, ""
@@ -74,23 +81,24 @@ class ShapeQuestion:
             kept_for = profile.micro_batch_kept_for
             micro_batch = self.trained_micro_batch if kept_for else None
         pins = pins or Pins(p=wanted.p, d=wanted.d, micro_batch=micro_batch)
+        typed = self.list_typed_gpus(types)
         choice: PlanChoice | MixedChoice
-        if types:
+        if len(typed) > 1:
             choice = choose_mixed_plan(
-                self.list_typed_gpus(types),
-                global_batch=self.spec.global_batch,
-                gpus_per_vm=self.gpus_per_vm,
-                pins=pins,
+                typed, global_batch=self.spec.global_batch, gpus_per_vm=self.gpus_per_vm, pins=pins
             )
         else:
-            choice = choose_plan(
-                profile,
-                gpus=gpus,
+            choice = choose_plan_in_zones(
+                typed[0].profile if typed else profile,
+                zones or (gpus,),
                 global_batch=self.spec.global_batch,
                 device_memory_bytes=self.margin.limit_device(self.device_memory_bytes),
                 gpus_per_vm=self.gpus_per_vm,
                 pins=pins,
             )
+            if typed and choice.best is not None:
+                gpu_types = (typed[0].gpu_type,) * (choice.best.p * choice.best.d)
+                choice = replace(choice, best=replace(choice.best, gpu_types=gpu_types))
         if kept_for:
             why = f"; the micro-batch stays {micro_batch}, because random numbers depend on it: {kept_for}"
             choice = replace(choice, reason=choice.reason + why)

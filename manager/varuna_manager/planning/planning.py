@@ -97,6 +97,11 @@ class PlanQuestion(ShapeQuestion):
             memories.setdefault(each.gpu_type, []).extend([each.memory_bytes] if each.memory_bytes else [])
         return tuple(GpuCount(name, count, min(memories[name], default=None)) for name, count in sorted(counts.items()))
 
+    def count_zones(self, devices: Iterable[Device]) -> tuple[int, ...]:
+        """The number of devices in each zone; empty: all are in one."""
+        zones = dict(self.zones)
+        return tuple(Counter(zones.get(device.vm_id, "") for device in devices).values()) if zones else ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileCheck:
@@ -202,8 +207,8 @@ def _answer(question: PlanQuestion) -> Proposal:
 
 
 def _choose(question: PlanQuestion) -> Proposal:
-    types = question.count_types(question.devices)
-    choice = question.choose_shape(len(question.devices), types=types)
+    types, zones = question.count_types(question.devices), question.count_zones(question.devices)
+    choice = question.choose_shape(len(question.devices), types=types, zones=zones)
     candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
     if choice.best is None:
         # A job that keeps its micro-batch waits for VMs on which it can.
@@ -235,7 +240,7 @@ def _predict_present(question: PlanQuestion, now: Plan) -> float | None:
         took_s = predict_mixed_s(now, question.list_typed_gpus(types), gpus_per_vm=question.gpus_per_vm)
         return None if math.isinf(took_s) else now.global_batch / took_s
     pins = Pins(p=now.p, d=now.d, micro_batch=now.micro_batch)
-    same = question.choose_shape(now.p * now.d, pins).best
+    same = question.choose_shape(now.p * now.d, pins, zones=question.count_zones(question.previous)).best
     return same.examples_per_s if same is not None else None
 
 
@@ -253,6 +258,7 @@ def _propose_keeping(question: PlanQuestion) -> Proposal | None:
             len(question.survivors),
             Pins(p=wanted.p, d=wanted.d, micro_batch=question.kept_micro_batch),
             question.count_types(question.survivors),
+            question.count_zones(question.survivors),
         ).best
     except ValueError:  # no fleet would suffice for it
         return None
