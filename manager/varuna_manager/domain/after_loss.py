@@ -14,7 +14,7 @@ from varuna_manager.domain.better_shape import count_vms, gpu_limit, predict_lif
 from varuna_manager.domain.holders import find_holders
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import find_movers
-from varuna_manager.domain.reshaping import count_kept_replicas, may_gain_elsewhere, plan_reshape
+from varuna_manager.domain.reshaping import count_kept_replicas, list_kept_replicas, may_gain_elsewhere, plan_reshape
 from varuna_planner.liveput.morph_cost import MARKS_S, MorphCost, MorphKind, ShapeOption, choose_shape
 from varuna_proto.plan import Plan
 
@@ -116,8 +116,11 @@ def predict_kept_examples(job: JobView, ended: GenerationView) -> float:
     """
     plan = ended.plan
     assert plan is not None
-    share, complete = plan.global_batch / plan.d, count_kept_replicas(plan, ended.workers)
-    kept = complete * share
+    share = plan.global_batch / plan.d
+    kept = sum(
+        plan.shares[replica] * plan.micro_batch if plan.shares else share
+        for replica in list_kept_replicas(plan, ended.workers)
+    )
     if not job.copies_shares or (plan.d < 2 and not ended.keepers):
         return kept
     return kept + _count_marked_replicas(plan, ended) * share * _predict_marked_part(plan, ended)

@@ -73,11 +73,15 @@ def may_reshape(generation: GenerationView) -> bool:
     return not is_vain or generation.end_cause in LOSES_RANKS
 
 
-def count_kept_replicas(plan: Plan, workers: Sequence[WorkerView]) -> int:
+def list_kept_replicas(plan: Plan, workers: Sequence[WorkerView]) -> list[int]:
     """Replicas that have lost no worker, and so have finished their share of the step under way."""
     left = [worker for worker in workers if worker.held_step is not None and worker.cause not in _LEAVES_NO_PROCESS]
     whole = Counter(worker.rank // plan.p for worker in left)
-    return sum(count == plan.p for count in whole.values())
+    return sorted(replica for replica, count in whole.items() if count == plan.p)
+
+
+def count_kept_replicas(plan: Plan, workers: Sequence[WorkerView]) -> int:
+    return len(list_kept_replicas(plan, workers))
 
 
 def may_gain_elsewhere(generation: GenerationView | None) -> bool:

@@ -53,20 +53,21 @@ def micro_batches(global_batch: int, micro_batch: int, d: int, shares: Sequence[
     return tuple(range(end - share, end) for end, share in zip(ends, shares, strict=True))
 
 
-def apportion(count: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`count` things in shares of at least 1, in proportion to the weights as nearly as can be (largest remainders).
+def apportion(count: int, weights: Sequence[float], *, least: int = 1) -> tuple[int, ...]:
+    """`count` things in shares of at least `least`, in proportion to the weights as nearly as can be: what is left over
+    goes to the largest remainders; of equal ones, to the first.
 
-    Raises ValueError when there are fewer things than weights, or a weight is not above 0.
+    Raises ValueError when there are too few things, or a weight is not above 0.
     """
-    if count < len(weights) or min(weights, default=0) <= 0:
-        raise ValueError(f"{count} things cannot have shares of {list(weights)}, each of at least 1")
+    if count < least * len(weights) or min(weights, default=0) <= 0:
+        raise ValueError(f"{count} things cannot have shares of {list(weights)}, each of at least {least}")
     quotas = [count * weight / sum(weights) for weight in weights]
-    shares = [max(1, floor(quota)) for quota in quotas]
-    # Those that lie furthest below their quotas get one more; those furthest above give one back, if they have two.
+    shares = [max(least, floor(quota)) for quota in quotas]
+    # Those that lie furthest below their quotas get one more; those furthest above give one back, if they may.
     while sum(shares) < count:
         shares[max(range(len(shares)), key=lambda i: (quotas[i] - shares[i], -i))] += 1
     while sum(shares) > count:
-        shares[max((i for i in range(len(shares)) if shares[i] > 1), key=lambda i: shares[i] - quotas[i])] -= 1
+        shares[max((i for i in range(len(shares)) if shares[i] > least), key=lambda i: shares[i] - quotas[i])] -= 1
     return tuple(shares)
 
 

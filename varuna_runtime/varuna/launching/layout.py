@@ -95,9 +95,10 @@ class RankLayout:
 
 
 def make_script_arguments(environment: WorkerEnvironment, resume_step: int | None) -> list[str]:
-    """The arguments of scripts that ask for their rank and sizes; `--batch-size` is one replica's share of the batch.
+    """The arguments of scripts that ask for their rank and sizes; `--batch-size` is one replica's part of the batch.
 
-    Raises LaunchError when the replicas' shares differ: such a script multiplies its share by D.
+    It is the same for all, whatever shares the plan gives them: such a script multiplies it by D. Raises LaunchError
+    when the batch is no multiple of D.
     """
     plan = environment.plan
     share, rest = divmod(plan.global_batch, plan.d)
@@ -106,12 +107,6 @@ def make_script_arguments(environment: WorkerEnvironment, resume_step: int | Non
             f"batch_size {plan.global_batch} is not a multiple of the {plan.d} replicas, but the script's "
             "--batch-size is the same for all: choose another batch_size, or, if the script takes its sizes from "
             "the environment, add --no_arguments"
-        )
-    if len(set(plan.shares)) > 1:
-        raise LaunchError(
-            f"the replicas run {', '.join(map(str, plan.shares))} micro-batches, but the script's --batch-size "
-            "is the same for all: use GPUs of one type, or, if the script takes its sizes from the "
-            "environment, add --no_arguments"
         )
     arguments = [
         f"--rank={environment.rank}",

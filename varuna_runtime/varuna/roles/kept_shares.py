@@ -16,6 +16,7 @@ from itertools import accumulate
 from varuna.copies.share_marks import MarkKey, ShareMark
 from varuna.pipeline.pass_state import PassResult
 from varuna.roles.moved_sums import SumsPlan
+from varuna_planner.schedule.batching import apportion
 
 __all__ = ["KeptShare", "Sections", "StepRest", "SumsChoice", "choose_sums", "deal_micro_batches", "find_complete"]
 
@@ -79,14 +80,8 @@ def find_complete(
 
 def deal_micro_batches(numbers: Sequence[int], shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The numbers in runs, one for each replica, whose lengths are in proportion to the replicas' shares of a step.
-
-    What is left over goes to the largest remainders; of equal ones, to the first replicas. Runs may be empty.
-    """
-    count, whole = len(numbers), sum(shares)
-    lengths = [count * share // whole for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda replica: -(count * shares[replica] % whole))
-    for replica in by_remainder[: count - sum(lengths)]:
-        lengths[replica] += 1
+    Runs may be empty."""
+    lengths = apportion(len(numbers), shares, least=0)
     ends = accumulate(lengths)
     return tuple(tuple(numbers[end - length : end]) for end, length in zip(ends, lengths, strict=True))
 
