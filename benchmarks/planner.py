@@ -1,7 +1,7 @@
-"""How fast a plan is found; how true its prediction is; the paper's models.
+"""How fast a plan is found; how true its prediction is; the paper's models; GPUs of several types.
 
     python benchmarks/planner.py speed --json
-    python benchmarks/planner.py accuracy | paper | all
+    python benchmarks/planner.py accuracy | paper | mixed | all
 
 `speed`: `choose_plan` on one thread for models of equal transformer blocks with tied embeddings, 16 GiB devices on a 10
 Gb/s network unless the row says otherwise. Every round makes its plan from the profile object alone; numba's cache is
@@ -30,7 +30,7 @@ from varuna_planner.profile.document import Link, Links, Measurement, Profile, S
 from varuna_planner.search.auto_config import choose_plan
 
 GIB = 2**30
-PARTS = ("speed", "accuracy", "paper")
+PARTS = ("speed", "accuracy", "paper", "mixed")
 SEQUENCE, VOCABULARY = 1024, 50257
 FLOP_PER_US, LAUNCH_US = 60e6, 150.0
 """The speed of a device, and the fixed time of a section."""

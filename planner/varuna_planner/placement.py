@@ -13,10 +13,37 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
-from varuna_proto.plan import Device
+from varuna_proto.plan import Device, Plan
 
-__all__ = ["place", "share_replicas"]
+__all__ = ["place", "place_by_type", "share_replicas"]
+
+
+class _Stages(NamedTuple):
+    """The stages that are placed, and where the devices had theirs. Stages count as equal parts of the model."""
+
+    p: int
+    """The number of stages that are placed."""
+    first: int
+    """The first of them in the model."""
+    of: int
+    """Stages of the model."""
+    old: Mapping[Device, int]
+    """The stage that each device had before."""
+    old_p: int
+
+    def find_old(self, device: Device) -> int:
+        """-1: it had none."""
+        return self.old.get(device, -1)
+
+    def compute_overlap(self, old: int, rank: int) -> float:
+        """The part of the model that an old stage (-1: none) and the stage of a rank share."""
+        if old < 0:
+            return 0.0
+        new = self.first + rank % self.p
+        return max(0.0, min((old + 1) / self.old_p, (new + 1) / self.of) - max(old / self.old_p, new / self.of))
 
 
 def place(
@@ -40,13 +67,64 @@ def place(
     Raises:
         ValueError: there are fewer devices than ranks, or one is named twice.
     """
+    old_p = previous_p or plan_p
+    old_stage = {device: rank % old_p for device, rank in (previous or {}).items()}
+    return _place(_Stages(plan_p, 0, plan_p, old_stage, old_p), plan_d, devices, zones)
+
+
+def place_by_type(
+    plan: Plan,
+    devices: Sequence[Device],
+    gpu_types: Mapping[str, str],
+    previous: Mapping[Device, int] | None = None,
+    *,
+    previous_p: int | None = None,
+    zones: Mapping[str, str] | None = None,
+) -> tuple[Device, ...]:
+    """The device of each rank of a plan with `gpu_types`: of the type that the plan names for it.
+
+    Args:
+        plan: its types differ by replica, or by stage and then alike in all replicas.
+        devices: the free devices, in any order.
+        gpu_types: the type of each VM's GPUs.
+        previous, previous_p, zones: as of `place`.
+
+    Raises:
+        ValueError: there are fewer devices of a type than the plan needs, or one is named twice.
+    """
+    old_p = previous_p or plan.p
+    old_stage = {device: rank % old_p for device, rank in (previous or {}).items()}
+    by_type: defaultdict[str, list[Device]] = defaultdict(list)
+    for device in devices:
+        by_type[gpu_types.get(device.vm_id, "")].append(device)
+    rows = [plan.gpu_types[replica * plan.p : (replica + 1) * plan.p] for replica in range(plan.d)]
+    if all(len(set(row)) == 1 for row in rows):
+        stages = _Stages(plan.p, 0, plan.p, old_stage, old_p)
+        placed: list[Device] = []
+        for gpu_type, alike in groupby(rows, key=lambda row: row[0]):
+            free = [device for device in by_type[gpu_type] if device not in placed]
+            placed += _place(stages, len(list(alike)), free, zones)
+        return tuple(placed)
+    found: dict[int, Device] = {}
+    first = 0
+    for gpu_type, run in groupby(rows[0]):
+        p = len(list(run))
+        free = [device for device in by_type[gpu_type] if device not in found.values()]
+        for number, device in enumerate(_place(_Stages(p, first, plan.p, old_stage, old_p), plan.d, free, zones)):
+            found[number // p * plan.p + first + number % p] = device
+        first += p
+    return tuple(found[rank] for rank in range(plan.p * plan.d))
+
+
+def _place(
+    stages: _Stages, plan_d: int, devices: Sequence[Device], zones: Mapping[str, str] | None
+) -> tuple[Device, ...]:
+    plan_p = stages.p
     ranks = plan_p * plan_d
     if len(set(devices)) != len(devices):
         raise ValueError("a device is named twice")
     if len(devices) < ranks:
         raise ValueError(f"{plan_p}×{plan_d} needs {ranks} devices and there are {len(devices)}")
-    old_p = previous_p or plan_p
-    old_stage = {device: rank % old_p for device, rank in (previous or {}).items()}
     free: dict[str, set[Device]] = {}
     for device in devices:
         free.setdefault("" if zones is None else zones.get(device.vm_id, ""), set()).add(device)
@@ -56,12 +134,12 @@ def place(
         """Give the next ranks to devices of the zone."""
         first = len(placed)
         for vms, runs in _list_runs(free[zone], range(first, first + count)):
-            for vm, run in _match_runs(vms, runs, plan_p, old_p, old_stage):
-                placed.update(_take_devices(vm, run, plan_p, old_p, old_stage))
+            for vm, run in _match_runs(vms, runs, stages):
+                placed.update(_take_devices(vm, run, stages))
         free[zone] -= set(placed.values())
 
     sizes = {zone: len(those) for zone, those in free.items()}
-    held = {zone: len(those & (previous or {}).keys()) for zone, those in free.items()}
+    held = {zone: len(those & stages.old.keys()) for zone, those in free.items()}
     for zone, replicas in share_replicas(plan_p, plan_d, sizes, held).items():
         fill(zone, replicas * plan_p)
     for zone in sorted(free, key=lambda zone: (-len(free[zone]), zone)):
@@ -107,17 +185,15 @@ def _list_runs(devices: Collection[Device], ranks: range) -> list[tuple[list[lis
     return groups
 
 
-def _match_runs(
-    vms: list[list[Device]], runs: list[range], p: int, old_p: int, old_stage: Mapping[Device, int]
-) -> list[tuple[list[Device], range]]:
+def _match_runs(vms: list[list[Device]], runs: list[range], stages: _Stages) -> list[tuple[list[Device], range]]:
     """Pairs runs with VMs, best overlap first. VMs that held the same stages are interchangeable, as are equal runs."""
     vms_like: defaultdict[tuple[int, ...], list[list[Device]]] = defaultdict(list)
     for vm in reversed(vms):
-        vms_like[tuple(old_stage.get(device, -1) for device in vm)].append(vm)
+        vms_like[tuple(stages.find_old(device) for device in vm)].append(vm)
     runs_like: defaultdict[tuple[int, int], list[range]] = defaultdict(list)
     for run in reversed(runs):
-        runs_like[run[0] % p, len(run)].append(run)
-    kept = [(-_kept_share(held, like, p, old_p), like, held) for held in vms_like for like in runs_like]
+        runs_like[run[0] % stages.p, len(run)].append(run)
+    kept = [(-_kept_share(held, like, stages), like, held) for held in vms_like for like in runs_like]
     pairs = []
     for _, like, held in sorted(kept):
         while vms_like[held] and runs_like[like]:
@@ -125,33 +201,24 @@ def _match_runs(
     return pairs
 
 
-def _kept_share(held: tuple[int, ...], like: tuple[int, int], p: int, old_p: int) -> float:
+def _kept_share(held: tuple[int, ...], like: tuple[int, int], stages: _Stages) -> float:
     """The part of the model that stays in place when a VM takes the run (first stage, length)."""
     stage, length = like
     free = list(held)
     total = 0.0
-    for offset in range(length):
-        best = max(free, key=lambda old: _compute_overlap(old, old_p, (stage + offset) % p, p))
-        total += _compute_overlap(best, old_p, (stage + offset) % p, p)
+    for rank in range(stage, stage + length):
+        best = max(free, key=lambda old: stages.compute_overlap(old, rank))
+        total += stages.compute_overlap(best, rank)
         free.remove(best)
     return total
 
 
-def _take_devices(
-    vm: list[Device], run: range, p: int, old_p: int, old_stage: Mapping[Device, int]
-) -> dict[int, Device]:
+def _take_devices(vm: list[Device], run: range, stages: _Stages) -> dict[int, Device]:
     """The VM's devices for a run of ranks."""
     free = list(vm)
     placed = {}
     for rank in run:
-        device = max(free, key=lambda d: (_compute_overlap(old_stage.get(d, -1), old_p, rank % p, p), -d.local_rank))
+        device = max(free, key=lambda d: (stages.compute_overlap(stages.find_old(d), rank), -d.local_rank))
         free.remove(device)
         placed[rank] = device
     return placed
-
-
-def _compute_overlap(old: int, old_p: int, new: int, p: int) -> float:
-    """The part of the model that an old stage of old_p (-1: none) and a new one of p share, if stages are equal."""
-    if old < 0:
-        return 0.0
-    return max(0.0, min((old + 1) / old_p, (new + 1) / p) - max(old / old_p, new / p))

@@ -57,7 +57,7 @@ class Plan:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Plan:
         """The plan of a document that `to_document` made."""
-        tuples = {name: tuple(document.get(name, ())) for name in _TUPLES}
+        tuples = {name: tuple(document[name]) for name in _TUPLES if name in document}
         return cls(**{**document, **tuples})
 
 

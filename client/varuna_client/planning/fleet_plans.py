@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,31 @@ class FleetQuestion:
     options: Mapping[str, Any]
     """Further arguments of `choose_plan`."""
 
+    mixes_types: bool = True
+    """Whether the job may train on GPUs of several types at a time."""
+
     @property
     def vms(self) -> int:
         return -(-self.gpus // self.gpus_per_vm)
+
+    def choose_mixed(self, gpus: Mapping[str, int], speeds: Mapping[str, float]) -> Plan | str:
+        """The best plan for GPUs of several types, given their numbers and relative speeds, or why there is none."""
+        from varuna_planner.profile.speed import scale_speed
+        from varuna_planner.search.mixed import TypedGpus, choose_mixed_plan
+
+        options = dict(self.options)
+        memory = options.pop("device_memory_bytes")
+        groups = [
+            TypedGpus(
+                gpu_type=gpu_type,
+                gpus=count,
+                profile=scale_speed(self.profile, speeds[gpu_type]),
+                device_memory_bytes=memory,
+            )
+            for gpu_type, count in gpus.items()
+        ]
+        found = choose_mixed_plan(groups, gpus_per_vm=self.gpus_per_vm, **options)
+        return found.reason if found.best is None else found.best
 
     def choose(self, gpus: int, relative_speed: float) -> Plan | str:
         """The best plan for so many GPUs of this speed, or why there is none."""
@@ -70,13 +93,15 @@ def read_fleet(path: Path) -> Sequence[PoolTerms]:
 
 def plan_fleet(pools: Sequence[PoolTerms], question: FleetQuestion) -> dict[str, Any]:
     """What --json prints. Raises UserError if no pool may have VMs, or the chosen ones fit no plan."""
+    from varuna_planner.search.layouts import describe_gpu_types
+
     views = [_make_view(terms, question) for terms in pools]
     choice = _choose_mix(views, question)
     mix = [view for view in views if view.name in choice.counts]
     if not mix:
         raise UserError(f"no VM can be asked for ({choice.reason}): raise max_vms of a pool")
     vms = sum(choice.counts.values())
-    best = question.choose(min(vms * question.gpus_per_vm, question.gpus), min(v.terms.relative_speed for v in mix))
+    best = _plan_mix(mix, choice.counts, question)
     if isinstance(best, str):
         raise UserError(f"the {vms} VMs that would be asked for fit no plan: {best}")
     cost = sum(view.price_per_hour * choice.counts[view.name] for view in mix)
@@ -92,9 +117,27 @@ def plan_fleet(pools: Sequence[PoolTerms], question: FleetQuestion) -> dict[str,
             **shape_document(best, len(question.profile.sections)),
             "predicted_minibatch_s": best.predicted_minibatch_s,
             "examples_per_s": best.examples_per_s,
+            "shares": list(best.shares),
+            "gpu_types": list(best.gpu_types),
+            "types": describe_gpu_types(best),
         },
         "replicas_by_zone": _share_out(best, mix, choice.counts, question.gpus_per_vm),
     }
+
+
+def _plan_mix(mix: Sequence[PoolView], counts: Mapping[str, int], question: FleetQuestion) -> Plan | str:
+    """The plan of the VMs that would be asked for."""
+    gpus: dict[str, int] = {}
+    speeds: dict[str, float] = {}
+    left = question.gpus
+    for view in mix:
+        count = min(counts[view.name] * question.gpus_per_vm, left)
+        left -= count
+        gpus[view.gpu_type] = gpus.get(view.gpu_type, 0) + count
+        speeds[view.gpu_type] = min(speeds.get(view.gpu_type, inf), view.terms.relative_speed)
+    if len(gpus) > 1:
+        return question.choose_mixed(gpus, speeds)
+    return question.choose(sum(gpus.values()), min(speeds.values()))
 
 
 def _make_view(terms: PoolTerms, question: FleetQuestion) -> PoolView:
@@ -113,7 +156,8 @@ def _choose_mix(views: Sequence[PoolView], question: FleetQuestion) -> PoolChoic
     """As the manager would, with no VM there."""
     from varuna_manager.domain.pool_choice import PoolConditions, choose_pools
 
-    return choose_pools(0.0, question.vms, views, PoolConditions(join_s=_JOIN_S, stop_s=_STOP_S))
+    conditions = PoolConditions(join_s=_JOIN_S, stop_s=_STOP_S, mixes_types=question.mixes_types)
+    return choose_pools(0.0, question.vms, views, conditions)
 
 
 def _describe_pool(view: PoolView, choice: PoolChoice, question: FleetQuestion) -> dict[str, Any]:
@@ -174,6 +218,7 @@ def fleet_page(document: dict[str, Any]) -> RenderableType:
         f"{best['predicted_minibatch_s']:.4g} s per mini-batch, {best['examples_per_s']:.4g} examples/s, "
         f"${mix['price_per_hour']:.4g} an hour, ${mix['dollars_per_million_examples']:.4g} per million examples"
     )
+    types = [Text(f"over {best['types']}")] if best["types"] else []
     zones = ", ".join(f"{count} in {zone}" for zone, count in document["replicas_by_zone"].items())
     heads = ("POOL", "ZONE", "GPU", "SPEED", "$/H", "VMS", "P×D", "EX/S", "$/M EX", "CHOSEN")
     table = Table(*heads, box=None, pad_edge=False)
@@ -192,5 +237,5 @@ def fleet_page(document: dict[str, Any]) -> RenderableType:
             str(pool["chosen_vms"]),
         )
     none = [Text(f"{pool['name']}: {pool['why_none']}") for pool in document["pools"] if pool["why_none"] is not None]
-    lines = [Text(f"asking for {mix['reason']}"), Text(f"replicas that lie whole in a zone: {zones}")]
+    lines = [*types, Text(f"asking for {mix['reason']}"), Text(f"replicas that lie whole in a zone: {zones}")]
     return Group(Text(head, style="bold"), *lines, "", table, *none, "", stages_table(best["stages"]))

@@ -168,7 +168,7 @@ def profile_document(profile: Profile, micro_batch: int) -> dict[str, Any]:
         "sections": rows,
         "stage_overhead_us": profile.stage_overhead_us,
         "shared_parameters": [shared.model_dump() for shared in profile.shared_parameters],
-        "links": {name: None if link is None else link.model_dump() for name, link in profile.links},
+        "links": {name: link.model_dump() for name, link in profile.links if link is not None},
         "all_reduce": [measured.model_dump() for measured in profile.all_reduce],
     }
 
@@ -195,8 +195,6 @@ def profile_page(document: dict[str, Any]) -> RenderableType:
         speeds = slowest if slowest == fastest else f"{slowest} to {fastest}"
         head.add_row("other type", f"{other['gpu_type']}, {speeds} times as fast")
     for name, link in document["links"].items():
-        if link is None:
-            continue
         head.add_row(
             name.replace("_", " "),
             f"{link['latency_us']:.4g} µs + {link['jitter_us']:.3g} µs of jitter, "

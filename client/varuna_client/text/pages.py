@@ -121,6 +121,8 @@ def _make_head(parts: JobParts, now: datetime) -> Table:
     plan = job.get("plan")
     if plan:
         head.add_row("shape", f"{_render_shape(plan['p'], plan['d'])}, micro-batch {plan['micro_batch']}")
+        if types := _describe_gpu_types(plan):
+            head.add_row("GPU types", types)
     total = total_steps(spec)
     steps = f"{job['step']} of {total[0]} ({total[1]})" if total else str(job["step"])
     begun = _find_first_resumed_step(parts.generations)
@@ -158,6 +160,13 @@ def _find_first_resumed_step(generations: Iterable[GenerationDocument]) -> int |
 def _render_shape(p: int, d: int) -> str:
     stages = "1 stage" if p == 1 else f"{p} stages"
     return f"{shape(p, d)} ({stages} × {d} replica{'' if d == 1 else 's'})"
+
+
+def _describe_gpu_types(plan: Mapping[str, Any]) -> str:
+    from varuna_planner.search.layouts import describe_gpu_types  # other commands start without the planner
+    from varuna_proto.plan import Plan
+
+    return describe_gpu_types(Plan.from_document(plan))
 
 
 def _render_rate(job: JobDocument, whole: WholeRate | None) -> str:

@@ -1,4 +1,4 @@
-"""Which type of GPU each job has, in a fleet with several."""
+"""Which types of GPU each job may have, in a fleet with several."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from varuna_manager.domain.fitting import fits_job
-from varuna_manager.domain.gpu_types import choose_job_type
+from varuna_manager.domain.gpu_types import OnlyType, choose_job_type
 from varuna_manager.domain.observed import VmView
 from varuna_manager.domain.spec import Resources
 from varuna_proto.plan import Device
@@ -16,19 +16,21 @@ __all__ = ["GpuTypes"]
 
 
 class GpuTypes:
-    """`vms`: all that are not gone. `occupied`: the job that has each device."""
+    """`vms`: all that are not gone. `occupied`: the job that has each device. `jobs`: those that are not over."""
 
-    def __init__(self, vms: Mapping[str, VmView], occupied: Mapping[Device, str]) -> None:
+    def __init__(self, vms: Mapping[str, VmView], occupied: Mapping[Device, str], jobs: int) -> None:
+        self._jobs = jobs
         self._vms = vms
         self._occupied = occupied
         self._is_mixed = len({vm.gpu_type for vm in vms.values() if vm.gpu_type}) > 1
 
-    def find_only_type(self, job_id: str, wanted: Resources, its_vms: Collection[str]) -> str | None:
-        """The type of all the job's GPUs; None: those that it could have are of one type, as far as that is known.
+    def find_only_type(self, job_id: str, wanted: Resources, its_vms: Collection[str]) -> OnlyType | None:
+        """The type of all the job's GPUs; None: it may mix types, or those that it could have are of one type, as far
+        as that is known.
 
         `its_vms`: those of its newest generation.
         """
-        if not self._is_mixed:
+        if not self._is_mixed or (wanted.mix_gpu_types and self._jobs == 1):
             return None
         usable: Counter[str] = Counter()
         for vm in self._vms.values():
@@ -38,7 +40,9 @@ class GpuTypes:
         if sum(count > 0 for count in usable.values()) < 2:
             return None
         own = Counter(self._vms[vm_id].gpu_type for vm_id in its_vms if vm_id in self._vms)
-        return choose_job_type(usable, own.most_common(1)[0][0] if own else None)
+        chosen = choose_job_type(usable, own.most_common(1)[0][0] if own else None)
+        why = "several jobs share the fleet" if wanted.mix_gpu_types else "resources.mix_gpu_types is false"
+        return None if chosen is None else OnlyType(chosen, why)
 
     @cached_property
     def _taken(self) -> Counter[str]:

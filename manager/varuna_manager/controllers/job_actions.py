@@ -34,6 +34,7 @@ from varuna_manager.jobs.checkpoints import newest_committed
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.vm_registry import VmRegistry
+from varuna_planner.search.layouts import describe_gpu_types
 
 _SECRET_BYTES = 32
 _VERBS = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
@@ -147,12 +148,14 @@ class JobActions:
         elif holders is not None:
             count = len(holders.members)
             given = f", with the state of {count} process{'es' if count > 1 else ''} of generation {holders.generation}"
+        types = describe_gpu_types(plan)
+        over = f", over {types}" if types else ""
         copied = ", with a copy of each stage on another VM" if keepers else ""
         self._events.emit_event(
             session,
             "generation_started",
             f"generation {action.number} ({action.kind.value}) starts{' in place' if action.in_place else ''} as "
-            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}{given}{copied}: {action.reason}",
+            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}{over}{given}{copied}: {action.reason}",
             job_id=row.id,
             generation=action.number,
             data={
@@ -160,6 +163,8 @@ class JobActions:
                 "p": plan.p,
                 "d": plan.d,
                 "micro_batch": plan.micro_batch,
+                "shares": list(plan.shares),
+                "gpu_types": list(plan.gpu_types),
                 "in_place": action.in_place,
                 "holders": [] if holders is None else [holder.rank for holder in holders.members],
                 "holders_generation": None if holders is None else holders.generation,

@@ -51,7 +51,7 @@ from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.jobs.secrets import SecretError, Secrets
 from varuna_manager.jobs.stacks import StackService
-from varuna_manager.planning.planning import PlanningService, PlanQuestion
+from varuna_manager.planning.planning import GpuOfVm, PlanningService, PlanQuestion
 from varuna_manager.planning.rates import RateService
 from varuna_manager.world.events import EventLog
 from varuna_proto.failpoints import failpoint
@@ -489,6 +489,7 @@ def _make_question(
         spec=job.spec,
         devices=devices,
         zones=_list_zones(there),
+        gpu_types=_list_gpu_types(there),
         device_memory_bytes=min(memories, default=None),
         gpus_per_vm=min(vm.gpus for vm in there),
         trained_micro_batch=trained_micro_batch(job),
@@ -500,6 +501,11 @@ def _make_question(
         survivors=tuple(sorted(view.survivors & {*devices})) if may_keep else (),
         kept_micro_batch=0 if plan is None else plan.micro_batch,
     )
+
+
+def _list_gpu_types(vms: Iterable[VmView]) -> tuple[GpuOfVm, ...]:
+    """The GPUs of each VM, where they are known by name."""
+    return tuple(sorted(GpuOfVm(vm.id, vm.gpu_type, vm.device_memory_bytes) for vm in vms if vm.gpu_type))
 
 
 def _list_zones(vms: Iterable[VmView]) -> tuple[tuple[str, str], ...]:

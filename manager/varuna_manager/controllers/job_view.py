@@ -19,6 +19,7 @@ from varuna_manager.domain.commands import GenerationOnVm
 from varuna_manager.domain.fitting import fits_job, is_choosy, pin_type, render_request
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
+from varuna_manager.domain.gpu_types import OnlyType
 from varuna_manager.domain.limits import JobLimitsView
 from varuna_manager.domain.memory_margin import MemoryMargin
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
@@ -57,8 +58,9 @@ class LoadedJob:
     """Without devices and proposal, which depend on earlier jobs' decisions."""
     setup_failures: Mapping[str, SetupFailure] = field(default_factory=dict)
     """By VM."""
-    only_type: str | None = None
-    """The type of all its GPUs, where the fleet has several; None: it takes what its resources say."""
+    only_type: OnlyType | None = None
+    """The type of all its GPUs, where the fleet has several and it may not mix them; None: it takes what its resources
+    say."""
 
     @cached_property
     def resources(self) -> Resources:
@@ -265,7 +267,7 @@ class SnapshotLoader:
         fleet = self._watch.observe_vms(world.vm_views, self._now(), self._registry.market_hazard)
         self._learn_morphs(world)
         returning = self._count_returning(world.vm_views)
-        types = GpuTypes(world.vm_views, world.generations.occupied)
+        types = GpuTypes(world.vm_views, world.generations.occupied, len(world.jobs))
         jobs = []
         for job in world.jobs.values():
             try:

@@ -101,11 +101,15 @@ class PoolBoard:
             views.append(view)
         return tuple(views)
 
-    def make_conditions(self, budget_per_hour: float | None) -> PoolConditions:
+    def make_conditions(self, budget_per_hour: float | None, *, mixes_types: bool) -> PoolConditions:
         joins = [seconds for lives in self._lives.values() for seconds in lives.joins_s]
         join_s = quantiles(joins, n=4, method="inclusive")[2] if len(joins) > 1 else (*joins, _DEFAULT_JOIN_S)[0]
         return PoolConditions(
-            join_s=join_s, stop_s=_STOP_S, budget_per_hour=budget_per_hour, examples_per_s=self._examples_per_s
+            join_s=join_s,
+            stop_s=_STOP_S,
+            budget_per_hour=budget_per_hour,
+            examples_per_s=self._examples_per_s,
+            mixes_types=mixes_types,
         )
 
     def make_documents(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -39,6 +39,17 @@ _PATIENCE_S = 0.3
 """How long a look waits for requested VMs: a cloud may take a minute, and VMs are lost meanwhile."""
 
 
+class _Target(NamedTuple):
+    """How many VMs are wanted, and which."""
+
+    vms: int
+    why: str
+    gpu_types: frozenset[str] | None
+    """Types of GPUs that jobs take; None: the target does not follow the jobs."""
+    mixes_types: bool = False
+    """Whether one job has the fleet to itself, and may train on several types at a time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Look:
     """What one look at the fleet found."""
@@ -49,8 +60,7 @@ class _Look:
     """By pool: what may be under way."""
     offers: Mapping[str, VmOffer]
     """By pool."""
-    gpu_types: frozenset[str] | None
-    """Types of GPUs that jobs take; None: the target does not follow the jobs."""
+    target: _Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +160,7 @@ class FleetSize:
         async with self._database.read() as session:
             idle_s = self._note_idle(views.values())
             row = await session.get(FleetRow, self._provider.name)
-            target, why, gpu_types = await self._target(session, row, views.values(), idle_s, offers)
+            target = await self._find_target(session, row, views.values(), idle_s, offers)
             requests = {
                 pool: await requester.load_request(session, rows.values())
                 for pool, requester in self._requesters.items()
@@ -159,20 +169,20 @@ class FleetSize:
                 await self._pools.refresh_past(session)
         single = None if self._pools is not None else offers[""]
         view = FleetView(
-            target=target,
-            why=why,
+            target=target.vms,
+            why=target.why,
             vms=tuple(views.values()),
             refusals=None if single is None else self._requesters[""].refusals,
             limits=self._limits,
             prices={vm.id: vm.price_per_hour for vm in rows.values() if vm.price_per_hour is not None},
             price_per_hour=None if single is None else single.price_per_hour,
             idle_s=idle_s,
-            spare_after_s=None if gpu_types is None else self._spare_after_s,
+            spare_after_s=None if target.gpu_types is None else self._spare_after_s,
             going=tuple(vm.price_per_hour or 0.0 for vm in going),
         )
         coming = {pool: requester.count_coming(requests[pool]) for pool, requester in self._requesters.items()}
         vms = FleetVms(rows=rows, views=views, going=going, coming=coming)
-        return _Look(view=view, vms=vms, requests=requests, offers=offers, gpu_types=gpu_types)
+        return _Look(view=view, vms=vms, requests=requests, offers=offers, target=target)
 
     async def _list_offers(self) -> Mapping[str, VmOffer]:
         provider = self._provider
@@ -180,19 +190,18 @@ class FleetSize:
             return await provider.list_pool_offers()
         return {"": await provider.get_offer()}
 
-    async def _target(
+    async def _find_target(
         self,
         session: AsyncSession,
         row: FleetRow | None,
         views: Iterable[VmView],
         idle_s: dict[str, float],
         offers: Mapping[str, VmOffer],
-    ) -> tuple[int, str, frozenset[str] | None]:
-        """How many VMs are wanted, why, and for GPUs of which types; None: that does not follow the jobs."""
+    ) -> _Target:
         if row is None:
-            return 0, "", None
+            return _Target(0, "", None)
         if row.min_vms is None or row.max_vms is None:
-            return row.target, "", None
+            return _Target(row.target, "", None)
         jobs, unfit = await job_wants(session, offers.values())
         gpu_types = frozenset(gpu_type for job in jobs for gpu_type in job.gpu_types)
         if not jobs:
@@ -212,7 +221,7 @@ class FleetSize:
         )
         ask = "1 job asks" if unfit == 1 else f"{unfit} jobs ask"
         others = f"; {ask} for other GPUs than those on offer" if unfit else ""
-        return target, why + others, gpu_types
+        return _Target(target, why + others, gpu_types, len(jobs) + unfit == 1 and all(job.mixes_types for job in jobs))
 
     def _note_idle(self, views: Iterable[VmView]) -> dict[str, float]:
         """Record how long each VM that could work has been idle."""
@@ -228,8 +237,9 @@ class FleetSize:
         if self._pools is None:
             is_free = decision.create and self._requesters[""].answer is None
             return PoolChoice(counts={"": decision.create} if is_free else {}, reason="", values={})
-        views = self._pools.make_views(look.vms, look.offers, self._requesters, look.gpu_types)
-        conditions = self._pools.make_conditions(_find_budget(look, views))
+        views = self._pools.make_views(look.vms, look.offers, self._requesters, look.target.gpu_types)
+        budget = _find_budget(look, views)
+        conditions = self._pools.make_conditions(budget, mixes_types=look.target.mixes_types)
         missing = max(decision.create - sum(look.vms.coming.values()), 0)
         choice = choose_pools(self._now(), missing, views, conditions)
         self._fleet.pools = self._pools.make_documents(views, choice, conditions)

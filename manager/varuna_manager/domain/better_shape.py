@@ -19,6 +19,7 @@ from varuna_planner.liveput.morph_cost import (
     expected_life_s,
     worthwhile_ratio,
 )
+from varuna_planner.search.layouts import describe_gpu_types
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_are, count_of, render_rate
 
@@ -154,8 +155,10 @@ def _explain_not_leaving(job: JobView, generation: GenerationView, vms: Vms) -> 
 
 def may_improve(generation: GenerationView, gpus: int) -> bool:
     """Whether `gpus` GPUs may have a better shape than the running generation: more of them, or as many where it has
-    kept the stages of a larger one."""
-    return gpus > len(generation.workers) or (generation.in_place and gpus == len(generation.workers))
+    kept the stages of a larger one, or where their types differ, whose speeds become known as it trains."""
+    if gpus != len(generation.workers):
+        return gpus > len(generation.workers)
+    return generation.in_place or (generation.plan is not None and len(set(generation.plan.gpu_types)) > 1)
 
 
 def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: int, rules: Rules) -> Decision | None:
@@ -190,7 +193,10 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
 
 def render_change(before: Plan, after: Plan) -> str:
     """From which shape to which."""
-    return f"{before.p}×{before.d} to {after.p}×{after.d}"
+    change = f"{before.p}×{before.d} to {after.p}×{after.d}"
+    if (before.shares, before.gpu_types) == (after.shares, after.gpu_types) or not describe_gpu_types(after):
+        return change
+    return f"{change} with {describe_gpu_types(after)}"
 
 
 def _explain_not_growing(now: float, job: JobView, generation: GenerationView, rules: Rules) -> str:

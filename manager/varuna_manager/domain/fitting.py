@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from varuna_manager.domain.gpu_types import OnlyType
 from varuna_manager.domain.spec import Resources
 
 _GIB = 1 << 30
 
 
 class OneTypeResources(Resources):
-    """What a job asks, in a fleet with GPUs of several types: all GPUs of a job are of one."""
+    """What a job asks that may not mix types, in a fleet with several."""
 
-    only_type: str
-    """The whole name of its GPUs."""
+    only_type: OnlyType
 
 
-def pin_type(wanted: Resources, only_type: str | None) -> Resources:
+def pin_type(wanted: Resources, only_type: OnlyType | None) -> Resources:
     """The same request for GPUs of this type only; None: of any."""
     return wanted if only_type is None else OneTypeResources(**wanted.model_dump(), only_type=only_type)
 
 
 def fits_job(wanted: Resources, *, gpu_type: str, device_memory_bytes: int | None) -> bool:
     """Whether a VM's GPUs match the job's resources. An unknown name or memory does not match."""
-    if isinstance(wanted, OneTypeResources) and wanted.only_type != gpu_type:
+    if isinstance(wanted, OneTypeResources) and wanted.only_type.gpu_type != gpu_type:
         return False
     if wanted.gpu_type is not None and wanted.gpu_type.casefold() not in gpu_type.casefold():
         return False
@@ -50,5 +50,5 @@ def render_request(wanted: Resources) -> str:
     asked = {"gpu_type": wanted.gpu_type, "min_gpu_memory_gib": wanted.min_gpu_memory_gib}
     texts = [f"{name} {value}" for name, value in asked.items() if value is not None]
     if isinstance(wanted, OneTypeResources):
-        texts.append(f"only {wanted.only_type}, as all GPUs of a job are of one type")
+        texts.append(f"only {wanted.only_type.gpu_type}, as {wanted.only_type.why}")
     return ", ".join(texts)

@@ -256,6 +256,8 @@ class JobDemand:
     """Whether one of its generations completes steps now."""
     gpu_types: frozenset[str] = frozenset()
     """Types of GPUs on offer that it takes."""
+    mixes_types: bool = False
+    """Whether it may train on several of them at a time, if it has the fleet to itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,31 @@
-"""All GPUs of a job are of one type: replicas of different speed would wait for the slowest, and a profile is of one
-type."""
+"""Which types of GPU a job may have, in a fleet with several.
+
+A job that has the fleet to itself may mix types: the planner gives slower GPUs less to do. Where several jobs share the
+fleet, all GPUs of a job are of one type, because a job's share is a number of GPUs, which says nothing if they differ.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-__all__ = ["OTHER_TYPE_FACTOR", "choose_job_type"]
+__all__ = ["OTHER_TYPE_FACTOR", "OnlyType", "choose_job_type"]
 
 OTHER_TYPE_FACTOR = 2
 """A job leaves the type of its GPUs when there are so many times as many of another type."""
 
 
+class OnlyType(NamedTuple):
+    """The one type that a job may have."""
+
+    gpu_type: str
+    """The whole name of its GPUs."""
+    why: str
+    """Why it may not mix types."""
+
+
 def choose_job_type(usable: Mapping[str, int], present: str | None) -> str | None:
-    """The type of the GPUs that a job may have; None: there are none.
+    """The type of the GPUs that a job may have if it may not mix; None: there are none.
 
     Args:
         usable: GPUs that the job could have, those that it has included, by type; an empty name is a type, too.

@@ -9,7 +9,8 @@ one burst takes them together: a pool that has them all counts for `SPREAD` less
 share the VMs, and a pool that is much better gets all.
 
 A pool that has refused is left alone for its pause, which doubles with each refusal in a row. Then it is asked for one
-VM first. All GPUs of a job are of one type, so all VMs are of one type, too (see `choose_gpu_type`).
+VM first. Where one job has the fleet to itself and may mix types of GPU, pools of all types are asked. Otherwise all
+GPUs of a job are of one type, and so are all VMs (see `choose_gpu_type`).
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class PoolConditions:
     """What may be spent in addition; None: any amount."""
     examples_per_s: float | None = None
     """Of one GPU with the relative speed 1; None: no job trains."""
+    mixes_types: bool = False
+    """Whether VMs may have GPUs of several types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +150,11 @@ def choose_pools(now: float, missing: int, pools: Sequence[PoolView], conditions
     values = {pool.name: compute_value(pool, total + missing, conditions) for pool in pools}
     closures = {pool.name: pool.describe_closure(now) for pool in pools}
     usable = {name for name, closure in closures.items() if not closure}
-    gpu_type = choose_gpu_type(missing, pools, usable, values)
-    for pool in pools:
-        if not closures[pool.name] and pool.gpu_type != gpu_type:
-            closures[pool.name] = f"its GPUs are {pool.gpu_type or 'of no known type'}, and a job's are all equal"
+    if not conditions.mixes_types:
+        gpu_type = choose_gpu_type(missing, pools, usable, values)
+        for pool in pools:
+            if not closures[pool.name] and pool.gpu_type != gpu_type:
+                closures[pool.name] = f"its GPUs are {pool.gpu_type or 'of no known type'}, and a job's are all equal"
     candidates = [pool for pool in pools if not closures[pool.name]]
     counts: dict[str, int] = {}
     left = conditions.budget_per_hour

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from varuna_manager.domain.observed import GenerationView, Vms, WorkerView
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationKind
-from varuna_planner.schedule.batching import count_micro_batches
+from varuna_planner.schedule.batching import apportion, count_micro_batches
 from varuna_proto.plan import Device, Plan
 
 LOSES_RANKS = frozenset(
@@ -136,7 +136,10 @@ def plan_reshape(
         if d < 1 or (d < plan.d and plan.policy == _KEEPS_ALL_MICRO_BATCHES):
             continue
         placement = tuple(device for replica in _make_replicas(stages, d) for device in replica)
-        return Reshape(plan=_with_replicas(plan, d), placement=placement, step=step)
+        ranks = {worker.device: worker.rank for worker in workers}
+        return Reshape(
+            plan=_with_replicas(plan, [ranks[device] for device in placement]), placement=placement, step=step
+        )
     return None
 
 
@@ -178,16 +181,28 @@ def _make_replicas(stages: Sequence[Mapping[int, Device]], d: int) -> list[list[
     return [list(replica) for replica in zip(*filled, strict=True)]
 
 
-def _with_replicas(plan: Plan, d: int) -> Plan:
-    """The plan with other replicas. Its times are scaled by the micro-batches that pass a stage, with the pipeline's
-    filling; no profile is asked."""
+def _with_replicas(plan: Plan, ranks: Sequence[int]) -> Plan:
+    """The plan with the replicas that these ranks of it make. Its times are scaled by the micro-batches that pass a
+    stage, with the pipeline's filling; no profile is asked."""
+    d = len(ranks) // plan.p
+    shares: tuple[int, ...] = ()
+    if plan.shares:
+        # A replica is as slow as its slowest rank was.
+        weights = [
+            min(plan.shares[rank // plan.p] for rank in ranks[replica * plan.p : (replica + 1) * plan.p])
+            for replica in range(d)
+        ]
+        shares = apportion(sum(plan.shares), weights)
     before, after = (
-        count_micro_batches(plan.global_batch, plan.micro_batch * each) + plan.p - 1 for each in (plan.d, d)
+        max(each, default=count_micro_batches(plan.global_batch, plan.micro_batch * replicas)) + plan.p - 1
+        for each, replicas in ((plan.shares, plan.d), (shares, d))
     )
     scale = after / before
     return replace(
         plan,
         d=d,
+        shares=shares,
+        gpu_types=tuple(plan.gpu_types[rank] for rank in ranks) if plan.gpu_types else (),
         predicted_minibatch_s=plan.predicted_minibatch_s * scale,
         examples_per_s=plan.examples_per_s / scale,
     )

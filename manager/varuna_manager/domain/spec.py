@@ -78,6 +78,11 @@ class Resources(_Strict):
         allow_inf_nan=False,
         description="the job takes only GPUs with at least this much memory, as their VMs report it; null: any",
     )
+    mix_gpu_types: bool = Field(
+        default=True,
+        description="whether a job that shares the fleet with no other may train on GPUs of several types at a time, "
+        "where that is faster; false: all its GPUs are of one type",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Resources:

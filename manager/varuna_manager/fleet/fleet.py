@@ -356,6 +356,7 @@ async def job_wants(session: AsyncSession, offers: Collection[VmOffer]) -> tuple
                 max_gpus=resources.max_gpus,
                 trains=job.id in trains,
                 gpu_types=frozenset(offer.gpu_type for offer in fits),
+                mixes_types=resources.mix_gpu_types,
             )
             wants.append(demand)
         else:

@@ -9,7 +9,7 @@ from varuna_manager.answers.documents import format_time, make_state_changes
 from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, WorkerRow
 from varuna_manager.domain import accounting
 from varuna_manager.domain.states import GenerationKind
-from varuna_manager.jobs.documents import make_worker_document
+from varuna_manager.jobs.documents import make_plan_document, make_worker_document
 from varuna_manager.world.vm_registry import Health
 from varuna_proto.rest import (
     CandidateDocument,
@@ -18,7 +18,6 @@ from varuna_proto.rest import (
     EventDocument,
     GenerationDocument,
     PhaseDocument,
-    PlanDocument,
     StateSourcesDocument,
     StepMetricsDocument,
 )
@@ -50,7 +49,7 @@ def make_generation_document(
     `healths`: from the last heartbeats of its VMs.
     """
     is_first = generation.number == morphs.first_trained or generation.generation_kind is GenerationKind.CALIBRATION
-    plan = cast(PlanDocument, generation.plan)
+    plan = make_plan_document(generation.plan)
     by_rank = {health.key: health for health in healths}
     downtime = cast(list[DowntimePartDocument] | None, generation.downtime)
     documents = [make_worker_document(w, job_name, by_rank.get((w.job_id, w.generation, w.rank))) for w in workers]

@@ -18,6 +18,7 @@ from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow, WorkerRow
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.history.documents import MorphFacts, make_checkpoint_document, make_generation_document
+from varuna_manager.jobs.documents import make_plan_document
 from varuna_manager.jobs.jobs import find_job_row
 from varuna_manager.jobs.step_rates import StepRate, read_generation_rates
 from varuna_manager.world.vm_registry import VmRegistry
@@ -25,7 +26,6 @@ from varuna_proto.rest import (
     CandidateDocument,
     CheckpointDocument,
     GenerationDocument,
-    PlanDocument,
     PlanRecordDocument,
 )
 
@@ -201,7 +201,7 @@ def _training(job: JobRow) -> Select[GenerationRow]:
 def _make_plan_record(
     row: GenerationRow, rate: StepRate | None, candidates: list[CandidateDocument]
 ) -> PlanRecordDocument:
-    plan = cast(PlanDocument, row.plan)
+    plan = make_plan_document(row.plan)
     predicted_s = plan["predicted_minibatch_s"]
     return {
         "generation": row.number,

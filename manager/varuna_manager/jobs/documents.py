@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from varuna_manager.answers.documents import format_time
 from varuna_manager.db.models import JobRow, StackRow
 from varuna_manager.jobs.step_rates import StepRate
 from varuna_manager.world.vm_registry import Health
+from varuna_proto.plan import Plan
 from varuna_proto.rest import JobDocument, JobSpecDocument, PlanDocument, StackDocument, WorkerDocument
 
 HIDDEN = "(hidden)"
@@ -90,6 +92,11 @@ def _escape(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return str(value)
     return value
+
+
+def make_plan_document(stored: Mapping[str, Any]) -> PlanDocument:
+    """`stored`: of a generation. One of an earlier version lacks fields that came later."""
+    return cast(PlanDocument, Plan.from_document(stored).to_document())
 
 
 def make_worker_document(worker: Any, job_name: str, health: Health | None = None) -> WorkerDocument:

@@ -23,7 +23,7 @@ from varuna_manager.domain.states import (
     JobState,
     WorkerState,
 )
-from varuna_manager.jobs.documents import JobProgress, make_job_document
+from varuna_manager.jobs.documents import JobProgress, make_job_document, make_plan_document
 from varuna_manager.jobs.secrets import Secrets
 from varuna_manager.jobs.step_rates import read_job_rates
 from varuna_manager.world.bell import Bell
@@ -345,7 +345,7 @@ async def read_progress(session: AsyncSession, job_ids: Sequence[str]) -> dict[s
             loss=stepped.last_loss if stepped is not None else None,
             last_step_at=stepped.last_step_at if stepped is not None else None,
             generation=each.newest,
-            plan=trained.plan if trained is not None else None,
+            plan=make_plan_document(trained.plan) if trained is not None else None,
             not_finite_from=trained.not_finite_from if trained is not None else None,
             steps_skipped=trained.steps_skipped if trained is not None else 0,
             gpus=gpus[job_id],

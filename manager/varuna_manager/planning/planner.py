@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from varuna_manager.domain.memory_margin import NO_MARGIN, MemoryMargin
 from varuna_manager.domain.spec import JobSpec
@@ -19,9 +19,19 @@ from varuna_manager.domain.spec import JobSpec
 if TYPE_CHECKING:
     from varuna_planner.profile.document import Profile
     from varuna_planner.search.auto_config import Pins, PlanChoice
+    from varuna_planner.search.mixed import MixedChoice, TypedGpus
 
 _PROFILES = 128
 """Profiles in the cache. A job's profile is used twice a second, and for each number of GPUs."""
+
+
+class GpuCount(NamedTuple):
+    """GPUs of one type."""
+
+    gpu_type: str
+    gpus: int
+    device_memory_bytes: int | None
+    """Of the smallest; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +55,50 @@ class ShapeQuestion:
         sizes = (self.spec.global_batch, self.trained_micro_batch)
         return profile, sizes, pins, self.margin.limit_device(self.device_memory_bytes), self.gpus_per_vm
 
-    def choose_shape(self, gpus: int, pins: Pins | None = None) -> PlanChoice:
+    def choose_shape(
+        self,
+        gpus: int,
+        pins: Pins | None = None,
+        types: Sequence[GpuCount] = (),
+        zones: Sequence[int] = (),
+    ) -> PlanChoice | MixedChoice:
         """The best plan for this many GPUs, with the job's own pins if no others are given. Runs in a thread.
+
+        Args:
+            types: the GPUs by type; empty: all are equal, as far as that is known.
+            zones: the GPUs of each zone; empty: all are in one. Not read where there are several types.
 
         A job whose random numbers depend on the size of the micro-batches keeps the size with which it has trained.
         Raises ValueError when no fleet would suffice.
         """
-        from varuna_planner.search.auto_config import Pins, choose_plan
+        from varuna_planner.search.auto_config import Pins
+        from varuna_planner.search.mixed import choose_mixed_plan
+        from varuna_planner.search.zones import choose_plan_in_zones
 
         wanted, profile = self.spec.plan, parsed_profile(self.profile_json)
         micro_batch, kept_for = wanted.micro_batch, ""
         if pins is None and micro_batch is None and self.trained_micro_batch is not None:
             kept_for = profile.micro_batch_kept_for
             micro_batch = self.trained_micro_batch if kept_for else None
-        choice = choose_plan(
-            profile,
-            gpus=gpus,
-            global_batch=self.spec.global_batch,
-            device_memory_bytes=self.margin.limit_device(self.device_memory_bytes),
-            gpus_per_vm=self.gpus_per_vm,
-            pins=pins or Pins(p=wanted.p, d=wanted.d, micro_batch=micro_batch),
-        )
+        pins = pins or Pins(p=wanted.p, d=wanted.d, micro_batch=micro_batch)
+        typed = self.list_typed_gpus(types)
+        choice: PlanChoice | MixedChoice
+        if len(typed) > 1:
+            choice = choose_mixed_plan(
+                typed, global_batch=self.spec.global_batch, gpus_per_vm=self.gpus_per_vm, pins=pins
+            )
+        else:
+            choice = choose_plan_in_zones(
+                typed[0].profile if typed else profile,
+                zones or (gpus,),
+                global_batch=self.spec.global_batch,
+                device_memory_bytes=self.margin.limit_device(self.device_memory_bytes),
+                gpus_per_vm=self.gpus_per_vm,
+                pins=pins,
+            )
+            if typed and choice.best is not None:
+                gpu_types = (typed[0].gpu_type,) * (choice.best.p * choice.best.d)
+                choice = replace(choice, best=replace(choice.best, gpu_types=gpu_types))
         if kept_for:
             why = f"; the micro-batch stays {micro_batch}, because random numbers depend on it: {kept_for}"
             choice = replace(choice, reason=choice.reason + why)
@@ -73,6 +106,27 @@ class ShapeQuestion:
             why = f"; it has run out of memory, so stages count {self.margin.factor:.2f} times what the profile says"
             choice = replace(choice, reason=choice.reason + why)
         return choice
+
+    def list_typed_gpus(self, types: Sequence[GpuCount]) -> list[TypedGpus]:
+        """The GPUs by type, with the profile of each. Of a type that the job's profile does not know, the speed is
+        assumed by the hardware table, until workers on it have reported their times."""
+        from varuna_planner.hardware.table import assume_speed
+        from varuna_planner.profile.speed import select_gpu_type
+        from varuna_planner.search.mixed import TypedGpus
+
+        profile = parsed_profile(self.profile_json)
+        precision = profile.environment.get("precision", "")
+        return [
+            TypedGpus(
+                gpu_type=each.gpu_type,
+                gpus=each.gpus,
+                profile=select_gpu_type(
+                    profile, each.gpu_type, assumed_speed=assume_speed(profile.gpu_type, each.gpu_type, precision)
+                ),
+                device_memory_bytes=self.margin.limit_device(each.device_memory_bytes),
+            )
+            for each in types
+        ]
 
 
 @lru_cache(maxsize=_PROFILES)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
 from varuna_manager.domain.observed import Proposal
-from varuna_manager.planning.planner import ShapeQuestion, load_planner, parsed_profile
+from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile
 from varuna_planner.liveput.morph_cost import count_moved_bytes
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_of
@@ -38,6 +40,15 @@ def measure_answer(question: str, note: NoteTime | None) -> Iterator[None]:
             note(question, time.perf_counter() - began)
 
 
+class GpuOfVm(NamedTuple):
+    """The GPUs of a VM."""
+
+    vm_id: str
+    gpu_type: str
+    memory_bytes: int | None
+    """Of each; None: not known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion(ShapeQuestion):
     """Everything on which an answer depends."""
@@ -45,6 +56,8 @@ class PlanQuestion(ShapeQuestion):
     devices: tuple[Device, ...]
     zones: tuple[tuple[str, str], ...] = ()
     """Each VM with its zone, where the fleet has several; else empty."""
+    gpu_types: tuple[GpuOfVm, ...] = ()
+    """Of each VM whose GPUs are known by name."""
     previous: tuple[Device, ...] = ()
     """Placement of the previous generation; the index is the rank."""
     previous_p: int | None = None
@@ -59,9 +72,34 @@ class PlanQuestion(ShapeQuestion):
     """That of the step under way."""
 
     def answer_key(self) -> Hashable:
-        placed = (self.devices, self.zones, self.previous, self.previous_p, self.previous_starts, self.present)
+        placed = (
+            self.devices,
+            self.zones,
+            self.gpu_types,
+            self.previous,
+            self.previous_p,
+            self.previous_starts,
+            self.present,
+        )
         kept = (self.survivors, self.kept_micro_batch)
         return self.shape_key(), self.spec.resources.max_gpus, placed, kept
+
+    def count_types(self, devices: Iterable[Device]) -> tuple[GpuCount, ...]:
+        """The devices by type, those of unknown type left out; empty: the job's profile says nothing of types, and
+        there are no two of them."""
+        of_vm = {each.vm_id: each for each in self.gpu_types}
+        counts = Counter(of_vm[device.vm_id].gpu_type for device in devices if device.vm_id in of_vm)
+        if not counts or (len(counts) == 1 and not parsed_profile(self.profile_json).gpu_type):
+            return ()
+        memories: dict[str, list[int]] = {}
+        for each in self.gpu_types:
+            memories.setdefault(each.gpu_type, []).extend([each.memory_bytes] if each.memory_bytes else [])
+        return tuple(GpuCount(name, count, min(memories[name], default=None)) for name, count in sorted(counts.items()))
+
+    def count_zones(self, devices: Iterable[Device]) -> tuple[int, ...]:
+        """The number of devices in each zone; empty: all are in one."""
+        zones = dict(self.zones)
+        return tuple(Counter(zones.get(device.vm_id, "") for device in devices).values()) if zones else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +218,8 @@ def _answer(question: PlanQuestion) -> Proposal:
 
 
 def _choose(question: PlanQuestion) -> Proposal:
-    choice = question.choose_shape(len(question.devices))
+    types, zones = question.count_types(question.devices), question.count_zones(question.devices)
+    choice = question.choose_shape(len(question.devices), types=types, zones=zones)
     candidates = tuple(candidate.to_dict() for candidate in choice.candidates[:_CANDIDATES_KEPT])
     if choice.best is None:
         # A job that keeps its micro-batch waits for VMs on which it can.
@@ -191,22 +230,29 @@ def _choose(question: PlanQuestion) -> Proposal:
         return Proposal(plan=None, candidates=candidates, reason=reason, possible=possible)
     plan = choice.best
     placement = _place(plan, question)
-    present_rate = None
-    if question.present is not None:
-        from varuna_planner.search.auto_config import Pins
-
-        now = question.present
-        same = question.choose_shape(now.p * now.d, Pins(p=now.p, d=now.d, micro_batch=now.micro_batch)).best
-        present_rate = same.examples_per_s if same is not None else None
     return Proposal(
         plan=plan,
         placement=placement,
         candidates=candidates,
         reason=choice.reason,
-        present_examples_per_s=present_rate,
+        present_examples_per_s=None if question.present is None else _predict_present(question, question.present),
         moving_s=_predict_moving_s(plan, placement, question),
         keeping=_propose_keeping(question),
     )
+
+
+def _predict_present(question: PlanQuestion, now: Plan) -> float | None:
+    """The rate of the running plan by the present profile; None: it does not fit."""
+    from varuna_planner.search.auto_config import Pins
+    from varuna_planner.search.mixed import predict_mixed_s
+
+    if now.gpu_types:
+        types = [GpuCount(name, count, None) for name, count in Counter(now.gpu_types).items()]
+        took_s = predict_mixed_s(now, question.list_typed_gpus(types), gpus_per_vm=question.gpus_per_vm)
+        return None if math.isinf(took_s) else now.global_batch / took_s
+    pins = Pins(p=now.p, d=now.d, micro_batch=now.micro_batch)
+    same = question.choose_shape(now.p * now.d, pins, zones=question.count_zones(question.previous)).best
+    return same.examples_per_s if same is not None else None
 
 
 def _propose_keeping(question: PlanQuestion) -> Proposal | None:
@@ -220,7 +266,10 @@ def _propose_keeping(question: PlanQuestion) -> Proposal | None:
         return None
     try:
         plan = question.choose_shape(
-            len(question.survivors), Pins(p=wanted.p, d=wanted.d, micro_batch=question.kept_micro_batch)
+            len(question.survivors),
+            Pins(p=wanted.p, d=wanted.d, micro_batch=question.kept_micro_batch),
+            question.count_types(question.survivors),
+            question.count_zones(question.survivors),
         ).best
     except ValueError:  # no fleet would suffice for it
         return None
@@ -232,10 +281,13 @@ def _propose_keeping(question: PlanQuestion) -> Proposal | None:
 
 
 def _place(plan: Plan, question: PlanQuestion) -> tuple[Device, ...]:
-    from varuna_planner.placement import place
+    from varuna_planner.placement import place, place_by_type
 
     previous = {device: rank for rank, device in enumerate(question.previous)}
     zones = dict(question.zones) or None
+    if plan.gpu_types:
+        gpu_types = {each.vm_id: each.gpu_type for each in question.gpu_types}
+        return place_by_type(plan, question.devices, gpu_types, previous, previous_p=question.previous_p, zones=zones)
     return place(plan.p, plan.d, question.devices, previous, previous_p=question.previous_p, zones=zones)
 
 

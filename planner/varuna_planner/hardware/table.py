@@ -6,6 +6,7 @@ and overheads are typical of well-written training code; `fitting` corrects them
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import resources
 from typing import Annotated, Literal, TypeVar
@@ -15,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from varuna_planner.documents import parse_document
 from varuna_planner.profile.shapes import NumberFormat
 
-__all__ = ["GpuSpec", "Hardware", "NetworkSpec", "built_in"]
+__all__ = ["GpuSpec", "Hardware", "NetworkSpec", "assume_speed", "built_in"]
+
+_PRECISIONS = {"float32": NumberFormat.FP32, "float16": NumberFormat.FP16, "bfloat16": NumberFormat.BF16}
 
 SCHEMA: Literal["varuna.hardware/1"] = "varuna.hardware/1"
 
@@ -120,6 +123,32 @@ def built_in() -> Hardware:
     """The table that comes with Varuna. `with_entries` adds to it."""
     table = resources.files("varuna_planner.hardware").joinpath("hardware.json").read_text(encoding="utf-8")
     return Hardware.from_json(table)
+
+
+def assume_speed(own: str, other: str, precision: str = "") -> float:
+    """How many times as fast GPUs called `other` compute as those called `own`, by the table; 1: it lacks one of them.
+
+    Args:
+        own, other: as drivers call them, such as `Tesla V100-SXM2-16GB`.
+        precision: of the training, as torch calls it; empty: not known.
+    """
+    gpus = [_find_by_driver_name(name) for name in (own, other)]
+    if gpus[0] is None or gpus[1] is None:
+        return 1.0
+    wanted = _PRECISIONS.get(precision, NumberFormat.FP16)
+    flops = [
+        gpu.peak_flop_per_s.get(wanted, gpu.peak_flop_per_s.get(NumberFormat.FP16, 0.0)) * gpu.compute_efficiency
+        for gpu in gpus
+        if gpu is not None
+    ]
+    return flops[1] / flops[0] if all(flops) else 1.0
+
+
+def _find_by_driver_name(name: str) -> GpuSpec | None:
+    """The entry of whose name the driver's has most parts, the model among them; None: there is none."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    found = [gpu for gpu in built_in().gpus if gpu.name.split("-")[0] in words]
+    return max(found, key=lambda gpu: len(words.intersection(gpu.name.split("-"))), default=None)
 
 
 def _find(kind: str, name: str, entries: tuple[Entry, ...]) -> Entry:

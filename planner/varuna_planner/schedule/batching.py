@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import floor
 
 
 def count_micro_batches(global_batch: int, micro_batch: int) -> int:
@@ -50,6 +51,23 @@ def micro_batches(global_batch: int, micro_batch: int, d: int, shares: Sequence[
         )
     ends = tuple(accumulate(shares))
     return tuple(range(end - share, end) for end, share in zip(ends, shares, strict=True))
+
+
+def apportion(count: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """`count` things in shares of at least 1, in proportion to the weights as nearly as can be (largest remainders).
+
+    Raises ValueError when there are fewer things than weights, or a weight is not above 0.
+    """
+    if count < len(weights) or min(weights, default=0) <= 0:
+        raise ValueError(f"{count} things cannot have shares of {list(weights)}, each of at least 1")
+    quotas = [count * weight / sum(weights) for weight in weights]
+    shares = [max(1, floor(quota)) for quota in quotas]
+    # Those that lie furthest below their quotas get one more; those furthest above give one back, if they have two.
+    while sum(shares) < count:
+        shares[max(range(len(shares)), key=lambda i: (quotas[i] - shares[i], -i))] += 1
+    while sum(shares) > count:
+        shares[max((i for i in range(len(shares)) if shares[i] > 1), key=lambda i: shares[i] - quotas[i])] -= 1
+    return tuple(shares)
 
 
 def split_evenly(count: int, d: int) -> tuple[range, ...]:

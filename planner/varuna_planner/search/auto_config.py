@@ -34,7 +34,15 @@ from varuna_planner.simulator.simulation import simulate
 from varuna_proto.plan import Plan
 from varuna_proto.wording import count_are, count_of, render_rate
 
-__all__ = ["Pins", "PlanCandidate", "PlanCandidates", "PlanChoice", "choose_plan", "warm_up"]
+__all__ = [
+    "Pins",
+    "PlanCandidate",
+    "PlanCandidates",
+    "PlanChoice",
+    "choose_plan",
+    "list_micro_batches",
+    "warm_up",
+]
 
 IMPROVEMENT = 0.03
 """F(m)/m has stopped improving when no larger m improves it by more than this share, the noise of measurement."""
@@ -107,6 +115,19 @@ def _check(profile: Profile, global_batch: int, gpus_per_vm: int, pins: Pins) ->
     pins.check_pins(sections=len(profile.sections), global_batch=global_batch, smallest=profile.micro_batches[0])
 
 
+def list_micro_batches(profile: Profile, global_batch: int) -> list[int]:
+    """Sizes to try: measured, no larger than the global batch, up to where F(m)/m stops improving (paper, 4.4).
+
+    Smaller ones stay: they divide a small global batch among more GPUs and need less memory.
+    """
+    sizes = [size for size in profile.micro_batches if size <= global_batch]
+    if not sizes:
+        return [global_batch]
+    tables = cutting.section_tables(profile, [(size, size) for size in sizes])
+    per_example = (tables.forward_us[:, 0, -1] + tables.backward_us[:, 0, -1]) / np.array(sizes)
+    return sizes[: int(np.argmax(per_example <= per_example.min() * (1 + IMPROVEMENT))) + 1]
+
+
 def warm_up() -> None:
     """Compiles the code of `choose_plan`: some thirty seconds on a new machine, then numba has it in its cache."""
     one = Measurement(
@@ -160,7 +181,7 @@ class _Search:
     ) -> None:
         self.profile, self.gpus, self.global_batch = profile, gpus, global_batch
         self.pins, self.policy, self.device_memory_bytes = pins, policy, device_memory_bytes
-        self.sizes = self._micro_batches()
+        self.sizes = [pins.micro_batch] if pins.micro_batch is not None else list_micro_batches(profile, global_batch)
         counts = [count_micro_batches(global_batch, m) for m in self.sizes]
         lasts = [global_batch - m * (count - 1) for m, count in zip(self.sizes, counts, strict=True)]
         self.sections = cutting.section_tables(
@@ -260,20 +281,6 @@ class _Search:
             self.sections, self.network, drawn.starts, drawn.recompute, N=n, d=d, size=size
         )
         return simulate(pipeline, self.policy, run_ahead=drawn.run_ahead).makespan_us
-
-    def _micro_batches(self) -> list[int]:
-        """Sizes to try: measured, no larger than the global batch, up to where F(m)/m stops improving (paper, 4.4).
-
-        Smaller ones stay: they divide a small global batch among more GPUs and need less memory.
-        """
-        if self.pins.micro_batch is not None:
-            return [self.pins.micro_batch]
-        sizes = [size for size in self.profile.micro_batches if size <= self.global_batch]
-        if not sizes:
-            return [self.global_batch]
-        tables = cutting.section_tables(self.profile, [(size, size) for size in sizes])
-        per_example = (tables.forward_us[:, 0, -1] + tables.backward_us[:, 0, -1]) / np.array(sizes)
-        return sizes[: int(np.argmax(per_example <= per_example.min() * (1 + IMPROVEMENT))) + 1]
 
     def _draw(self, index: int, level: int = 0) -> _StagedShape:
         """The stages of shape number `index`, with room for that level of run-ahead."""

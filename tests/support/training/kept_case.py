@@ -25,7 +25,10 @@ OP_S = 0.02
 class Case:
     """What is trained, in what shape, and what the ranks are asked to do."""
 
-    def __init__(self, p: int, d: int, *, task: dict[str, Any] | None = None, **wanted: Any) -> None:
+    def __init__(
+        self, p: int, d: int, *, task: dict[str, Any] | None = None, shares: tuple[int, ...] = (), **wanted: Any
+    ) -> None:
+        self.shares = shares
         self.p, self.d, self.task = p, d, Task(**{**TASK, **(task or {})})
         self.wanted = {"op_s": OP_S, "p": p, **wanted}
         self.recompute = (True,) * (p - 1) + (False,)
@@ -35,11 +38,11 @@ class Case:
         return count_micro_batches(self.task.global_batch, M)
 
     def share(self, replica: int) -> set[int]:
-        return set(micro_batches(self.task.global_batch, M, self.d)[replica])
+        return set(micro_batches(self.task.global_batch, M, self.d, self.shares)[replica])
 
 
 def start(stack: ExitStack, zygote: Zygote, folder: Path, case: Case, **named: Any) -> SurvivorWorld:
-    more = {"script": SCRIPT, "recompute": case.recompute, "run_ahead": 1, **named}
+    more = {"script": SCRIPT, "recompute": case.recompute, "run_ahead": 1, "shares": case.shares, **named}
     return SurvivorWorld(stack, zygote, folder, case.task, case.p, case.d, wanted=case.wanted, **more)
 
 
@@ -47,7 +50,7 @@ _undisturbed: dict[str, Outcome] = {}
 
 
 def train_undisturbed(zygote: Zygote, folder: Path, case: Case) -> Outcome:
-    """The same training without a loss."""
+    """The same training without a loss, with shares as equal as can be."""
     wanted = {key: case.wanted[key] for key in ("variant",) if key in case.wanted}
     key = repr((case.p, case.d, case.task, wanted))
     if key not in _undisturbed:
@@ -61,15 +64,16 @@ def assert_as_if_undisturbed(zygote: Zygote, folder: Path, world: SurvivorWorld,
     assert_exact(world.finish(), train_undisturbed(zygote, folder, case), case.task)
 
 
-def read_forwards(world: SurvivorWorld, generation: int, step: int = STEP) -> dict[int, list[int]]:
+def read_forwards(world: SurvivorWorld | Ranks, generation: int, step: int = STEP) -> dict[int, list[int]]:
     """By rank of the first generation: the micro-batches whose forward it ran in a step, in order."""
     forwards = {}
-    for rank in range(world.world.p * world.world.d):
-        path = world.world.out / f"trace.rank{rank}.jsonl"
+    first = world.world if isinstance(world, SurvivorWorld) else world
+    for rank in range(first.p * first.d):
+        path = first.out / f"trace.rank{rank}.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         forwards[rank] = [number for at, of, number, _ in lines if (at, of) == (generation, step)]
-        for _, _, number, (first, _) in lines:
-            assert first == M * number
+        for _, _, number, (place, _) in lines:
+            assert place == M * number
     return forwards
 
 

@@ -67,6 +67,8 @@ class Ranks:
     run_ahead: int = 0
     stage_starts: tuple[int, ...] = ()
     """First section of each stage; empty: sections are spread evenly."""
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each replica; empty: as equal as can be."""
     checkpoint_url: str = ""
     agent_socket: Callable[[int], str] = lambda rank: ""
     device: Callable[[int], str] = lambda rank: "cpu"
@@ -105,6 +107,7 @@ class Ranks:
                 run_ahead=self.run_ahead,
                 recompute=self.recompute,
                 stage_starts=self.stage_starts,
+                shares=self.shares,
             ),
             checkpoint_url=self.checkpoint_url,
             agent_socket=self.agent_socket(rank),

@@ -2,12 +2,13 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.planner_profiles import make_profile
 
 from varuna_planner.cutting import _kernels
 from varuna_planner.cutting import balance as cutting
@@ -16,10 +17,7 @@ from varuna_planner.profile.document import (
     AllReduceMeasurement,
     Link,
     Links,
-    Measurement,
     Profile,
-    SectionProfile,
-    SharedParameter,
 )
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_planner.schedule.policies import Policy
@@ -29,48 +27,6 @@ from varuna_planner.simulator import _makespan
 from varuna_planner.simulator.simulation import simulate
 
 POLICY = Policy.WORK_CONSERVING
-
-
-def make_profile(
-    weights: Sequence[int],
-    sizes: Sequence[int] = (1, 2, 4),
-    *,
-    fixed_us: float = 0,
-    state_bytes: int = 1000,
-    activation_bytes: int = 100,
-    links: Links | None = None,
-    tied: bool = False,
-    messages: Sequence[int] = (),
-    optimizer_us: float = 0.0,
-) -> Profile:
-    """Sections whose forward takes weight × (fixed_us + 100 µs × m), backward twice that."""
-    sections = []
-    for index, weight in enumerate(weights):
-        measurements = tuple(
-            Measurement(
-                micro_batch=size,
-                forward_us=weight * (fixed_us + 100 * size),
-                backward_us=2 * weight * (fixed_us + 100 * size),
-                recompute_us=weight * (fixed_us + 100 * size),
-                output_bytes=(messages[index] if messages else 10) * size,
-                input_bytes=(messages[index - 1] if messages and index > 0 else 10) * size,
-                activation_bytes=activation_bytes * weight * size,
-            )
-            for size in sizes
-        )
-        sections.append(
-            SectionProfile(
-                index=index,
-                name=f"block.{index}",
-                parameter_bytes=state_bytes // 4 * weight,
-                gradient_bytes=state_bytes // 4 * weight,
-                optimizer_bytes=state_bytes // 2 * weight,
-                optimizer_us=optimizer_us * (1 + 3 * index),  # not in proportion to the work
-                measurements=measurements,
-            )
-        )
-    shared = (SharedParameter(name="wte", sections=(0, len(weights) - 1), bytes=500),) if tied else ()
-    return Profile(sections=tuple(sections), links=links or Links(), shared_parameters=shared)
 
 
 def choose(profile: Profile, gpus: int, global_batch: int, memory: int | None = None, **more: object) -> PlanChoice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from varuna_planner.hardware.table import GpuSpec, Hardware, NetworkSpec, built_in
+from varuna_planner.hardware.table import GpuSpec, Hardware, NetworkSpec, assume_speed, built_in
 from varuna_planner.profile.shapes import NumberFormat
 
 MINE = GpuSpec(
@@ -94,3 +94,19 @@ def test_nothing_may_reach_more_than_the_data_sheet_says() -> None:
             all_reduce_efficiency=1,
             all_reduce_hop_us=1,
         )
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "precision", "speed"),
+    [
+        ("Tesla V100-SXM2-16GB", "NVIDIA A100-SXM4-40GB", "float16", 312e12 * 0.6 / (125e12 * 0.5)),
+        ("NVIDIA A100-SXM4-40GB", "Tesla V100-SXM2-16GB", "float16", 125e12 * 0.5 / (312e12 * 0.6)),
+        # A V100 has no bf16: what it does in fp16 is the nearest.
+        ("Tesla V100-PCIE-16GB", "NVIDIA A100-SXM4-80GB", "bfloat16", 312e12 * 0.6 / (125e12 * 0.5)),
+        ("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-16GB", "", 1.0),
+        ("Tesla V100-PCIE-16GB", "AMD Instinct MI300X", "float32", 1.0),
+        ("", "Tesla T4", "float32", 1.0),
+    ],
+)
+def test_the_table_knows_gpus_by_the_names_of_their_drivers(own: str, other: str, precision: str, speed: float) -> None:
+    assert assume_speed(own, other, precision) == pytest.approx(speed)

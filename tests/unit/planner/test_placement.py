@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna_planner.placement import place, share_replicas
-from varuna_proto.plan import Device
+from varuna_planner.placement import place, place_by_type, share_replicas
+from varuna_proto.plan import Device, Plan
 
 
 def fleet(vms: int, gpus: int = 1, first: int = 0) -> list[Device]:
@@ -147,3 +147,35 @@ def test_what_a_zone_holds_stays_there() -> None:
     fewer = {device: rank for device, rank in held.items() if zones[device.vm_id] == "b"}
     kept = place(2, 1, fleet(8), fewer, zones=zones)
     assert {zones[device.vm_id] for device in kept} == {"b"}
+
+
+def mixed_plan(p: int, d: int, gpu_types: tuple[str, ...]) -> Plan:
+    return Plan(p=p, d=d, micro_batch=1, global_batch=p * d, gpu_types=gpu_types)
+
+
+TYPES = {"v1": "V100", "v2": "V100", "v3": "V100", "a1": "A100", "a2": "A100"}
+
+
+def test_each_rank_gets_a_device_of_its_type() -> None:
+    devices = [Device(vm, index) for vm in TYPES for index in range(2)]
+    for gpu_types in (("A100",) * 3 + ("V100",) * 6, ("A100", "V100", "V100") * 2, ("V100", "V100", "A100") * 3):
+        plan = mixed_plan(3, len(gpu_types) // 3, gpu_types)
+        placed = place_by_type(plan, devices, TYPES)
+        assert tuple(TYPES[device.vm_id] for device in placed) == gpu_types
+        assert len(set(placed)) == len(placed)
+
+
+def test_a_mixed_plan_that_is_placed_again_moves_nothing() -> None:
+    devices = [Device(vm, 0) for vm in TYPES]
+    for gpu_types in (("A100", "A100", "V100", "V100"), ("V100", "A100") * 2):
+        plan = mixed_plan(2, 2, gpu_types)
+        first = place_by_type(plan, devices, TYPES)
+        previous = {device: rank for rank, device in enumerate(first)}
+        again = place_by_type(plan, devices[::-1], TYPES, previous, previous_p=2)
+        stages = {device: rank % 2 for device, rank in previous.items()}
+        assert [stages[device] for device in again] == [0, 1, 0, 1]
+
+
+def test_a_type_with_too_few_devices_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 3 devices and there are 2"):
+        place_by_type(mixed_plan(1, 3, ("A100",) * 3), [Device(vm, 0) for vm in TYPES], TYPES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedules import check_schedule, draw_schedule, format_schedule, make_schedule, make_timeline, parse_schedule
 from varuna_planner.cutting.pipeline import Pipeline
 from varuna_planner.schedule.actions import Action
-from varuna_planner.schedule.batching import micro_batches
+from varuna_planner.schedule.batching import apportion, micro_batches
 from varuna_planner.schedule.policies import (
     NO_TIMING,
     WAIT,
@@ -354,3 +354,21 @@ def test_replicas_run_the_shares_that_they_are_given() -> None:
 def test_shares_that_do_not_cover_the_global_batch_are_refused(shares: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="give 3 whole numbers of at least 1 whose sum is the 12 micro-batches"):
         micro_batches(48, 4, 3, shares)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12), st.integers(0, 200))
+def test_shares_by_weight_are_whole_and_near_their_quotas(weights: list[float], more: int) -> None:
+    count = len(weights) + more
+    shares = apportion(count, weights)
+    assert sum(shares) == count
+    assert min(shares) >= 1
+    quotas = [count * weight / sum(weights) for weight in weights]
+    if min(quotas) >= 1:
+        assert all(abs(share - quota) < 1 + 1e-9 for share, quota in zip(shares, quotas, strict=True))
+
+
+def test_shares_that_are_in_proportion_already_stay() -> None:
+    assert apportion(12, (6, 4, 2)) == (6, 4, 2)
+    assert apportion(7, (1, 1, 1)) == (3, 2, 2)
+    with pytest.raises(ValueError, match="each of at least 1"):
+        apportion(2, (1, 1, 1))

@@ -4,7 +4,8 @@ The examples form one endless stream: epoch 0's permutation of the dataset, then
 from 1) takes the stream's positions [(k-1)·B, k·B), so it may straddle two epochs and a resumed run needs no replay.
 A run that continues with another B begins at the first position that no earlier step has used (`sample_cursor.py`).
 The B examples of a step are cut into micro-batches. Each replica takes a contiguous run of them
-(`varuna_planner.schedule.batching`), so the global batch is the same for every D and m.
+(`varuna_planner.schedule.batching`), so the global batch is the same for every D and m, and
+however many of them each replica runs.
 
 The permutation of an epoch is never stored. It is a Feistel network over the smallest even number of bits that holds
 the dataset, walked along its cycle until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains",
@@ -58,19 +59,21 @@ def replica_indices(
     seed: int = 0,
     shuffle: bool = True,
     shift: int = 0,
+    shares: Sequence[int] = (),
 ) -> list[int]:
     """The dataset indices that `replica` of `replicas` trains on in `step` (from 1), in order.
 
     Joined in replica order they are the step's global batch. It depends only on (seed, step, global_batch) and on
     `shift`: the number of samples that the steps before have used beyond (step - 1) · global_batch.
-    Raises ValueError for an empty dataset, a step or batch below 1, a shift to before the stream's beginning, or fewer
-    micro-batches than replicas.
+    `shares`: how many micro-batches each replica runs; empty: as equally many as can be.
+    Raises ValueError for an empty dataset, a step or batch below 1, a shift to before the stream's beginning, fewer
+    micro-batches than replicas, or shares that are not those of these replicas.
     """
     _check(dataset_size, global_batch)
     first = _first_position(step, global_batch, shift)
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} of {replicas}: replicas count from 0")
-    run = micro_batches(global_batch, micro_batch, replicas)[replica]
+    run = micro_batches(global_batch, micro_batch, replicas, shares)[replica]
     begin, end = run.start * micro_batch, min(run.stop * micro_batch, global_batch)
     return _stream(range(first + begin, first + end), dataset_size, seed, shuffle)
 
@@ -91,20 +94,22 @@ class _Place(NamedTuple):
     micro_batch: int
     replica: int
     replicas: int
+    shares: tuple[int, ...] = ()
+    """As `Plan.shares`."""
 
     @classmethod
     def in_shape(cls, environment: WorkerEnvironment) -> _Place:
         plan = environment.plan
-        return cls(plan.micro_batch, environment.rank // plan.p, plan.d)
+        return cls(plan.micro_batch, environment.rank // plan.p, plan.d, plan.shares)
 
 
 class Batches:
     """Yields `(step, batch)` for this process' replica, from `first_step` to `last_step` (included; None: without end).
 
-    Under the launcher the replica, the micro-batch and the global batch come from the environment; under torchrun and
-    similar launchers they come from this process' `Varuna`, which must exist before. A plain process gets the whole
-    global batch. `collate` turns a list of dataset items into the batch, a dict of model inputs (default: PyTorch's
-    `default_collate`, which needs dicts as items).
+    Under the launcher the replica, its share, the micro-batch and the global batch come from the environment; under
+    torchrun and similar launchers they come from this process' `Varuna`, which must exist before. A plain process gets
+    the whole global batch. `collate` turns a list of dataset items into the batch, a dict of model inputs (default:
+    PyTorch's `default_collate`, which needs dicts as items).
 
     With `workers=n`, n processes make the batches ahead of the steps, each two at most, so that no step waits for its
     data unless they are slower than training. They are forked from this one when the loop begins, and again when this
@@ -161,6 +166,7 @@ class Batches:
             seed=self._seed,
             shuffle=self._shuffle,
             shift=self._shift_at(step),
+            shares=self._place.shares,
         )
 
     def batch(self, step: int) -> dict[str, Any]:

@@ -74,16 +74,18 @@ def stage_sections(starts: Sequence[int], p: int, section_count: int) -> tuple[r
 def share_of_batch(examples: int, environment: WorkerEnvironment, replica: int) -> tuple[tuple[int, ...], int]:
     """(sizes of this replica's micro-batches, number of the first in the global batch) for `examples` local examples.
 
-    A batch of another size (the end of a data set, an evaluation) is cut into micro-batches in the same way.
+    A batch of another size (the end of a data set, an evaluation) is cut into micro-batches in the same way. A script
+    that loads its own examples may give all replicas equally many, whatever shares the plan gives them.
     """
-    m = environment.plan.micro_batch
-    if not environment.plan.global_batch:  # a single process without a plan: its examples are the whole batch
+    plan, m = environment.plan, environment.plan.micro_batch
+    if not plan.global_batch:  # a single process without a plan: its examples are the whole batch
         return (micro_batch_sizes(examples, m or examples) if examples else ()), 0
-    run = micro_batches(environment.plan.global_batch, m, environment.plan.d)[replica]
-    sizes = micro_batch_sizes(environment.plan.global_batch, m)[run.start : run.stop]
-    if sum(sizes) != examples:
-        sizes = micro_batch_sizes(examples, m) if examples else ()
-    return sizes, run.start
+    for shares in (plan.shares, ()):
+        run = micro_batches(plan.global_batch, m, plan.d, shares)[replica]
+        sizes = micro_batch_sizes(plan.global_batch, m)[run.start : run.stop]
+        if sum(sizes) == examples:
+            return sizes, run.start
+    return (micro_batch_sizes(examples, m) if examples else ()), run.start
 
 
 def spans_of_micro_batches(numbers: Iterable[int], environment: WorkerEnvironment) -> dict[int, range]:

@@ -107,6 +107,12 @@ def make_script_arguments(environment: WorkerEnvironment, resume_step: int | Non
             "--batch-size is the same for all: choose another batch_size, or, if the script takes its sizes from "
             "the environment, add --no_arguments"
         )
+    if len(set(plan.shares)) > 1:
+        raise LaunchError(
+            f"the replicas run {', '.join(map(str, plan.shares))} micro-batches, but the script's --batch-size "
+            "is the same for all: use GPUs of one type, or, if the script takes its sizes from the "
+            "environment, add --no_arguments"
+        )
     arguments = [
         f"--rank={environment.rank}",
         f"--chunk_size={plan.micro_batch}",

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from varuna.copies.share_marks import MarkKey, ShareMark
 from varuna.pipeline.pass_state import PassResult
 from varuna.roles.moved_sums import SumsPlan
-from varuna_planner.schedule.batching import split_evenly
 
-__all__ = ["KeptShare", "Sections", "StepRest", "SumsChoice", "choose_sums", "deal_evenly", "find_complete"]
+__all__ = ["KeptShare", "Sections", "StepRest", "SumsChoice", "choose_sums", "deal_micro_batches", "find_complete"]
 
 
 Sections = tuple[int, int]
@@ -77,9 +77,18 @@ def find_complete(
         by_stage = counted
 
 
-def deal_evenly(numbers: Sequence[int], d: int) -> tuple[tuple[int, ...], ...]:
-    """The numbers in d runs whose lengths differ by at most 1, the longer ones first. Runs may be empty."""
-    return tuple(tuple(numbers[run.start : run.stop]) for run in split_evenly(len(numbers), d))
+def deal_micro_batches(numbers: Sequence[int], shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The numbers in runs, one for each replica, whose lengths are in proportion to the replicas' shares of a step.
+
+    What is left over goes to the largest remainders; of equal ones, to the first replicas. Runs may be empty.
+    """
+    count, whole = len(numbers), sum(shares)
+    lengths = [count * share // whole for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda replica: -(count * shares[replica] % whole))
+    for replica in by_remainder[: count - sum(lengths)]:
+        lengths[replica] += 1
+    ends = accumulate(lengths)
+    return tuple(tuple(numbers[end - length : end]) for end, length in zip(ends, lengths, strict=True))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from varuna.roles.kept_shares import (
     StepRest,
     SumsChoice,
     choose_sums,
-    deal_evenly,
+    deal_micro_batches,
     find_complete,
 )
 from varuna.roles.moved_sums import SumsPlan, plan_moved_sums
@@ -285,7 +285,7 @@ def plan_rest(settled: SettledSums, environment: WorkerEnvironment, stages: Sequ
         return None
     left = sorted(set(range(count_micro_batches(plan.global_batch, plan.micro_batch))) - complete)
     return StepRest(
-        numbers=deal_evenly(left, plan.d)[environment.rank // plan.p],
+        numbers=deal_micro_batches(left, plan.shares or (1,) * plan.d)[environment.rank // plan.p],
         count=len(left),
         expected_weight=expected,
         sums=plan_moved_sums(shares, complete, held, stages, ranks=settled.source_ranks, d=plan.d)

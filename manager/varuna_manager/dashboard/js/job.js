@@ -45,7 +45,7 @@ export function jobPage({ root, signal, may, argument, title }) {
     const plan = job.plan;
     const over = OVER.includes(job.state);
     put(summary, figures(
-      ["Shape P×D", plan ? shape(plan.p, plan.d) : "–", plan ? `micro-batch ${plan.micro_batch} of ${plan.global_batch}` : "not planned yet"],
+      ["Shape P×D", plan ? shape(plan.p, plan.d) : "–", plan ? [`micro-batch ${plan.micro_batch} of ${plan.global_batch}`, ...gpuTypes(plan)].join(", ") : "not planned yet"],
       ["Step", count(job.step), job.last_step_at ? ["last ", ago(job.last_step_at)] : null],
       ["Loss", jobLoss(job), oddSteps(job)],
       ["Examples/s", number(job.examples_per_s), job.rate_steps > 1 ? `over the last ${job.rate_steps} steps` : null],
@@ -153,6 +153,12 @@ export function jobPage({ root, signal, may, argument, title }) {
       onSteps();
     },
   };
+}
+
+/** How many GPUs of each type a plan has, if they are of several. */
+function gpuTypes({ gpu_types: types }) {
+  const kinds = [...new Set(types)];
+  return kinds.length < 2 ? [] : kinds.map((kind) => `${types.filter((type) => type === kind).length} × ${kind}`);
 }
 
 /** Which steps had no finite loss or gradient; null: none. */

@@ -84,6 +84,17 @@ def test_a_pool_gives_no_more_than_it_may_have(profile: Path) -> None:
     assert found["pools"][1]["why_none"] == "it may have no VM"
 
 
+def test_pools_of_several_types_make_one_plan_where_none_suffices(profile: Path) -> None:
+    found = ask_json(profile, {**V100, "max_vms": 2}, {**A100, "max_vms": 2})
+    assert found["mix"]["vms"] == {"a100": 2, "v100": 2}
+    best = found["best"]
+    assert sorted(best["gpu_types"]) == ["A100", "A100", "V100", "V100"]
+    alone = max(pool["examples_per_s"] for pool in found["pools"])
+    assert best["examples_per_s"] == pytest.approx(alone * (2 + 5) / 5, rel=0.1)
+    text = ask(profile, {**V100, "max_vms": 2}, {**A100, "max_vms": 2})
+    assert f"over {best['types']}" in text
+
+
 def test_people_get_a_table(profile: Path) -> None:
     text = ask(profile, V100, A100)
     assert "per million examples" in text.splitlines()[0]

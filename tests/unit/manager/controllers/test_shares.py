@@ -10,6 +10,7 @@ from snapshots import PROFILE, loaded, snapshot
 from varuna_manager.controllers.gpu_types import GpuTypes
 from varuna_manager.controllers.job_view import DevicePool, Snapshot
 from varuna_manager.controllers.shares import ShareOut, Shares
+from varuna_manager.domain.gpu_types import OnlyType
 from varuna_manager.domain.sharing import EACH_SIZE
 from varuna_manager.domain.spec import JobSpec, Resources
 from varuna_manager.planning.rates import RateQuestion, RateService
@@ -42,23 +43,35 @@ def test_whoever_takes_any_gpu_leaves_those_that_others_ask_for() -> None:
     assert (shown.gpus, shown.find_gpus(choosy.spec.resources).gpus) == (3, 2)
 
 
-def test_all_gpus_of_a_job_are_of_one_type() -> None:
+def test_all_gpus_of_a_job_that_shares_the_fleet_are_of_one_type() -> None:
     names = {"a": "V100", "b": "V100", "c": "A100", "d": "A100", "e": "A100", "f": "A100", "g": ""}
     vms = {name: vm(name, gpu_type=gpu_type) for name, gpu_type in names.items()}
     occupied = {Device("a", 0): "x", Device("b", 0): "x", Device("c", 0): "y"}
-    types = GpuTypes(vms, occupied)
-    assert types.find_only_type("x", Resources(), {"a", "b"}) == "V100", "there are 3 A100 for it, and it has 2 V100"
+    types = GpuTypes(vms, occupied, jobs=2)
+    shared = "several jobs share the fleet"
+    found = types.find_only_type("x", Resources(), {"a", "b"})
+    assert found == OnlyType("V100", shared), "there are 3 A100 for it, and it has 2 V100"
     assert types.find_only_type("new", Resources(), ()) is None, "other jobs have all V100"
     assert types.find_only_type("x", Resources(gpu_type="v100"), {"a"}) is None, "it takes no other"
-    assert GpuTypes(vms, {Device("c", 0): "y"}).find_only_type("new", Resources(), ()) == "A100"
-    assert GpuTypes(vms, {}).find_only_type("x", Resources(), {"a", "b"}) == "A100", "there is twice as much"
+    rest = GpuTypes(vms, {Device("c", 0): "y"}, jobs=2)
+    assert rest.find_only_type("new", Resources(), ()) == OnlyType("A100", shared)
+    free = GpuTypes(vms, {}, jobs=2)
+    assert free.find_only_type("x", Resources(), {"a", "b"}) == OnlyType("A100", shared), "there is twice as much"
     alike = {name: one for name, one in vms.items() if one.gpu_type != "A100"}
-    assert GpuTypes(alike, {}).find_only_type("x", Resources(), {"a"}) is None, "all that is known are V100"
+    assert GpuTypes(alike, {}, jobs=2).find_only_type("x", Resources(), {"a"}) is None, "all that is known are V100"
+
+
+def test_a_job_that_has_the_fleet_to_itself_mixes_types_unless_it_forbids_that() -> None:
+    vms = {name: vm(name, gpu_type=gpu_type) for name, gpu_type in {"a": "V100", "b": "A100"}.items()}
+    alone = GpuTypes(vms, {}, jobs=1)
+    assert alone.find_only_type("x", Resources(), {"a"}) is None
+    forbidden = alone.find_only_type("x", Resources(mix_gpu_types=False), {"a"})
+    assert forbidden == OnlyType("V100", "resources.mix_gpu_types is false")
 
 
 def test_a_job_that_moves_to_another_type_keeps_none_of_the_old() -> None:
     vms = [vm("a", gpu_type="V100"), vm("b", gpu_type="A100"), vm("c", gpu_type="A100")]
-    job = replace(loaded("x", has=("a",)), only_type="A100")
+    job = replace(loaded("x", has=("a",)), only_type=OnlyType("A100", "several jobs share the fleet"))
     devices, _ = DevicePool(snapshot(vms, job)).for_job("x", None, resources=job.resources)
     assert devices == (Device("b", 0), Device("c", 0))
 

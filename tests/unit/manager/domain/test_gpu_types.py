@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from varuna_manager.domain.fitting import fits_job, is_choosy, pin_type, render_request
-from varuna_manager.domain.gpu_types import choose_job_type
+from varuna_manager.domain.gpu_types import OnlyType, choose_job_type
 from varuna_manager.domain.spec import Resources
 
 
@@ -28,10 +28,10 @@ def test_a_job_keeps_its_type_until_there_is_twice_as_much_of_another(
 
 
 def test_a_pinned_type_is_the_whole_name() -> None:
-    pinned = pin_type(Resources(gpu_type="a100"), "A100")
+    pinned = pin_type(Resources(gpu_type="a100"), OnlyType("A100", "several jobs share the fleet"))
     assert is_choosy(pinned)
     assert fits_job(pinned, gpu_type="A100", device_memory_bytes=None)
     assert not fits_job(pinned, gpu_type="A100-80GB", device_memory_bytes=None)
-    text = "gpu_type a100, only A100, as all GPUs of a job are of one type"
+    text = "gpu_type a100, only A100, as several jobs share the fleet"
     assert render_request(pinned) == text
     assert pin_type(Resources(), None) == Resources()

@@ -46,7 +46,7 @@ def pool(
     )
 
 
-def choose(missing: int, *pools: PoolView, **conditions: float) -> PoolChoice:
+def choose(missing: int, *pools: PoolView, **conditions: object) -> PoolChoice:
     return choose_pools(NOW, missing, pools, replace(CONDITIONS, **conditions))
 
 
@@ -117,6 +117,13 @@ def test_all_vms_are_of_one_type_of_gpu() -> None:
     choice = choose(4, replace(a, vms=1), b)
     assert choice.counts == {"a": 4}
     assert "b: its GPUs are V100, and a job's are all equal" in choice.reason
+
+
+def test_pools_of_all_types_are_asked_where_a_job_may_mix_them() -> None:
+    pools = [pool("a", gpu_type="A100", most=2, speed=2.0), pool("b", gpu_type="V100")]
+    choice = choose(5, *pools, mixes_types=True)
+    assert choice.counts == {"a": 2, "b": 3}
+    assert choose(5, *pools).counts == {"a": 2}
 
 
 def test_another_type_is_asked_for_when_jobs_would_move_to_it() -> None:

@@ -123,6 +123,25 @@ def test_a_stage_is_taken_from_another_replica_where_its_own_is_lost() -> None:
     assert [device.vm_id for device in made.placement] == ["a", "d"]
 
 
+def test_survivors_of_a_mixed_plan_share_the_step_by_what_their_replicas_ran() -> None:
+    before = plan(2, 3, shares=(8, 5, 3), gpu_types=("A",) * 2 + ("B",) * 2 + ("C",) * 2)
+    workers = [survivor(0, "a"), lost(1, "b"), *(survivor(rank, NAMES[rank]) for rank in range(2, 6))]
+    made = plan_reshape(before, workers, {one.device for one in workers}, None)
+    assert made is not None
+    assert [device.vm_id for device in made.placement] == ["c", "d", "e", "f"]
+    assert made.plan.shares == (10, 6)
+    assert made.plan.gpu_types == ("B", "B", "C", "C")
+    assert made.plan.predicted_minibatch_s == pytest.approx((10 + 1) / (8 + 1))
+
+
+def test_a_replica_made_up_of_two_is_as_slow_as_the_slower() -> None:
+    before = plan(2, 2, shares=(12, 4), gpu_types=("A", "A", "B", "B"))
+    workers = [survivor(0, "a"), lost(1, "b"), lost(2, "c"), survivor(3, "d")]
+    made = plan_reshape(before, workers, {one.device for one in workers}, None)
+    assert made is not None
+    assert (made.plan.shares, made.plan.gpu_types) == ((16,), ("A", "B"))
+
+
 def test_a_schedule_that_keeps_all_activations_does_not_get_more_of_them() -> None:
     workers = [survivor(0, "a"), lost(1, "b")]
     assert plan_reshape(plan(1, 2, policy="gpipe"), workers, {Device("a", 0)}, None) is None

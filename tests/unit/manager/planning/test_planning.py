@@ -18,7 +18,7 @@ from decision_views import generation, worker
 from varuna_manager.domain.memory_margin import MOST_LESSONS, NO_MARGIN, MemoryShortage, learn_margin
 from varuna_manager.domain.spec import JobSpec
 from varuna_manager.planning import planning
-from varuna_manager.planning.planning import PlanningService, PlanQuestion
+from varuna_manager.planning.planning import GpuOfVm, PlanningService, PlanQuestion
 from varuna_planner.profile.document import GpuTypeSpeeds, Measurement, Profile, SectionProfile
 from varuna_proto.plan import Device, Plan
 from waiting import DEADLINE_S
@@ -93,7 +93,7 @@ async def test_a_defect_of_the_planner_fails_a_new_job_and_lets_a_trained_one_wa
     def broken(*args: object, **options: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("varuna_planner.search.auto_config.choose_plan", broken)
+    monkeypatch.setattr("varuna_planner.search.zones.choose_plan", broken)
     new = await PlanningService().propose_plan(question(profile().to_json()))
     assert new.plan is None
     assert not new.possible
@@ -234,3 +234,58 @@ async def test_after_a_want_of_memory_plans_become_more_careful_until_none_fits(
     assert len(seen) > 1, "there was more than one plan"
     assert proposed.plan is None
     assert "it has run out of memory, so stages count" in proposed.reason
+
+
+def typed_question(own: str, *types: str, present: Plan | None = None, **speeds: float) -> PlanQuestion:
+    """One VM of each type; the profile is of `own`, and knows the speeds of others."""
+    measured = profile().model_copy(
+        update={
+            "gpu_type": own,
+            "other_gpu_types": tuple(
+                GpuTypeSpeeds(gpu_type=name, section_speeds=(speed, speed)) for name, speed in speeds.items()
+            ),
+        }
+    )
+    names = [f"vm{number}" for number in range(len(types))]
+    devices = tuple(Device(name, 0) for name in names)
+    return PlanQuestion(
+        profile_json=measured.to_json(),
+        spec=SPEC.model_copy(update={"global_batch": 32}),
+        devices=devices,
+        device_memory_bytes=10**9,
+        gpus_per_vm=1,
+        gpu_types=tuple(GpuOfVm(name, of_vm, 10**9) for name, of_vm in zip(names, types, strict=True)),
+        previous=devices if present is not None else (),
+        present=present,
+    )
+
+
+async def test_gpus_of_two_types_get_a_plan_that_is_placed_by_type() -> None:
+    found = await PlanningService().propose_plan(typed_question("V100", "V100", "A100", "V100", A100=4.0))
+    assert found.plan is not None
+    assert sorted(found.plan.gpu_types) == ["A100", "V100", "V100"]
+    by_vm = {"vm0": "V100", "vm1": "A100", "vm2": "V100"}
+    assert tuple(by_vm[device.vm_id] for device in found.placement) == found.plan.gpu_types
+    assert max(found.plan.shares) >= 3 * min(found.plan.shares)
+
+
+async def test_shares_that_do_not_fit_the_speeds_are_seen_in_the_present_rate() -> None:
+    even = Plan(
+        p=1, d=2, micro_batch=1, global_batch=32, stage_starts=(0,), recompute=(False,), gpu_types=("V100", "A100")
+    )
+    found = await PlanningService().propose_plan(typed_question("V100", "V100", "A100", present=even, A100=3.0))
+    assert found.plan is not None
+    assert found.present_examples_per_s is not None
+    assert found.plan.examples_per_s > 1.5 * found.present_examples_per_s
+
+
+async def test_one_known_type_is_named_and_one_that_is_not_known_is_not() -> None:
+    known = await PlanningService().propose_plan(typed_question("V100", "A100", "A100", A100=2.0))
+    assert known.plan is not None
+    assert set(known.plan.gpu_types) == {"A100"}
+    slower = await PlanningService().propose_plan(typed_question("V100", "V100", "V100"))
+    assert slower.plan is not None
+    assert known.plan.examples_per_s == pytest.approx(2 * slower.plan.examples_per_s, rel=0.05)
+    unnamed = await PlanningService().propose_plan(typed_question("", "V100", "V100"))
+    assert unnamed.plan is not None
+    assert unnamed.plan.gpu_types == ()

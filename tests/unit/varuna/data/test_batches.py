@@ -69,6 +69,28 @@ def test_the_replicas_joined_are_the_global_batch(shape: tuple[int, int, int], s
     assert all(len(share) % micro_batch == 0 for share in shares[:-1])
 
 
+@settings(deadline=None)  # a loaded machine is no failure
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 7), sizes, st.data())
+def test_replicas_with_any_shares_joined_are_the_global_batch(
+    shares: list[int], micro_batch: int, size: int, data: st.DataObject
+) -> None:
+    batch = micro_batch * sum(shares) - data.draw(st.integers(0, micro_batch - 1))
+    parts = [
+        replica_indices(
+            3,
+            dataset_size=size,
+            global_batch=batch,
+            micro_batch=micro_batch,
+            replica=replica,
+            replicas=len(shares),
+            shares=shares,
+        )
+        for replica in range(len(shares))
+    ]
+    assert [index for part in parts for index in part] == whole(3, size, batch)
+    assert [-(-len(part) // micro_batch) for part in parts] == shares
+
+
 @pytest.mark.long
 @settings(deadline=None)  # a loaded machine is no failure
 @given(sizes, batches, seeds)
@@ -137,10 +159,18 @@ def test_unshuffled_is_in_order() -> None:
         ({"step": 0}, "step 0"),
         ({"replica": 2}, "replica 2 of 2"),
         ({"global_batch": 3, "micro_batch": 3}, "d=2"),
+        ({"shares": (1, 2)}, r"shares \[1, 2\] of 2 replicas"),
     ],
 )
-def test_what_cannot_be_is_refused(change: dict[str, int], message: str) -> None:
-    arguments = {"step": 1, "dataset_size": 9, "global_batch": 4, "micro_batch": 1, "replica": 0, "replicas": 2}
+def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "step": 1,
+        "dataset_size": 9,
+        "global_batch": 4,
+        "micro_batch": 1,
+        "replica": 0,
+        "replicas": 2,
+    }
     with pytest.raises(ValueError, match=message):
         replica_indices(**(arguments | change))
 
@@ -243,8 +273,8 @@ class Numbers:
         return {"number": index}
 
 
-def worker_of(replicas: int, replica: int) -> WorkerEnvironment:
-    plan = Plan(p=2, d=replicas, micro_batch=2, global_batch=12)
+def worker_of(replicas: int, replica: int, shares: tuple[int, ...] = ()) -> WorkerEnvironment:
+    plan = Plan(p=2, d=replicas, micro_batch=2, global_batch=12, shares=shares)
     return WorkerEnvironment(
         job_id="j",
         generation=1,
@@ -356,6 +386,19 @@ def test_a_batch_follows_its_process_through_shapes(monkeypatch: pytest.MonkeyPa
         assert is_recent_batch(given)
     assert len(batch["number"]) == 12
     assert renew_batch(following)["number"].tolist() == source.indices(5)
+
+
+def test_a_batch_follows_its_process_to_another_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.data.batches.read_process_environment", lambda: worker_of(2, 1, (5, 1)))
+    source = Batches(Numbers(), first_step=4)
+    batch: Mapping[str, Any] = source.batch(4)
+    sizes = [len(batch["number"])]
+    for shares in ((1, 5), (), (3, 3)):
+        follow_shape(worker_of(2, 1, shares))
+        batch = renew_batch(batch)
+        assert batch["number"].tolist() == source.indices(4)
+        sizes.append(len(batch["number"]))
+    assert sizes == [2, 10, 6, 6]
 
 
 def test_examples_of_the_global_batch_are_fetched_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:

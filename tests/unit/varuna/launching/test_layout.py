@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def test_a_share_that_differs_between_replicas_cannot_be_an_argument() -> None:
     layout = RankLayout(machines=1, gpus_per_node=3, p=1, global_batch=8, micro_batch=1)
     with pytest.raises(LaunchError, match="batch_size 8 is not a multiple of the 3 replicas"):
         make_script_arguments(environment(layout, 0), None)
+
+
+def test_shares_that_a_plan_makes_unequal_cannot_be_an_argument_either() -> None:
+    launched = environment(RankLayout(machines=1, gpus_per_node=2, p=1, global_batch=8, micro_batch=2), 0)
+    equal = replace(launched, plan=replace(launched.plan, shares=(2, 2)))
+    assert make_script_arguments(equal, None) == make_script_arguments(launched, None)
+    unequal = replace(launched, plan=replace(launched.plan, shares=(3, 1)))
+    with pytest.raises(LaunchError, match=r"run 3, 1 micro-batches, but .* the same for all") as refused:
+        make_script_arguments(unequal, None)
+    assert "\n" not in str(refused.value)
 
 
 def test_the_machine_list_is_one_address_per_line(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
 
 
-def environment(*, p: int = 2, d: int = 2, batch: int = 8, m: int = 2, device: str = "cpu") -> WorkerEnvironment:
+def environment(
+    *, p: int = 2, d: int = 2, batch: int = 8, m: int = 2, device: str = "cpu", shares: tuple[int, ...] = ()
+) -> WorkerEnvironment:
     return WorkerEnvironment(
         job_id="j",
         generation=3,
@@ -29,7 +31,7 @@ def environment(*, p: int = 2, d: int = 2, batch: int = 8, m: int = 2, device: s
         world_size=p * d,
         rendezvous_host="127.0.0.1",
         rendezvous_port=1,
-        plan=Plan(p=p, d=d, micro_batch=m, global_batch=batch),
+        plan=Plan(p=p, d=d, micro_batch=m, global_batch=batch, shares=shares),
         device=device,
     )
 
@@ -103,6 +105,32 @@ def test_the_replicas_shares_make_up_the_batch(batch: int, m: int, d: int) -> No
         examples += sum(sizes)
     assert numbers == list(range(-(-batch // m)))
     assert examples == batch
+
+
+@settings(deadline=None)
+@given(shares=st.lists(st.integers(1, 5), min_size=1, max_size=6), m=st.integers(2, 8), data=st.data())
+def test_a_plans_shares_make_up_the_batch(shares: list[int], m: int, data: st.DataObject) -> None:
+    batch = m * sum(shares) - data.draw(st.integers(0, m - 1))
+    launched = environment(p=1, d=len(shares), batch=batch, m=m, shares=tuple(shares))
+    numbers: list[int] = []
+    for replica, share in enumerate(shares):
+        examples = min((len(numbers) + share) * m, batch) - len(numbers) * m
+        sizes, first = share_of_batch(examples, launched, replica)
+        assert (len(sizes), sum(sizes), first) == (share, examples, len(numbers))
+        numbers.extend(range(first, first + len(sizes)))
+    assert numbers == list(range(sum(shares)))
+
+
+def test_shares_that_are_not_those_of_the_replicas() -> None:
+    with pytest.raises(ValueError, match=r"shares \[3, 2\] of 2 replicas: give 2 whole numbers"):
+        share_of_batch(0, environment(shares=(3, 2)), 0)
+
+
+def test_a_script_may_give_all_replicas_equally_many_examples_whatever_their_shares() -> None:
+    """No two of their micro-batches have the same number, which random numbers belong to."""
+    launched = environment(shares=(1, 3))
+    assert [share_of_batch(4, launched, replica) for replica in range(2)] == [((2, 2), 0), ((2, 2), 2)]
+    assert [share_of_batch(5, launched, replica) for replica in range(2)] == [((2, 2, 1), 0), ((2, 2, 1), 2)]
 
 
 def test_another_number_of_examples_is_cut_as_well() -> None:

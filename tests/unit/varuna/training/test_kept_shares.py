@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from varuna.copies.share_marks import ShareMark
 from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
-from varuna.roles.kept_shares import KeptShare, Sections, SumsChoice, choose_sums, deal_evenly, find_complete
-from varuna_planner.schedule.batching import micro_batches
+from varuna.roles.kept_shares import (
+    KeptShare,
+    Sections,
+    SumsChoice,
+    choose_sums,
+    deal_micro_batches,
+    find_complete,
+)
+from varuna_planner.schedule.batching import micro_batches, split_evenly
 
 
 @st.composite
@@ -46,11 +53,32 @@ def union(shares: list[frozenset[int]]) -> frozenset[int]:
 def test_each_micro_batch_is_in_one_sum_of_each_stage(case: tuple[int, int, int, list[frozenset[int]]]) -> None:
     p, d, m, shares = case
     complete = find_complete(shares, list_stages(shares, p))
-    runs = deal_evenly(sorted(set(range(m)) - complete), d)
+    runs = deal_micro_batches(sorted(set(range(m)) - complete), (1,) * d)
     for stage in range(p):
         kept = [number for share in shares[stage::p] if share <= complete for number in share]
         assert sorted([*kept, *chain.from_iterable(runs)]) == list(range(m))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+@given(st.sets(st.integers(0, 99)).map(sorted), st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_the_rest_is_dealt_in_proportion_to_the_shares(numbers: list[int], shares: list[int]) -> None:
+    runs = deal_micro_batches(numbers, shares)
+    assert len(runs) == len(shares)
+    assert list(chain.from_iterable(runs)) == numbers, "each once, in order"
+    for run, share in zip(runs, shares, strict=True):
+        assert abs(len(run) * sum(shares) - len(numbers) * share) < sum(shares), "less than one from its part"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_a_whole_step_is_dealt_as_the_shares_are(shares: list[int]) -> None:
+    assert [len(run) for run in deal_micro_batches(range(sum(shares)), shares)] == shares
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 9))
+def test_equal_shares_get_equally_many_and_the_first_ones_what_is_left_over(count: int, d: int, share: int) -> None:
+    numbers = range(100, 100 + count)
+    runs = deal_micro_batches(numbers, (share,) * d)
+    assert runs == tuple(tuple(numbers[run.start : run.stop]) for run in split_evenly(count, d))
 
 
 @given(held_shares())
