@@ -128,6 +128,7 @@ class AgentRunner:
                 vm_dir=self._settings.vm_dir,
                 agent_socket=self._link.path,
                 on_cpu=self._settings.device == "cpu",
+                gpu_type=self._settings.gpu_type,
             )
             await self._link.start()
             if self._memory.files.limit_bytes:

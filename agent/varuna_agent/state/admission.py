@@ -115,6 +115,7 @@ def make_environment(launch: agent_pb2.Launch, rank: int, local_rank: int, *, de
         copies_shares=launch.copies_shares,
         on_non_finite=_ON_NON_FINITE[launch.on_non_finite],
         traceparent=child(launch.traceparent, f"rank {rank}"),
+        zone=launch.zone,
     )
 
 

@@ -38,8 +38,9 @@ class WorkerStarter:
     """Starts the processes of workers.
 
     Args:
-        on_cpu: whether workers use the CPU as their device.
         agent_socket: where workers connect to the agent.
+        on_cpu: whether workers use the CPU as their device.
+        gpu_type: of the VM; empty: not known.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WorkerStarter:
         vm_dir: Path,
         agent_socket: Path,
         on_cpu: bool,
+        gpu_type: str,
     ) -> None:
         self._host = host
         self._processes = processes
@@ -58,6 +60,7 @@ class WorkerStarter:
         self._vm_dir = vm_dir
         self._agent_socket = agent_socket
         self._on_cpu = on_cpu
+        self._gpu_type = gpu_type
         self._logs = SharedLogs(vm_dir, host.user)
 
     def start_worker(self, start: StartWorker) -> None:
@@ -103,9 +106,10 @@ class WorkerStarter:
         )
 
     def _make_environment(self, environment: WorkerEnvironment) -> WorkerEnvironment:
-        """Without the secret, which the worker gets over its socket."""
+        """With what this VM is and has. Without the secret, which the worker gets over its socket."""
         return replace(
             environment,
+            gpu_type=self._gpu_type,
             local_checkpoint_dir=str(self._copies.folder / environment.job_id),
             agent_socket=str(self._agent_socket),
             secret="",

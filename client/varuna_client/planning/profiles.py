@@ -158,6 +158,8 @@ def profile_document(profile: Profile, micro_batch: int) -> dict[str, Any]:
     ]
     return {
         "environment": profile.environment,
+        "gpu_type": profile.gpu_type,
+        "other_gpu_types": [other.model_dump() for other in profile.other_gpu_types],
         "micro_batch": micro_batch,
         "micro_batches": list(profile.micro_batches),
         "parameter_bytes": sum(section.parameter_bytes for section in profile.sections),
@@ -186,6 +188,12 @@ def profile_page(document: dict[str, Any]) -> RenderableType:
     for name, value in document["environment"].items():
         head.add_row(name, value)
     head.add_row("micro-batches", ", ".join(map(str, document["micro_batches"])))
+    if document["gpu_type"]:
+        head.add_row("GPU type", document["gpu_type"])
+    for other in document["other_gpu_types"]:
+        slowest, fastest = (f"{extreme(other['section_speeds']):.3g}" for extreme in (min, max))
+        speeds = slowest if slowest == fastest else f"{slowest} to {fastest}"
+        head.add_row("other type", f"{other['gpu_type']}, {speeds} times as fast")
     for name, link in document["links"].items():
         head.add_row(
             name.replace("_", " "),

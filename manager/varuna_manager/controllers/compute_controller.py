@@ -176,7 +176,9 @@ def _rank_times(running: _Running, took: Mapping[int, MicroBatchTimes], examined
             median_us=each.median_us,
             mad_us=each.mad_us,
             steps=each.steps,
-            expected_us=examined.expected_us[rank % p],
+            expected_us=examined.expected_us[rank],
+            gpu_type=examined.gpu_types[rank],
+            is_type_profiled=examined.gpu_types[rank] not in examined.guessed_types,
         )
         for rank, each in took.items()
     }

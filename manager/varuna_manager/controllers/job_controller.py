@@ -329,7 +329,7 @@ class JobController:
                 if session.sent_commands.issuperset(wanted):
                     session.last_comparison = (parts, running, draining)
             # After a Launch, because that takes newcomers which are not wanted any longer.
-            self._newcomers.send_commands(session, vm, partial(self._make_start_newcomers, session.vm_id, jobs))
+            self._newcomers.send_commands(session, vm, partial(self._make_start_newcomers, vm, jobs))
 
     def _try_send(
         self,
@@ -354,7 +354,7 @@ class JobController:
             return False
 
     def _make_start_newcomers(
-        self, vm_id: str, jobs: Mapping[str, LoadedJob], job_id: str, wanted: WantedNewcomers
+        self, vm: VmView, jobs: Mapping[str, LoadedJob], job_id: str, wanted: WantedNewcomers
     ) -> pb.ManagerMessage | None:
         """None if the message cannot be made: then the generation starts without them."""
         job = jobs[job_id]
@@ -362,7 +362,7 @@ class JobController:
             return messages.start_newcomers_message(
                 job,
                 wanted,
-                vm_id,
+                vm,
                 secrets=self._secrets.read_values(job.spec.secrets),
                 default_checkpoint_url=self._checkpoint_url(job),
                 profile_cache_url=self._launch_defaults.profile_cache_url,
@@ -397,7 +397,7 @@ class JobController:
                 return False
             message = messages.launch_message(
                 jobs[key.job_id],
-                session.vm_id,
+                snapshot.vms[session.vm_id],
                 secrets=secrets,
                 default_checkpoint_url=self._checkpoint_url(jobs[key.job_id]),
                 profile_cache_url=self._launch_defaults.profile_cache_url,

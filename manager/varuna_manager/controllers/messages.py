@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from varuna_manager.controllers.job_view import LoadedJob
 from varuna_manager.domain.commands import StopKey
 from varuna_manager.domain.newcomers import WantedNewcomers
-from varuna_manager.domain.observed import Rules
+from varuna_manager.domain.observed import Rules, VmView
 from varuna_manager.domain.spec import VmLimits
 from varuna_manager.domain.states import GenerationKind, StopMode
 from varuna_manager.domain.store_stops import expect_store_stops
@@ -38,7 +38,7 @@ _MODES = {
 
 def launch_message(
     job: LoadedJob,
-    vm_id: str,
+    vm: VmView,
     *,
     secrets: Mapping[str, str],
     default_checkpoint_url: str,
@@ -56,7 +56,7 @@ def launch_message(
         job,
         Plan.from_document(generation.plan),
         {worker.rank: Device(worker.vm_id, worker.local_rank) for worker in job.workers},
-        vm_id,
+        vm,
         keepers=generation.keepers or (),
         secrets=secrets,
         default_checkpoint_url=default_checkpoint_url,
@@ -83,7 +83,7 @@ def launch_message(
 def start_newcomers_message(
     job: LoadedJob,
     wanted: WantedNewcomers,
-    vm_id: str,
+    vm: VmView,
     *,
     secrets: Mapping[str, str],
     default_checkpoint_url: str,
@@ -94,12 +94,12 @@ def start_newcomers_message(
         job,
         wanted.plan,
         dict(enumerate(wanted.placement)),
-        vm_id,
+        vm,
         keepers=(),
         secrets=secrets,
         default_checkpoint_url=default_checkpoint_url,
     )
-    others = [worker for worker in launch.workers if Device(vm_id, worker.local_rank) not in wanted.devices]
+    others = [worker for worker in launch.workers if Device(vm.id, worker.local_rank) not in wanted.devices]
     for worker in others:
         launch.workers.remove(worker)
     launch.generation, launch.kind = wanted.number, pb.GENERATION_KIND_TRAINING
@@ -111,7 +111,7 @@ def _describe_launch(
     job: LoadedJob,
     plan: Plan,
     devices: Mapping[int, Device],
-    vm_id: str,
+    vm: VmView,
     *,
     keepers: Sequence[int],
     secrets: Mapping[str, str],
@@ -124,7 +124,7 @@ def _describe_launch(
         workers=[
             pb.WorkerAssignment(rank=rank, local_rank=device.local_rank)
             for rank, device in sorted(devices.items())
-            if device.vm_id == vm_id
+            if device.vm_id == vm.id
         ],
         plan=make_plan_spec(plan),
         command=job.spec.run,
@@ -143,6 +143,7 @@ def _describe_launch(
         limits=_limits(job.spec.vm_limits),
         copies_shares=job.spec.copies != "off",
         on_non_finite=_ON_NON_FINITE[job.spec.on_nonfinite],
+        zone=vm.zone,
     )
 
 

@@ -1,8 +1,9 @@
 """Fail-stutter: which VMs are slow, by their workers' compute time per micro-batch without waiting.
 
 A synchronous pipeline runs at the pace of its slowest rank, so one slow VM slows all. A rank is compared with the other
-replicas of its stage, which do the same work. A stage with one replica is compared with the profile, scaled by the pace
-of the other stages. A slow rank is slower by a ratio that matters and by more than noise, in several looks in a row.
+replicas of its stage on GPUs of its type, which do the same work equally fast. A rank without such replicas is compared
+with the profile, scaled by the pace of the other ranks of its type, or of all where there are none. A slow rank is
+slower by a ratio that matters and by more than noise, in several looks in a row.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class RankTimes:
     steps: int
     """Steps in the window."""
     expected_us: float
-    """The time that the profile predicts."""
+    """The time that the profile predicts on its type of GPU."""
+    gpu_type: str = ""
+    is_type_profiled: bool = True
+    """Whether the profile has the times of its type of GPU; else it is expected to be as fast as another type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,17 @@ def compare_ranks(ranks: Mapping[int, RankTimes]) -> dict[str, Slowness]:
     """The slowness of every VM, by its slowest rank. Ranks without peers or profile are left out."""
     found: dict[str, Slowness] = {}
     for number, rank in ranks.items():
-        peers = [other for n, other in ranks.items() if n != number and other.stage == rank.stage]
-        slowness = _among_replicas(number, rank, peers) if peers else _against_profile(number, rank, ranks)
+        others = [other for n, other in ranks.items() if n != number]
+        equals = [other for other in others if other.gpu_type == rank.gpu_type]
+        replicas = [other for other in equals if other.stage == rank.stage]
+        on_type = f" on {rank.gpu_type}" if rank.gpu_type and len(equals) < len(others) else ""
+        slowness = None
+        if replicas:
+            slowness = _among_replicas(number, rank, replicas, on_type)
+        elif equals:
+            slowness = _against_profile(number, rank, equals, on_type)
+        elif rank.is_type_profiled:
+            slowness = _against_profile(number, rank, others, "")
         if slowness is not None and slowness.ratio > found.get(rank.vm_id, _NOT_SLOW).ratio:
             found[rank.vm_id] = slowness
     return found
@@ -70,27 +83,24 @@ def compare_ranks(ranks: Mapping[int, RankTimes]) -> dict[str, Slowness]:
 _NOT_SLOW = Slowness(vm_id="", rank=-1, ratio=0.0, z=0.0, against="")
 
 
-def _among_replicas(number: int, rank: RankTimes, peers: Sequence[RankTimes]) -> Slowness:
+def _among_replicas(number: int, rank: RankTimes, peers: Sequence[RankTimes], on_type: str) -> Slowness:
     usual = median(peer.median_us for peer in peers)
     spread = median(abs(peer.median_us - usual) for peer in peers)
     count = len(peers)
-    against = (
-        f"the other replica{'s' if count > 1 else ''} of stage {rank.stage} ({usual / 1e3:.3g} ms per micro-batch)"
-    )
+    replicas = f"the other replica{'s' if count > 1 else ''} of stage {rank.stage}{on_type}"
+    against = f"{replicas} ({usual / 1e3:.3g} ms per micro-batch)"
     return _slowness(number, rank, usual, spread, against)
 
 
-def _against_profile(number: int, rank: RankTimes, ranks: Mapping[int, RankTimes]) -> Slowness | None:
-    """An excess over the profile that all stages have is the profile's error, not this VM's."""
-    others = [
-        other.median_us / other.expected_us for n, other in ranks.items() if n != number and other.expected_us > 0
-    ]
-    if not others or rank.expected_us <= 0:
+def _against_profile(number: int, rank: RankTimes, others: Sequence[RankTimes], on_type: str) -> Slowness | None:
+    """An excess over the profile that all the others have is the profile's error, not this VM's."""
+    paces = [other.median_us / other.expected_us for other in others if other.expected_us > 0]
+    if not paces or rank.expected_us <= 0:
         return None
-    pace = median(others)
+    pace = median(paces)
     usual = rank.expected_us * pace
-    spread = median(abs(other - pace) for other in others) * rank.expected_us
-    against = f"its profile predicts at the pace of the other stages ({usual / 1e3:.3g} ms per micro-batch)"
+    spread = median(abs(each - pace) for each in paces) * rank.expected_us
+    against = f"its profile predicts at the pace of the other stages{on_type} ({usual / 1e3:.3g} ms per micro-batch)"
     return _slowness(number, rank, usual, spread, against)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from collections import Counter, OrderedDict
@@ -107,8 +106,12 @@ class PlanQuestion(ShapeQuestion):
 class ProfileCheck:
     """A profile compared with the measured times of the workers."""
 
+    gpu_types: tuple[str, ...]
+    """By rank; a type that is not known counts as the profile's own."""
     expected_us: tuple[float, ...]
-    """Time of a micro-batch, forward and backward, per stage."""
+    """Time of a micro-batch, forward and backward, by rank, on its type of GPU."""
+    guessed_types: frozenset[str] = frozenset()
+    """Types that the profile does not know: they are expected to be as fast as its own."""
     corrected_json: str | None = None
     """The corrected profile; None: it needs no correction."""
     drift: str | None = None
@@ -173,18 +176,26 @@ def _examine(profile_json: str, plan: Plan, micro_batch_us: Mapping[int, float])
     from varuna_planner.profile.drift import StageMeasurement, expected, find_drift
 
     profile = parsed_profile(profile_json)
+    gpu_types = tuple(gpu_type or profile.gpu_type for gpu_type in plan.gpu_types or ("",) * (plan.p * plan.d))
     bounds = [*plan.stage_starts, len(profile.sections)]
+    groups: dict[tuple[int, str], list[int]] = {}
+    for rank, gpu_type in enumerate(gpu_types):
+        groups.setdefault((rank % plan.p, gpu_type), []).append(rank)
     stages = [
         StageMeasurement(
-            first=first,
-            stop=stop,
-            replicas_us=tuple(micro_batch_us[replica * plan.p + stage] for replica in range(plan.d)),
+            first=bounds[stage],
+            stop=bounds[stage + 1],
+            replicas_us=tuple(micro_batch_us[rank] for rank in ranks),
+            gpu_type=gpu_type,
         )
-        for stage, (first, stop) in enumerate(itertools.pairwise(bounds))
+        for (stage, gpu_type), ranks in groups.items()
     ]
     drift = find_drift(profile, plan.micro_batch, stages)
+    expected_us = dict(zip(groups, expected(profile, plan.micro_batch, stages), strict=True))
     return ProfileCheck(
-        expected_us=tuple(expected(profile, plan.micro_batch, stages)),
+        gpu_types=gpu_types,
+        expected_us=tuple(expected_us[rank % plan.p, gpu_type] for rank, gpu_type in enumerate(gpu_types)),
+        guessed_types=frozenset(gpu_types).difference(profile.known_gpu_types),
         corrected_json=None if drift is None else drift.profile.to_json(),
         drift=None if drift is None else drift.reason,
     )

@@ -205,6 +205,11 @@ class Profile(_ProfileRecord):
         sizes = [{measurement.micro_batch for measurement in section.measurements} for section in self.sections]
         return tuple(sorted(set.intersection(*sizes)))
 
+    @property
+    def known_gpu_types(self) -> frozenset[str]:
+        """The types of GPU whose times it has; an empty name where its own is not known."""
+        return frozenset((self.gpu_type, *(other.gpu_type for other in self.other_gpu_types)))
+
     def measurements_at(self, micro_batch: int) -> tuple[Measurement, ...]:
         """Each section at a micro-batch size: as measured, else interpolated."""
         return tuple(interpolate(section.measurements, micro_batch) for section in self.sections)

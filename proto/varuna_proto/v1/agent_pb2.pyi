@@ -1635,6 +1635,7 @@ class Launch(_message.Message):
     KEEPERS_FIELD_NUMBER: _builtins.int
     COPIES_SHARES_FIELD_NUMBER: _builtins.int
     ON_NON_FINITE_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     kind: Global___GenerationKind.ValueType
@@ -1671,6 +1672,8 @@ class Launch(_message.Message):
     """in long steps, ranks keep copies of one another's sums of gradients"""
     on_non_finite: Global___OnNonFinite.ValueType
     """the job file's on_nonfinite"""
+    zone: _builtins.str
+    """the VM's zone, within which the network is fast; empty: not known"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]: ...
     @_builtins.property
@@ -1725,10 +1728,11 @@ class Launch(_message.Message):
         keepers: _abc.Iterable[_builtins.int] | None = ...,
         copies_shares: _builtins.bool = ...,
         on_non_finite: Global___OnNonFinite.ValueType = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "copies_shares", b"copies_shares", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "keepers", b"keepers", "kind", b"kind", "limits", b"limits", "on_non_finite", b"on_non_finite", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "copies_shares", b"copies_shares", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "keepers", b"keepers", "kind", b"kind", "limits", b"limits", "on_non_finite", b"on_non_finite", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

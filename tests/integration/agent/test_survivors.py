@@ -44,7 +44,8 @@ def take_rank(assigned):
 
 print("began", flush=True)
 if os.path.exists("shows"):
-    print("VARUNA_HOLDERS=" + os.environ["VARUNA_HOLDERS"], flush=True)
+    names = ("VARUNA_HOLDERS", "VARUNA_GPU_TYPE", "VARUNA_ZONE")
+    print("\\n".join(f"{name}={os.environ[name]}" for name in names if name in os.environ), flush=True)
 send(ready=w.WorkerReady(resumed_step=3))
 while True:
     message = framing.receive(agent, w.AgentToWorker)
@@ -154,6 +155,16 @@ async def test_a_process_goes_on_as_another_rank(world: InPlaceAgent, command: s
     _, killed = await world.manager.fact("worker_exited", 2)
     assert (killed.generation, killed.rank, killed.exit_code) == (2, 2, -9)
     assert killed.error_text.splitlines()[1].startswith("[{"), "the last lines of its new log"
+
+
+async def test_new_processes_and_those_that_go_on_know_their_type_of_gpu_and_their_zone(world: InPlaceAgent) -> None:
+    (world.folder / "shows").touch()
+    await world.survive("--gpu-type", "V100", zone="north")
+    assert world.log_of(1) == "began\nVARUNA_GPU_TYPE=V100\nVARUNA_ZONE=north\n"
+    world.launch(2, in_place=True, zone="north")
+    await world.manager.fact("worker_started", 2)
+    environ, _ = json.loads(world.log_of(2))
+    assert (environ["VARUNA_GPU_TYPE"], environ["VARUNA_ZONE"]) == ("V100", "north")
 
 
 async def test_a_process_that_goes_on_is_killed_as_the_rank_that_it_has(world: InPlaceAgent) -> None:

@@ -72,6 +72,8 @@ class Ranks:
     checkpoint_url: str = ""
     agent_socket: Callable[[int], str] = lambda rank: ""
     device: Callable[[int], str] = lambda rank: "cpu"
+    gpu_type: Callable[[int], str] = lambda rank: ""
+    zone: Callable[[int], str] = lambda rank: ""
     wanted: Mapping[str, Any] = field(default_factory=dict)
     script: Path = SCRIPT
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -110,6 +112,8 @@ class Ranks:
             checkpoint_url=self.checkpoint_url,
             agent_socket=self.agent_socket(rank),
             device=self.device(rank),
+            gpu_type=self.gpu_type(rank),
+            zone=self.zone(rank),
             holders=self.holders,
             keepers=self.keepers,
             copies_shares=self.copies_shares,

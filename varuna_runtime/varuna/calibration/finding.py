@@ -12,7 +12,8 @@ from varuna.calibration.fleet_network import device_name
 from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.calibration.peers import CalibrationPeers
 from varuna.calibration.profile import calibrate
-from varuna.calibration.profile_cache import find_misfit, make_fingerprint
+from varuna.calibration.profile_cache import CalibratedRank, find_misfit, make_fingerprint
+from varuna.calibration.rank_types import RankTypes
 from varuna.calibration.subject import CalibrationSubject
 from varuna_planner.profile.document import Profile
 
@@ -54,12 +55,15 @@ def find_or_measure_profile(
         from_cache: whether an earlier profile may be used in place of a measurement.
         global_batch: the largest micro-batch that is measured.
     """
-    fleet = peers.gather_values("fleet", [peers.host, _describe_hardware(subject.device)])
+    place = CalibratedRank(peers.host, peers.zone, peers.gpu_type, _describe_hardware(subject.device))
+    gathered = peers.gather_values("fleet", place)
     key, earlier, is_enough = "", None, False
-    if earlier_profiles is not None and fleet is not None:
-        key = make_fingerprint(subject, setup, [hardware for _, hardware in fleet])
+    if earlier_profiles is not None and gathered is not None:
+        fleet = [CalibratedRank(*each) for each in gathered]
+        own_type = RankTypes(tuple(rank.gpu_type for rank in fleet)).own
+        key = make_fingerprint(subject, setup, [rank.hardware for rank in fleet if rank.gpu_type == own_type], own_type)
         earlier = earlier_profiles.find_profile(key) if from_cache else None
-        is_enough = earlier is not None and _is_enough(earlier, subject, [host for host, _ in fleet], global_batch)
+        is_enough = earlier is not None and _is_enough(earlier, subject, fleet, global_batch)
     if peers.broadcast_value("cached", is_enough):
         return FoundProfile(earlier, is_earlier=True)
     profile = calibrate(subject, setup, global_batch=global_batch, peers=peers, earlier=earlier)
@@ -68,10 +72,10 @@ def find_or_measure_profile(
     return FoundProfile(profile, is_earlier=False)
 
 
-def _is_enough(earlier: Profile, subject: CalibrationSubject, hosts: list[str], global_batch: int) -> bool:
+def _is_enough(earlier: Profile, subject: CalibrationSubject, fleet: list[CalibratedRank], global_batch: int) -> bool:
     environment = earlier.environment
     names = [section.name for section in subject.model_map.sections]
-    reason = find_misfit(earlier, names, hosts, global_batch)
+    reason = find_misfit(earlier, names, fleet, global_batch)
     measured = f"measured {environment.get('measured_at')} on {environment.get('ranks')} × {environment.get('device')}"
     if reason is None:
         _log.info(f"profile taken from the cache ({measured})")

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from varuna.distributed.gloo import GlooGroup
 from varuna_planner.profile.document import AllReduceMeasurement, Link, Links
 
-__all__ = ["GroupConnector", "LinkSample", "classify_links", "measure_all_reduce", "measure_links"]
+__all__ = ["GroupConnector", "LinkSample", "classify_links", "is_across_zones", "measure_all_reduce", "measure_links"]
 
 GroupConnector = Callable[[str, Sequence[int]], GlooGroup | None]
 """Makes the named group of some ranks, as `varuna.distributed.rendezvous.Rendezvous.connect_gloo` does."""
@@ -193,17 +193,37 @@ def _all_reduce(group: GlooGroup, tensor: torch.Tensor) -> None:
     group.allreduce([tensor], options).wait(_WAIT)
 
 
-def classify_links(samples: Sequence[LinkSample], hosts: Sequence[str]) -> Links:
-    """Link classes from the measured pairs and the host of each rank.
+def classify_links(samples: Sequence[LinkSample], hosts: Sequence[str], zones: Sequence[str] = ()) -> Links:
+    """Link classes from the measured pairs and the host and zone of each rank.
 
-    A class without a pair gets the other class's figures, because they are all that is known of this network. Without
-    any pair the planner's defaults stand.
+    A class of links between or within VMs that has no pair gets the figures of the next one, because they are all that
+    is known of this network. Without any pair the planner's defaults stand. Links between zones are a class only where
+    there is such a pair.
+
+    Args:
+        zones: an empty name, or none at all: not known.
     """
-    same = [sample for sample in samples if hosts[sample.ranks[0]] == hosts[sample.ranks[1]]]
-    other = [sample for sample in samples if hosts[sample.ranks[0]] != hosts[sample.ranks[1]]]
     if not samples:
         return Links()
-    return Links(same_vm=_typical(same or other), other_vm=_typical(other or same))
+    same, other, across = [], [], []
+    for sample in samples:
+        first, second = sample.ranks
+        if hosts[first] == hosts[second]:
+            same.append(sample)
+        elif zones and is_across_zones(zones[first], zones[second]):
+            across.append(sample)
+        else:
+            other.append(sample)
+    return Links(
+        same_vm=_typical(same or other or across),
+        other_vm=_typical(other or across or same),
+        other_zone=_typical(across) if across else None,
+    )
+
+
+def is_across_zones(first: str, second: str) -> bool:
+    """Whether the zones of two VMs are known to differ."""
+    return bool(first and second) and first != second
 
 
 def _typical(samples: Sequence[LinkSample]) -> Link:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 
-from varuna_planner.profile.document import Measurement, Profile
+from varuna_planner.profile.document import GpuTypeSpeeds, Measurement, Profile
 
-__all__ = ["merge_measurements", "rescale_profile", "scale_times", "subtract_overhead"]
+__all__ = ["compare_types", "merge_measurements", "rescale_profile", "scale_times", "subtract_overhead"]
+
+_LEAST_SPEED, _MOST_SPEED = 1e-5, 1e5
+"""Within what a profile can hold: the times of a section that does almost nothing are noise."""
 
 
 def subtract_overhead(measured: Measurement, forward_us: float, backward_us: float) -> Measurement:
@@ -32,7 +36,7 @@ def scale_times(measured: Measurement, factor: float) -> Measurement:
 
 
 def rescale_profile(earlier: Profile, sharing: float) -> Profile:
-    """`earlier` as if as many ranks had shared the cores as now."""
+    """`earlier` as if as many ranks had shared the cores as now, on every type of GPU: relative speeds stay."""
     factor = sharing / float(earlier.environment.get("sharing", "1"))
     sections = [
         section.model_copy(update={"measurements": tuple(scale_times(each, factor) for each in section.measurements)})
@@ -61,3 +65,44 @@ def merge_measurements(
         by_size = {each.micro_batch: each for each in (*kept, *found.get(section, ()))}
         merged[section] = [by_size[size] for size in sorted(by_size)]
     return merged
+
+
+def compare_types(
+    own: Mapping[int, Sequence[Measurement]],
+    others: Mapping[str, Mapping[int, Sequence[Measurement]]],
+    before: Profile | None,
+    count: int,
+    *,
+    own_type: str,
+) -> tuple[GpuTypeSpeeds, ...]:
+    """The speeds of the other types of GPU that were measured now, and of those that only the earlier profile has.
+
+    Args:
+        own: measurements of the profile's own type, by section.
+        others: those of the other types. A type without a name is left out: no plan could ask for it.
+        before: has the speeds of sections that were not measured now.
+        count: of the model's sections.
+    """
+    speeds = {} if before is None else {other.gpu_type: other.section_speeds for other in before.other_gpu_types}
+    for gpu_type, measured in others.items():
+        if gpu_type:
+            speeds[gpu_type] = _compute_speeds(own, measured, known=speeds.get(gpu_type, (1.0,) * count))
+    return tuple(
+        GpuTypeSpeeds(gpu_type=gpu_type, section_speeds=section_speeds)
+        for gpu_type, section_speeds in speeds.items()
+        if gpu_type != own_type
+    )
+
+
+def _compute_speeds(
+    own: Mapping[int, Sequence[Measurement]], other: Mapping[int, Sequence[Measurement]], *, known: Sequence[float]
+) -> tuple[float, ...]:
+    """Of each section: own time over the other's, by forward and backward together; the median over common sizes."""
+    speeds = list(known)
+    for section in own.keys() & other.keys():
+        own_us = {each.micro_batch: each.forward_us + each.backward_us for each in own[section]}
+        other_us = {each.micro_batch: each.forward_us + each.backward_us for each in other[section]}
+        ratios = [own_us[size] / us for size, us in other_us.items() if us > 0 and own_us.get(size, 0.0) > 0]
+        if ratios:
+            speeds[section] = min(max(median(ratios), _LEAST_SPEED), _MOST_SPEED)
+    return tuple(speeds)

@@ -9,7 +9,8 @@ import copy
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 import torch
@@ -105,6 +106,27 @@ class OptimizerCosts:
     step_bytes: Sequence[float] = ()
     """Of each optimizer, per element: what its step takes on the device for a while. Empty: nothing."""
 
+    def scale_times(self, factor: float) -> OptimizerCosts:
+        """Multiplies the time of each step with `factor`."""
+        return replace(self, step=[each.scale_times(factor) for each in self.step])
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers, for other ranks, which have optimizers of their own."""
+        return {
+            "memory": [[each.per_element, each.fixed] for each in self.memory],
+            "step": [[each.tensor_us, each.element_us] for each in self.step],
+            "step_bytes": list(self.step_bytes),
+        }
+
+    @classmethod
+    def from_json(cls, optimizers: Sequence[Optimizer], numbers: dict[str, Any]) -> OptimizerCosts:
+        return cls(
+            optimizers,
+            [OptimizerMemory(per_element, fixed) for per_element, fixed in numbers["memory"]],
+            [OptimizerTime(tensor_us, element_us) for tensor_us, element_us in numbers["step"]],
+            numbers["step_bytes"],
+        )
+
     def step_bytes_for(self, parameters: Iterable[Tensor]) -> int:
         if not self.step_bytes:
             return 0
@@ -144,12 +166,12 @@ class OptimizerSetup:
     def list_known(self) -> tuple[Optimizer, ...]:
         return () if self.optimizers == () else list_optimizers(self.optimizers)
 
-    def measure_costs(self, device: torch.device, clock: ComputeClock, sharing: float) -> OptimizerCosts:
-        """`sharing`: how many times as long work takes because ranks share cores."""
+    def measure_costs(self, device: torch.device, clock: ComputeClock) -> OptimizerCosts:
+        """As on cores that no other rank uses."""
         memory = self.measure_memory()
         stepped_on = device if self.on_device else torch.device("cpu")
         optimizers = self.list_known()
-        times = [time_optimizer(each, stepped_on, clock).scale_times(sharing) for each in optimizers]
+        times = [time_optimizer(each, stepped_on, clock) for each in optimizers]
         temporary = [measure_step_bytes(each, stepped_on) for each in optimizers]
         return OptimizerCosts(optimizers, memory, times or [OptimizerTime(0.0, 0.0)], temporary)
 

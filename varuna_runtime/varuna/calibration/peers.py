@@ -7,6 +7,7 @@ import socket
 from typing import Any, TypeVar
 
 from varuna.calibration.links import GroupConnector
+from varuna.calibration.rank_types import RankTypes
 from varuna.distributed.rendezvous import KeyValueStore
 
 __all__ = ["CalibrationPeers"]
@@ -27,12 +28,16 @@ class CalibrationPeers:
         *,
         connect: GroupConnector | None = None,
         host: str | None = None,
+        gpu_type: str = "",
+        zone: str = "",
     ) -> None:
         """
         Args:
             store: the rendezvous store; needed when there are other ranks.
             connect: makes gloo groups (`Rendezvous.connect_gloo`); without it links keep the planner's defaults.
             host: names this rank's VM; by default the host's name.
+            gpu_type: of the VM; empty: not known.
+            zone: of the VM; empty: not known.
 
         Raises:
             ValueError: there are other ranks and no store.
@@ -43,6 +48,8 @@ class CalibrationPeers:
         self.world_size = world_size
         self.connect = connect
         self.host = host or socket.gethostname()
+        self.gpu_type = gpu_type
+        self.zone = zone
         self._store = store
 
     def gather_values(self, name: str, value: T) -> list[T] | None:
@@ -67,6 +74,10 @@ class CalibrationPeers:
             value = broadcast
         assert value is not None
         return value
+
+    def share_types(self) -> RankTypes:
+        """Every rank's type of GPU, on every rank."""
+        return RankTypes(tuple(self.share_values("gpu_types", self.gpu_type)))
 
     def wait_for_all(self) -> None:
         """Rank 0, which serves the store, returns when every rank has received all values; it may end then."""

@@ -7,16 +7,17 @@ and the model is measured.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from varuna.calibration.links import ring_sizes
+from varuna.calibration.links import is_across_zones, ring_sizes
 from varuna.calibration.optimizer_costs import OptimizerSetup, number_holders
 from varuna.calibration.sections import list_doubled_sizes
 from varuna.calibration.subject import CalibrationSubject
@@ -25,7 +26,7 @@ from varuna.checkpoint.storage.store import CheckpointStore
 from varuna.partition.cutting.shapes import Boundary
 from varuna_planner.profile.document import Profile
 
-__all__ = ["KeptProfile", "ProfileCache", "find_misfit", "make_fingerprint"]
+__all__ = ["CalibratedRank", "KeptProfile", "ProfileCache", "find_misfit", "make_fingerprint"]
 
 _log = structlog.get_logger(__name__)
 
@@ -34,14 +35,31 @@ _FINGERPRINT = "fingerprint"
 """The fingerprint's name in the environment of a kept profile."""
 
 
-def make_fingerprint(subject: CalibrationSubject, optimizer: OptimizerSetup, hardware: Sequence[str]) -> str:
+class CalibratedRank(NamedTuple):
+    """What a profile has to fit of one rank."""
+
+    host: str
+    """Its VM."""
+    zone: str = ""
+    """Of the VM; empty: not known."""
+    gpu_type: str = ""
+    """Of the VM; empty: not known."""
+    hardware: str = ""
+    """What its times depend on besides the model."""
+
+
+def make_fingerprint(
+    subject: CalibrationSubject, optimizer: OptimizerSetup, hardware: Sequence[str], gpu_type: str = ""
+) -> str:
     """64 hexadecimal digits, the same for models that cost the same on hardware of the same kind.
 
     Everything that may make a difference is in it, because one measurement too many costs seconds, and a model with
-    the profile of another one trains slowly. Values of parameters make no difference.
+    the profile of another one trains slowly. Values of parameters make no difference. Nor do GPUs of other types beside
+    those of the profile's own: one profile has them all, as far as they were there (`find_misfit`).
 
     Args:
-        hardware: of every rank.
+        hardware: of every rank on the profile's own type of GPU.
+        gpu_type: the profile's own type; empty: not known.
     """
     model, model_map, inputs = subject.model, subject.model_map, subject.get_batch(1)
     optimizers, memory = optimizer.list_known(), optimizer.measure_memory()
@@ -66,7 +84,7 @@ def make_fingerprint(subject: CalibrationSubject, optimizer: OptimizerSetup, har
             fact for kind, kept in zip(kinds, memory, strict=True) for fact in (kind, kept.per_element, kept.fixed)
         ],
         "torch": torch.__version__.split(".")[:2],
-        "hardware": sorted(set(hardware)),
+        "hardware": sorted({*hardware, *filter(None, [gpu_type])}),
     }
     if len(optimizers) > 1:
         holder = number_holders(optimizers)
@@ -89,12 +107,15 @@ def _boundary(boundary: Boundary) -> list[Any]:
     return described if boundary.made_as is None else [*described, str(boundary.made_as)]
 
 
-def find_misfit(profile: Profile, names: Sequence[str], hosts: Sequence[str], global_batch: int) -> str | None:
+def find_misfit(
+    profile: Profile, names: Sequence[str], fleet: Sequence[CalibratedRank], global_batch: int
+) -> str | None:
     """Why a profile from the cache is not enough for a model with these sections on a fleet; None if it is.
 
-    `hosts`: of each rank. A profile is enough for a smaller fleet than it was measured on. It is not enough for links
-    or rings that it could not measure, nor if a small global batch has kept it from sizes that may pay.
+    A profile is enough for a smaller fleet than it was measured on. It is not enough for links, rings or types of GPU
+    that it could not measure, nor if a small global batch has kept it from sizes that may pay.
     """
+    hosts = [rank.host for rank in fleet]
     if misfit := profile.describe_misfit(names):
         return misfit
     try:
@@ -108,6 +129,13 @@ def find_misfit(profile: Profile, names: Sequence[str], hosts: Sequence[str], gl
         return "it was measured on one machine, and there are several"
     if len(before) == ranks and len(set(hosts)) < len(hosts):
         return "it was measured with one rank on each machine, and there are several on one"
+    if missing := {rank.gpu_type for rank in fleet if rank.gpu_type} - profile.known_gpu_types:
+        return f"it was measured without GPUs of type {', '.join(sorted(missing))}"
+    if profile.links.other_zone is None and any(
+        first.host != second.host and is_across_zones(first.zone, second.zone)
+        for first, second in itertools.pairwise(fleet)
+    ):
+        return "it was measured in one zone, and there are several"
     if profile.micro_batches[-1] == list_doubled_sizes(limit)[-1] < list_doubled_sizes(global_batch)[-1]:
         return f"it was measured for a global batch of {limit}, and this one is {global_batch}"
     return None

@@ -17,7 +17,7 @@ from varuna.calibration.fleet_network import measure_network
 from varuna.calibration.measurements import merge_measurements
 from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.calibration.peers import CalibrationPeers
-from varuna.calibration.profile import make_profile
+from varuna.calibration.profile import compare_sections, make_profile, measure_optimizer_costs
 from varuna.calibration.section_meters import SectionMeters
 from varuna.calibration.sections import measure_sections
 from varuna.calibration.subject import CalibrationSubject
@@ -132,7 +132,13 @@ class Profiler(nn.Module):
         self._calls += 1  # each call has its own names in the store
         store = PrefixStore(f"profile{self._calls}", self._worker.rendezvous.store)
         peers = CalibrationPeers(
-            environment.rank, environment.world_size, store, connect=self._connect, host=self._host()
+            environment.rank,
+            environment.world_size,
+            store,
+            connect=self._connect,
+            host=self._host(),
+            gpu_type=environment.gpu_type,
+            zone=environment.zone,
         )
         before = self._load_earlier() if peers.rank == 0 else None
         enough = self._from_cache and before is not None and set(sizes) <= set(before.micro_batches)
@@ -144,16 +150,27 @@ class Profiler(nn.Module):
     def _measure(self, peers: CalibrationPeers, sizes: Sequence[int], before: Profile | None) -> Profile | None:
         """Returns the new profile on rank 0, where it is also in the folder; None elsewhere."""
         meters = SectionMeters(self._subject)
-        mine = self._sections[peers.rank :: peers.world_size]
-        sections = measure_sections(meters, peers, mine=mine, sizes=sizes, budget_s=60.0, decide=False)
-        network = measure_network(peers, self._device)
-        if sections is None or network is None:
-            return None
-        sections.by_section = merge_measurements(
-            sections.by_section, before, len(self._subject.model_map.sections), every_size=self._add_to_existing
+        types = peers.share_types()
+        by_type = measure_sections(
+            meters, peers, types, sections=self._sections, sizes=sizes, budget_s=60.0, decide=False
         )
-        costs = OptimizerSetup(self._optimizers).measure_costs(self._device, meters.clock, sections.sharing)
-        profile = make_profile(self._subject, sections, network, costs)
+        network = measure_network(peers, self._device, types)
+        setup = OptimizerSetup(self._optimizers)
+        costs = measure_optimizer_costs(setup, peers, types, self._device, meters.clock)
+        if by_type is None or network is None or costs is None:
+            return None
+        count = len(self._subject.model_map.sections)
+        sections = by_type[types.own]
+        other_types = compare_sections(by_type, types, before, count)
+        sections.by_section = merge_measurements(sections.by_section, before, count, every_size=self._add_to_existing)
+        profile = make_profile(
+            self._subject,
+            sections,
+            network,
+            costs.scale_times(sections.sharing),
+            gpu_type=types.own,
+            other_gpu_types=other_types,
+        )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(profile.to_json())
         return profile

@@ -1,7 +1,8 @@
 """The measurements of all sections, made by all ranks in parallel.
 
-Rank r of W measures sections r, r+W, …. All ranks measure the same micro-batch sizes, doubling from 1. They stop
-together when larger ones save no more time per example, do not fit, or the time is up.
+Rank r of the W ranks on one type of GPU measures sections r, r+W, …, so that each type's ranks measure all of them. All
+ranks measure the same micro-batch sizes, doubling from 1. They stop together when larger ones save no more time per
+example on any type, do not fit on one, or the time is up.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from varuna.calibration.measurements import scale_times, subtract_overhead
 from varuna.calibration.peers import CalibrationPeers
+from varuna.calibration.rank_types import RankTypes
 from varuna.calibration.section_meters import SectionMeters
 from varuna_planner.profile.document import Measurement
 
@@ -47,7 +50,7 @@ def list_doubled_sizes(global_batch: int) -> list[int]:
 
 @dataclass
 class SectionMeasurements:
-    """What rank 0 has gathered about the sections."""
+    """What rank 0 has gathered about the sections, on one type of GPU."""
 
     by_section: dict[int, list[Measurement]]
     sharing: float
@@ -55,29 +58,67 @@ class SectionMeasurements:
     stage_overhead_us: float = 0.0
     """What each op of a stage takes on top of its sections. No measurement includes it."""
     random_by_micro_batch: tuple[str, ...] = ()
-    """Places in the user's code that draw for the whole micro-batch."""
+    """Places in the user's code that draw for the whole micro-batch, on whatever type."""
 
 
 def measure_sections(
     meters: SectionMeters,
     peers: CalibrationPeers,
+    types: RankTypes,
+    *,
+    sections: Sequence[int],
+    sizes: Sequence[int],
+    budget_s: float,
+    decide: bool,
+) -> dict[str, SectionMeasurements] | None:
+    """Measures the sections on each type of GPU; returns the measurements by type on rank 0, None elsewhere.
+
+    `decide`: stop early when larger sizes gain nothing or the time is up.
+    Raises ValueError when not even the smallest size fits on the device.
+    """
+    mine = types.share_sections(sections, peers.rank)
+    found = _measure_sizes(meters, peers, types, mine=mine, sizes=sizes, budget_s=budget_s, decide=decide)
+    overhead_us = meters.measure_stage_overhead_us(
+        _overhead_sections(*types.find_place(peers.rank), len(meters.subject.model_map.sections)), sizes[0]
+    )
+    overheads_us = peers.gather_values("overhead", overhead_us)
+    sharing = peers.gather_values("sharing", meters.clock.sharing if mine else None)
+    gathered = peers.gather_values(
+        "sections", {str(i): [each.model_dump() for each in measured] for i, measured in found.items()}
+    )
+    places = peers.gather_values("random", list(meters.random_by_micro_batch))
+    if gathered is None or sharing is None or overheads_us is None or places is None:
+        return None
+    drawn = tuple(dict.fromkeys(place for part in places for place in part))
+    return {
+        gpu_type: _combine_ranks(
+            [gathered[rank] for rank in ranks],
+            [sharing[rank] for rank in ranks],
+            [overheads_us[rank] for rank in ranks],
+            drawn,
+        )
+        for gpu_type in types.all
+        for ranks in [types.list_ranks(gpu_type)]
+    }
+
+
+def _measure_sizes(
+    meters: SectionMeters,
+    peers: CalibrationPeers,
+    types: RankTypes,
     *,
     mine: Sequence[int],
     sizes: Sequence[int],
     budget_s: float,
     decide: bool,
-) -> SectionMeasurements | None:
-    """Measures the sections `mine` on each rank; returns the measurements of all sections on rank 0, None elsewhere.
-
-    `decide`: stop early when larger sizes gain nothing or the time is up.
-    Raises ValueError when not even the smallest size fits on the device.
-    """
+) -> dict[int, list[Measurement]]:
+    """Measures the sections `mine` at the sizes that fit on every rank. Rank 0 decides after which one all stop."""
     get_batch = meters.subject.get_batch
     meters.build_meters(mine)
     started_s = time.monotonic()
     slice_s = budget_s / (_SIZES_EXPECTED * max(1, len(mine)))
     found: dict[int, list[Measurement]] = {section: [] for section in mine}
-    per_example_us: list[float] = []
+    per_example_us: dict[str, list[float]] = {gpu_type: [] for gpu_type in types.all}
     for size in sizes:
         size_started_s = time.monotonic()
         inputs = get_batch(size) if mine else {}
@@ -87,15 +128,13 @@ def measure_sections(
         parts = peers.gather_values(f"size{size}", total_us if fits else None)
         decided = None
         if parts is not None:
-            known_us = [part for part in parts if part is not None]
-            all_fit = len(known_us) == len(parts)
-            per_example_us.append(sum(known_us) / size)
+            for gpu_type, us in per_example_us.items():
+                us.append(sum(parts[rank] or 0.0 for rank in types.list_ranks(gpu_type)) / size)
+            all_fit = None not in parts
             now_s = time.monotonic()
             in_time = now_s - started_s + (now_s - size_started_s) <= budget_s
-            decided = {
-                "fits": all_fit,
-                "continue": all_fit and (not decide or (in_time and is_worth_doubling(per_example_us))),
-            }
+            pays = any(is_worth_doubling(us) for us in per_example_us.values())
+            decided = {"fits": all_fit, "continue": all_fit and (not decide or (in_time and pays))}
         decision: dict[str, bool] = peers.broadcast_value(f"after{size}", decided)
         if decision["fits"]:
             for section, result in zip(mine, results, strict=True):
@@ -108,17 +147,16 @@ def measure_sections(
             )
         if not decision["continue"]:
             break
-    overhead_us = meters.measure_stage_overhead_us(
-        _overhead_sections(peers, len(meters.subject.model_map.sections)), sizes[0]
-    )
-    overheads_us = peers.gather_values("overhead", overhead_us)
-    sharing = peers.gather_values("sharing", meters.clock.sharing if mine else None)
-    gathered = peers.gather_values(
-        "sections", {str(i): [each.model_dump() for each in measured] for i, measured in found.items()}
-    )
-    places = peers.gather_values("random", list(meters.random_by_micro_batch))
-    if gathered is None or sharing is None or overheads_us is None or places is None:
-        return None
+    return found
+
+
+def _combine_ranks(
+    gathered: Sequence[dict[str, Any]],
+    sharing: Sequence[float | None],
+    overheads_us: Sequence[tuple[float, float] | None],
+    random_by_micro_batch: tuple[str, ...],
+) -> SectionMeasurements:
+    """What the ranks on one type of GPU have measured, as each of them has sent it."""
     # One factor for all: in training every rank shares its cores, whatever the luck of each was in this calibration.
     factor = statistics.median(each for each in sharing if each is not None)
     known = [each for each in overheads_us if each is not None] or [(0.0, 0.0)]
@@ -135,12 +173,15 @@ def measure_sections(
         factor,
         # The planner adds one figure to forwards, backwards and recomputes alike.
         stage_overhead_us=(forward_us + backward_us) / 2 * factor,
-        random_by_micro_batch=tuple(dict.fromkeys(place for part in places for place in part)),
+        random_by_micro_batch=random_by_micro_batch,
     )
 
 
-def _overhead_sections(peers: CalibrationPeers, count: int) -> range:
-    """Neighbours in the model, others on each rank, because the overhead depends on where in the model a stage is."""
+def _overhead_sections(place: int, ranks: int, count: int) -> range:
+    """Neighbours in the model, others on each rank, because the overhead depends on where in the model a stage is.
+
+    `place`: of the rank among the `ranks` of its type.
+    """
     length = min(count, _OVERHEAD_SECTIONS)
-    first = (count - length) * (2 * peers.rank + 1) // (2 * peers.world_size)
+    first = (count - length) * (2 * place + 1) // (2 * ranks)
     return range(first, first + length)

@@ -64,7 +64,12 @@ class CalibrationRole(ReportRole):
         environment, rendezvous = wrapped.worker.environment, wrapped.worker.rendezvous
         rendezvous.be_patient()  # the manager limits a calibration
         peers = CalibrationPeers(
-            environment.rank, environment.world_size, rendezvous.store, connect=rendezvous.connect_gloo
+            environment.rank,
+            environment.world_size,
+            rendezvous.store,
+            connect=rendezvous.connect_gloo,
+            gpu_type=environment.gpu_type,
+            zone=environment.zone,
         )
         found = find_or_measure_profile(
             wrapped.calibration_subject(),

@@ -95,7 +95,12 @@ def _plan_together(wrapped: WrappedModel, setup: OptimizerSetup, *, from_cache: 
     """The plan, on every rank. Raises ValueError on every rank when there is none."""
     environment, rendezvous = wrapped.worker.environment, wrapped.worker.rendezvous
     peers = CalibrationPeers(
-        environment.rank, environment.world_size, rendezvous.store, connect=rendezvous.connect_gloo
+        environment.rank,
+        environment.world_size,
+        rendezvous.store,
+        connect=rendezvous.connect_gloo,
+        gpu_type=environment.gpu_type,
+        zone=environment.zone,
     )
     kept = KeptProfile(environment.checkpoint_url) if environment.checkpoint_url else None
     if kept is None and environment.rank == 0:

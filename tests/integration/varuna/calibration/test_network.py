@@ -56,6 +56,23 @@ def test_the_way_of_the_gradients_counts_as_much_as_that_of_the_activations() ->
     assert (other.latency_us, other.bandwidth_bytes_per_s, other.jitter_us) == (20.0, 3e9, 2.0)
 
 
+def sample(first: int, second: int, latency_us: float) -> LinkSample:
+    return LinkSample((first, second), latency_us, 1e9, 1.0)
+
+
+def test_links_between_zones_are_a_class_of_their_own_where_there_are_any() -> None:
+    samples = [sample(0, 1, 10.0), sample(1, 2, 200.0), sample(2, 3, 5000.0)]
+    hosts = ["a", "a", "b", "c"]
+    links = classify_links(samples, hosts, ["north", "north", "north", "south"])
+    assert links.other_zone is not None
+    assert [each.latency_us for each in (links.same_vm, links.other_vm, links.other_zone)] == [10.0, 200.0, 5000.0]
+    for zones in ((), ["north"] * 4, ["north", "north", "north", ""]):
+        unknown = classify_links(samples, hosts, zones)
+        assert (unknown.other_vm.latency_us, unknown.other_zone) == (2600.0, None)
+    alone = classify_links([sample(0, 1, 5000.0)], ["a", "b"], ["north", "south"])
+    assert alone.same_vm == alone.other_vm == alone.other_zone, "all that is known of this network"
+
+
 def test_rings_have_one_rank_on_each_vm_alone_and_all_at_once() -> None:
     assert rings_to_measure(["a"]) == []
     assert rings_to_measure(["a"] * 3) == [((0, 1),), ((0, 1, 2),)]

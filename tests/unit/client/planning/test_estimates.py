@@ -54,6 +54,7 @@ def test_show_tells_sections_at_a_size(profile: Path) -> None:
     text = invoke("profile", "show", str(profile))
     assert "layer 0 … layer 11" in text  # layers that are alike are one line
     assert "other vm" in text
+    assert "other zone" not in text
 
 
 def test_show_tells_all_that_a_measured_profile_has(profile: Path, tmp_path: Path) -> None:
@@ -61,6 +62,12 @@ def test_show_tells_all_that_a_measured_profile_has(profile: Path, tmp_path: Pat
     document["stage_overhead_us"] = 123.0
     document["all_reduce"] = [{"ranks": 4, "bytes": 2**20, "us": 4567.0, "rings": 2}]
     document["sections"][3]["optimizer_us"] = 8900.0
+    document["gpu_type"] = "V100"
+    document["other_gpu_types"] = [
+        {"gpu_type": "A100", "section_speeds": [2.0] * 13 + [3.5]},
+        {"gpu_type": "K80", "section_speeds": [0.5] * 14},
+    ]
+    document["links"]["other_zone"] = {"latency_us": 4321.0, "bandwidth_bytes_per_s": 1e8}
     measured = tmp_path / "measured.json"
     measured.write_text(json.dumps(document))
     text = invoke("profile", "show", str(measured))
@@ -68,6 +75,9 @@ def test_show_tells_all_that_a_measured_profile_has(profile: Path, tmp_path: Pat
     assert re.search(r"1\.0 MiB +4 +2 +4\.567 ms", text)
     assert "8.900 ms" in text
     assert "tied weights" in text
+    assert "A100, 2 to 3.5 times as fast" in text
+    assert "K80, 0.5 times as fast" in text
+    assert re.search(r"other zone +4321 µs", text)
     shown = invoke_json("profile", "show", str(measured))
     assert shown["stage_overhead_us"] == 123.0
     assert shown["sections"][3]["optimizer_us"] == 8900.0

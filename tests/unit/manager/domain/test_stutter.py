@@ -92,6 +92,37 @@ def test_slow_for_some_looks_in_a_row_and_until_well_again() -> None:
     assert was_slow == [False, False, False, False, True, True, True, False, False]
 
 
+def typed(ranks: dict[int, RankTimes], **vms: str) -> dict[int, RankTimes]:
+    """With the types of some VMs; those of the others are V100."""
+    return {n: replace(rank, gpu_type=vms.get(rank.vm_id, "V100")) for n, rank in ranks.items()}
+
+
+def test_replicas_on_slower_gpus_are_not_slow() -> None:
+    ranks = typed(
+        fleet([1000, 1010, 2000, 1990], [1000, 1010, 2000, 1990]), s0r2="K80", s0r3="K80", s1r2="K80", s1r3="K80"
+    )
+    assert slow(ranks) == set()
+    worse = {n: replace(r, median_us=2600) if r.vm_id == "s1r3" else r for n, r in ranks.items()}
+    assert slow(worse) == {"s1r3"}
+    assert "the other replica of stage 1 on K80 (2 ms per micro-batch)" in compare_ranks(worse)["s1r3"].reason
+
+
+def test_a_rank_alone_of_its_type_in_its_stage_is_held_to_the_pace_of_its_type() -> None:
+    expected_us = {"V100": 1000.0, "K80": 2000.0}
+    ranks = typed(fleet([1000, 2600], [1000, 2600], [1000, 3500]), s0r1="K80", s1r1="K80", s2r1="K80")
+    ranks = {n: replace(rank, expected_us=expected_us[rank.gpu_type]) for n, rank in ranks.items()}
+    assert slow(ranks) == {"s2r1"}, "the profile is wrong about the whole type, which blames nobody"
+    assert "at the pace of the other stages on K80 (2.6 ms" in compare_ranks(ranks)["s2r1"].reason
+
+
+def test_the_only_rank_of_its_type_is_held_to_the_pace_of_all() -> None:
+    ranks = typed(fleet([1500, 1500, 4500]), s0r2="K80")
+    ranks[2] = replace(ranks[2], expected_us=2000.0)
+    assert slow(ranks) == {"s0r2"}
+    assert "at the pace of the other stages (3 ms" in compare_ranks(ranks)["s0r2"].reason
+    assert slow({**ranks, 2: replace(ranks[2], is_type_profiled=False)}) == set(), "nobody knows how fast it should be"
+
+
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(0, 2**31))
 def test_equal_machines_with_noise_are_never_slow_for_long(d: int, p: int, seed: int) -> None:
     chance = random.Random(seed)

@@ -123,11 +123,30 @@ async def test_a_profile_that_the_workers_disagree_with_is_corrected() -> None:
     plan = Plan(p=2, d=1, micro_batch=1, global_batch=4, stage_starts=(0, 1))
     true = await service.compare_profile(profile().to_json(), plan, {0: 3000.0, 1: 3000.0})
     assert (true.expected_us, true.corrected_json, true.drift) == ((3000.0, 3000.0), None, None)
+    assert (true.gpu_types, true.guessed_types) == (("", ""), frozenset())
     found = await service.compare_profile(profile().to_json(), plan, {0: 4500.0, 1: 4500.0})
     assert found.corrected_json is not None
     sections = Profile.from_json(found.corrected_json).sections
     assert [section.measurements[0].backward_us for section in sections] == [3000, 3000]
     assert "1.50" in (found.drift or "")
+
+
+async def test_each_rank_is_compared_with_the_times_of_its_type() -> None:
+    speeds = GpuTypeSpeeds(gpu_type="A100", section_speeds=(2.0, 3.0))
+    known = profile().model_copy(update={"gpu_type": "V100", "other_gpu_types": (speeds,)}).to_json()
+    plan = Plan(p=2, d=2, micro_batch=1, global_batch=4, stage_starts=(0, 1), gpu_types=("V100", "V100", "A100", "K80"))
+    found = await PlanningService().compare_profile(known, plan, {0: 3000.0, 1: 3000.0, 2: 1500.0, 3: 3000.0})
+    assert found.expected_us == (3000.0, 3000.0, 1500.0, 3000.0)
+    assert (found.gpu_types, found.guessed_types) == (plan.gpu_types, {"K80"})
+    assert found.drift is not None
+    assert found.drift.startswith("forward and backward on K80 take 1.00 times as long as on V100")
+
+
+async def test_a_plan_without_types_is_for_the_profiles_own() -> None:
+    plan = Plan(p=2, d=1, micro_batch=1, global_batch=4, stage_starts=(0, 1))
+    known = profile().model_copy(update={"gpu_type": "V100"}).to_json()
+    found = await PlanningService().compare_profile(known, plan, {0: 3000.0, 1: 3000.0})
+    assert (found.gpu_types, found.guessed_types) == (("V100", "V100"), frozenset())
 
 
 async def test_growth_is_weighed_by_one_profile() -> None:
