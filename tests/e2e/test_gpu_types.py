@@ -134,7 +134,7 @@ def test_replicas_on_slower_gpus_run_fewer_micro_batches(tmp_path: Path) -> None
         on = {place["rank"]: place["vm_id"] for place in first["placement"]}
         assert on == {0: "fast-1", 1: "slow-1"}
         events = hosts.client.events(job=job, kind=["generation_started"])
-        assert f"over 1 replica of Fast ({fast} micro-batches each) and 1 replica of Slow" in events[-1]["message"]
+        assert f"over 1 replica of Fast ({fast} micro-batches) and 1 replica of Slow" in events[-1]["message"]
 
 
 def test_a_stage_on_slower_gpus_has_fewer_sections(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def describe_gpu_types(plan: Plan) -> str:
         for row, run in zip(rows, runs, strict=True):
             sizes.setdefault(row[0], []).append(len(run))
         return " and ".join(
-            f"{count_of(len(each), 'replica')} of {gpu_type} ({_render_range(each)} micro-batches each)"
+            f"{count_of(len(each), 'replica')} of {gpu_type} ({_render_shares(each)})"
             for gpu_type, each in sizes.items()
         )
     if len(set(rows)) > 1:
@@ -121,6 +121,8 @@ def describe_gpu_types(plan: Plan) -> str:
     return f"{', then '.join(stages)} in each replica"
 
 
-def _render_range(sizes: Sequence[int]) -> str:
+def _render_shares(sizes: Sequence[int]) -> str:
     least, most = min(sizes), max(sizes)
-    return str(least) if least == most else f"{least} to {most}"
+    one = f"{least} micro-batch{'' if least == 1 else 'es'}"
+    shares = one if least == most else f"{least} to {most} micro-batches"
+    return shares if len(sizes) == 1 else f"{shares} each"

@@ -39,8 +39,8 @@ def test_replicas_of_a_faster_type_run_more_micro_batches() -> None:
     alone = choose_plan(groups[1].profile, gpus=2, global_batch=256, device_memory_bytes=None, pins=Pins(p=2)).best
     assert alone is not None
     assert choice.reason == (
-        f"2×2, micro-batch {plan.micro_batch}, over 1 replica of A100 ({fast} micro-batches each) and 1 replica of "
-        f"V100 ({slow} micro-batches each): {render_rate(plan.examples_per_s)} examples/s predicted, instead of "
+        f"2×2, micro-batch {plan.micro_batch}, over 1 replica of A100 ({fast} micro-batches) and 1 replica of "
+        f"V100 ({slow} micro-batches): {render_rate(plan.examples_per_s)} examples/s predicted, instead of "
         f"{render_rate(alone.examples_per_s)} on A100 alone"
     )
 
