@@ -13,7 +13,8 @@ All processes of the last rank's VM get SIGKILL in the middle of a step (`--kill
 later one comes back, and the job grows. In the row `in place` processes stay at the loss and at the growth, where new
 ones, which are started ahead, join them and take what they lack from their memories. In the row `not ahead`
 (VARUNA_AHEAD=0) all processes of the growth start after the stop. In the row `memory` the script gives step() copies of
-its batches, which keeps workers from staying, so both morphs take it from memory. In the row `restart`
+its batches, which keeps workers from staying, so both morphs take it from memory; in steps of ten seconds or more, the
+survivors end the step under way first. In the row `restart`
 (VARUNA_IN_PLACE=0 in the job's environment) both load a checkpoint; the growth saves one first. In the rows `other
 cuts` the number of stages is the planner's choice, a device holds no whole model, and the job needs all VMs that are
 left: after the loss the survivors of 2 × 2 become 3 × 1, in place or (`other cuts, memory`) in new processes. Rows and

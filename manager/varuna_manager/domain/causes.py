@@ -75,6 +75,18 @@ def choose_end_cause(worker: WorkerView) -> EndCause:
     return EndCause.WORKER_FAILED if worker.cause is None else causes.get(worker.cause, EndCause.WORKER_FAILED)
 
 
+def describe_handover(generation: GenerationView) -> str:
+    """Why workers have left a generation in place by themselves, with their state for new processes; empty: they have
+    not."""
+    if not generation.in_place or generation.holders is not None:
+        return ""
+    if not any(worker.cause is ExitCause.GENERATION_ENDED and worker.gives_only for worker in generation.workers):
+        return ""
+    if generation.last_step is None:
+        return "its workers could not end the step under way in another shape: new processes run all of it"
+    return f"its workers have ended step {generation.last_step}, and their script cannot follow the shape"
+
+
 def render_worker_exit(worker: WorkerView) -> str:
     where = f"rank {worker.rank} on VM {worker.device.vm_id}"
     if worker.cause is ExitCause.VM_GONE:

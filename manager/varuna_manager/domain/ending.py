@@ -9,6 +9,7 @@ from varuna_manager.domain.blame import find_unreachable_vm
 from varuna_manager.domain.causes import (
     CONSEQUENCE_OF,
     choose_end_cause,
+    describe_handover,
     extract_last_line,
     find_exit_code,
     find_failed_script,
@@ -115,6 +116,8 @@ def _how_it_ended(job: JobView, generation: GenerationView, vms: Vms) -> EndGene
         return end(stop.cause, stop.reason)
     if root is not None:
         return end(choose_end_cause(root), render_worker_exit(root))
+    if handover := describe_handover(generation):
+        return end(EndCause.HANDED_OVER, handover)
     vm_id, reason = find_unreachable_vm(generation, vms)
     if vm_id:
         return end(EndCause.UNREACHABLE, reason)

@@ -93,8 +93,10 @@ def _find_held(
     if is_unmoved(ended):
         unmoved = find_unmoved(ended, is_there)
         return None if unmoved is None else _Held(sys.maxsize, unmoved)
-    # A want of memory is no fault of the state: the next plan leaves it more room.
-    is_fault = ended.last_step is None and ended.end_cause not in LOSES_RANKS | {EndCause.OUT_OF_MEMORY}
+    # A want of memory is no fault of the state: the next plan leaves it more room. Neither is a script that cannot
+    # follow the shape.
+    blameless = LOSES_RANKS | {EndCause.HANDED_OVER, EndCause.OUT_OF_MEMORY}
+    is_fault = ended.last_step is None and ended.end_cause not in blameless
     if any(worker.held_step is not None for worker in ended.workers):
         is_in_vain = is_fault and (ended.in_place or ended.holders is not None)
         return None if is_in_vain else _find_members(ended, ended.plan.p, is_there)

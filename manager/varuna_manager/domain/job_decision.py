@@ -26,6 +26,7 @@ from varuna_manager.domain.blame import add_blame, find_unreachable_vm
 from varuna_manager.domain.causes import (
     CONSEQUENCE_OF,
     choose_end_cause,
+    describe_handover,
     extract_last_line,
     find_root_cause,
     is_taken_away,
@@ -203,6 +204,8 @@ def _stop_broken(now: float, generation: GenerationView, vms: Vms, rules: Rules)
     odd = [worker for worker in generation.workers if worker.stopped and worker.cause is not normal_exit]
     if not odd:
         return None
+    if handover := describe_handover(generation):
+        return Decision.stop_generation(generation, StopMode.LEAVE_NOW, EndCause.HANDED_OVER, handover)
     if all(worker.cause is ExitCause.PEER_LOST for worker in odd):
         return _stop_after_lost_peer(now, generation, odd, vms, rules)
     return Decision.stop_generation(generation, StopMode.LEAVE_NOW, EndCause.WORKER_FAILED, render_worker_exit(odd[0]))

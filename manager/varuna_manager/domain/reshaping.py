@@ -31,7 +31,9 @@ LOSES_RANKS = frozenset(
 _GOES_ON_AFTER = LOSES_RANKS | {EndCause.WORKER_FAILED, EndCause.UNREACHABLE, EndCause.SLOW_VM}
 """Ends after which the job goes on with fewer devices, perhaps in place. After a hang the processes are not trusted.
 After the others the job is over, waits, or starts new processes."""
-_RESTARTS_FROM_MEMORY = frozenset({EndCause.GROWTH, EndCause.SCRIPT_FAILED, EndCause.OUT_OF_MEMORY})
+_RESTARTS_FROM_MEMORY = frozenset(
+    {EndCause.GROWTH, EndCause.HANDED_OVER, EndCause.SCRIPT_FAILED, EndCause.OUT_OF_MEMORY}
+)
 """Ends after which the job has another shape, or its script runs from its beginning. The old processes are sound, but
 for the rank that raised an error: they take other stages (`domain.other_stages`), or give their state to new ones."""
 SURVIVABLE_EXITS = frozenset({ExitCause.GENERATION_ENDED, ExitCause.PEER_LOST})

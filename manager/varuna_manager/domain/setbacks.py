@@ -21,6 +21,7 @@ _BLAMELESS = frozenset(
         EndCause.MANAGER_AWAY,
         EndCause.NOTICE,
         EndCause.GROWTH,
+        EndCause.HANDED_OVER,
         EndCause.SLOW_VM,
         EndCause.SHRUNK,
         EndCause.PREEMPTED,

@@ -106,6 +106,9 @@ class EndCause(StrEnum):
     NOTICE = "notice"
     HANG = "hang"
     GROWTH = "growth"
+    HANDED_OVER = "handed_over"
+    """Its workers were to end one step in a shape that their script cannot follow. They have left, with their state for
+    new processes."""
     SLOW_VM = "slow_vm"
     SHRUNK = "shrunk"
     """Other jobs need some of its GPUs more."""

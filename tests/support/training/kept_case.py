@@ -110,7 +110,14 @@ def assert_counted_once(outcome: Outcome, case: Case) -> None:
     count, base = case.task.global_batch, kept_script.LEDGER_BASE
     once = sum(base**example for example in range(count))
     for step in outcome.ranks[0]["steps"]:
-        total = round(step["loss"] * count)
-        counted = [total // base**example % base for example in range(count)]
-        assert (counted, total) == ([1] * count, once), f"step {step['step']}"
+        assert_loss_counts_once(step["loss"], case)
     assert outcome.norms == pytest.approx([once / count * case.task.blocks**0.5] * len(outcome.norms), rel=1e-12)
+
+
+def assert_loss_counts_once(loss: float, case: Case) -> None:
+    """That a step's loss has every example once."""
+    count, base = case.task.global_batch, kept_script.LEDGER_BASE
+    once = sum(base**example for example in range(count))
+    total = round(loss * count)
+    counted = [total // base**example % base for example in range(count)]
+    assert (counted, total) == ([1] * count, once)

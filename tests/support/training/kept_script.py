@@ -5,7 +5,8 @@ which each op is longer; "slow": {"rank", "op_s"}, the same for one rank; "varia
 nothing), "checkpointed" (the model runs each block again in its backward) or "ledger" (losses and gradients tell which
 examples were counted, and how often); "marks_every": micro-batches between two marks of a share, in which a rank waits
 until all stages have theirs; "lossy": ranks whose copies are never whole; "copies_states": a rank waits in its pass
-until the copy of its state is whole.
+until the copy of its state is whole; "keeps_inputs": also in short steps, ranks whose script cannot follow the shape
+keep their inputs for the rest of the step.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
 """
@@ -31,6 +32,7 @@ import copies_script
 import killing_script
 import training_script
 import varuna.copies.rank_shares
+import varuna.roles.kept_inputs
 from killing_script import arm, meet_before
 from small_gpt import SmallGPT, Task
 from varuna.copies.rank_shares import RankShares
@@ -219,6 +221,8 @@ if __name__ == "__main__":
         make_marks(wanted["marks_every"], lossy=own in wanted.get("lossy", []), finishes=wanted["finishes"])
     if wanted.get("copies_states"):
         copies_script.wait_for_copies({})
+    if wanted.get("keeps_inputs"):
+        varuna.roles.kept_inputs._LEAST_STEP_S = 0.0
     kills = wanted.get("kills", [])
     meet_before(*(kill["rank"] for kill in kills))
     if own in [kill["rank"] for kill in kills if "step" in kill]:

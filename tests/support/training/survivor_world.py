@@ -27,25 +27,30 @@ class SurvivorWorld:
         self.world = stack.enter_context(
             Ranks(zygote, folder, task, p, d, agent_socket=lambda rank: self.ends[rank].path, **more)  # type: ignore[arg-type]
         )
-        self._generation = 1
+        self.generation = 1
+        """The present one."""
         self._stack, self._zygote, self._more = stack, zygote, more
         self._results = {rank: self.world.out / f"rank{rank}" for rank in self.ends}
         """Where each process leaves its results, without the suffix."""
         self._others: list[Ranks] = []
         self.plan = self.world.environment(0).plan
+        self._without_rank: list[int] = []
+        """Processes that the present generation does not take, and that have not been ended."""
         self.ranks = list(range(p * d))
         """By rank in the present generation: the rank in the first one."""
 
-    def go_on(self, lost: set[int], *, absent: frozenset[int] | set[int] = frozenset()) -> list[int]:
+    def go_on(
+        self, lost: set[int], *, absent: frozenset[int] | set[int] = frozenset(), keeps_others: bool = False
+    ) -> list[int]:
         """Waits until all but `lost` have left, and starts the next generation in place.
 
         `lost`, `absent`: by their ranks in the first generation; `absent` have a rank in the next one, but do not come.
-        Returns the step that each of its ranks holds.
+        `keeps_others`: as for `go_on_as`. Returns the step that each of its ranks holds.
         """
         p = self.plan.p
         self.wait_until_left(lost)
         ranks = self._make_replicas(lost)
-        return self.go_on_as(replace(self.plan, d=len(ranks) // p), ranks, absent=absent)
+        return self.go_on_as(replace(self.plan, d=len(ranks) // p), ranks, absent=absent, keeps_others=keeps_others)
 
     def leave_at_boundary(self, after: int = 3) -> None:
         """Makes all ranks leave with their state when `after` steps are done."""
@@ -56,7 +61,7 @@ class SurvivorWorld:
     def wait_until_left(self, lost: set[int]) -> dict[int, worker_pb2.GenerationLeft]:
         """By rank in the first generation."""
         return {
-            rank: self.ends[rank].wait_for_number("generation_left", self._generation).generation_left
+            rank: self.ends[rank].wait_for_number("generation_left", self.generation).generation_left
             for rank in self.ranks
             if rank not in lost
         }
@@ -77,22 +82,23 @@ class SurvivorWorld:
         *,
         absent: frozenset[int] | set[int] = frozenset(),
         keepers: tuple[int, ...] = (),
+        keeps_others: bool = False,
     ) -> list[int]:
         """Starts the next generation in place with this plan, when its ranks have left the one before.
 
-        `ranks`: by their ranks in it, the ranks in the first generation; processes without one are ended.
-        `keepers`: of the next generation.
+        `ranks`: by their ranks in it, the ranks in the first generation; processes without one are ended, with
+        `keeps_others` only by `end_others`. `keepers`: of the next generation.
         """
         p, d = plan.p, plan.d
         left = self.wait_until_left({rank for rank in self.ranks if rank not in ranks})
         others = set(self.ranks) - set(ranks)
         self.plan, self.ranks = plan, ranks
-        self._generation += 1
+        self.generation += 1
         secret = secrets.token_hex()  # tests that run at the same time must not meet
         for rank, first in enumerate(self.ranks):
             environment = replace(
                 self.world.environment(first),
-                generation=self._generation,
+                generation=self.generation,
                 rank=rank,
                 world_size=p * d,
                 plan=plan,
@@ -101,10 +107,17 @@ class SurvivorWorld:
             )
             if first in absent:
                 continue
-            self.ends[first].assign(environment, self.world.out / f"generation{self._generation}.rank{rank}.log")
-        for first in others:
-            self.ends[first].hang_up()
+            self.ends[first].assign(environment, self.world.out / f"generation{self.generation}.rank{rank}.log")
+        self._without_rank += others
+        if not keeps_others:
+            self.end_others()
         return [left[rank].step for rank in self.ranks]
+
+    def end_others(self) -> None:
+        """Ends the processes that the present generation does not take, as agents do when it has made a step."""
+        for first in self._without_rank:
+            self.ends[first].hang_up()
+        self._without_rank = []
 
     def grow(self, plan: Plan, ranks: list[int | None], *, wanted: Mapping[str, object] | None = None) -> int:
         """Starts the next generation in place with this plan and with new processes, when the present ranks have left.
@@ -113,13 +126,13 @@ class SurvivorWorld:
         one had. `wanted`: more of it, for the new processes. Returns the step that the others hold.
         """
         left = self.wait_until_left(set())
-        self._generation += 1
+        self.generation += 1
         survivors = tuple(rank for rank, first in enumerate(ranks) if first is not None)
         new = [rank for rank, first in enumerate(ranks) if first is None]
         secret = secrets.token_hex()
         base = replace(
             self.world.environment(0),
-            generation=self._generation,
+            generation=self.generation,
             world_size=plan.p * plan.d,
             plan=plan,
             survivors=survivors,
@@ -139,7 +152,7 @@ class SurvivorWorld:
             self.world.task,
             1,
             len(new),
-            generation=self._generation,
+            generation=self.generation,
             launched=launch,
             **more,  # type: ignore[arg-type]
         )
@@ -151,7 +164,7 @@ class SurvivorWorld:
             environment = replace(
                 base, rank=rank, agent_socket=self.ends[first].path, rendezvous_port=port, secret=secret
             )
-            self.ends[first].assign(environment, self.world.out / f"generation{self._generation}.rank{rank}.log")
+            self.ends[first].assign(environment, self.world.out / f"generation{self.generation}.rank{rank}.log")
         self._results |= {first: others.out / f"rank{rank}" for rank, first in firsts.items()}
         self.plan = plan
         self.ranks = [firsts[rank] if first is None else first for rank, first in enumerate(ranks)]

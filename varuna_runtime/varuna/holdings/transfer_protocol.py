@@ -12,6 +12,10 @@
             mark; then the file's chunks
     keeper: as above
 
+    taker:  inputs: the step, and the number of a micro-batch in the global batch
+    giver:  done: the size of its inputs; then their chunks
+            refused: the reason
+
 A connection serves one request after the other. The messages are packed as those of the rendezvous store.
 """
 
@@ -27,6 +31,7 @@ __all__ = [
     "CHUNK_HEADER",
     "COPY",
     "FETCH",
+    "INPUTS",
     "LARGEST_MESSAGE_BYTES",
     "NUMBER",
     "SILENCE_S",
@@ -37,6 +42,7 @@ __all__ = [
 FETCH = 1
 COPY = 2
 SUMS = 3
+INPUTS = 4
 CHUNK_BYTES = 1 << 20
 """Large enough that its header costs nothing, small enough to be in the processor's cache for the checksum."""
 CHUNK_HEADER = struct.Struct("!I16s")

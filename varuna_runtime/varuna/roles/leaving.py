@@ -15,7 +15,7 @@ from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.holdings.inventory import HeldFiles
 from varuna.roles.failing import are_finite
 from varuna.roles.giving import end_as_holder, leave_in_memory
-from varuna.roles.reshaping import can_hold_state, describe_script_obstacle
+from varuna.roles.reshaping import can_hold_state, describe_script_obstacle, may_end_step
 from varuna.roles.training_parts import TrainingParts
 from varuna.worker.agent_link import GiveCommand, StoreCommand
 from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
@@ -54,15 +54,27 @@ class StateHolder:
     # Leaving
 
     def find_obstacle(self) -> str:
-        """Why this process cannot take a rank in the next generation, and only gives its state to it; empty: it can."""
+        """Why this process cannot go on in the next generation, and only gives its state to it; empty: it can."""
+        return self._find_process_obstacle() or self.find_script_obstacle()
+
+    def find_obstacle_in_step(self) -> str:
+        """Why this process cannot even end the step under way in the next generation; empty: it can."""
+        accumulates = self._parts.updater.accumulation.is_active
+        if self._parts.inputs.has_given_up:
+            return self.find_obstacle() or "its generation was to end one step only"
+        if self._parts.inputs.can_end_step and may_end_step(accumulates=accumulates):
+            return self._find_process_obstacle()
+        return self.find_obstacle()
+
+    def _find_process_obstacle(self) -> str:
         unclean_ends = self._parts.worker.unclean_ends
         if self._parts.progress.newest_step is None:
             return "it has not begun to train"
         if unclean_ends >= _MOST_UNCLEAN_ENDS:
             return f"connections of {unclean_ends} earlier generations could not be ended in it"
-        return self._find_script_obstacle()
+        return ""
 
-    def _find_script_obstacle(self) -> str:
+    def find_script_obstacle(self) -> str:
         """What the script does because of which its processes cannot go on in place; empty: nothing is known."""
         newest, accumulates = self._parts.progress.newest_step, self._parts.updater.accumulation.is_active
         return "" if newest is None else describe_script_obstacle(newest.inputs, accumulates=accumulates)
@@ -72,7 +84,7 @@ class StateHolder:
         progress, accumulation = self._parts.progress, self._parts.updater.accumulation
         if not progress.is_ready:
             return False
-        if reason := self._find_script_obstacle():
+        if reason := self.find_script_obstacle():
             self._parts.worker.link.report_script_obstacle(reason)
         if accumulation.is_pending:
             return False
@@ -82,9 +94,11 @@ class StateHolder:
         step = progress.find_committed(progress.newest_step)
         with self._leaving:
             self._has_left, is_moving = True, self._unmoved is not None
-        obstacle = "it was to take another stage" if is_moving else self.find_obstacle()
+        obstacle = "it was to take another stage" if is_moving else self.find_obstacle_in_step()
         if obstacle:
             _log.info(f"this process takes no part in the next generation and only gives its state: {obstacle}")
+        elif reason:
+            _log.info(f"this process can only end the step under way in the next generation: {reason}")
         self._parts.worker.link.report_generation_left(
             int(str(exit_.code)),
             step,

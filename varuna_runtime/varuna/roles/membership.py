@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from varuna.data.batches import follow_shape
 from varuna.devices.generators import keep_global_generators
 from varuna.diagnostics.start_phases import StartPhases
 from varuna.diagnostics.tensorboard import TensorBoardWriter
-from varuna.distributed.agreement import BoundaryRequests
+from varuna.distributed.agreement import BoundaryRequests, StepTotals, agree_on_totals
 from varuna.distributed.calls import CallKind
 from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.distributed.topology import stage_sections
@@ -38,6 +39,7 @@ from varuna.roles.reshaping import (
     choose_totals,
     count_redone,
     explain_apart,
+    explain_lost_step,
     fits_in_place,
     follow_sums,
     must_move,
@@ -92,6 +94,8 @@ class GenerationMembership:
         """What this new process finds of the step in which it begins."""
         self._give_command: GiveCommand | StoreCommand | None = None
         """Given when the step under way had been agreed on: the script's next call gives the state."""
+        self._last_step: TrainingStep | None = None
+        """The step that this process ends though its script cannot follow the shape: new processes go on after it."""
 
     def report_ready(self) -> None:
         """Reports once that the script has prepared everything."""
@@ -158,6 +162,54 @@ class GenerationMembership:
         step.rest, step.kept = first.rest, first.kept
         for sums in first.sums:
             add_sums(self._parts.assembly.stage.parameters, sums)
+
+    # A script that cannot follow the shape
+
+    def is_last_step(self, step: TrainingStep) -> bool:
+        """Whether this process only ends this step in a shape that its script cannot follow."""
+        return step is self._last_step
+
+    def leave_after_last_step(self, step: TrainingStep | None) -> None:
+        """Leaves, together with all other ranks, if the last step is done, so that new processes go on.
+
+        `step`: the call that begins; None: it is another call.
+        """
+        if self._last_step is None or step is self._last_step or self._parts.worker.departure.stays:
+            return
+        self._parts.inputs.give_up()
+        # A rank that left earlier might keep another one from learning that the step is agreed on.
+        with suppress(PeerLost, GenerationEnded):
+            agree_on_totals(self._parts.assembly.everyone, StepTotals(loss_sum=0.0, examples=1))
+            self._leave("the script has batches for the shape before, so new processes go on")
+        if not self._parts.worker.departure.stays:
+            self._parts.worker.departure.raise_if_leaving()
+
+    def leave_changed_step(self, step: TrainingStep) -> None:
+        """The script has changed the model, so the whole step is run again: leaves where the inputs are missing."""
+        if self.is_last_step(step):
+            self._leave_before_step("the script has changed the model")
+
+    def _prepare_last_step(self, step: TrainingStep | None, settled: SettledSums) -> None:
+        """Gets the inputs of the rest of the step under way, together with all other ranks. If one cannot, all leave
+        again, and new processes take the state."""
+        parts, worker = self._parts, self._parts.worker
+        rest = None if step is None else step.rest
+        if reason := explain_lost_step(settled.members, rest, parts.stages):
+            self._leave_before_step(reason)
+        assert step is not None, "all ranks are in one step"
+        assert rest is not None, "something of it is kept"
+        reason = parts.inputs.gather_inputs(worker, parts.progress.step + 1, rest.numbers, step.inputs)
+        if reason:
+            self._leave_before_step(reason)
+        self._last_step = step
+
+    def _leave_before_step(self, reason: str) -> None:
+        self._parts.inputs.give_up()
+        self._leave(f"the step under way cannot be ended in place: {reason}")
+        self._parts.worker.departure.raise_if_leaving()
+
+    def _leave(self, reason: str) -> None:
+        self._parts.worker.departure.leave_generation(GenerationEnded(reason))
 
     # Going on in the next generation
 
@@ -229,12 +281,18 @@ class GenerationMembership:
 
         Returns only if that step has been agreed on, so that the script has to follow it first.
         """
-        if step is None:
+        if step is None and not self._is_between_steps():
             raise RuntimeError("the script is between two steps, where no other process can begin")
-        if step.totals is not None:
+        if step is not None and step.totals is not None:
             self._give_command, step.was_interrupted = command, True
             return
         self._holder.give_state(command)
+
+    def _is_between_steps(self) -> bool:
+        """Whether the last step is done, and the script has done all that it does before it begins the next one."""
+        parts = self._parts
+        is_done = self._last_step is not None and self._last_step.is_updated
+        return is_done and parts.habits.is_between_steps(parts.updater.optimizers, parts.checkpoints.registered)
 
     def _catch_up(self, step: TrainingStep | None, before: WorkerEnvironment | None) -> Meeting:
         """Agrees with the other members on the newest committed step, and on what counts of the step under way.
@@ -253,6 +311,7 @@ class GenerationMembership:
             weight_per_example=parts.expected_weight.per_example,
             trace_digest=parts.trace_digest,
             is_new=self._awaited_in is not None,
+            follows_shape=self._awaited_in is not None or not self._holder.find_script_obstacle(),
         )
         own = add_step(own, step)
         marked = self._list_marked(step)
@@ -261,7 +320,10 @@ class GenerationMembership:
         texts = worker.rendezvous.exchange_values("member", everyone, own.to_json())
         settled = settle_sums([GenerationMember.from_json(text) for text in texts], parts.stages)
         totals = choose_totals(own, settled.members, is_reduced=step is not None and step.is_reduced)
+        all_follow = all(member.follows_shape for member in settled.members)
         if step is None:
+            if not all_follow:
+                self._prepare_last_step(None, settled)
             return Meeting(settled)
         lent: dict[int, Mapping[str, Tensor]] = {}
         step.redone = 0
@@ -270,6 +332,8 @@ class GenerationMembership:
         if step.totals is None:  # it is run again
             step.is_reduced = False
             step.rest = plan_rest(settled, worker.environment, parts.stages)
+            if not all_follow:
+                self._prepare_last_step(step, settled)
             step.redone = count_redone(step.rest, settled.members, worker.environment)
             chosen = settled.choices[worker.topology.rank] if step.rest is not None else SumsChoice(live=False)
             self._settle_share(step, chosen, marked)
@@ -277,6 +341,8 @@ class GenerationMembership:
         else:  # a rank that has begun the next step has dropped them, so no rank may follow them
             step.totals = replace(step.totals, requests=BoundaryRequests())
             step.was_interrupted = True
+            if not all_follow:
+                self._prepare_last_step(step, settled)
         return Meeting(settled, lent)
 
     def _list_copied(self, committed: int, before: WorkerEnvironment | None) -> list[tuple[int, int]]:
@@ -375,9 +441,8 @@ class GenerationMembership:
 
     def _leave_unmoved(self, reason: str) -> None:
         """Leaves the generation, whose ranks cannot take their stages, so that new processes take the state."""
-        departure = self._parts.worker.departure
-        departure.leave_generation(GenerationEnded(f"the ranks cannot take other stages in place: {reason}"))
-        departure.raise_if_leaving()
+        self._leave(f"the ranks cannot take other stages in place: {reason}")
+        self._parts.worker.departure.raise_if_leaving()
 
     def _connect_anew(self, stage: Stage) -> None:
         """Connects this rank, with its state, to the others of its generation."""

@@ -43,8 +43,10 @@ __all__ = [
     "count_redone",
     "describe_script_obstacle",
     "explain_apart",
+    "explain_lost_step",
     "fits_in_place",
     "follow_sums",
+    "may_end_step",
     "must_move",
     "plan_rest",
     "settle_sums",
@@ -87,6 +89,8 @@ class GenerationMember:
     trace_digest: str = ""
     is_new: bool = False
     """Whether its process has only just started, and has no state yet."""
+    follows_shape: bool = True
+    """Whether its script can go on in another shape after the step under way."""
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -250,6 +254,16 @@ def explain_apart(members: Sequence[GenerationMember], section_count: int) -> st
     return f"no process holds section {missing[0]} after step {old[0].committed}" if missing else ""
 
 
+def explain_lost_step(members: Sequence[GenerationMember], rest: StepRest | None, stages: Sequence[range]) -> str:
+    """Why processes whose scripts cannot follow the shape cannot even end the step under way; empty: they can, if they
+    have the inputs of its rest. `stages`: the sections of each."""
+    if any(member.is_new for member in members) or must_move(members, stages):
+        return "the stages are others"
+    if reason := explain_apart(members, stages[-1].stop):
+        return reason
+    return "nothing is kept of the step under way" if rest is None else ""
+
+
 def can_hold_state(environment: WorkerEnvironment) -> bool:
     """Whether a process may keep its state for the next generation when it leaves this one."""
     is_wanted = os.environ.get(_SWITCH, "1") != "0"
@@ -344,6 +358,11 @@ def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) ->
     if list_script_groups():
         return "the script has process groups of its own; without them, step() returns the loss over all ranks"
     return ""
+
+
+def may_end_step(*, accumulates: bool) -> bool:
+    """Whether a script whose processes cannot go on in another shape lets them end the step under way there."""
+    return not accumulates and not list_script_groups()
 
 
 def fits_in_place(now: WorkerEnvironment, before: WorkerEnvironment) -> bool:

@@ -156,6 +156,7 @@ class TrainingRole:
             self._begin_step(step)
             totals = self._pass_and_agree(step)
             if totals.changed:
+                self._membership.leave_changed_step(step)
                 if self._parts.shares is not None:
                     self._parts.shares.forget_sums()
                 self._changes.exchange_changes()
@@ -191,6 +192,8 @@ class TrainingRole:
         self._updater.accumulation.inspect_script(self._updater.optimizers)
         with STEP_CLOCK.measure(Activity.CHECKPOINT):
             self.checkpoints.save_automatic_checkpoint()
+        self._membership.leave_after_last_step(step)
+        self._worker.departure.raise_if_leaving()
         STEP_CLOCK.begin_step()
         self._membership.report_ready()
         self._progress.is_broken = True
@@ -329,12 +332,24 @@ class TrainingRole:
         environment, stage = self._worker.environment, self.assembly.stage
         if step.rest is None:
             step.inputs = renew_batch(step.inputs)
+            self._hold_inputs(step)
             sizes, first = share_of_batch(batch_size_of(step.inputs), environment, self._worker.topology.replica)
             inputs = pin_inputs(stage.empty_unread_inputs(step.inputs), self._device)
             return cut_inputs(inputs, sizes, first, first * environment.plan.micro_batch)
         spans = spans_of_micro_batches(step.rest.numbers, environment)
-        examples = fetch_examples(step.inputs, spans.values()) if spans else {}
+        if self._membership.is_last_step(step):
+            examples: Mapping[str, Any] = self._parts.inputs.join_inputs(step.rest.numbers, step.inputs)
+        else:
+            examples = fetch_examples(step.inputs, spans.values()) if spans else {}
         return cut_spans(pin_inputs(stage.empty_unread_inputs(examples), self._device), spans)
+
+    def _hold_inputs(self, step: TrainingStep) -> None:
+        """Keeps the inputs of the step for others, where no process can make them again."""
+        is_useful = not self.assembly.stage.written.homes  # else nothing is kept of the step
+        if is_useful and self._worker.departure.can_stay and self._holder.find_script_obstacle():
+            totals = self._progress.committed_totals
+            micro_batch_s = 0.0 if totals is None else totals.micro_batch_s
+            self._parts.inputs.hold_share(self._worker, self._progress.step + 1, step.inputs, micro_batch_s)
 
     def _may_keep(self) -> bool:
         """Whether what this rank runs of the step may stay valid when other ranks are lost."""
@@ -342,7 +357,7 @@ class TrainingRole:
             (self._worker.topology.d > 1 or self._parts.shares is not None)
             and self._worker.departure.can_stay
             and not self.assembly.stage.written.homes
-            and not self._holder.find_obstacle()
+            and not self._holder.find_obstacle_in_step()
         )
 
     def _finishing_share(self) -> AbstractContextManager[None]:
@@ -520,6 +535,8 @@ class TrainingRole:
     def _calling(self, kind: CallKind) -> Iterator[None]:
         """Around a call that all ranks make together and that is no step. A process that has to leave while it is under
         way ends; one that has left before goes on first."""
+        if kind is CallKind.EVALUATE:  # its inputs may be those of the shape before, too
+            self._membership.leave_after_last_step(None)
         if self._worker.departure.stays:
             self._membership.join_next(None)
         self._membership.check_call(kind)

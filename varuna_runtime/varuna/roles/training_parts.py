@@ -27,6 +27,7 @@ from varuna.partition.tracing.retracer import Retracer
 from varuna.pipeline.loss_weight import ExpectedWeight
 from varuna.roles.checkpoints import TrainingCheckpoints
 from varuna.roles.failing import ScriptHabits
+from varuna.roles.kept_inputs import KeptInputs
 from varuna.roles.progress import TrainingProgress
 from varuna.roles.role import apply_seed
 from varuna.roles.wrapped_model import WrappedModel
@@ -59,6 +60,7 @@ class TrainingParts:
         scalars: where each step's figures go for TensorBoard.
         copies: of the present generation; None: before its first step here, or no copies are kept.
         shares: the same, of the share of the step under way.
+        inputs: of the step under way, where the script has a loader of its own.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class TrainingParts:
         self.habits = ScriptHabits()
         self.copies: RankCopies | None = None
         self.shares: RankShares | None = None
+        self.inputs = KeptInputs()
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
