@@ -55,6 +55,8 @@ from varuna_proto.plan import Device
 _DEADLINE_MARGIN_S = 1.0
 """Before a VM's deadline, by which its workers must have left."""
 _SHORTEST_SAVE_S = 0.2
+_REDIAL_S = 0.5
+"""In which an agent whose stream has broken, and that lives, is back."""
 
 
 def decide_job(now: float, job: JobView, vms: Vms, rules: Rules) -> Decision:
@@ -220,7 +222,10 @@ def _stop_after_lost_peer(
     # An agent that has just reconnected is about to report the exits of its workers.
     back_s = min((vm.ready_for_s(now) for vm in running if vm.connected), default=math.inf)
     line = render_worker_exit(left[0])
-    if is_within(now, first, rules.root_cause_wait_s) or back_s < rules.root_cause_wait_s:
+    # A broken stream is a second witness at once. An agent that lives redials within a moment.
+    has_broken = any(not vm.connected and vm.connected_since_start for vm in running)
+    wait_s = min(_REDIAL_S, rules.root_cause_wait_s) if has_broken else rules.root_cause_wait_s
+    if is_within(now, first, wait_s) or back_s < rules.root_cause_wait_s:
         return Decision(reason=f"{line}: waiting for a report of what happened to it", claims=generation.devices)
     silent = [vm for vm in running if not vm.connected or vm.silent_s(now) > 2 * rules.heartbeat_interval_s]
     if silent:

@@ -148,6 +148,18 @@ def test_a_lost_peer_alone_waits_a_moment_for_its_cause() -> None:
     assert kinds(decide(view, vm("a"), vm("b"), now=NOW + RULES.root_cause_wait_s)) == [StopGeneration]
 
 
+def test_a_lost_peer_and_the_broken_stream_of_its_agent_are_two_witnesses() -> None:
+    peer = worker(0, "a", ExitCause.PEER_LOST, stopped_at=NOW - 0.6)
+    view = job(generation(peer, worker(1, "b")))
+    cut = vm("b", connected=False, silent_s=1.0)
+    (stop,) = decide(view, vm("a"), cut).actions
+    assert isinstance(stop, StopGeneration)
+    assert (stop.cause, stop.reason) == (EndCause.VM_LOST, "rank 0 on VM a lost a peer, and VM b is silent")
+    assert not decide(view, vm("a"), cut, now=NOW - 0.3).actions, "its agent may be about to redial"
+    restarted = replace(cut, connected_since_start=False)
+    assert not decide(view, vm("a"), restarted).actions, "the manager has just started"
+
+
 def test_all_finished_succeeds_and_one_finished_waits_for_the_others() -> None:
     done = [worker(rank, name, ExitCause.FINISHED) for rank, name in enumerate("ab")]
     assert kinds(decide(job(generation(*done)), vm("a"), vm("b"))) == [EndGeneration, FinishJob]
