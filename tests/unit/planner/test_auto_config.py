@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.planner_profiles import make_profile
 
+from planner_profiles import make_profile
 from varuna_planner.cutting import _kernels
 from varuna_planner.cutting import balance as cutting
 from varuna_planner.memory import USABLE_FRACTION

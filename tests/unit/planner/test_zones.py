@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.planner_profiles import make_profile
 
+from planner_profiles import make_profile
 from varuna_planner.profile.document import Link, Links, Profile
 from varuna_planner.search.auto_config import Pins, PlanChoice, choose_plan
 from varuna_planner.search.zones import choose_plan_in_zones, lies_in_zones
