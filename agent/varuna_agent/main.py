@@ -35,6 +35,7 @@ from varuna_agent.workers.isolation import JobUser, hide_this_process, keep_priv
 from varuna_agent.workers.memory_files import MemoryFiles, choose_limit
 from varuna_agent.workers.worker_starter import WorkerHost
 from varuna_proto import spans
+from varuna_proto.names import clean_gpu_type
 
 if TYPE_CHECKING:
     from varuna_agent.identity.certificate import AgentIdentity
@@ -186,7 +187,7 @@ def _make_settings(options: argparse.Namespace) -> AgentSettings:
         device_memory_bytes=options.device_memory_bytes,
         host=own_address(options.manager) if options.host == AUTO else options.host,
         device=options.device,
-        gpu_type=options.gpu_type or (read_gpu_type() if options.device == "cuda" else ""),
+        gpu_type=clean_gpu_type(options.gpu_type or (read_gpu_type() if options.device == "cuda" else "")),
         reconnect_first_s=options.reconnect_first_s,
         reconnect_most_s=options.reconnect_most_s,
         keep_warm_s=options.keep_warm_s,

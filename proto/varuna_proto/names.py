@@ -1,9 +1,10 @@
-"""Names of jobs and VMs that become parts of paths."""
+"""Names of jobs and VMs that become parts of paths, and of types of GPU."""
 
 from __future__ import annotations
 
 import re
 
+_LONGEST_GPU_TYPE = 255
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -20,3 +21,8 @@ def plain(name: str, what: str) -> str:
             "digit, are taken"
         )
     return name
+
+
+def clean_gpu_type(name: str) -> str:
+    """A GPU type's name, as a driver or an operator gives it, as all store and compare it; empty: there is none."""
+    return "".join(sign for sign in name if sign.isprintable())[:_LONGEST_GPU_TYPE]

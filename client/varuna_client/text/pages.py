@@ -163,6 +163,8 @@ def _render_shape(p: int, d: int) -> str:
 
 
 def _describe_gpu_types(plan: Mapping[str, Any]) -> str:
+    if not plan.get("gpu_types"):  # of an earlier manager, or all are equal
+        return ""
     from varuna_planner.search.layouts import describe_gpu_types  # other commands start without the planner
     from varuna_proto.plan import Plan
 

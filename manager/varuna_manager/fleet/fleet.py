@@ -41,11 +41,10 @@ from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
 from varuna_manager.world.reading import NOT_GONE
 from varuna_manager.world.vm_registry import VmRegistry
+from varuna_proto.names import clean_gpu_type
 from varuna_proto.rest_fleet import FleetDocument, PoolDocument, PreemptionDocument
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.wording import count_are, count_of
-
-_LONGEST_GPU_TYPE = 255
 
 
 class FleetService:
@@ -307,8 +306,7 @@ def _is_news(row: Row[*tuple[Any, ...]], hello: pb.Hello) -> bool:
 
 
 def _gpu_type(hello: pb.Hello) -> str | None:
-    """The GPU's name as the store can hold it."""
-    return "".join(sign for sign in hello.gpu_type if sign.isprintable())[:_LONGEST_GPU_TYPE] or None
+    return clean_gpu_type(hello.gpu_type) or None
 
 
 async def live_workers(session: AsyncSession, vm_id: str) -> Sequence[WorkerRow]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+from collections.abc import Sequence
 
 from varuna_planner.profile.document import Measurement, Profile, SectionProfile
 
@@ -25,8 +25,7 @@ def select_gpu_type(profile: Profile, gpu_type: str, *, assumed_speed: float = 1
         scaled = scale_speed(profile, assumed_speed)
     else:
         sections = tuple(map(_scale_section, profile.sections, known.section_speeds))
-        mean_speed = fmean(known.section_speeds)
-        overhead_us = profile.stage_overhead_us / mean_speed
+        overhead_us = profile.stage_overhead_us / _compute_mean_speed(profile.sections, known.section_speeds)
         scaled = profile.model_copy(update={"sections": sections, "stage_overhead_us": overhead_us})
     return scaled.model_copy(update={"gpu_type": gpu_type, "other_gpu_types": ()})
 
@@ -41,6 +40,13 @@ def scale_speed(profile: Profile, relative_speed: float) -> Profile:
     sections = tuple(_scale_section(section, relative_speed) for section in profile.sections)
     overhead_us = profile.stage_overhead_us / relative_speed
     return profile.model_copy(update={"sections": sections, "stage_overhead_us": overhead_us})
+
+
+def _compute_mean_speed(sections: Sequence[SectionProfile], speeds: Sequence[float]) -> float:
+    """The speed of the whole model: a section counts by its time."""
+    own = [section.measurements[0].forward_us + section.measurements[0].backward_us for section in sections]
+    other = [us / speed for us, speed in zip(own, speeds, strict=True)]
+    return sum(own) / sum(other) if sum(other) > 0 else 1.0
 
 
 def _scale_section(section: SectionProfile, speed: float) -> SectionProfile:
