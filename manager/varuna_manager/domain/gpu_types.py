@@ -2,6 +2,7 @@
 
 A job that has the fleet to itself may mix types: the planner gives slower GPUs less to do. Where several jobs share the
 fleet, all GPUs of a job are of one type, because a job's share is a number of GPUs, which says nothing if they differ.
+So are those of a job that may have no more GPUs than there are of one type.
 """
 
 from __future__ import annotations

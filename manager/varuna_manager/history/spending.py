@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from varuna_manager.answers.documents import format_time
 from varuna_manager.db.engine import Database
@@ -21,7 +23,12 @@ from varuna_manager.history.generation_times import (
 )
 from varuna_manager.history.job_cost import read_job_bill
 from varuna_manager.jobs.jobs import find_job_row
+from varuna_planner.schedule.batching import micro_batches
+from varuna_proto.plan import Plan
 from varuna_proto.rest import JobCostDocument, JobTimeDocument, TimeCause
+
+if TYPE_CHECKING:
+    from varuna_planner.profile.document import Profile
 
 MOST_VMS = 1000
 """The most VMs that a job's bill lists."""
@@ -70,19 +77,37 @@ def _bubble_shares(profile_json: str | None, rows: Sequence[GenerationRecord], n
             continue
         in_steps_s = row.last_step_at - row.started_at - sum((row.between_s or {}).values())
         step_us = in_steps_s / (count_steps(row) - 1) * 1e6
-        plan = row.plan
-        if plan["p"] * plan["d"] == 1:
+        plan = Plan.from_document(row.plan)
+        if plan.p * plan.d == 1:
             continue  # one worker waits for nobody: if it is slower than its profile, the machine is
-        predicted = profile.measurements_at(plan["micro_batch"])
-        bounds = [*plan["stage_starts"], len(predicted)]
-        busy_us = 2 * profile.stage_overhead_us * plan["p"]
-        for (first, stop), recomputes in zip(itertools.pairwise(bounds), plan["recompute"], strict=True):
-            for section in predicted[first:stop]:
-                busy_us += section.forward_us + section.backward_us + (section.recompute_us if recomputes else 0.0)
-        micro_batches = plan["global_batch"] / (plan["d"] * plan["micro_batch"])
         if step_us > 0:
-            shares[row.number] = min(max(1 - busy_us / plan["p"] * micro_batches / step_us, 0.0), 1.0)
+            shares[row.number] = min(max(1 - _predict_busy_us(profile, plan) / step_us, 0.0), 1.0)
     return shares
+
+
+def _predict_busy_us(profile: Profile, plan: Plan) -> float:
+    """What the ranks compute in a step, on average, each at the speed of its type of GPU."""
+    from varuna_planner.profile.speed import select_gpu_type
+
+    runs = micro_batches(plan.global_batch, plan.micro_batch, plan.d, plan.shares)
+    types = plan.gpu_types or (profile.gpu_type,) * (plan.p * plan.d)
+    counts = Counter[tuple[int, str]]()
+    for rank, gpu_type in enumerate(types):
+        counts[rank % plan.p, gpu_type] += len(runs[rank // plan.p])
+    bounds = [*plan.stage_starts, len(profile.sections)]
+    busy_us = 0.0
+    for gpu_type in set(types):
+        of_type = select_gpu_type(profile, gpu_type)
+        predicted = of_type.measurements_at(plan.micro_batch)
+        for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
+            stage_us = 2 * of_type.stage_overhead_us
+            for section in predicted[first:stop]:
+                again_us = section.recompute_us if plan.recompute[stage] else 0.0
+                stage_us += section.forward_us + section.backward_us + again_us
+            busy_us += stage_us * counts[stage, gpu_type]
+    # The last micro-batch may be smaller.
+    examples = plan.global_batch / (plan.micro_batch * sum(map(len, runs)))
+    return busy_us / (plan.p * plan.d) * examples
 
 
 def _make_time_document(found: TimeOfJob) -> JobTimeDocument:

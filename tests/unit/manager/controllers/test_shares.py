@@ -65,6 +65,9 @@ def test_a_job_that_has_the_fleet_to_itself_mixes_types_unless_it_forbids_that()
     vms = {name: vm(name, gpu_type=gpu_type) for name, gpu_type in {"a": "V100", "b": "A100"}.items()}
     alone = GpuTypes(vms, {}, jobs=1)
     assert alone.find_only_type("x", Resources(), {"a"}) is None
+    assert alone.find_only_type("x", Resources(max_gpus=2), {"a"}) is None
+    enough = alone.find_only_type("x", Resources(max_gpus=1), {"a"})
+    assert enough == OnlyType("V100", "there are enough for resources.max_gpus 1")
     forbidden = alone.find_only_type("x", Resources(mix_gpu_types=False), {"a"})
     assert forbidden == OnlyType("V100", "resources.mix_gpu_types is false")
 
