@@ -131,6 +131,7 @@ async def log_values(world: RestWorld, name: str, values: dict[int, float]) -> N
     await world.reports.apply_reports("vm-00001", [pb.Report(number=1, values_logged=fact)])
 
 
+@pytest.mark.slow
 async def test_what_the_script_logs_has_charts_of_its_own(
     world: RestWorld, open_page: Any, screenshot: Callable[[Page, str], Any], tmp_path: Path
 ) -> None:

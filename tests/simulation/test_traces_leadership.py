@@ -226,6 +226,7 @@ def world(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[RivalM
     world.runner.close()
 
 
+@pytest.mark.slow
 def test_one_epoch_after_the_other(world: RivalManagers) -> None:
     Election.world = world
     run_state_machine_as_test(Election, settings=traces(20, steps=15))  # type: ignore[no-untyped-call]

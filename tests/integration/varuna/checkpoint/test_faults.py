@@ -173,6 +173,7 @@ def test_a_full_disk_fails_the_save_and_neither_training_nor_the_checkpoint_befo
         assert world.finish().ranks[0]["first"] == 3
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_the_vm_costs_the_copies_alone(zygote: Zygote, tmp_path: Path, disk: Disk) -> None:
     disk.fill(leave_bytes=8 * 1024)
     before = shutil.disk_usage(disk.folder).free

@@ -70,6 +70,7 @@ def read_result(world: Ranks, rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_state_of_each_rank_comes_back_in_its_shape_and_is_refused_in_another(zygote: Zygote, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
 

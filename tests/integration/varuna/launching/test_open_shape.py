@@ -49,6 +49,7 @@ def set_by_hand(rank: int, processes: int) -> Mapping[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
 
 
+@pytest.mark.slow
 def test_ranks_without_a_place_end_with_the_others_and_the_next_start_has_the_profile(
     zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -283,7 +283,7 @@ def test_every_example_is_counted_once_when_a_rank_is_lost_while_sums_move(zygot
         assert_counted_once(outcome, case)
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("is_lost", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_every_example_is_counted_once_in_other_stages(is_lost: bool, zygote: Zygote, tmp_path: Path) -> None:
     """`is_lost`: with a rank, in the middle of a step. Otherwise all ranks leave between two steps, and the script
     evaluates the batch of the step that went on in the other shape."""

@@ -78,6 +78,7 @@ def test_a_lost_replica_costs_what_it_has_done_since_its_mark(
     assert list_redone(world, 2, case) in [after_mark(case, rank // p, mark) for mark in (2, 4) if mark <= number]
 
 
+@pytest.mark.slow
 def test_a_share_whose_copies_are_lost_with_it_is_run_again(zygote: Zygote, tmp_path: Path) -> None:
     case = marked_case(2, 2, kills=[op_kill(2, "F", 5)], lossy=[2])
     with ExitStack() as stack:
@@ -98,6 +99,7 @@ def test_marks_are_exact_for_all_kinds_of_training(number: int, zygote: Zygote, 
     assert list_redone(world, 2, case) <= after_mark(case, 0, 4) | after_mark(case, 1, 2)
 
 
+@pytest.mark.slow
 def test_replicas_leave_at_once_with_their_marks(zygote: Zygote, tmp_path: Path) -> None:
     """Nobody is lost: all are asked to leave in the middle of their shares."""
     case = marked_case(2, 2, finishes=False, op_s=0.1)

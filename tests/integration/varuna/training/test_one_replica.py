@@ -120,6 +120,7 @@ def test_ranks_that_all_go_on_begin_with_their_own_marks(zygote: Zygote, tmp_pat
     assert list_redone(world, case)[0] in range(0, case.count, EVERY)
 
 
+@pytest.mark.slow
 def test_another_micro_batch_runs_the_whole_step_in_place(zygote: Zygote, tmp_path: Path) -> None:
     case = make_case(3)
     with ExitStack() as stack:
@@ -131,7 +132,8 @@ def test_another_micro_batch_runs_the_whole_step_in_place(zygote: Zygote, tmp_pa
         assert redone == {-(-case.task.global_batch // 3)}
 
 
-@pytest.mark.parametrize("variant", ["", pytest.param("ledger", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["", "ledger"])
 def test_another_loss_in_the_rest_of_the_step(variant: str, zygote: Zygote, tmp_path: Path) -> None:
     """1 x 4 lose rank 1 and go on as 1 x 3, whose ranks begin with new copies and marks; these lose rank 2."""
     task, wanted = ({**LEDGER, "global_batch": 23}, {"variant": variant}) if variant else ({"doubled": True}, {})

@@ -158,7 +158,7 @@ def test_strangers_are_turned_away(ranks: list[Rank]) -> None:
     assert ranks[0].reason() == "rank 2 is gone: its process has ended"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_strangers_who_say_little_keep_no_news_back(ranks: list[Rank]) -> None:
     listener = ranks[0].presence._sockets[0]
     strangers = [socket.create_connection(listener.getsockname(), DEADLINE_S) for _ in range(40)]
