@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 
 import numpy as np
-import numpy.typing as npt
 
 from varuna_planner.cutting import _tables
 from varuna_planner.cutting import balance as cutting
@@ -47,9 +46,8 @@ _SIMULATED = 16
 """The layouts of each kind that are cut and simulated: those with the best estimates."""
 _CANDIDATES = 64
 """The candidates of one type that the answer lists."""
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+_LEAST_US = 1e-3
+"""Of any work, so that nothing is divided by 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +241,7 @@ class _Mixer:
 
     def _list_layouts(self) -> Iterator[Layout]:
         gpus = {name: group.gpus for name, group in self._groups.items()}
-        speeds = {name: 1 / max(self._work_us(name, 1), 1e-9) for name in self._groups}
+        speeds = {name: 1 / self._work_us(name, 1) for name in self._groups}
         return list_layouts(gpus, speeds, sections=self.sections, pins=self._pins)
 
     def _has_room(self, layout: Layout) -> bool:
@@ -309,7 +307,7 @@ class _Mixer:
         for row, _ in layout.rows:
             pipeline = self._pipeline(row, cut, m, layout.d, 1)
             busy = pipeline.forward_us[0] + pipeline.backward_us[0] + pipeline.recompute_us[0] * cut.recompute
-            busiest = float(busy.max())
+            busiest = max(float(busy.max()), _LEAST_US)
             N = max(1, round(M / layout.d))
             each_us.append(busiest)
             fixed_us.append(self.simulate_us(row, cut, m, layout.d, N) - busiest * N)
@@ -398,5 +396,5 @@ class _Mixer:
         return self._known_tables[key]
 
     def _work_us(self, name: str, m: int) -> float:
-        """Forward and backward of the whole model on this type."""
-        return float(self._tables(name, m, m, 2).work_us[0, -1])
+        """Forward and backward of the whole model on this type. Above 0, whatever a profile says."""
+        return max(float(self._tables(name, m, m, 2).work_us[0, -1]), _LEAST_US)

@@ -189,3 +189,9 @@ def test_what_shares_cost_can_be_asked_for_any_plan() -> None:
     uneven = replace(even, shares=(12, 4))
     assert predict_mixed_s(uneven, groups) < 0.55 * predict_mixed_s(even, groups)
     assert predict_mixed_s(replace(even, gpu_types=("A100", "L4")), groups) == float("inf")
+
+
+def test_a_profile_without_times_is_planned_for_all_the_same() -> None:
+    """Profiles come from jobs, unchecked."""
+    groups = [typed("a", 2, 1.0, (0,) * 4), typed("b", 2, 1.0, (0,) * 4)]
+    assert choose_mixed_plan(groups, global_batch=16).best is not None
