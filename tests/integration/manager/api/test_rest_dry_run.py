@@ -58,6 +58,19 @@ async def test_it_plans_for_the_free_gpus_by_an_earlier_profile_and_changes_noth
     assert [job["id"] for job in (await world.ask("GET", "/api/v1/jobs")).json()] == [earlier]
 
 
+async def test_types_of_gpu_are_mixed_as_they_would_be(world: RestWorld) -> None:
+    await world.add(*(vm(f"vm-{number}", gpu_type="V100" if number else "A100") for number in range(3)))
+    earlier = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()["id"]
+    await world.change(earlier, state="succeeded", active_name=None, profile_json=profile_json())
+    found = await try_job(world, TEXT)
+    assert found["free_gpus"] == 3
+    assert sorted(found["plan"]["gpu_types"]) == ["A100", "V100", "V100"]
+    one_type = await try_job(world, TEXT + "resources: {mix_gpu_types: false}\n")
+    assert (one_type["free_gpus"], one_type["plan"]["gpu_types"]) == (2, [])
+    await world.change(earlier, state="running")
+    assert (await try_job(world, TEXT))["free_gpus"] == 2, "another job shares the fleet"
+
+
 async def test_what_is_typed_is_neither_audited_nor_limited_as_a_change(world: RestWorld) -> None:
     for _ in range(3):
         await try_job(world, TEXT)
