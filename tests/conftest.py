@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -97,6 +98,11 @@ def postgres_server() -> Iterator[Any]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(starting, "pgexec", run_without_hurry)
+        # pgserver's own lock is one file for all users of the machine, which the first of them owns.
+        own_lock = type(starting.PostgresServer._lock)(
+            Path(tempfile.gettempdir()) / f"varuna-postgres-{os.geteuid()}.lock"
+        )
+        patch.setattr(starting.PostgresServer, "_lock", own_lock)
         patch.setenv("PGCTLTIMEOUT", str(int(DEADLINE_S)))
         server = pgserver.get_server(folder, cleanup_mode="stop")
         server.psql("ALTER SYSTEM SET fsync = off")  # the machine is not going to lose its power
