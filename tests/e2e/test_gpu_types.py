@@ -117,13 +117,19 @@ def start_hosts(folder: Path, *names: str) -> Iterator[Hosts]:
             yield Hosts(folder, processes, document["grpc"], client)
 
 
-def test_replicas_on_slower_gpus_run_fewer_micro_batches(tmp_path: Path) -> None:
-    """All are there when the job is profiled, so its first plan is right."""
-    (tmp_path / "train.py").write_text(dedent(SCRIPT))
-    with start_hosts(tmp_path, "fast-1", "slow-1") as hosts:
+@contextmanager
+def train_on_both(folder: Path, *, p: int) -> Iterator[tuple[Hosts, str]]:
+    """A job in that many stages on a fast and a slow host, which are there when it is profiled."""
+    (folder / "train.py").write_text(dedent(SCRIPT))
+    with start_hosts(folder, "fast-1", "slow-1") as hosts:
         hosts.start_agent("fast-1", "Fast")
         hosts.start_agent("slow-1", "Slow")
-        job = hosts.submit(tmp_path, p=1)
+        yield hosts, hosts.submit(folder, p=p)
+
+
+def test_replicas_on_slower_gpus_run_fewer_micro_batches(tmp_path: Path) -> None:
+    """All are there when the job is profiled, so its first plan is right."""
+    with train_on_both(tmp_path, p=1) as (hosts, job):
         first = hosts.wait_for_training(job, "training on both", lambda one: one["d"] == 2)
         plan = hosts.client.job(job)["plan"]
         assert plan is not None
@@ -138,11 +144,7 @@ def test_replicas_on_slower_gpus_run_fewer_micro_batches(tmp_path: Path) -> None
 
 
 def test_a_stage_on_slower_gpus_has_fewer_sections(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(dedent(SCRIPT))
-    with start_hosts(tmp_path, "fast-1", "slow-1") as hosts:
-        hosts.start_agent("fast-1", "Fast")
-        hosts.start_agent("slow-1", "Slow")
-        job = hosts.submit(tmp_path, p=2)
+    with train_on_both(tmp_path, p=2) as (hosts, job):
         hosts.wait_for_training(job, "training on both", lambda one: one["p"] == 2)
         plan = hosts.client.job(job)["plan"]
         assert plan is not None

@@ -43,9 +43,6 @@ class FleetQuestion:
     options: Mapping[str, Any]
     """Further arguments of `choose_plan`."""
 
-    mixes_types: bool = True
-    """Whether the job may train on GPUs of several types at a time."""
-
     @property
     def vms(self) -> int:
         return -(-self.gpus // self.gpus_per_vm)
@@ -153,10 +150,10 @@ def _make_view(terms: PoolTerms, question: FleetQuestion) -> PoolView:
 
 
 def _choose_mix(views: Sequence[PoolView], question: FleetQuestion) -> PoolChoice:
-    """As the manager would, with no VM there."""
+    """As the manager would, with no VM there, for a job that may mix types of GPU."""
     from varuna_manager.domain.pool_choice import PoolConditions, choose_pools
 
-    conditions = PoolConditions(join_s=_JOIN_S, stop_s=_STOP_S, mixes_types=question.mixes_types)
+    conditions = PoolConditions(join_s=_JOIN_S, stop_s=_STOP_S, mixes_types=True)
     return choose_pools(0.0, question.vms, views, conditions)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from varuna_manager.domain.fitting import fits_job
-from varuna_manager.domain.gpu_types import OnlyType, choose_job_type
+from varuna_manager.domain.gpu_types import OnlyType, choose_job_type, explain_one_type
 from varuna_manager.domain.observed import VmView
 from varuna_manager.domain.spec import Resources
 from varuna_proto.plan import Device
@@ -39,16 +39,11 @@ class GpuTypes:
                 usable[vm.gpu_type] += vm.gpus - self._taken[vm.id] + self._taken_by[job_id, vm.id]
         if sum(count > 0 for count in usable.values()) < 2:
             return None
-        is_enough = wanted.max_gpus is not None and max(usable.values()) >= wanted.max_gpus
-        if wanted.mix_gpu_types and self._jobs == 1 and not is_enough:
+        why = explain_one_type(wanted, usable, is_alone=self._jobs == 1)
+        if not why:
             return None
         own = Counter(self._vms[vm_id].gpu_type for vm_id in its_vms if vm_id in self._vms)
         chosen = choose_job_type(usable, own.most_common(1)[0][0] if own else None)
-        why = "several jobs share the fleet"
-        if not wanted.mix_gpu_types:
-            why = "resources.mix_gpu_types is false"
-        elif self._jobs == 1:
-            why = f"there are enough for resources.max_gpus {wanted.max_gpus}"
         return None if chosen is None else OnlyType(chosen, why)
 
     @cached_property

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["OTHER_TYPE_FACTOR", "OnlyType", "choose_job_type"]
+from varuna_manager.domain.spec import Resources
+
+__all__ = ["OTHER_TYPE_FACTOR", "OnlyType", "choose_job_type", "explain_one_type"]
 
 OTHER_TYPE_FACTOR = 2
 """A job leaves the type of its GPUs when there are so many times as many of another type."""
@@ -23,6 +25,22 @@ class OnlyType(NamedTuple):
     """The whole name of its GPUs."""
     why: str
     """Why it may not mix types."""
+
+
+def explain_one_type(wanted: Resources, usable: Mapping[str, int], *, is_alone: bool) -> str:
+    """Why all GPUs of a job are of one type; empty: it may mix types.
+
+    Args:
+        usable: GPUs that the job could have, by type.
+        is_alone: whether it shares the fleet with no other job.
+    """
+    if not wanted.mix_gpu_types:
+        return "resources.mix_gpu_types is false"
+    if not is_alone:
+        return "several jobs share the fleet"
+    if wanted.max_gpus is not None and max(usable.values(), default=0) >= wanted.max_gpus:
+        return f"there are enough for resources.max_gpus {wanted.max_gpus}"
+    return ""
 
 
 def choose_job_type(usable: Mapping[str, int], present: str | None) -> str | None:

@@ -19,7 +19,6 @@ from varuna_manager.domain.fitting import may_fit_job
 from varuna_manager.domain.fleet_decision import JobDemand, VmRange
 from varuna_manager.domain.spec import read_spec
 from varuna_manager.domain.states import (
-    TERMINAL_JOB_STATES,
     ExitCause,
     GenerationKind,
     GenerationState,
@@ -39,7 +38,7 @@ from varuna_manager.providers.base import (
 )
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
-from varuna_manager.world.reading import NOT_GONE
+from varuna_manager.world.reading import IS_LIVE, NOT_GONE
 from varuna_manager.world.vm_registry import VmRegistry
 from varuna_proto.names import clean_gpu_type
 from varuna_proto.rest_fleet import FleetDocument, PoolDocument, PreemptionDocument
@@ -323,7 +322,7 @@ async def workers_by_vm(session: AsyncSession) -> Mapping[str, int]:
 
 async def job_wants(session: AsyncSession, offers: Collection[VmOffer]) -> tuple[list[JobDemand], int]:
     """What the jobs that are not over would have, of VMs as they are on offer; how many of them want other ones."""
-    query = select(JobRow).where(JobRow.state.not_in([state.value for state in TERMINAL_JOB_STATES]))
+    query = select(JobRow).where(IS_LIVE)
     jobs = (await session.scalars(query.order_by(JobRow.created_at, JobRow.id))).all()
     # Only a job's newest generation runs. There are many others, and no index finds those that run.
     newest = (GenerationRow.job_id == JobProgressRow.job_id) & (GenerationRow.number == JobProgressRow.newest)

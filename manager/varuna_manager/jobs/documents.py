@@ -16,6 +16,7 @@ from varuna_proto.plan import Plan
 from varuna_proto.rest import JobDocument, JobSpecDocument, PlanDocument, StackDocument, WorkerDocument
 
 HIDDEN = "(hidden)"
+_PLAN_DEFAULTS = Plan(p=1, d=1, micro_batch=1, global_batch=0).to_document()
 """What a viewer reads in place of a value."""
 
 
@@ -96,7 +97,7 @@ def _escape(value: Any) -> Any:
 
 def make_plan_document(stored: Mapping[str, Any]) -> PlanDocument:
     """`stored`: of a generation. One of an earlier version lacks fields that came later."""
-    return cast(PlanDocument, Plan.from_document(stored).to_document())
+    return cast(PlanDocument, {**_PLAN_DEFAULTS, **stored})
 
 
 def make_worker_document(worker: Any, job_name: str, health: Health | None = None) -> WorkerDocument:

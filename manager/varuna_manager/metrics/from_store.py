@@ -22,7 +22,7 @@ from varuna_manager.domain.states import TERMINAL_JOB_STATES, GenerationKind, Ge
 from varuna_manager.history.generation_times import GenerationTimesCache
 from varuna_manager.jobs.jobs import IS_KEPT
 from varuna_manager.metrics.family import COUNTER, MetricFamily
-from varuna_manager.world.reading import NOT_GONE
+from varuna_manager.world.reading import IS_LIVE, NOT_GONE
 
 JOBS_SHOWN = 100
 
@@ -179,8 +179,7 @@ class StoreMetrics:
     # ------------------------------------------------------------ jobs that are not over
 
     async def _jobs(self, session: AsyncSession, samples: StoreSamples) -> None:
-        over = [state.value for state in TERMINAL_JOB_STATES]
-        query = select(JobRow.id, JobRow.name, JobRow.created_at, JobRow.started_at).where(JobRow.state.not_in(over))
+        query = select(JobRow.id, JobRow.name, JobRow.created_at, JobRow.started_at).where(IS_LIVE)
         jobs = (await session.execute(query.order_by(JobRow.created_at, JobRow.id).limit(JOBS_SHOWN))).all()
         names = {job.id: job.name for job in jobs}
         self._done = {job_id: done for job_id, done in self._done.items() if job_id in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import cast
 
 from sqlalchemy import func, select
@@ -11,19 +12,19 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import JobRow
 from varuna_manager.domain.fitting import fits_job
+from varuna_manager.domain.gpu_types import explain_one_type
 from varuna_manager.domain.job_text import TextProblem, read_job_text
 from varuna_manager.domain.spec import JobSpec
-from varuna_manager.domain.states import TERMINAL_JOB_STATES
 from varuna_manager.fleet.vm_list import VmFilter, VmList
 from varuna_manager.jobs.jobs import IS_KEPT
-from varuna_manager.planning.planner import GpuCount, ShapeQuestion
+from varuna_manager.planning.planner import GpuCount, ShapeQuestion, sum_gpu_counts
+from varuna_manager.world.reading import IS_LIVE
 from varuna_proto.plan import Plan
 from varuna_proto.rest import DryRunDocument, PlanDocument
 from varuna_proto.rest_fleet import VmDocument
 from varuna_proto.wording import count_of
 
 _MOST_VMS = 10_000
-_OVER = [state.value for state in TERMINAL_JOB_STATES]
 _EARLIER = 20
 """Earlier jobs of the same name among which one with a profile is looked for."""
 
@@ -45,13 +46,14 @@ class DryRuns:
                 reason = f"job {spec.name!r} is already {rival.state}: choose another name or cancel it first"
                 return _make_document([TextProblem(line, "name", reason)])
             profile_json = await _find_profile(session, spec)
-            others = await session.scalar(select(func.count()).where(JobRow.state.not_in(_OVER)))
+            others = await session.scalar(select(func.count()).where(IS_LIVE))
         ready = await self._vms.list_page(VmFilter(gone=False, states=["ready"]), limit=_MOST_VMS)
         usable = [vm for vm in ready.items if _is_usable(vm, spec)]
         types = _count_types(usable)
-        most = max(types, key=lambda each: each.gpus, default=None)
-        if len(types) > 1 and most is not None and (others or not _may_mix(spec, most)):
-            usable, types = [vm for vm in usable if vm["gpu_type"] == most.gpu_type], [most]
+        counts = {each.gpu_type: each.gpus for each in types}
+        if len(types) > 1 and explain_one_type(spec.resources, counts, is_alone=not others):
+            most = max(types, key=lambda each: each.gpus)
+            usable, types = [vm for vm in usable if vm["gpu_type"] == most.gpu_type], (most,)
         free = sum(_count_free(vm) for vm in usable)
         gpus = min(free, spec.resources.max_gpus or free)
         found = _make_document([])
@@ -62,7 +64,7 @@ class DryRuns:
         elif gpus == 0:
             found["reason"] = "no GPU is free: the job waits, or gets its share"
         else:
-            limited = types if gpus == sum(each.gpus for each in types) else []
+            limited = types if gpus == sum(counts.values()) else ()
             plan, found["reason"] = await asyncio.to_thread(_choose, profile_json, spec, usable, gpus, limited)
             if plan is not None:
                 found["plan"] = cast(PlanDocument, plan.to_document())
@@ -70,29 +72,21 @@ class DryRuns:
         return found
 
 
-def _may_mix(spec: JobSpec, most: GpuCount) -> bool:
-    """Whether the job would use other types beside that of which there is most (`controllers.gpu_types`)."""
-    wanted = spec.resources
-    return wanted.mix_gpu_types and (wanted.max_gpus is None or most.gpus < wanted.max_gpus)
-
-
 def _count_free(vm: VmDocument) -> int:
     return max(vm["gpus"] - len(vm["workers"]), 0)
 
 
-def _count_types(usable: list[VmDocument]) -> list[GpuCount]:
+def _count_types(usable: list[VmDocument]) -> tuple[GpuCount, ...]:
     """The free GPUs by type, where types are known."""
-    counts: dict[str, int] = {}
-    memories: dict[str, list[int]] = {}
-    for vm in usable:
-        if vm["gpu_type"] and _count_free(vm):
-            counts[vm["gpu_type"]] = counts.get(vm["gpu_type"], 0) + _count_free(vm)
-            memories.setdefault(vm["gpu_type"], []).extend(filter(None, [vm["device_memory_bytes"]]))
-    return [GpuCount(name, count, min(memories[name], default=None)) for name, count in sorted(counts.items())]
+    return sum_gpu_counts(
+        GpuCount(vm["gpu_type"], _count_free(vm), vm["device_memory_bytes"])
+        for vm in usable
+        if vm["gpu_type"] and _count_free(vm)
+    )
 
 
 def _choose(
-    profile_json: str, spec: JobSpec, usable: list[VmDocument], gpus: int, types: list[GpuCount]
+    profile_json: str, spec: JobSpec, usable: list[VmDocument], gpus: int, types: Sequence[GpuCount]
 ) -> tuple[Plan | None, str]:
     """The best plan and why; None and why there is none. Runs in a thread.
 

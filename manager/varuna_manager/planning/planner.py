@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +33,18 @@ class GpuCount(NamedTuple):
     gpus: int
     device_memory_bytes: int | None
     """Of the smallest; None: not known."""
+
+
+def sum_gpu_counts(counts: Iterable[GpuCount]) -> tuple[GpuCount, ...]:
+    """The GPUs by type, each type once; types of which there are none are left out."""
+    gpus = Counter[str]()
+    memories: dict[str, list[int]] = {}
+    for each in counts:
+        gpus[each.gpu_type] += each.gpus
+        memories.setdefault(each.gpu_type, []).extend([each.device_memory_bytes] if each.device_memory_bytes else [])
+    return tuple(
+        GpuCount(name, count, min(memories[name], default=None)) for name, count in sorted(gpus.items()) if count
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

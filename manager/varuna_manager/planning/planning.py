@@ -15,7 +15,7 @@ from typing import NamedTuple
 import structlog
 
 from varuna_manager.domain.observed import Proposal
-from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile
+from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
 from varuna_planner.liveput.morph_cost import count_moved_bytes
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_of
@@ -87,14 +87,12 @@ class PlanQuestion(ShapeQuestion):
     def count_types(self, devices: Iterable[Device]) -> tuple[GpuCount, ...]:
         """The devices by type, those of unknown type left out; empty: the job's profile says nothing of types, and
         there are no two of them."""
-        of_vm = {each.vm_id: each for each in self.gpu_types}
-        counts = Counter(of_vm[device.vm_id].gpu_type for device in devices if device.vm_id in of_vm)
-        if not counts or (len(counts) == 1 and not parsed_profile(self.profile_json).gpu_type):
-            return ()
-        memories: dict[str, list[int]] = {}
-        for each in self.gpu_types:
-            memories.setdefault(each.gpu_type, []).extend([each.memory_bytes] if each.memory_bytes else [])
-        return tuple(GpuCount(name, count, min(memories[name], default=None)) for name, count in sorted(counts.items()))
+        on_vm = Counter(device.vm_id for device in devices)
+        counts = sum_gpu_counts(
+            GpuCount(each.gpu_type, on_vm[each.vm_id], each.memory_bytes) for each in self.gpu_types
+        )
+        is_known = len(counts) > 1 or parsed_profile(self.profile_json).gpu_type
+        return counts if is_known else ()
 
     def count_zones(self, devices: Iterable[Device]) -> tuple[int, ...]:
         """The number of devices in each zone; empty: all are in one."""

@@ -41,6 +41,7 @@ __all__ = [
     "PlanChoice",
     "choose_plan",
     "list_micro_batches",
+    "make_search_limits",
     "warm_up",
 ]
 
@@ -113,6 +114,17 @@ def _check(profile: Profile, global_batch: int, gpus_per_vm: int, pins: Pins) ->
     if gpus_per_vm < 1:
         raise ValueError(f"gpus_per_vm is {gpus_per_vm}: a VM needs at least 1")
     pins.check_pins(sections=len(profile.sections), global_batch=global_batch, smallest=profile.micro_batches[0])
+
+
+def make_search_limits(profile: Profile, usable: int, policy: Policy) -> _tables.SearchLimits:
+    """`usable`: bytes of a device that a plan may use."""
+    return _tables.SearchLimits(
+        usable_bytes=usable,
+        policy=policy.code,
+        staged=not profile.environment.get("device", "cpu").startswith("cpu"),
+        runs_ahead=policy in (Policy.VARUNA, Policy.WORK_CONSERVING),
+        counts_stages=policy is not Policy.GPIPE,
+    )
 
 
 def list_micro_batches(profile: Profile, global_batch: int) -> list[int]:
@@ -188,13 +200,7 @@ class _Search:
             profile, list(zip(self.sizes, lasts, strict=True)), sums_gradients=gpus > 1 and pins.d != 1
         )
         self.network = cutting.make_network_costs(profile, gpus=gpus, gpus_per_vm=gpus_per_vm)
-        self.limits = _tables.SearchLimits(
-            usable_bytes=usable_bytes(device_memory_bytes),
-            policy=policy.code,
-            staged=not profile.environment.get("device", "cpu").startswith("cpu"),
-            runs_ahead=policy in (Policy.VARUNA, Policy.WORK_CONSERVING),
-            counts_stages=policy is not Policy.GPIPE,
-        )
+        self.limits = make_search_limits(profile, usable_bytes(device_memory_bytes), policy)
         self.problem, self.shapes = self._enumerate(np.array(counts))
         self.best: Plan | None = None
         self.best_parts_us = (0.0, 0.0, 0.0)

@@ -17,7 +17,7 @@ mixed by stage faster by as much than one that is mixed by replica.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil, floor, inf
 
 import numpy as np
@@ -30,7 +30,7 @@ from varuna_planner.memory import usable_bytes
 from varuna_planner.profile.document import Profile
 from varuna_planner.schedule.batching import count_micro_batches, micro_batches
 from varuna_planner.schedule.policies import Policy
-from varuna_planner.search.auto_config import PlanChoice, choose_plan, list_micro_batches
+from varuna_planner.search.auto_config import PlanChoice, choose_plan, list_micro_batches, make_search_limits
 from varuna_planner.search.candidates import PlanCandidate
 from varuna_planner.search.layouts import Layout, describe_gpu_types, list_layouts
 from varuna_planner.search.pins import NO_PINS, Pins
@@ -111,14 +111,14 @@ def choose_mixed_plan(
     by_rate = sorted(groups, key=lambda group: (-_rate(alone[group.gpu_type]), -group.gpus, group.gpu_type))
     first = by_rate[0].gpu_type
     best_alone = alone[first]
-    mixed: list[tuple[Layout, Plan]] = []
+    mixed: list[Plan] = []
     if len(groups) > 1:
         mixed = _Mixer(groups, global_batch=global_batch, gpus_per_vm=gpus_per_vm, pins=pins, policy=policy).list_best()
     least = _rate(best_alone) * (1 + LEAST_GAIN)
     of_one = [replace(one, reason=f"all {first}: {one.reason}") for one in best_alone.candidates[:_CANDIDATES]]
     candidates = (*_list_candidates(mixed), *of_one)
-    if mixed and mixed[0][1].examples_per_s >= least:
-        _, plan = mixed[0]
+    if mixed and mixed[0].examples_per_s >= least:
+        plan = mixed[0]
         instead = (
             f", instead of {render_rate(_rate(best_alone))} on {first} alone"
             if best_alone.best is not None
@@ -135,7 +135,7 @@ def choose_mixed_plan(
     plan = replace(plan, gpu_types=(first,) * (plan.p * plan.d))
     reason = f"{best_alone.reason}, all {first}"
     if mixed:
-        gain = mixed[0][1].examples_per_s / plan.examples_per_s - 1
+        gain = mixed[0].examples_per_s / plan.examples_per_s - 1
         reason += f"; mixed with other types it would be {abs(gain):.0%} {'faster' if gain > 0 else 'slower'}"
     return MixedChoice(best=plan, candidates=candidates, reason=reason)
 
@@ -167,8 +167,8 @@ def _rate(choice: PlanChoice) -> float:
     return 0.0 if choice.best is None else choice.best.examples_per_s
 
 
-def _list_candidates(mixed: Sequence[tuple[Layout, Plan]]) -> Iterator[PlanCandidate]:
-    for _, plan in mixed:
+def _list_candidates(mixed: Sequence[Plan]) -> Iterator[PlanCandidate]:
+    for plan in mixed:
         yield PlanCandidate(
             p=plan.p,
             d=plan.d,
@@ -190,13 +190,7 @@ class _Mixer:
         first = groups[0].profile
         self.sections = len(first.sections)
         self._usable = {group.gpu_type: usable_bytes(group.device_memory_bytes) for group in groups}
-        self._limits = _tables.SearchLimits(
-            usable_bytes=max(self._usable.values()),
-            policy=policy.code,
-            staged=not first.environment.get("device", "cpu").startswith("cpu"),
-            runs_ahead=policy in (Policy.VARUNA, Policy.WORK_CONSERVING),
-            counts_stages=policy is not Policy.GPIPE,
-        )
+        self._limits = make_search_limits(first, max(self._usable.values()), policy)
         gpus = sum(group.gpus for group in groups)
         self._network = {
             group.gpu_type: cutting.make_network_costs(group.profile, gpus=gpus, gpus_per_vm=gpus_per_vm)
@@ -207,8 +201,8 @@ class _Mixer:
 
     # ------------------------------------------------------------ layouts
 
-    def list_best(self) -> list[tuple[Layout, Plan]]:
-        """The mixed layouts that were simulated with their plans, the fastest first."""
+    def list_best(self) -> list[Plan]:
+        """The best plan of each mixed layout that was simulated, the fastest first."""
         first = next(iter(self._groups.values()))
         sizes = (
             [self._pins.micro_batch]
@@ -237,7 +231,7 @@ class _Mixer:
             factor = 1 + LEAST_GAIN if one[0].stages else 1.0
             return one[1].predicted_minibatch_s * factor, one[1].p * one[1].d
 
-        return sorted(found.items(), key=rank)
+        return [plan for _, plan in sorted(found.items(), key=rank)]
 
     def _list_layouts(self) -> Iterator[Layout]:
         gpus = {name: group.gpus for name, group in self._groups.items()}
@@ -361,16 +355,11 @@ class _Mixer:
         if len(of_type) == 1:
             return of_type[row[0]]
         joined = {
-            field: np.stack([getattr(of_type[name], field)[..., stage] for stage, name in enumerate(row)], axis=-1)
-            for field in (
-                "forward_us",
-                "recompute_us",
-                "backward_us",
-                "activation_transfer_us",
-                "gradient_transfer_us",
-                "latency_us",
-                "finish_us",
+            field.name: np.stack(
+                [getattr(of_type[name], field.name)[..., stage] for stage, name in enumerate(row)], axis=-1
             )
+            for field in fields(Pipeline)
+            if field.name.endswith("_us")
         }
         return Pipeline(micro_batches=N, recompute=cut.recompute, **joined)
 
