@@ -34,6 +34,12 @@ class _Stages(NamedTuple):
     """The stage that each device had before."""
     old_p: int
 
+    @classmethod
+    def of_model(cls, p: int, previous: Mapping[Device, int] | None, previous_p: int | None) -> _Stages:
+        """All stages of a model. `previous`, `previous_p`: as of `place`."""
+        old_p = previous_p or p
+        return cls(p, 0, p, {device: rank % old_p for device, rank in (previous or {}).items()}, old_p)
+
     def find_old(self, device: Device) -> int:
         """-1: it had none."""
         return self.old.get(device, -1)
@@ -67,9 +73,7 @@ def place(
     Raises:
         ValueError: there are fewer devices than ranks, or one is named twice.
     """
-    old_p = previous_p or plan_p
-    old_stage = {device: rank % old_p for device, rank in (previous or {}).items()}
-    return _place(_Stages(plan_p, 0, plan_p, old_stage, old_p), plan_d, devices, zones)
+    return _place(_Stages.of_model(plan_p, previous, previous_p), plan_d, devices, zones)
 
 
 def place_by_type(
@@ -92,25 +96,25 @@ def place_by_type(
     Raises:
         ValueError: there are fewer devices of a type than the plan needs, or one is named twice.
     """
-    old_p = previous_p or plan.p
-    old_stage = {device: rank % old_p for device, rank in (previous or {}).items()}
+    stages = _Stages.of_model(plan.p, previous, previous_p)
     by_type: defaultdict[str, list[Device]] = defaultdict(list)
     for device in devices:
         by_type[gpu_types.get(device.vm_id, "")].append(device)
+
+    def take(gpu_type: str, placed_stages: _Stages, d: int) -> tuple[Device, ...]:
+        taken = _place(placed_stages, d, by_type[gpu_type], zones)
+        by_type[gpu_type] = sorted({*by_type[gpu_type]}.difference(taken))
+        return taken
+
     rows = [plan.gpu_types[replica * plan.p : (replica + 1) * plan.p] for replica in range(plan.d)]
     if all(len(set(row)) == 1 for row in rows):
-        stages = _Stages(plan.p, 0, plan.p, old_stage, old_p)
-        placed: list[Device] = []
-        for gpu_type, alike in groupby(rows, key=lambda row: row[0]):
-            free = [device for device in by_type[gpu_type] if device not in placed]
-            placed += _place(stages, len(list(alike)), free, zones)
-        return tuple(placed)
+        by_replica = groupby(rows, key=lambda row: row[0])
+        return tuple(device for gpu_type, alike in by_replica for device in take(gpu_type, stages, len(list(alike))))
     found: dict[int, Device] = {}
     first = 0
     for gpu_type, run in groupby(rows[0]):
         p = len(list(run))
-        free = [device for device in by_type[gpu_type] if device not in found.values()]
-        for number, device in enumerate(_place(_Stages(p, first, plan.p, old_stage, old_p), plan.d, free, zones)):
+        for number, device in enumerate(take(gpu_type, stages._replace(p=p, first=first), plan.d)):
             found[number // p * plan.p + first + number % p] = device
         first += p
     return tuple(found[rank] for rank in range(plan.p * plan.d))

@@ -61,7 +61,8 @@ def apportion(count: int, weights: Sequence[float], *, least: int = 1) -> tuple[
     """
     if count < least * len(weights) or min(weights, default=0) <= 0:
         raise ValueError(f"{count} things cannot have shares of {list(weights)}, each of at least {least}")
-    quotas = [count * weight / sum(weights) for weight in weights]
+    whole = sum(weights)
+    quotas = [count * weight / whole for weight in weights]
     shares = [max(least, floor(quota)) for quota in quotas]
     # Those that lie furthest below their quotas get one more; those furthest above give one back, if they may.
     while sum(shares) < count:

@@ -59,6 +59,11 @@ class PlanChoice:
     elapsed_ms: float = 0.0
     """Filled in by the caller: nothing here reads a clock."""
 
+    @property
+    def examples_per_s(self) -> float:
+        """Predicted; 0: there is no plan."""
+        return 0.0 if self.best is None else self.best.examples_per_s
+
 
 def choose_plan(
     profile: Profile,

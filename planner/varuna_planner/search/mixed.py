@@ -30,7 +30,7 @@ from varuna_planner.memory import usable_bytes
 from varuna_planner.profile.document import Profile
 from varuna_planner.schedule.batching import count_micro_batches, micro_batches
 from varuna_planner.schedule.policies import Policy
-from varuna_planner.search.auto_config import PlanChoice, choose_plan, list_micro_batches, make_search_limits
+from varuna_planner.search.auto_config import choose_plan, list_micro_batches, make_search_limits
 from varuna_planner.search.candidates import PlanCandidate
 from varuna_planner.search.layouts import Layout, describe_gpu_types, list_layouts
 from varuna_planner.search.pins import NO_PINS, Pins
@@ -108,19 +108,19 @@ def choose_mixed_plan(
         )
         for group in groups
     }
-    by_rate = sorted(groups, key=lambda group: (-_rate(alone[group.gpu_type]), -group.gpus, group.gpu_type))
+    by_rate = sorted(groups, key=lambda group: (-alone[group.gpu_type].examples_per_s, -group.gpus, group.gpu_type))
     first = by_rate[0].gpu_type
     best_alone = alone[first]
     mixed: list[Plan] = []
     if len(groups) > 1:
         mixed = _Mixer(groups, global_batch=global_batch, gpus_per_vm=gpus_per_vm, pins=pins, policy=policy).list_best()
-    least = _rate(best_alone) * (1 + LEAST_GAIN)
+    least = best_alone.examples_per_s * (1 + LEAST_GAIN)
     of_one = [replace(one, reason=f"all {first}: {one.reason}") for one in best_alone.candidates[:_CANDIDATES]]
     candidates = (*_list_candidates(mixed), *of_one)
     if mixed and mixed[0].examples_per_s >= least:
         plan = mixed[0]
         instead = (
-            f", instead of {render_rate(_rate(best_alone))} on {first} alone"
+            f", instead of {render_rate(best_alone.examples_per_s)} on {first} alone"
             if best_alone.best is not None
             else f"; no type alone suffices: {best_alone.reason}"
         )
@@ -161,10 +161,6 @@ def predict_mixed_s(plan: Plan, groups: Sequence[TypedGpus], *, gpus_per_vm: int
     starts = np.array([*plan.stage_starts, mixer.sections], dtype=np.int64)
     cut = TypedCut(starts, np.array(plan.recompute, dtype=np.bool_), plan.run_ahead, ())
     return max(mixer.simulate_us(row, cut, plan.micro_batch, plan.d, N) for row, N in longest.items()) / 1e6
-
-
-def _rate(choice: PlanChoice) -> float:
-    return 0.0 if choice.best is None else choice.best.examples_per_s
 
 
 def _list_candidates(mixed: Sequence[Plan]) -> Iterator[PlanCandidate]:

@@ -41,10 +41,10 @@ def choose_plan_in_zones(profile: Profile, zones: Sequence[int], *, pins: Pins =
     links = profile.links.model_copy(update={"other_vm": profile.links.other_zone})
     crossing = choose_plan(profile.model_copy(update={"links": links}), gpus=gpus, pins=pins, **options)
     whole = _choose_whole(profile, zones, pins, options)
-    if _rate(whole) > _rate(crossing):
+    if whole.examples_per_s > crossing.examples_per_s:
         reason = (
             f"{whole.reason}; every replica lies in one zone, because links between zones are slow: across them "
-            f"{render_rate(_rate(crossing))} examples/s"
+            f"{render_rate(crossing.examples_per_s)} examples/s"
         )
         return replace(whole, reason=reason)
     if crossing.best is None or lies_in_zones(crossing.best, zones):
@@ -65,10 +65,6 @@ def _choose_whole(profile: Profile, zones: Sequence[int], pins: Pins, options: M
         if replicas < (pins.d or 1):
             continue
         found = choose_plan(profile, gpus=p * replicas, pins=replace(pins, p=p), **options)
-        if _rate(found) > _rate(best):
+        if found.examples_per_s > best.examples_per_s:
             best = found
     return best
-
-
-def _rate(choice: PlanChoice) -> float:
-    return 0.0 if choice.best is None else choice.best.examples_per_s
