@@ -7,8 +7,9 @@
 VMs are killed, taken with notice, frozen and added; workers are killed; the manager is killed and started again. The
 same seed plays the same disturbances at the same pace; what they hit depends on the machine.
 
-With `--kills-for-min`, a worker or a VM is killed every 20 to 40 seconds for so many minutes. Then nothing may be left
-over: the manager and the agents must not have grown, and no process and no shared memory may outlive them.
+With `--kills-for-min`, a worker or a VM is killed every 20 to 40 seconds for so many minutes; the oldest VM is spared,
+so its worker goes through all of it. Then nothing may be left over: the manager, the agents and the workers that lived
+for long must not have grown, and no process and no shared memory may outlive them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PATIENCE_S = 300.0
 OVER = ("succeeded", "failed", "cancelled")
 SAMPLE_S = 5.0
 MOST_GROWTH = 0.05
-"""Of what a manager or an agent uses, from the middle of a run to its end."""
+"""Of what a process uses, from the middle of a run to its end."""
 ROLES = {"varuna_manager.main": "manager", "varuna_agent.main": "agent"}
 """Of a process, by the module that it runs."""
 WARM_S = 300.0
@@ -66,28 +67,31 @@ class Usage(NamedTuple):
 
 
 class ResourceUsage:
-    """What the managers and agents use, over time."""
+    """What the managers, agents and workers use, over time."""
 
     def __init__(self, processes: DemoProcesses) -> None:
         self._processes = processes
         self._samples: dict[tuple[int, str], list[Usage]] = {}
         self._next_at = 0.0
 
-    def add_sample(self) -> None:
+    def add_sample(self, client: Client) -> None:
         """Cheap when the last one is not `SAMPLE_S` old."""
         now = time.monotonic()
         if now < self._next_at:
             return
         self._next_at = now + SAMPLE_S
+        workers = {worker["pid"] for vm in client.vms() for worker in vm["workers"]}
         for process in self._processes.list_marked():
             with suppress(psutil.Error):
-                role = next((word for word in process.cmdline() if word in ROLES), None)
+                # A worker is a fork of its agent's, with the agent's command line.
+                module = next((word for word in process.cmdline() if word in ROLES), None)
+                role = "worker" if process.pid in workers else ROLES.get(module or "")
                 if role is not None:
                     usage = Usage(now, process.memory_info().rss, process.num_fds(), process.num_threads())
-                    self._samples.setdefault((process.pid, ROLES[role]), []).append(usage)
+                    self._samples.setdefault((process.pid, role), []).append(usage)
 
     def find_growth(self, minutes: float) -> list[str]:
-        """Managers and agents that lived for at least half of the time and used more at its end than in its middle."""
+        """Processes that lived for at least half of the time and used more at its end than in its middle."""
         found = []
         for (pid, role), samples in self._samples.items():
             first, last = samples[0].at, samples[-1].at
@@ -112,6 +116,7 @@ class Soak:
         self.manager = manager
         self.chance = chance
         self.usage = usage
+        self.spares_oldest = False
         self.began = time.monotonic()
         self.best_step, self.best_at = 0, time.monotonic()
 
@@ -137,6 +142,7 @@ class Soak:
             client.set_fleet_target(MOST_VMS)
 
     def play_kills(self, minutes: float) -> None:
+        self.spares_oldest = True
         until = time.monotonic() + 60.0 * minutes
         while time.monotonic() < until:
             if self.wait(self.chance.uniform(20.0, 40.0)):
@@ -160,7 +166,7 @@ class Soak:
         while time.monotonic() < until:
             with self.manager.client() as client:
                 job = client.job("soak")
-            self.usage.add_sample()
+                self.usage.add_sample(client)
             if job["state"] in OVER:
                 return True
             if job["step"] > self.best_step:
@@ -177,6 +183,8 @@ class Soak:
     def a_vm(self) -> VmDocument | None:
         with self.manager.client() as client:
             vms = [vm for vm in client.vms() if vm["state"] == "ready"]
+        if self.spares_oldest:
+            vms = sorted(vms, key=lambda vm: vm["created_at"])[1:]
         return self.chance.choice(vms) if vms else None
 
     def kill_vm(self) -> None:
