@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from varuna_manager.domain.better_shape import count_vms, find_worthwhile_ratio, gpu_limit, list_slow_vms
+from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
-from varuna_manager.domain.states import GenerationKind
+from varuna_manager.domain.other_stages import list_newcomers
+from varuna_manager.domain.states import EndCause, GenerationKind
 from varuna_manager.domain.witnesses import list_quiet_vms
 from varuna_proto.plan import Device
+
+_PLANNED_STOPS = frozenset({EndCause.GROWTH, EndCause.SLOW_VM})
+"""For a shape of which all processes are there at the stop."""
 
 
 def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
@@ -44,11 +49,42 @@ def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[De
             devices = [device for device in devices if device in own]
         else:
             devices = [device for device in devices if device not in young]
-    elif _has_trained(job):
-        soon = [device for device in devices if _warm_in_s(now, job, vms[device.vm_id], rules) <= job.morphs.cost_s]
-        if _is_warmed(job, soon, vms) and len(soon) >= job.min_gpus:
-            devices = soon
+    else:
+        devices = _leave_out_unprepared(now, job, devices, vms, rules)
+        if ready := _list_ready(now, job, rules):
+            devices = [device for device in devices if device in ready]
     return tuple(devices[: gpu_limit(job)])
+
+
+def _leave_out_unprepared(now: float, job: JobView, devices: list[Device], vms: Vms, rules: Rules) -> list[Device]:
+    """Without the devices whose agents need longer to prepare than a morph takes."""
+    if not _has_trained(job):
+        return devices
+    soon = [device for device in devices if _warm_in_s(now, job, vms[device.vm_id], rules) <= job.morphs.cost_s]
+    return soon if _is_warmed(job, soon, vms) and len(soon) >= job.min_gpus else devices
+
+
+def _list_ready(now: float, job: JobView, rules: Rules) -> frozenset[Device]:
+    """Just after a planned stop, where the processes are for which it was planned; empty: they are not all there.
+
+    On other devices, new processes would start in the pause.
+    """
+    ended, starts_ahead = job.generation, job.starts_ahead and rules.newcomers_wait_s > 0
+    if ended is None or ended.plan is None or ended.end_cause not in _PLANNED_STOPS or job.has_fixed_stages:
+        return frozenset()
+    if not is_within(now, ended.ended_at or 0.0, rules.survivors_wait_s):
+        return frozenset()
+    wanted = frozenset[Device]()
+    if job.newcomers is not None and job.newcomers.wanted.number == ended.number + 1:
+        wanted = job.newcomers.wanted.devices
+    at_door = list_newcomers(job, ended)
+    if not starts_ahead or job.newcomers_obstacle or not at_door.issuperset(wanted):
+        return frozenset()  # it stopped without them, so others may start in the pause, too
+    staying = [worker for worker in ended.workers if not worker.gives_only and worker.device in job.devices]
+    staying = [worker for worker in staying if worker.held_step is not None or not worker.stopped]
+    ready = at_door | {worker.device for worker in staying}
+    is_whole = len({worker.rank % ended.plan.p for worker in staying}) == ended.plan.p
+    return ready if is_whole and len(ready) >= job.min_gpus else frozenset()
 
 
 def _is_overdue(now: float, device: Device, vms: Vms, rules: Rules) -> bool:
@@ -87,7 +123,7 @@ def explain_waiting_for_vm(now: float, job: JobView, devices: tuple[Device, ...]
     overdue.
     """
     due_s = job.fleet.next_arrival_s()
-    if due_s is None or not _has_trained(job) or job.share is not None:
+    if due_s is None or not _has_trained(job) or job.share is not None or _list_ready(now, job, rules):
         return ""
     prepares_s = (job.fleet.warm_s or 0.0) if _is_warmed(job, devices, vms) else 0.0
     if due_s + prepares_s > job.morphs.cost_s:

@@ -36,7 +36,7 @@ def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Propo
     if job.has_fixed_stages or ended.plan is None or proposal.plan is None or not _may_move(ended):
         return None
     by_device = {worker.device: worker for worker in ended.workers}
-    at_door = _list_newcomers(job, ended)
+    at_door = list_newcomers(job, ended)
     p, members, steps = ended.plan.p, list[Holder](), set[int]()
     for rank, device in enumerate(proposal.placement):
         worker = by_device.get(device)
@@ -56,7 +56,7 @@ def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Propo
     return Holders(generation=ended.number + 1, members=tuple(members))
 
 
-def _list_newcomers(job: JobView, ended: GenerationView) -> frozenset[Device]:
+def list_newcomers(job: JobView, ended: GenerationView) -> frozenset[Device]:
     """Where processes wait that were started ahead for the next generation."""
     view = job.newcomers
     return frozenset() if view is None or view.wanted.number != ended.number + 1 else view.at_door

@@ -231,6 +231,8 @@ class SimulatedTraining:
         group.began = True
         if mode is Mode.TRAIN and group.source != "kept":
             self._hold(group)
+        elif mode is Mode.TRAIN and self.is_moved(group.job.job_id, group.generation):
+            self._take_other_stages(group)
         self._end_givers(group)
         if mode is Mode.CALIBRATE:
             self._time.after(self._chance.uniform(5.0, 20.0), lambda: self._profiled(group))
@@ -244,8 +246,14 @@ class SimulatedTraining:
         for rank, member in group.members.items():
             environment = member.start.environment
             p = environment.plan.p
-            copies = {stage for stage, keeper in enumerate(environment.keepers) if keeper == rank}
+            copies = {of % p for of, keeper in enumerate(environment.keepers) if keeper == rank}
             member.held = HeldStages(group.step, p, frozenset({rank % p} | copies))
+
+    def _take_other_stages(self, group: Group) -> None:
+        """From here on each rank has its new stage, also when no step completes. Copies come with the first one."""
+        for rank, member in group.members.items():
+            p = member.start.environment.plan.p
+            member.held = HeldStages(group.step, p, frozenset({rank % p}))
 
     def _end_givers(self, group: Group) -> None:
         """Holders end when their state has been taken."""

@@ -9,6 +9,7 @@ import pytest
 from decision_views import (
     NOW,
     RULES,
+    at_door,
     decide,
     decide_when_prepared,
     devices,
@@ -32,6 +33,7 @@ from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
+from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import Proposal, VmView
 from varuna_manager.domain.states import (
     EndCause,
@@ -41,7 +43,7 @@ from varuna_manager.domain.states import (
     StopMode,
     VmState,
 )
-from varuna_proto.plan import Plan
+from varuna_proto.plan import Device, Plan
 
 
 @pytest.mark.parametrize(("names", "more"), [("ab", ""), ("abc", "; its GPUs are 3 by now: 1×1 to 1×3")])
@@ -57,6 +59,36 @@ def test_a_shape_for_more_gpus_than_its_morph_was_for_says_so(names: str, more: 
     (start,) = decide(view, *map(vm, names)).actions
     assert isinstance(start, StartGeneration)
     assert start.reason == grown + more
+
+
+def test_a_vm_that_comes_between_a_stop_and_the_start_does_not_delay_the_start() -> None:
+    """Its process would start in the pause. The job grows into it later, with one that is started ahead."""
+    held = [worker(rank, name, ExitCause.GENERATION_ENDED, held_step=5) for rank, name in enumerate("ab")]
+    ended = generation(*held, state=GenerationState.ENDED, end_cause=EndCause.GROWTH, ended_at=NOW - 1)
+    view = job(ended, devices=devices("a", "b", "c", "d"))
+    vms = {name: vm(name) for name in "abcd"}
+
+    def choose(**changes: object) -> tuple[Device, ...]:
+        return choose_devices(NOW, replace(view, **changes), vms, RULES)
+
+    assert choose() == devices("a", "b")
+    late = worker(1, "b")
+    assert choose(generation=replace(ended, workers=(held[0], late))) == devices("a", "b"), "it is about to say so"
+    wanted = WantedNewcomers(
+        number=3, plan=plan_for(3), placement=devices("a", "b", "c"), devices=frozenset(devices("c"))
+    )
+    there = at_door(wanted, at_door=wanted.devices)
+    assert choose(newcomers=there) == devices("a", "b", "c")
+    everything = devices("a", "b", "c", "d")
+    assert choose(newcomers=replace(there, at_door=frozenset())) == everything, "it stopped without them"
+    assert choose(newcomers_obstacle="KeyError: 'x'") == everything
+    assert choose(starts_ahead=False) == everything
+    assert choose(has_fixed_stages=True) == everything
+    assert choose(generation=replace(ended, end_cause=EndCause.VM_LOST)) == everything
+    assert choose(min_gpus=3) == everything
+    assert choose(generation=replace(ended, ended_at=NOW - RULES.survivors_wait_s - 1)) == everything
+    cut, unable = replace(plan_for(2), p=2, d=1), replace(held[1], held_step=None)
+    assert choose(generation=replace(ended, plan=cut, workers=(held[0], unable))) == everything
 
 
 def test_growth_needs_settled_devices_and_a_gain() -> None:
