@@ -60,6 +60,11 @@ def test_stages_take_the_memory_that_was_planned() -> None:
 
 
 @pytest.mark.slow
+def test_stages_move_between_devices() -> None:
+    run_checks("moves")
+
+
+@pytest.mark.slow
 def test_each_ordering_of_the_product_is_needed() -> None:
     run_checks("orderings")
 

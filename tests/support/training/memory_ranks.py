@@ -1,12 +1,14 @@
-"""Rank of a job whose memory is measured: blocks of equal size, trained for three steps.
+"""Rank of a job whose memory is measured: blocks of equal size.
 
-Its job says the type to compute in, and the optimizer's options.
+Its job says the type to compute in, the optimizer's options, the steps (default: three), and a pause after each from
+the third on.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,10 @@ def main() -> None:
     model = Varuna(Blocks(), get_batch_fn=get_batch, batch_size=BATCH, dtype=getattr(torch, job["dtype"]))
     model.set_optimizer(make_optimizer(model, job["optimizer"]))
     data = [{"x": torch.ones(TOKENS, WIDTH)}] * BATCH
-    for _, batch in Batches(data, first_step=1, last_step=3):
+    for step, batch in Batches(data, first_step=1, last_step=job.get("steps", 3)):
         model.step(batch, clip_grad_max_norm=job["clip"])
+        if step > 2:
+            time.sleep(job.get("pause_s", 0.0))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Processes that take other stages on the simulated device.
+
+The result is plain PyTorch's, no rank ends with a race, and the old and the new stage are never on a device together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from memory_ranks import BATCH
+from repository import TRAINING_SCRIPTS
+from small_gpt import Task, train_plainly
+from survivor_world import SurvivorWorld
+from training_matrix import assert_equal
+from training_world import Zygote
+
+STEPS = 8
+PAUSE_S = 0.4
+"""Of each step from the third on, so that the command to leave comes long before the last one."""
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()
+
+
+def device_of(rank: int) -> str:
+    return f"sim:{rank % 2}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "task"),
+    [
+        pytest.param((2, 2), (3, 1), Task(steps=STEPS, tied=True, clip=0.5, groups=True), id="tied"),
+        pytest.param((1, 2), (2, 1), Task(steps=STEPS, precision="float16", offload=True), id="fp16, offload"),
+    ],
+)
+def test_stages_move_without_a_race(
+    zygote: Zygote, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], task: Task
+) -> None:
+    with ExitStack() as stack:
+        world = SurvivorWorld(stack, zygote, tmp_path, task, *before, wanted={"pause_s": PAUSE_S}, device=device_of)
+        world.leave_at_boundary()
+        p, d = after
+        world.go_on_as(replace(world.plan, p=p, d=d), world.ranks[: p * d])
+        outcome = world.finish()
+        expected = train_plainly(task, world.world.micro_batch, device=torch.device(device_of(0)))
+        assert_equal(outcome, expected, task.precision)
+        for first in world.ranks:
+            assert world.ends[first].wait_for_number("ready", 2).ready.store_bytes == 0
+
+
+def test_a_loss_in_a_step_moves_the_sums_without_a_race(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        wanted = {"die": {"rank": 1, "step": 4}}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted, device=device_of)
+        world.wait_until_left({1})
+        world.go_on_as(replace(world.plan, p=3, d=1), [3, 0, 2])
+        expected = train_plainly(task, world.world.micro_batch, device=torch.device(device_of(0)))
+        assert_equal(world.finish(), expected, task.precision)
+        assert world.ends[3].wait_for_number("ready", 2).ready.micro_batches_redone == task.global_batch // 4
+
+
+def test_a_stage_that_goes_has_left_the_device_before_its_successor_comes(zygote: Zygote, tmp_path: Path) -> None:
+    """Each of two ranks takes the stage of the other, so nothing stays. What goes waits in host memory."""
+    with ExitStack() as stack:
+        wanted = {"dtype": "float32", "optimizer": {"fused": True}, "clip": None, "steps": STEPS, "pause_s": PAUSE_S}
+        world = SurvivorWorld(
+            stack,
+            zygote,
+            tmp_path,
+            Task(global_batch=BATCH),
+            2,
+            1,
+            wanted=wanted,
+            device=device_of,
+            micro_batch=1,
+            script=TRAINING_SCRIPTS / "memory_ranks.py",
+        )
+        world.leave_at_boundary()
+        world.go_on_as(world.plan, [1, 0])
+        assert world.world.exit_codes() == [0, 0], world.logs()
+        before, after = [], []
+        for end in world.ends.values():
+            steps = end.steps()
+            assert [one.step for one in steps] == list(range(1, STEPS + 1))
+            ready = [message.ready for message in end.list_messages("ready")][1]
+            before.append(next(one.memory_bytes for one in steps if one.step == ready.resumed_step))
+            after.append(steps[-1].memory_bytes)
+            assert ready.peer_bytes > before[-1] / 2, "most of the memory is state, and all of it is another"
+        print(before, after)
+        assert max(after) <= 1.02 * max(before)
