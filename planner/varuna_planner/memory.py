@@ -4,7 +4,7 @@ A stage holds its state (parameters, gradients, optimizer), the inputs of every 
 of every one of them (or, when it recomputes, of the one that was recomputed), a working set (what running a single
 section takes on top, in either direction), and the receives that the engine posts ahead (varuna.pipeline.engine): one
 activation more than may be in flight, and a gradient for each that may be. Where devices have memory of their own,
-receives wait in the host's, and only what is being worked on is on the device.
+receives wait in the host's. On the device are those of two ops then: the engine launches one while another runs.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ def input_sets(first: bool, in_flight: int, cap: int, N: int, staged: bool) -> i
         N: micro-batches.
         staged: whether receives wait in host memory, which is not the device's.
     """
-    return in_flight if first or staged else min(N, cap + 1)
+    if staged:
+        return min(N, in_flight + 1)
+    return in_flight if first else min(N, cap + 1)
 
 
 def gradient_sets(last: bool, cap: int, N: int, staged: bool) -> int:
     """For how many micro-batches a stage's device has room for gradients received; arguments as of `input_sets`."""
     if last:
         return 0
-    return 1 if staged else min(N, cap)
+    return min(N, 2 if staged else cap)
 
 
 def usable_bytes(device_memory_bytes: int | None) -> int:

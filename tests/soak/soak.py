@@ -2,14 +2,15 @@
 
     make soak                       # or, to have the same disturbances again:
     make soak SOAK="--seed 7"
-    make soak SOAK="--kills-for-min 30 --steps 1500"
+    make soak SOAK="--kills-for-min 30 --steps 1500 --global-batch 40"
 
 VMs are killed, taken with notice, frozen and added; workers are killed; the manager is killed and started again. The
 same seed plays the same disturbances at the same pace; what they hit depends on the machine.
 
 With `--kills-for-min`, a worker or a VM is killed every 20 to 40 seconds for so many minutes; the oldest VM is spared,
 so its worker goes through all of it. Then nothing may be left over: the manager, the agents and the workers that lived
-for long must not have grown, and no process and no shared memory may outlive them.
+for long must not have grown, and no process and no shared memory may outlive them. The job has two stages, and so
+replicas. Over some thousands of steps losses differ by rounding alone: it doubles about every 250 steps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from varuna_proto.rest import JobDocument
 from varuna_proto.rest_fleet import VmDocument
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
-GLOBAL_BATCH = 10
 MOST_VMS = 4
 TOLERANCE = 1e-4
 """The largest relative difference at any step."""
@@ -120,15 +120,17 @@ class Soak:
         self.began = time.monotonic()
         self.best_step, self.best_at = 0, time.monotonic()
 
-    def submit_job(self, steps: int) -> None:
+    def submit_job(self, steps: int, global_batch: int, plan: dict[str, int], vms: int = 3) -> None:
+        """`plan`: what is pinned of it."""
         with self.manager.client() as client:
-            client.set_fleet_target(3)
+            client.set_fleet_target(vms)
             client.submit(
                 {
                     "name": "soak",
                     "workdir": str(EXAMPLE),
                     "run": f"python train.py --steps {steps}",
-                    "global_batch": GLOBAL_BATCH,
+                    "global_batch": global_batch,
+                    "plan": plan,
                     "resources": {"min_gpus": 1, "max_gpus": MOST_VMS},
                 }
             )
@@ -296,9 +298,9 @@ def list_shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch_", "psm_"))}
 
 
-def reference_losses(steps: int, folder: Path) -> list[float]:
-    out = folder / f"reference-{steps}.json"
-    command = ["reference.py", "--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), "--out", str(out)]
+def reference_losses(steps: int, global_batch: int, folder: Path) -> list[float]:
+    out = folder / f"reference-{steps}-{global_batch}.json"
+    command = ["reference.py", "--steps", str(steps), "--global-batch", str(global_batch), "--out", str(out)]
     if not out.exists():  # a folder may serve again
         subprocess.run([sys.executable, *command], cwd=EXAMPLE, check=True)
     losses: list[float] = json.loads(out.read_text())["losses"]
@@ -311,12 +313,13 @@ def main() -> int:
     parser.add_argument("--disturbances", type=int, default=12)
     parser.add_argument("--kills-for-min", type=float, help="kill every 20 to 40 s for so many minutes instead")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--global-batch", type=int, default=10)
     parser.add_argument("--dir", type=Path, help="folder to keep; default: one that is removed when all is well")
     options = parser.parse_args()
     folder = options.dir or Path(tempfile.mkdtemp(prefix="varuna-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {options.seed}, files in {folder}", flush=True)
-    reference = reference_losses(options.steps, folder)
+    reference = reference_losses(options.steps, options.global_batch, folder)
     with DemoProcesses(folder) as processes:
         manager = RestartableManager(processes, folder / f"seed{options.seed}")
         manager.folder.mkdir()
@@ -324,10 +327,11 @@ def main() -> int:
         manager.start()
         usage = ResourceUsage(processes)
         soak = Soak(manager, random.Random(options.seed), usage)
-        soak.submit_job(options.steps)
         if options.kills_for_min is None:
+            soak.submit_job(options.steps, options.global_batch, {})
             soak.play_disturbances(options.disturbances)
         else:
+            soak.submit_job(options.steps, options.global_batch, {"p": 2}, MOST_VMS)
             soak.play_kills(options.kills_for_min)
         job = soak.finish_job()
         with manager.client() as client:

@@ -62,7 +62,8 @@ class Measurement(_ProfileRecord):
     input_bytes: Bytes
     """What a stage that starts with this section must stash."""
     activation_bytes: Bytes
-    """Kept for backward when the section does not recompute."""
+    """What a forward adds to memory until its backward when the section does not recompute: what autograd saves, and
+    what the section sends, but nothing of `input_bytes`."""
     working_bytes: Bytes = 0
     """What its passes take beyond all this and the state, for a while. 0: not measured, as on CPUs."""
 

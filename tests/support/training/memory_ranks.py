@@ -1,7 +1,7 @@
 """Rank of a job whose memory is measured: blocks of equal size.
 
-Its job says the type to compute in, the optimizer's options, the steps (default: three), and a pause after each from
-the third on.
+Its job says the type to compute in, the optimizer's options, the steps (default: three), a pause after each from the
+third on, and whether the blocks are wide: what passes between them takes more memory than all else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from varuna import CutPoint, Varuna
 from varuna.data import Batches
 
 WIDTH, TOKENS, BLOCKS, BATCH = 128, 32, 8, 16
+WIDE_TOKENS = 1024
 
 
 class Block(nn.Module):
@@ -31,10 +32,21 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Blocks(nn.Module):
+class WideBlock(nn.Module):
+    """Keeps nothing for its backward but what it gets."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, wide: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WideBlock() if wide else Block() for _ in range(BLOCKS))
         self.cuts = nn.ModuleList(CutPoint() for _ in range(BLOCKS - 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,6 +60,10 @@ def get_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
     return {"x": torch.ones(size, TOKENS, WIDTH)}
 
 
+def get_wide_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
+    return {"x": torch.ones(size, WIDE_TOKENS, WIDTH)}
+
+
 def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
 
@@ -55,9 +71,11 @@ def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Opt
 def main() -> None:
     torch.set_num_threads(1)
     job = json.loads(Path(sys.argv[1]).read_text())
-    model = Varuna(Blocks(), get_batch_fn=get_batch, batch_size=BATCH, dtype=getattr(torch, job["dtype"]))
+    wide, dtype = job.get("wide", False), getattr(torch, job["dtype"])
+    get = get_wide_batch if wide else get_batch
+    model = Varuna(Blocks(wide=wide), get_batch_fn=get, batch_size=BATCH, dtype=dtype)
     model.set_optimizer(make_optimizer(model, job["optimizer"]))
-    data = [{"x": torch.ones(TOKENS, WIDTH)}] * BATCH
+    data = [{"x": get(1)["x"][0]}] * BATCH
     for step, batch in Batches(data, first_step=1, last_step=job.get("steps", 3)):
         model.step(batch, clip_grad_max_norm=job["clip"])
         if step > 2:

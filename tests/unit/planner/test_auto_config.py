@@ -343,8 +343,8 @@ def test_receives_wait_in_host_memory_where_devices_have_their_own() -> None:
     here, there = (choose(one, 4, 64, None, pins=Pins(p=4)).best for one in (profile, on_gpu))
     assert here is not None
     assert there is not None
-    # Stage 1 of 4 with k=8: 11 may be in flight, for 12 activations and 11 gradients of 400 bytes; or 11 and 1.
-    assert here.memory_bytes[1] - there.memory_bytes[1] == (12 + 11 - 11 - 1) * 400
+    # Stage 1 of 4 with k=8: 11 may be in flight, for 12 activations and 11 gradients of 400 bytes; or 12 and 2.
+    assert here.memory_bytes[1] - there.memory_bytes[1] == (12 + 11 - 12 - 2) * 400
 
 
 def check_plan(choice: PlanChoice, profile: Profile, gpus: int, global_batch: int, memory: int | None) -> None:

@@ -27,6 +27,11 @@ class SavedTensors:
         """They are kept alive so that no storage address is used twice."""
         return list(self._saved.values())
 
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Counts tensors that stay in memory though autograd may not save them."""
+        for tensor in tensors:
+            self._record(tensor)
+
     @contextmanager
     def record_saves(self) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(self._record, lambda tensor: tensor):

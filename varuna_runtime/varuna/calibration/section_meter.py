@@ -90,9 +90,10 @@ class SectionMeter:
             parameter.grad = None
 
     def measure_activation_bytes(self, inputs: dict[str, Any], received: list[Tensor]) -> int:
-        """What the section saves for its backward, counted in one pass."""
+        """What each forward adds to memory until its backward, counted in one pass: what the section saves, and what it
+        sends. What it receives is `input_bytes`, or has been sent by the section before it in the same stage."""
         stage = self._stage
-        anyway = [*stage.parameters.values(), *stage.buffers.values(), *_tensors(inputs)]
+        anyway = [*stage.parameters.values(), *stage.buffers.values(), *_tensors(inputs), *received]
         if self.precision.is_mixed:
             # Autocast casts the parameters once for all micro-batches, so the casts of this forward are in memory for
             # the next one. Everything else that this forward saves is new memory in the next.
@@ -102,7 +103,9 @@ class SectionMeter:
             anyway += first.tensors
         kept = SavedTensors(anyway)
         with kept.record_saves():
-            self.backward(self.forward(inputs, received)[0])
+            outputs, _ = self.forward(inputs, received)
+            kept.add(outputs)
+            self.backward(outputs)
         return kept.bytes
 
     def measure_working_bytes(self, inputs: dict[str, Any], received: list[Tensor], activation_bytes: int) -> int:
@@ -116,9 +119,10 @@ class SectionMeter:
         self.backward(self.forward(inputs, received)[0])
         return max(peak_memory_bytes(self._device) - before - activation_bytes, 1)
 
-    def input_bytes(self, micro_batch: int) -> int:
-        """Of the tensors that the sections before would send."""
-        return sum(boundary.bytes_for(micro_batch) for boundary in self._stage.receives)
+    def input_bytes(self, micro_batch: int, inputs: Mapping[str, Any]) -> int:
+        """Of the tensors that the sections before would send, and of the model's inputs that the section reads."""
+        received = sum(boundary.bytes_for(micro_batch) for boundary in self._stage.receives)
+        return received + sum(tensor.nbytes for tensor in _tensors(self._stage.list_read_inputs(inputs)))
 
     def make_measurement(
         self, micro_batch: int, forward_us: float, backward_us: float, memory: _PassMemory
@@ -130,13 +134,14 @@ class SectionMeter:
             backward_us=backward_us,
             recompute_us=forward_us,
             output_bytes=sum(boundary.bytes_for(micro_batch) for boundary in self._stage.sends),
-            input_bytes=self.input_bytes(micro_batch),
+            input_bytes=memory.input_bytes,
             activation_bytes=memory.activation_bytes,
             working_bytes=memory.working_bytes,
         )
 
 
 class _PassMemory(NamedTuple):
+    input_bytes: int
     activation_bytes: int
     working_bytes: int
 
@@ -154,10 +159,7 @@ def measure_in_turn(
     found = []
     with _gradients_dropped(meters):
         memory = [_measure_memory(meter, on_device, micro_batch) for meter in meters]
-        held_bytes = [
-            meter.input_bytes(micro_batch) + one.activation_bytes for meter, one in zip(meters, memory, strict=True)
-        ]
-        for chain in _chains(held_bytes):
+        for chain in _chains([one.input_bytes + one.activation_bytes for one in memory]):
             passes = _SectionPasses([meters[i] for i in chain], on_device, micro_batch)
             rounds = [passes.run_once() for _ in _repetitions(slice_s * len(chain))]
             for i, times in zip(chain, zip(*rounds, strict=True), strict=True):
@@ -169,7 +171,7 @@ def measure_in_turn(
 def _measure_memory(meter: SectionMeter, inputs: dict[str, Any], micro_batch: int) -> _PassMemory:
     activation_bytes = meter.measure_activation_bytes(inputs, meter.make_received(micro_batch))
     working_bytes = meter.measure_working_bytes(inputs, meter.make_received(micro_batch), activation_bytes)
-    return _PassMemory(activation_bytes, working_bytes)
+    return _PassMemory(meter.input_bytes(micro_batch, inputs), activation_bytes, working_bytes)
 
 
 def _chains(held_bytes: Sequence[int]) -> list[range]:

@@ -114,8 +114,11 @@ def test_bytes_are_those_of_the_model() -> None:
     for m in (1, 4):
         first, second, third, last = profile.measurements_at(m)
         assert [each.output_bytes for each in (first, second, third, last)] == [m * hidden] * 3 + [0]
-        assert [each.input_bytes for each in (first, second, third, last)] == [0] + [m * hidden] * 3
-        # A block keeps its input (for the weight's gradient) and tanh's output.
+        numbers = m * TOKENS * 8
+        assert first.input_bytes == numbers, "the model's input"
+        assert (second.input_bytes, third.input_bytes) == (m * hidden, m * hidden)
+        assert last.input_bytes == m * hidden + numbers, "and the labels"
+        # A block keeps tanh's output, and what it sends. Its own input is the sum that the one before has sent.
         assert second.activation_bytes == 2 * m * hidden
 
 

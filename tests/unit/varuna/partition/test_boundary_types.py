@@ -117,10 +117,11 @@ def test_the_profile_counts_the_smaller_messages() -> None:
         return [(one.input_bytes, one.output_bytes) for one in at]
 
     whole, number = 4 * H * 4, 4
-    assert [out for _, out in measure(as_made)[:2]] == [whole + number] * 2
+    large = measure(as_made)
+    assert [out for _, out in large[:2]] == [whole + number] * 2
     small = measure(replace(as_made, crosses_as=torch.bfloat16))
     assert [out for _, out in small[:2]] == [whole // 2 + number] * 2
-    assert small[1][0] == small[0][1]
+    assert small[1][0] - small[0][1] == large[1][0] - large[0][1] > 0, "an input of the model"
 
 
 @pytest.mark.parametrize(

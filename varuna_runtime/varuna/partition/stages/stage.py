@@ -153,14 +153,17 @@ class Stage:
         """
         if not is_accelerator(self.device):
             return dict(inputs)
-        read = self._inputs_read
 
         def empty(leaf: Any) -> Any:
             return self._zeros.make_unread(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
-        return {
-            name: value if read is None or name in read else tree_map(empty, value) for name, value in inputs.items()
-        }
+        read = self.list_read_inputs(inputs)
+        return {name: value if name in read else tree_map(empty, value) for name, value in inputs.items()}
+
+    def list_read_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs that the stage reads in training passes."""
+        read = self._inputs_read
+        return {name: value for name, value in inputs.items() if read is None or name in read}
 
     def forward(self, inputs: Mapping[str, Any], received: Sequence[Tensor]) -> list[Tensor] | Tensor:
         """Run the stage on one micro-batch.
