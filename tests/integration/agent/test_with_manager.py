@@ -230,7 +230,8 @@ async def test_a_worker_that_a_signal_ends_is_told_from_one_that_fails(tmp_path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"command": "no-such-program --x"}, "not found"),
+        # Then the shell's reason, which is another one where it may not read a folder of PATH.
+        ({"command": "no-such-program --x"}, "no-such-program: "),
         ({"workdir": "/no/such/folder"}, "workdir '/no/such/folder' is not a folder"),
     ],
 )
