@@ -123,8 +123,10 @@ def plan_reshape(
 ) -> Reshape | None:
     """The largest generation in place, or None if a stage has no survivor.
 
-    Survivors that hold the newest step for which all stages have one go on, so that no committed step is lost. Complete
-    replicas stay together, and the others are made up from what is left.
+    Survivors that hold the newest step for which all stages have one go on, so that no committed step is lost. One that
+    holds the step before has missed the agreement on the newest: all ranks had summed their gradients by then, so it
+    completes that step with the totals of those that have not. Complete replicas stay together, and the others are made
+    up from what is left.
 
     Args:
         plan: of the generation that has ended.
@@ -137,11 +139,13 @@ def plan_reshape(
         if worker.held_step is not None and not worker.gives_only and worker.device in usable
     ]
     for step in list_held_steps(survivors):
-        stages = _by_stage(plan.p, [worker for worker in survivors if worker.held_step == step])
+        able = [worker for worker in survivors if worker.held_step in (step, step - 1)]
+        stages = _by_stage(plan.p, able)
         d = min(plan.d, *map(len, stages), plan.d if most is None else most // plan.p)
         if d < 1 or (d < plan.d and plan.policy == _KEEPS_ALL_MICRO_BATCHES):
             continue
-        placement = tuple(device for replica in _make_replicas(stages, d) for device in replica)
+        knowing = {worker.rank // plan.p for worker in able if worker.held_step == step}
+        placement = tuple(device for replica in _make_replicas(stages, d, knowing) for device in replica)
         ranks = {worker.device: worker.rank for worker in workers}
         return Reshape(
             plan=_with_replicas(plan, [ranks[device] for device in placement]), placement=placement, step=step
@@ -175,10 +179,13 @@ def _by_stage(p: int, survivors: Sequence[WorkerView]) -> list[dict[int, Device]
     return stages
 
 
-def _make_replicas(stages: Sequence[Mapping[int, Device]], d: int) -> list[list[Device]]:
-    """The devices of `d` replicas by stage: the old replicas that are most complete, with their gaps filled."""
+def _make_replicas(stages: Sequence[Mapping[int, Device]], d: int, knowing: Collection[int]) -> list[list[Device]]:
+    """The devices of `d` replicas by stage: the old replicas that are most complete, with their gaps filled.
+
+    `knowing`: replicas in which a rank has the newest step. They come first: the others get its totals from them.
+    """
     count = {replica: sum(replica in stage for stage in stages) for stage in stages for replica in stage}
-    order = sorted(count, key=lambda replica: (-count[replica], replica))
+    order = sorted(count, key=lambda replica: (replica not in knowing, -count[replica], replica))
     made, fillers = order[:d], order[d:][::-1]  # the pieces of the least complete fill gaps first
     filled = []
     for stage in stages:
