@@ -8,7 +8,7 @@ VMs are killed, taken with notice, frozen and added; workers are killed; the man
 same seed plays the same disturbances at the same pace; what they hit depends on the machine.
 
 With `--kills-for-min`, a worker or a VM is killed every 20 to 40 seconds for so many minutes; the oldest VM is spared,
-so its worker goes through all of it. Then nothing may be left over: the manager, the agents and the workers that lived
+so that some workers live for long. Then nothing may be left over: the manager, the agents and the workers that lived
 for long must not have grown, and no process and no shared memory may outlive them. The job has two stages, and so
 replicas. Over some thousands of steps losses differ by rounding alone: it doubles about every 250 steps.
 """
@@ -53,6 +53,8 @@ MOST_GROWTH = 0.05
 """Of what a process uses, from the middle of a run to its end."""
 ROLES = {"varuna_manager.main": "manager", "varuna_agent.main": "agent"}
 """Of a process, by the module that it runs."""
+LONG_LIFE_S = 240.0
+"""Of a worker: one that is left over after a loss ends, also on the VM that is spared."""
 WARM_S = 300.0
 """Longer than an agent keeps a process without a rank."""
 
@@ -91,11 +93,12 @@ class ResourceUsage:
                     self._samples.setdefault((process.pid, role), []).append(usage)
 
     def find_growth(self, minutes: float) -> list[str]:
-        """Processes that lived for at least half of the time and used more at its end than in its middle."""
+        """Processes that lived for at least half of the time, or workers for some minutes, and used more at the end of
+        their lives than in the middle."""
         found = []
         for (pid, role), samples in self._samples.items():
             first, last = samples[0].at, samples[-1].at
-            if last - first < 30.0 * minutes:
+            if last - first < (min(LONG_LIFE_S, 30.0 * minutes) if role == "worker" else 30.0 * minutes):
                 continue
             middle = [one for one in samples if 0.4 <= (one.at - first) / (last - first) <= 0.6]
             end = [one for one in samples if (one.at - first) / (last - first) >= 0.8]
