@@ -84,12 +84,12 @@ class ResourceUsage:
         self._next_at = now + SAMPLE_S
         workers = {worker["pid"] for vm in client.vms() for worker in vm["workers"]}
         for process in self._processes.list_marked():
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):
                 # A worker is a fork of its agent's, with the agent's command line.
                 module = next((word for word in process.cmdline() if word in ROLES), None)
                 role = "worker" if process.pid in workers else ROLES.get(module or "")
                 if role is not None:
-                    usage = Usage(now, process.memory_info().rss, process.num_fds(), process.num_threads())
+                    usage = Usage(now, process.memory_info().rss, process.num_fds(), count_threads(process.pid))
                     self._samples.setdefault((process.pid, role), []).append(usage)
 
     def find_growth(self, minutes: float) -> list[str]:
@@ -110,6 +110,12 @@ class ResourceUsage:
                     found.append(f"{role} {pid} has grown: {name} {before:.0f} to {after:.0f}")
             print(line.rstrip(","))
         return found
+
+
+def count_threads(pid: int) -> int:
+    """Without those of the checkpoint store's client, which come and go with its work."""
+    names = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
+    return sum(not name.startswith("tokio-") for name in names)
 
 
 class Soak:
