@@ -2,7 +2,7 @@
 
     make soak                       # or, to have the same disturbances again:
     make soak SOAK="--seed 7"
-    make soak SOAK="--kills-for-min 30 --steps 1500 --global-batch 40"
+    make soak SOAK="--kills-for-min 30 --steps 3600"
 
 VMs are killed, taken with notice, frozen and added; workers are killed; the manager is killed and started again. The
 same seed plays the same disturbances at the same pace; what they hit depends on the machine.
@@ -42,6 +42,7 @@ from varuna_proto.rest import JobDocument
 from varuna_proto.rest_fleet import VmDocument
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
+GLOBAL_BATCH = 10
 MOST_VMS = 4
 TOLERANCE = 1e-4
 """The largest relative difference at any step."""
@@ -129,7 +130,7 @@ class Soak:
         self.began = time.monotonic()
         self.best_step, self.best_at = 0, time.monotonic()
 
-    def submit_job(self, steps: int, global_batch: int, plan: dict[str, int], vms: int = 3) -> None:
+    def submit_job(self, steps: int, plan: dict[str, int], vms: int = 3) -> None:
         """`plan`: what is pinned of it."""
         with self.manager.client() as client:
             client.set_fleet_target(vms)
@@ -138,7 +139,7 @@ class Soak:
                     "name": "soak",
                     "workdir": str(EXAMPLE),
                     "run": f"python train.py --steps {steps}",
-                    "global_batch": global_batch,
+                    "global_batch": GLOBAL_BATCH,
                     "plan": plan,
                     "resources": {"min_gpus": 1, "max_gpus": MOST_VMS},
                 }
@@ -307,9 +308,9 @@ def list_shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch_", "psm_"))}
 
 
-def reference_losses(steps: int, global_batch: int, folder: Path) -> list[float]:
-    out = folder / f"reference-{steps}-{global_batch}.json"
-    command = ["reference.py", "--steps", str(steps), "--global-batch", str(global_batch), "--out", str(out)]
+def reference_losses(steps: int, folder: Path) -> list[float]:
+    out = folder / f"reference-{steps}.json"
+    command = ["reference.py", "--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), "--out", str(out)]
     if not out.exists():  # a folder may serve again
         subprocess.run([sys.executable, *command], cwd=EXAMPLE, check=True)
     losses: list[float] = json.loads(out.read_text())["losses"]
@@ -322,13 +323,12 @@ def main() -> int:
     parser.add_argument("--disturbances", type=int, default=12)
     parser.add_argument("--kills-for-min", type=float, help="kill every 20 to 40 s for so many minutes instead")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--global-batch", type=int, default=10)
     parser.add_argument("--dir", type=Path, help="folder to keep; default: one that is removed when all is well")
     options = parser.parse_args()
     folder = options.dir or Path(tempfile.mkdtemp(prefix="varuna-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {options.seed}, files in {folder}", flush=True)
-    reference = reference_losses(options.steps, options.global_batch, folder)
+    reference = reference_losses(options.steps, folder)
     with DemoProcesses(folder) as processes:
         manager = RestartableManager(processes, folder / f"seed{options.seed}")
         manager.folder.mkdir()
@@ -337,10 +337,10 @@ def main() -> int:
         usage = ResourceUsage(processes)
         soak = Soak(manager, random.Random(options.seed), usage)
         if options.kills_for_min is None:
-            soak.submit_job(options.steps, options.global_batch, {})
+            soak.submit_job(options.steps, {})
             soak.play_disturbances(options.disturbances)
         else:
-            soak.submit_job(options.steps, options.global_batch, {"p": 2}, MOST_VMS)
+            soak.submit_job(options.steps, {"p": 2}, MOST_VMS)
             soak.play_kills(options.kills_for_min)
         job = soak.finish_job()
         with manager.client() as client:

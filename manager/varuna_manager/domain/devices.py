@@ -11,13 +11,11 @@ from collections.abc import Iterable
 from varuna_manager.domain.better_shape import count_vms, find_worthwhile_ratio, gpu_limit, list_slow_vms
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
-from varuna_manager.domain.other_stages import list_newcomers
-from varuna_manager.domain.states import EndCause, GenerationKind
+from varuna_manager.domain.other_stages import find_newcomers
+from varuna_manager.domain.reshaping import PLANNED_STOPS
+from varuna_manager.domain.states import GenerationKind
 from varuna_manager.domain.witnesses import list_quiet_vms
 from varuna_proto.plan import Device
-
-_PLANNED_STOPS = frozenset({EndCause.GROWTH, EndCause.SLOW_VM})
-"""For a shape of which all processes are there at the stop."""
 
 
 def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[Device, ...]:
@@ -70,15 +68,14 @@ def _list_ready(now: float, job: JobView, rules: Rules) -> frozenset[Device]:
     On other devices, new processes would start in the pause.
     """
     ended, starts_ahead = job.generation, job.starts_ahead and rules.newcomers_wait_s > 0
-    if ended is None or ended.plan is None or ended.end_cause not in _PLANNED_STOPS or job.has_fixed_stages:
+    if ended is None or ended.plan is None or ended.end_cause not in PLANNED_STOPS or job.has_fixed_stages:
         return frozenset()
     if not is_within(now, ended.ended_at or 0.0, rules.survivors_wait_s):
         return frozenset()
-    wanted = frozenset[Device]()
-    if job.newcomers is not None and job.newcomers.wanted.number == ended.number + 1:
-        wanted = job.newcomers.wanted.devices
-    at_door = list_newcomers(job, ended)
-    if not starts_ahead or job.newcomers_obstacle or not at_door.issuperset(wanted):
+    newcomers = find_newcomers(job, ended)
+    at_door = frozenset[Device]() if newcomers is None else newcomers.at_door
+    is_without = newcomers is not None and not at_door.issuperset(newcomers.wanted.devices)
+    if not starts_ahead or job.newcomers_obstacle or is_without:
         return frozenset()  # it stopped without them, so others may start in the pause, too
     staying = [worker for worker in ended.workers if not worker.gives_only and worker.device in job.devices]
     staying = [worker for worker in staying if worker.held_step is not None or not worker.stopped]

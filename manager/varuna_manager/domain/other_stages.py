@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from varuna_manager.domain.clock import is_within
+from varuna_manager.domain.newcomers import NewcomersView
 from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules, WorkerView
 from varuna_manager.domain.reshaping import LOSES_RANKS, is_unmoved, keeps_state
 from varuna_manager.domain.states import EndCause, GenerationKind
@@ -36,7 +37,8 @@ def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Propo
     if job.has_fixed_stages or ended.plan is None or proposal.plan is None or not _may_move(ended):
         return None
     by_device = {worker.device: worker for worker in ended.workers}
-    at_door = list_newcomers(job, ended)
+    newcomers = find_newcomers(job, ended)
+    at_door = frozenset[Device]() if newcomers is None else newcomers.at_door
     p, members, steps = ended.plan.p, list[Holder](), set[int]()
     for rank, device in enumerate(proposal.placement):
         worker = by_device.get(device)
@@ -56,10 +58,10 @@ def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Propo
     return Holders(generation=ended.number + 1, members=tuple(members))
 
 
-def list_newcomers(job: JobView, ended: GenerationView) -> frozenset[Device]:
-    """Where processes wait that were started ahead for the next generation."""
+def find_newcomers(job: JobView, ended: GenerationView) -> NewcomersView | None:
+    """The processes that were started ahead for the next generation; None: there are none."""
     view = job.newcomers
-    return frozenset() if view is None or view.wanted.number != ended.number + 1 else view.at_door
+    return None if view is None or view.wanted.number != ended.number + 1 else view
 
 
 def _may_move(ended: GenerationView) -> bool:

@@ -15,6 +15,7 @@ from varuna_manager.domain.limits import find_reached_limit
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms, WorkerView
 from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import (
+    PLANNED_STOPS,
     SURVIVABLE_EXITS,
     assume_held,
     may_reshape,
@@ -295,7 +296,7 @@ def _start_calibration(now: float, job: JobView, devices: tuple[Device, ...], vm
 
 def _explain_changed_plan(before: GenerationView | None, plan: Plan) -> str:
     """That the job takes another shape than the one for which its last generation stopped; empty: it does not."""
-    if before is None or before.plan is None or before.end_cause not in (EndCause.GROWTH, EndCause.SLOW_VM):
+    if before is None or before.plan is None or before.end_cause not in PLANNED_STOPS:
         return ""
     change = render_change(before.plan, plan)
     return "" if change in before.end_reason else f"its GPUs are {plan.p * plan.d} by now: {change}"

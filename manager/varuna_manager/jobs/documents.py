@@ -16,8 +16,9 @@ from varuna_proto.plan import Plan
 from varuna_proto.rest import JobDocument, JobSpecDocument, PlanDocument, StackDocument, WorkerDocument
 
 HIDDEN = "(hidden)"
-_PLAN_DEFAULTS = Plan(p=1, d=1, micro_batch=1, global_batch=0).to_document()
 """What a viewer reads in place of a value."""
+_PLAN_DEFAULTS = Plan(p=1, d=1, micro_batch=1, global_batch=0).to_document()
+"""Fields that a stored plan of an earlier version may lack."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,10 +229,10 @@ class SimulatedTraining:
 
     def _begin(self, group: Group, mode: Mode) -> None:
         group.began = True
-        if mode is Mode.TRAIN and group.source != "kept":
-            self._hold(group)
-        elif mode is Mode.TRAIN and self.is_moved(group.job.job_id, group.generation):
-            self._take_other_stages(group)
+        is_kept = group.source == "kept"
+        if mode is Mode.TRAIN and (not is_kept or self.is_moved(group.job.job_id, group.generation)):
+            # Processes that go on have their new stages from here on; copies of these come with the first step.
+            self._hold(group, has_copies=not is_kept)
         self._end_givers(group)
         if mode is Mode.CALIBRATE:
             self._time.after(self._chance.uniform(5.0, 20.0), lambda: self._profiled(group))
@@ -241,19 +241,13 @@ class SimulatedTraining:
         else:
             self._next_step(group)
 
-    def _hold(self, group: Group) -> None:
+    def _hold(self, group: Group, *, has_copies: bool = True) -> None:
         """Each rank has the state of its stage at the group's step, and of the stages that it keeps copies of."""
         for rank, member in group.members.items():
             environment = member.start.environment
             p = environment.plan.p
-            copies = {of % p for of, keeper in enumerate(environment.keepers) if keeper == rank}
+            copies = {of % p for of, keeper in enumerate(environment.keepers) if has_copies and keeper == rank}
             member.held = HeldStages(group.step, p, frozenset({rank % p} | copies))
-
-    def _take_other_stages(self, group: Group) -> None:
-        """From here on each rank has its new stage, also when no step completes. Copies come with the first one."""
-        for rank, member in group.members.items():
-            p = member.start.environment.plan.p
-            member.held = HeldStages(group.step, p, frozenset({rank % p}))
 
     def _end_givers(self, group: Group) -> None:
         """Holders end when their state has been taken."""
