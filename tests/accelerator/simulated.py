@@ -146,3 +146,8 @@ def could_overlap(one: torch.Event, other: torch.Event) -> bool:
     """Whether nothing orders what comes before the two events, so that a real device could do both at once."""
     overlap: bool = torch.ops.sim.could_overlap(one.event_id, other.event_id)
     return overlap
+
+
+def device_of(rank: int) -> str:
+    """For ranks on two devices."""
+    return f"sim:{rank % 2}"

@@ -5,7 +5,6 @@ The result is plain PyTorch's, no rank ends with a race, and the old and the new
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from memory_ranks import BATCH
 from repository import TRAINING_SCRIPTS
+from simulated import device_of
 from small_gpt import Task, train_plainly
 from survivor_world import SurvivorWorld
 from training_matrix import assert_equal
@@ -23,17 +23,6 @@ from training_world import Zygote
 STEPS = 8
 PAUSE_S = 0.4
 """Of each step from the third on, so that the command to leave comes long before the last one."""
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
-    yield process
-    process.close()
-
-
-def device_of(rank: int) -> str:
-    return f"sim:{rank % 2}"
 
 
 @pytest.mark.parametrize(

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import device_rows
 import simulated
+from simulated import device_of
 from training_world import Zygote
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
-    yield process
-    process.close()
-
-
-def device_of(rank: int) -> str:
-    return f"sim:{rank % 2}"
 
 
 @pytest.mark.parametrize("precision", device_rows.PRECISIONS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import simulated
+from training_world import Zygote
 
 torch.set_num_threads(1)
 
@@ -25,3 +26,10 @@ def no_race() -> Iterator[None]:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("sim", 0)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,13 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def get_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
-    return {"x": torch.ones(size, TOKENS, WIDTH)}
+def make_get_batch(*, wide: bool = False) -> Callable[..., dict[str, Tensor]]:
+    tokens = WIDE_TOKENS if wide else TOKENS
 
+    def get_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
+        return {"x": torch.ones(size, tokens, WIDTH)}
 
-def get_wide_batch(size: int, device: str = "cpu") -> dict[str, Tensor]:
-    return {"x": torch.ones(size, WIDE_TOKENS, WIDTH)}
+    return get_batch
 
 
 def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -72,10 +74,10 @@ def main() -> None:
     torch.set_num_threads(1)
     job = json.loads(Path(sys.argv[1]).read_text())
     wide, dtype = job.get("wide", False), getattr(torch, job["dtype"])
-    get = get_wide_batch if wide else get_batch
-    model = Varuna(Blocks(wide=wide), get_batch_fn=get, batch_size=BATCH, dtype=dtype)
+    get_batch = make_get_batch(wide=wide)
+    model = Varuna(Blocks(wide=wide), get_batch_fn=get_batch, batch_size=BATCH, dtype=dtype)
     model.set_optimizer(make_optimizer(model, job["optimizer"]))
-    data = [{"x": get(1)["x"][0]}] * BATCH
+    data = [{"x": get_batch(1)["x"][0]}] * BATCH
     for step, batch in Batches(data, first_step=1, last_step=job.get("steps", 3)):
         model.step(batch, clip_grad_max_norm=job["clip"])
         if step > 2:
