@@ -8,7 +8,8 @@ until all stages have theirs; "lossy": ranks whose copies are never whole; "copi
 until the copy of its state is whole; "keeps_inputs": also in short steps, ranks whose script cannot follow the shape
 keep their inputs for the rest of the step.
 
-Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places].
+Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places]. Each
+pass without micro-batches is one of `idle.rank*.jsonl`: [generation, step].
 """
 
 from __future__ import annotations
@@ -59,6 +60,19 @@ def trace_forwards(path: Path) -> None:
         run_forward(engine, run, seed, step)
 
     Engine._run_forward = trace  # type: ignore[method-assign, assignment]
+
+
+def trace_idle_passes(path: Path) -> None:
+    run_pass = Engine.run_training_pass
+
+    @wraps(run_pass)
+    def trace(engine: Engine, micro_batches: Any, **options: Any) -> Any:
+        if not micro_batches:
+            with path.open("a") as lines:
+                lines.write(json.dumps([int(os.environ["VARUNA_GENERATION"]), options["step"]]) + "\n")
+        return run_pass(engine, micro_batches, **options)
+
+    Engine.run_training_pass = trace  # type: ignore[method-assign, assignment]
 
 
 def slow_ops(op_s: float) -> None:
@@ -169,9 +183,11 @@ def die_when_others_work(out: Path, kills: list[dict[str, Any]], own: int, p: in
     others = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank // p not in hit]
 
     def has_begun(rank: int) -> bool:
-        path, generation = out / f"trace.rank{rank}.jsonl", int(os.environ["VARUNA_GENERATION"])
-        # What it is just writing is no line yet.
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        generation = int(os.environ["VARUNA_GENERATION"])
+        # The rest of a step may be too short to have a part for each replica.
+        paths = [path for kind in ("trace", "idle") if (path := out / f"{kind}.rank{rank}.jsonl").exists()]
+        # What a rank is just writing is no line yet.
+        lines = [line for path in paths for line in path.read_text().split("\n")[:-1]]
         return any(json.loads(line)[:2] == [generation, step] for line in lines)
 
     def wait_and_die() -> None:
@@ -213,6 +229,7 @@ if __name__ == "__main__":
     slow = wanted.get("slow", {})
     slow_ops(slow["op_s"] if slow.get("rank") == own else wanted.get("op_s", 0.0))
     trace_forwards(Path(wanted["out"]) / f"trace.rank{own}.jsonl")
+    trace_idle_passes(Path(wanted["out"]) / f"idle.rank{own}.jsonl")
     if wanted.get("variant") == "ledger":
         keep_ledger(Task(**wanted["task"]))
     else:
