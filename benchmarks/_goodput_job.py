@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from varuna_manager.domain.leaving_step import predict_fill_s
 from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, count_moved_bytes
 from varuna_planner.liveput.spot_trace import SpotTrace
 from varuna_planner.profile.document import Profile
@@ -52,6 +53,9 @@ class System:
     once where that is worth more than to finish their shares. None: they do not."""
     sums_copied_s: float | None = None
     """Gradient sums are copied to a second VM that often, and move to any shape; None: they are not."""
+    starts_ahead_s: float | None = None
+    """How long a process takes that is started ahead for a generation to come, up to its `Varuna()`. None: none is
+    started ahead."""
     prepares: bool = False
     """Whether the state moves while the generation before still trains, where that is not lost."""
     detect_s: float = 3.0
@@ -104,6 +108,9 @@ class Start:
 @dataclass(frozen=True, kw_only=True)
 class Stop:
     """Leave for another shape: at the end of the step, or at once if gradient sums move."""
+
+    within_step: bool = False
+    """Leave at once, with what is done of the step: pipelines drain and fill once more."""
 
 
 class Policy(Protocol):
@@ -166,6 +173,7 @@ class ReplayedGeneration:
     """Examples of the step under way that it began with."""
     stops: bool = False
     """Whether it leaves at the end of its step."""
+    has_left_within_step: bool = False
     ended_s: float | None = None
 
     @property
@@ -301,6 +309,10 @@ class ReplayedJob:
             else:
                 times.append(now + (generation.plan.global_batch - self.done) / generation.plan.examples_per_s)
         return min((at_s for at_s in times if at_s > now + ROUNDING_S), default=math.inf)
+
+    def look_again(self, at_s: float) -> None:
+        """Calls the policy then."""
+        self._wake(at_s)
 
     def _wake(self, at_s: float) -> None:
         heapq.heappush(self._wakes, at_s)
@@ -467,6 +479,9 @@ class ReplayedJob:
             assert generation is not None
             assert generation.live
             generation.stops = True
+            generation.has_left_within_step = action.within_step and now >= generation.ready_s
+            if generation.has_left_within_step:
+                generation.ended_s = now
             if now < generation.ready_s or self.system.sums_copied_s is not None:
                 generation.ended_s = now
             return
@@ -480,6 +495,9 @@ class ReplayedJob:
         moving_s = self._predict_moving_s(action, kind)
         cost = MorphCost(kind=kind, fixed_s=self.system.fixed_s[kind], moving_s=moving_s)
         begins_s = max(now, self._stalled_until_s)
+        fill_s = 0.0
+        if generation is not None and generation.has_left_within_step:
+            fill_s = predict_fill_s(action.plan)
         self._booked_ahead(now, begins_s)
         self.generation = ReplayedGeneration(
             plan=action.plan,
@@ -488,7 +506,7 @@ class ReplayedJob:
             kind=kind,
             started_s=now,
             stepped_s=now,
-            ready_s=begins_s + cost.pause_s,
+            ready_s=begins_s + cost.pause_s + fill_s,
             pause_s=cost.pause_s,
             moving_s=moving_s,
         )

@@ -8,12 +8,13 @@ from dataclasses import replace
 from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
 
 from varuna.checkpoint import Cadence
-from varuna_manager.domain.actions import StartGeneration, StopGeneration
+from varuna_manager.domain.actions import Decision, StartGeneration, StopGeneration
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.morphs import LOOKED_BACK, PastShape, estimate_morphs
+from varuna_manager.domain.newcomers import NewcomersView
 from varuna_manager.domain.observed import (
     GenerationView,
     Holder,
@@ -22,6 +23,7 @@ from varuna_manager.domain.observed import (
     KeptCopy,
     Proposal,
     Rules,
+    StopView,
     VmView,
     WorkerView,
 )
@@ -31,6 +33,7 @@ from varuna_manager.domain.states import (
     GenerationKind,
     GenerationState,
     JobState,
+    StopMode,
     VmState,
     WorkerState,
 )
@@ -38,6 +41,8 @@ from varuna_planner.liveput.hazard import holder_losses_per_hour, list_bursts, r
 from varuna_planner.liveput.morph_cost import MorphKind, expected_life_s, worthwhile_ratio
 from varuna_planner.placement import place
 from varuna_proto.plan import Device, Plan
+
+_LEFT_WITHIN_STEP = StopView(mode=StopMode.HOLD_WITHIN_STEP, cause=EndCause.GROWTH, reason="growth", requested_at=0.0)
 
 
 class Saves:
@@ -140,6 +145,9 @@ class ManagersRules:
         self._shapes: list[PastShape] = []
         self._counted = 0
         self._holders: Holders | None = None
+        self._newcomers: NewcomersView | None = None
+        self._asked_s = 0.0
+        """When these newcomers were asked for."""
         self.reasons: list[tuple[float, str]] = []
 
     def every(self, plan: Plan, system: System) -> float:
@@ -159,14 +167,36 @@ class ManagersRules:
         if wants_plan(view, devices, vms):
             view = self._view(now, job, self._propose(job, devices))
         decision = decide_job(now, view, vms, self._rules)
+        self._start_ahead(now, job, decision)
         for action in decision.actions:
             if isinstance(action, StartGeneration):
                 self.reasons.append((now, action.reason))
                 return self._start(action)
             assert isinstance(action, StopGeneration), f"nothing else happens in a replay: {action}"
             self.reasons.append((now, action.reason))
-            return Stop()
+            return Stop(within_step=action.mode is StopMode.HOLD_WITHIN_STEP)
         return None
+
+    def _start_ahead(self, now: float, job: ReplayedJob, decision: Decision) -> None:
+        """Starts the processes that the decision wants; those for another plan end."""
+        wanted, before, takes_s = decision.newcomers, self._newcomers, job.system.starts_ahead_s
+        if wanted is None or takes_s is None:
+            if job.generation is not None and job.generation.live and not decision.actions:
+                self._newcomers = None
+            return
+        if before is not None and before.wanted.request == wanted.request:
+            return
+        is_same = before is not None and before.wanted.number == wanted.number
+        self._newcomers = NewcomersView(wanted=wanted, since=before.since if before and is_same else now)
+        self._asked_s = now
+        job.look_again(now + takes_s)
+
+    def _view_newcomers(self, now: float, job: ReplayedJob) -> NewcomersView | None:
+        takes_s = job.system.starts_ahead_s
+        if self._newcomers is None or takes_s is None or now < self._asked_s + takes_s - 1e-6:
+            return self._newcomers
+        there = frozenset(device for device in self._newcomers.wanted.devices if device.vm_id in job.there)
+        return replace(self._newcomers, at_door=there)
 
     def _note_morph(self, generation: ReplayedGeneration) -> None:
         """What the manager's store would have of it."""
@@ -246,7 +276,8 @@ class ManagersRules:
             fleet=self._fleet,
             morphs=estimate_morphs(self._shapes),
             copies_shares=job.system.marks_s is not None,
-            starts_ahead=False,  # not in the replay
+            starts_ahead=job.system.starts_ahead_s is not None,
+            newcomers=self._view_newcomers(now, job),
             has_fixed_stages=not job.system.moves,
         )
 
@@ -271,13 +302,14 @@ class ManagersRules:
             keepers=tuple(generation.keepers) if job.system.copies else (),
             progress_at=now,  # nothing hangs here
             stepped_at=generation.stepped_s,
-            micro_batches_redone=round((generation.plan.global_batch - generation.kept) / generation.plan.micro_batch),
+            micro_batches_left=round((generation.plan.global_batch - generation.kept) / generation.plan.micro_batch),
             plan=generation.plan,
             last_step=step if generation.steps else None,
             resumed_step=step if generation.ready_s <= now else None,
             in_place=generation.kind is MorphKind.IN_PLACE,
             holders=self._renew_holders(now),
             ended_at=None if generation.live else now,
+            stop=None if not generation.has_left_within_step else _LEFT_WITHIN_STEP,
             end_cause=None if generation.live else EndCause.VM_LOST if was_lost else EndCause.GROWTH,
             end_reason="" if generation.live else "VMs are lost" if was_lost else "growth",
         )

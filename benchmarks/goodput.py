@@ -56,6 +56,9 @@ VARUNA_2021_S = 120.0
 """What its morphs wait before a relaunch."""
 PARCAE_S = (28.8, 42.9)
 """Its restart on 1 and on 32 nodes."""
+STARTED_AHEAD_S = 10.0
+"""Until a process that is started beside training has imported all, has a context of its GPU, and has traced the
+model."""
 SUMS_COPIED_S = 15.0
 """The design's interval between copies of gradient sums: 1.1 GB a rank over 10 Gb/s, beside training."""
 
@@ -187,7 +190,7 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
 
 def make_system_of_today(*, copies: bool, detect_s: float = System.detect_s) -> System:
     """Varuna as it is, where a morph takes what the manager expects before it has seen one."""
-    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True, detect_s=detect_s)
+    now = System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True, starts_ahead_s=STARTED_AHEAD_S, detect_s=detect_s)
     return replace(now, copies=True, marks_s=MARKS_S) if copies else now
 
 

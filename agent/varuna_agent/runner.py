@@ -249,8 +249,15 @@ class AgentRunner:
                 self._link.send_give_state(key, self._starter.make_give_state(instruction))
             case ins.AdmitWorker(key, secret):
                 self._link.send_admission(key, secret)
-            case ins.SendLeave(key, mode, _, keep_state, in_place, store_state):
-                self._link.send_leave(key, mode, keep_state=keep_state, in_place=in_place, store_state=store_state)
+            case ins.SendLeave(key, mode):
+                self._link.send_leave(
+                    key,
+                    mode,
+                    keep_state=instruction.keep_state,
+                    in_place=instruction.in_place,
+                    within_step=instruction.within_step,
+                    store_state=instruction.store_state,
+                )
             case ins.SendStore(key):
                 self._link.send_store_state(key)
             case ins.FreeMemory(key, _):

@@ -16,6 +16,8 @@ class StateUse:
     """Processes that can stay hold it for the next generation."""
     in_place: bool = False
     """After a hold-first stop they are to go on in place; where one of them cannot, all save."""
+    within_step: bool = False
+    """At a hold-first stop they leave in the middle of the step, with what they have of it, if all of them can."""
     spare: bool = False
     """Other VMs hold the same: it need not be saved, even if a process may not stay."""
     store: bool = False

@@ -86,9 +86,12 @@ class WorkerLink:
         *,
         keep_state: bool = False,
         in_place: bool = False,
+        within_step: bool = False,
         store_state: bool = False,
     ) -> None:
-        leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place, store_state=store_state)
+        leave = worker_pb2.Leave(
+            mode=mode, keep_state=keep_state, in_place=in_place, within_step=within_step, store_state=store_state
+        )
         self._send(key, worker_pb2.AgentToWorker(leave=leave))
 
     def send_assignment(self, key: WorkerKey, successor: WorkerKey, assigned: worker_pb2.Assigned) -> None:

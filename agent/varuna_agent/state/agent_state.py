@@ -409,7 +409,13 @@ class AgentState:
             stop.grace_s,
             reason=reason,
             now=now,
-            state_use=StateUse(keep=stop.keep_state, in_place=stop.in_place, spare=stop.spare, store=stop.store_state),
+            state_use=StateUse(
+                keep=stop.keep_state,
+                in_place=stop.in_place,
+                within_step=stop.within_step,
+                spare=stop.spare,
+                store=stop.store_state,
+            ),
         )
         if stop.keep_state:
             self._workers.keep_survivors_longer(stop.job_id, stop.generation, stop.grace_s)

@@ -544,4 +544,12 @@ class HostedWorkers:
 
 def _make_leave(worker: HostedWorker, mode: agent_pb2.StopMode.ValueType, reason: str) -> SendLeave:
     use = worker.state_use
-    return SendLeave(worker.key, mode, reason, worker.may_stay, use.in_place, worker.may_stay and use.store)
+    return SendLeave(
+        worker.key,
+        mode,
+        reason,
+        keep_state=worker.may_stay,
+        in_place=use.in_place,
+        within_step=use.within_step,
+        store_state=worker.may_stay and use.store,
+    )

@@ -86,6 +86,8 @@ class SendLeave:
     """The process may stay with its state, for the next generation."""
     in_place: bool = False
     """It is to go on in place there."""
+    within_step: bool = False
+    """It is to leave in the middle of its step."""
     store_state: bool = False
     """Its state is to outlive the process: it leaves at once, and `SendStore` follows."""
 

@@ -70,6 +70,7 @@ def make_worker_started(worker: HostedWorker, ready: worker_pb2.WorkerReady) -> 
         peer_bytes=ready.peer_bytes,
         store_bytes=ready.store_bytes,
         micro_batches_redone=ready.micro_batches_redone,
+        micro_batches_left=ready.micro_batches_left,
     )
     return agent_pb2.Report(worker_started=fact)
 

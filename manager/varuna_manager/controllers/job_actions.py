@@ -42,6 +42,7 @@ _STOPS = {
     StopMode.LEAVE_NOW: "at once",
     StopMode.SAVE_FIRST: "after its step and a checkpoint",
     StopMode.HOLD_FIRST: "after its step, with its state kept in memory",
+    StopMode.HOLD_WITHIN_STEP: "within its step, with its state and what is done of the step kept in memory",
 }
 """What its workers do first."""
 

@@ -33,6 +33,7 @@ _MODES = {
     StopMode.LEAVE_NOW: pb.STOP_MODE_LEAVE_NOW,
     StopMode.SAVE_FIRST: pb.STOP_MODE_SAVE_FIRST,
     StopMode.HOLD_FIRST: pb.STOP_MODE_HOLD_FIRST,
+    StopMode.HOLD_WITHIN_STEP: pb.STOP_MODE_HOLD_FIRST,
 }
 
 
@@ -174,6 +175,7 @@ def stop_message(
         traceparent=traceparent,
         keep_state=state_use.keep,
         in_place=state_use.in_place,
+        within_step=key.mode is StopMode.HOLD_WITHIN_STEP,
         spare=state_use.spare,
         store_state=state_use.store,
     )

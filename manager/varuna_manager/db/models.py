@@ -190,6 +190,8 @@ class GenerationRow(_Living, Base):
     steps_redone: Mapped[int | None]
     micro_batches_redone: Mapped[int | None]
     """Of the step that was under way in the generation before. Null: unknown, as in all that do not go on in place."""
+    micro_batches_left: Mapped[int | None]
+    """Of that step, those that it ran. Null: unknown, as in all that do not go on in place."""
     save_s: Mapped[float | None]
     """How long its slowest rank took to save and leave, by its agent's clock. Null: none did."""
     downtime: Mapped[list[dict[str, Any]] | None]

@@ -133,8 +133,8 @@ def _predict_marked_part(plan: Plan, ended: GenerationView) -> float:
     stopped = [worker.stopped_at for worker in ended.workers if worker.stopped_at is not None]
     trained_s = min(stopped, default=ended.stepped_at) - ended.stepped_at - MARKS_S / 2
     before = 0.0
-    if ended.last_step is None and ended.micro_batches_redone is not None:
-        before = 1.0 - ended.micro_batches_redone * plan.micro_batch / plan.global_batch
+    if ended.last_step is None and ended.micro_batches_left is not None:
+        before = 1.0 - ended.micro_batches_left * plan.micro_batch / plan.global_batch
     return min(max(before, 0.0) + max(trained_s, 0.0) / ended.step_s, 1.0)
 
 

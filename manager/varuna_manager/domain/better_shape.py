@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from varuna_manager.domain.actions import Decision
 from varuna_manager.domain.holders import choose_planned_stop
+from varuna_manager.domain.leaving_step import render_gain_within_step
 from varuna_manager.domain.newcomers import WantedNewcomers, judge_newcomers
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
-from varuna_manager.domain.other_stages import may_take_other_stages
+from varuna_manager.domain.other_stages import find_newcomers, may_take_other_stages
 from varuna_manager.domain.quarantine import make_quarantine
 from varuna_manager.domain.states import EndCause, GenerationKind, StopMode
 from varuna_planner.liveput.morph_cost import (
@@ -165,7 +166,8 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     """Grow to `gpus` GPUs in all, when the plan for them is worth a morph.
 
     A generation completes its first step before it grows, so that a stream of new VMs cannot keep a job from making
-    progress. One in place is asked to leave during its first step, which it finishes.
+    progress. One in place is asked to leave during its first step, which it finishes, or of which nothing is lost
+    (`domain.leaving_step`).
     """
     may_grow = generation.kind is GenerationKind.TRAINING and generation.has_new_state
     if not may_grow or not _is_worth_growing(now, job, generation, rules):
@@ -188,7 +190,19 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     awaited, note = _await_newcomers(now, job, generation, job.proposal, rules, reason)
     if awaited is not None:
         return awaited
+    if mode is StopMode.HOLD_FIRST and _may_all_go_on(job, generation, job.proposal):
+        present_rate = _present_rate(job.proposal, before)
+        if gain := render_gain_within_step(now, generation, job.proposal, present_rate):
+            mode, note = StopMode.HOLD_WITHIN_STEP, gain
     return Decision.stop_generation(generation, mode, EndCause.GROWTH, reason + note)
+
+
+def _may_all_go_on(job: JobView, generation: GenerationView, proposal: Proposal) -> bool:
+    """Whether a process waits on each device of the proposal: one that trains now, or one that was started ahead."""
+    newcomers = find_newcomers(job, generation)
+    at_door = frozenset[Device]() if newcomers is None else newcomers.at_door
+    are_there = generation.devices.union(at_door).issuperset(proposal.placement)
+    return are_there and may_take_other_stages(job, generation, proposal)
 
 
 def render_change(before: Plan, after: Plan) -> str:

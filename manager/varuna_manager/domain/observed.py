@@ -389,8 +389,8 @@ class GenerationView:
     """Seconds from its making to the end of its first step; None: it has made none."""
     stepped_at: float = 0.0
     """When it last completed a step; before its first: when it was made."""
-    micro_batches_redone: int | None = None
-    """Those of the step under way that it ran again when it began; None: not known, or all."""
+    micro_batches_left: int | None = None
+    """Those of the step under way that it had to run when it began; None: not known, or all."""
     not_finite_from: int | None = None
     """The first of the newest steps in a row without a finite loss or gradient; None: the newest step's are finite."""
     steps_skipped: int = 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from varuna_manager.domain.clock import is_within
+from varuna_manager.domain.leaving_step import has_left_within_step
 from varuna_manager.domain.newcomers import NewcomersView
 from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobView, Proposal, Rules, WorkerView
 from varuna_manager.domain.reshaping import LOSES_RANKS, is_unmoved, keeps_state
@@ -68,7 +69,8 @@ def _may_move(ended: GenerationView) -> bool:
     # Processes of a generation that ran out of memory hold memory that new ones have.
     unsound = (EndCause.SCRIPT_FAILED, EndCause.OUT_OF_MEMORY)
     is_sound = keeps_state(ended.end_cause) and ended.end_cause not in unsound
-    is_vain = ended.in_place and ended.last_step is None and ended.end_cause not in LOSES_RANKS
+    has_no_step = ended.in_place and ended.last_step is None
+    is_vain = has_no_step and ended.end_cause not in LOSES_RANKS and not has_left_within_step(ended)
     return ended.kind is GenerationKind.TRAINING and is_sound and not is_vain and not is_unmoved(ended)
 
 

@@ -124,6 +124,8 @@ class StopMode(StrEnum):
     SAVE_FIRST = "save_first"
     HOLD_FIRST = "hold_first"
     """The workers finish the step and leave with the state in memory. If one of them cannot hold it, all save."""
+    HOLD_WITHIN_STEP = "hold_within_step"
+    """The same in the middle of the step, with what they have of it, if all of them can; else at its end."""
 
 
 TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})

@@ -47,7 +47,9 @@ class Progress:
         if generation.kind == GenerationKind.TRAINING:
             progress["resumed_step"] = fact.resumed_step
             if generation.in_place:
-                progress["micro_batches_redone"] = fact.micro_batches_redone  # all ranks report the same
+                # All ranks report the same, but for those of new processes.
+                for name in ("micro_batches_redone", "micro_batches_left"):
+                    progress[name] = max(getattr(generation, name) or 0, getattr(fact, name))
             if fact.rank == 0:
                 self._compare_with_committed(session, generation, fact.resumed_step)
                 if not fact.kept_bytes and not fact.peer_bytes:  # what came from memory the job has made itself
@@ -70,7 +72,8 @@ class Progress:
         After a hold-first stop it has saved only if it holds no state.
         """
         row = GenerationRow
-        modes = [StopMode.SAVE_FIRST.value] + ([] if fact.HasField("held") else [StopMode.HOLD_FIRST.value])
+        holding = [] if fact.HasField("held") else [StopMode.HOLD_FIRST.value, StopMode.HOLD_WITHIN_STEP.value]
+        modes = [StopMode.SAVE_FIRST.value, *holding]
         slowest_s = case((row.save_s > fact.save_s, row.save_s), else_=fact.save_s)
         statement = update(row).where(
             row.job_id == fact.job_id, row.number == fact.generation, row.stop_mode.in_(modes)

@@ -160,7 +160,7 @@ class GenerationProgress(NamedTuple):
     started_at: float | None
     not_finite_from: int | None
     steps_skipped: int
-    micro_batches_redone: int | None = None
+    micro_batches_left: int | None = None
 
     @property
     def mean_step_s(self) -> float | None:

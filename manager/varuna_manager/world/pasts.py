@@ -15,7 +15,7 @@ from varuna_manager.db.models import GenerationRow, VmRow, WorkerRow
 from varuna_manager.domain.fleet_past import LivesSummary, VmLife, summarize_lives
 from varuna_manager.domain.morphs import LOOKED_BACK, PastShape
 from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
-from varuna_manager.domain.states import EndCause, GenerationKind, GenerationState, VmState
+from varuna_manager.domain.states import EndCause, GenerationKind, GenerationState, StopMode, VmState
 from varuna_proto.plan import Plan
 
 JOBS_LEARNED_FROM = 20
@@ -83,7 +83,8 @@ def _past_shape(row: GenerationRow, before: GenerationRow | None, moved: Mapping
     morph_s = None
     if row.resumed_step and row.started_at is not None:  # one that starts at 0 waited for other things
         stop_s = 0.0
-        if before is not None and before.ended_at is not None:
+        trained_on = before is not None and before.stop_mode == StopMode.HOLD_WITHIN_STEP
+        if before is not None and before.ended_at is not None and not trained_on:
             # A planned stop comes with the end of a step; what a loss cost of the step under way is no part of a morph.
             stop_s = before.ended_at - max(before.last_step_at or 0.0, before.stop_requested_at or before.ended_at)
         morph_s = max(0.0, row.started_at - row.created_at - _first_step_s(row)) + max(0.0, stop_s)
@@ -99,9 +100,9 @@ def _past_shape(row: GenerationRow, before: GenerationRow | None, moved: Mapping
 def _first_step_s(row: GenerationRow) -> float:
     """The predicted time of its first step, of which a generation in place may have run a part before."""
     plan = Plan.from_document(row.plan)
-    if not row.in_place or row.micro_batches_redone is None:
+    if not row.in_place or not row.micro_batches_left:
         return plan.predicted_minibatch_s
-    return plan.predicted_minibatch_s * min(1.0, row.micro_batches_redone * plan.micro_batch / plan.global_batch)
+    return plan.predicted_minibatch_s * min(1.0, row.micro_batches_left * plan.micro_batch / plan.global_batch)
 
 
 async def read_fleet_shapes(session: AsyncSession) -> dict[str, tuple[PastShape, ...]]:

@@ -779,6 +779,7 @@ class WorkerStarted(_message.Message):
     PEER_BYTES_FIELD_NUMBER: _builtins.int
     STORE_BYTES_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_REDONE_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_LEFT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
@@ -793,6 +794,8 @@ class WorkerStarted(_message.Message):
     """state that came from a checkpoint"""
     micro_batches_redone: _builtins.int
     """of the step under way in the generation before: those that all replicas run again"""
+    micro_batches_left: _builtins.int
+    """of that step: those that all replicas run; 0: not known, as in a new process"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
         """the parts of the start, in order"""
@@ -810,10 +813,11 @@ class WorkerStarted(_message.Message):
         peer_bytes: _builtins.int = ...,
         store_bytes: _builtins.int = ...,
         micro_batches_redone: _builtins.int = ...,
+        micro_batches_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "kept_bytes", b"kept_bytes", "micro_batches_redone", b"micro_batches_redone", "peer_bytes", b"peer_bytes", "phases", b"phases", "pid", b"pid", "rank", b"rank", "resumed_step", b"resumed_step", "store_bytes", b"store_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "kept_bytes", b"kept_bytes", "micro_batches_left", b"micro_batches_left", "micro_batches_redone", b"micro_batches_redone", "peer_bytes", b"peer_bytes", "phases", b"phases", "pid", b"pid", "rank", b"rank", "resumed_step", b"resumed_step", "store_bytes", b"store_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1906,6 +1910,7 @@ class Stop(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     KEEP_STATE_FIELD_NUMBER: _builtins.int
     IN_PLACE_FIELD_NUMBER: _builtins.int
+    WITHIN_STEP_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
     STORE_STATE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
@@ -1919,6 +1924,8 @@ class Stop(_message.Message):
     """the job goes on: workers that can stay keep their state for the next generation"""
     in_place: _builtins.bool
     """with HOLD_FIRST: they are to go on in place; where a worker cannot, all save"""
+    within_step: _builtins.bool
+    """with HOLD_FIRST: in the middle of the step, with what they have of it, if all of them can"""
     spare: _builtins.bool
     """with HOLD_FIRST: other VMs hold what this one's workers hold, which end without a save"""
     store_state: _builtins.bool
@@ -1933,12 +1940,13 @@ class Stop(_message.Message):
         traceparent: _builtins.str = ...,
         keep_state: _builtins.bool = ...,
         in_place: _builtins.bool = ...,
+        within_step: _builtins.bool = ...,
         spare: _builtins.bool = ...,
         store_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "in_place", b"in_place", "job_id", b"job_id", "keep_state", b"keep_state", "mode", b"mode", "spare", b"spare", "store_state", b"store_state", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "grace_s", b"grace_s", "in_place", b"in_place", "job_id", b"job_id", "keep_state", b"keep_state", "mode", b"mode", "spare", b"spare", "store_state", b"store_state", "traceparent", b"traceparent", "within_step", b"within_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -509,6 +509,7 @@ class WorkerReady(_message.Message):
     PEER_BYTES_FIELD_NUMBER: _builtins.int
     STORE_BYTES_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_REDONE_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_LEFT_FIELD_NUMBER: _builtins.int
     resumed_step: _builtins.int
     kept_bytes: _builtins.int
     """state that the process has kept from the generation before; 0: it is a new process"""
@@ -518,6 +519,8 @@ class WorkerReady(_message.Message):
     """state that came from a checkpoint"""
     micro_batches_redone: _builtins.int
     """of the step under way in the generation before: those that all replicas run again"""
+    micro_batches_left: _builtins.int
+    """of that step: those that all replicas run; 0: not known, as in a new process"""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_agent_pb2.Phase]:
         """the parts of the start since the worker connected, in order"""
@@ -531,10 +534,11 @@ class WorkerReady(_message.Message):
         peer_bytes: _builtins.int = ...,
         store_bytes: _builtins.int = ...,
         micro_batches_redone: _builtins.int = ...,
+        micro_batches_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_bytes", b"kept_bytes", "micro_batches_redone", b"micro_batches_redone", "peer_bytes", b"peer_bytes", "phases", b"phases", "resumed_step", b"resumed_step", "store_bytes", b"store_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_bytes", b"kept_bytes", "micro_batches_left", b"micro_batches_left", "micro_batches_redone", b"micro_batches_redone", "peer_bytes", b"peer_bytes", "phases", b"phases", "resumed_step", b"resumed_step", "store_bytes", b"store_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -807,11 +811,14 @@ class Leave(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     KEEP_STATE_FIELD_NUMBER: _builtins.int
     IN_PLACE_FIELD_NUMBER: _builtins.int
+    WITHIN_STEP_FIELD_NUMBER: _builtins.int
     STORE_STATE_FIELD_NUMBER: _builtins.int
     mode: _agent_pb2.StopMode.ValueType
     keep_state: _builtins.bool
     """as in Stop"""
     in_place: _builtins.bool
+    """as in Stop"""
+    within_step: _builtins.bool
     """as in Stop"""
     store_state: _builtins.bool
     """as in Stop"""
@@ -821,11 +828,12 @@ class Leave(_message.Message):
         mode: _agent_pb2.StopMode.ValueType = ...,
         keep_state: _builtins.bool = ...,
         in_place: _builtins.bool = ...,
+        within_step: _builtins.bool = ...,
         store_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "keep_state", b"keep_state", "mode", b"mode", "store_state", b"store_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "keep_state", b"keep_state", "mode", b"mode", "store_state", b"store_state", "within_step", b"within_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

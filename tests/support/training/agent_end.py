@@ -67,9 +67,16 @@ class AgentEnd:
                 if message.HasField("generation_left") and not self._keeps_survivor:
                     self.send_leave(agent_pb2.STOP_MODE_LEAVE_NOW)
 
-    def send_leave(self, mode: agent_pb2.StopMode, *, keep_state: bool = False, in_place: bool = False) -> None:
+    def send_leave(
+        self,
+        mode: agent_pb2.StopMode,
+        *,
+        keep_state: bool = False,
+        in_place: bool = False,
+        within_step: bool = False,
+    ) -> None:
         assert self._worker is not None
-        leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place)
+        leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place, within_step=within_step)
         self._worker.sendall(framing.frame(worker_pb2.AgentToWorker(leave=leave)))
 
     def assign(self, environment: WorkerEnvironment, log: Path) -> None:

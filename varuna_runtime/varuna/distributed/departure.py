@@ -101,6 +101,7 @@ class Departure:
         self._save_first = False
         self._hold_first = False
         self._goes_on_in_place = False
+        self._leaves_within_step = False
         self._may_stay_after_save = True
         self._end_code: int | None = None
         self._on_unreached: Callable[[int, str], None] = lambda rank, reason: None
@@ -110,6 +111,7 @@ class Departure:
         self._is_leaving = False
         self._shield: _Shield | None = None
         self._deferred: GenerationEnded | PeerLost | None = None
+        self._is_share_done = False
         self._stays = False
         self._breakers: list[Callable[[GenerationEnded | PeerLost], None]] = []
         self._waits = 0
@@ -146,13 +148,19 @@ class Departure:
         """Whether this worker is to leave at the end of the step, with its state in memory."""
         return self._hold_first
 
-    def request_hold_first(self, *, in_place: bool = False) -> None:
+    @property
+    def leaves_within_step(self) -> bool:
+        """Whether this worker is to leave in the middle of a step, with what it has of it, if all ranks can."""
+        return self._leaves_within_step
+
+    def request_hold_first(self, *, in_place: bool = False, within_step: bool = False) -> None:
         """Makes the generation leave at the end of the step, each rank with its state in memory.
 
-        `in_place`: it is to go on in place; where a rank cannot, all save.
+        `in_place`: it is to go on in place; where a rank cannot, all save. `within_step`: it is to leave in the middle
+        of the step, where all ranks can.
         """
         with self.condition:
-            self._hold_first, self._goes_on_in_place = True, in_place
+            self._hold_first, self._goes_on_in_place, self._leaves_within_step = True, in_place, within_step
             self.condition.notify_all()
 
     @property
@@ -193,6 +201,7 @@ class Departure:
         """
         with self.condition:
             self._shield = _Shield(frozenset(mates), patience_s, is_worth_it)
+            self._is_share_done = False
         try:
             yield
         finally:
@@ -203,6 +212,13 @@ class Departure:
     def is_deferred(self) -> bool:
         """Whether this worker leaves as soon as it has finished what it does (`finish_first`)."""
         return self._deferred is not None
+
+    def wait_for_others(self, are_done: Callable[[], bool]) -> None:
+        """At the end of a block of `finish_first`, whose work is done here: waits until others have done theirs."""
+        with self.condition:
+            self._is_share_done = True
+            self.condition.notify_all()
+        self.wait_until(are_done)
 
     def _end_shield(self) -> None:
         with self.condition:
@@ -274,7 +290,8 @@ class Departure:
                     self.condition.notify_all()
                 return
             if self._deferred is not None and exit_ is not self._deferred:
-                _log.info("the share of the step cannot be finished", reason=exit_.reason)
+                if not self._is_share_done:
+                    _log.info("the share of the step cannot be finished", reason=exit_.reason)
                 exit_ = self._deferred if may_stay else exit_
             self._is_leaving = True
         _log.warning("leaving the generation", reason=exit_.reason, exit_code=exit_.code)

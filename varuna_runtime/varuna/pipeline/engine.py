@@ -28,7 +28,16 @@ from varuna.partition.stages.written_buffers import WrittenBuffers
 from varuna.pipeline.gradient_forecast import GradientForecast
 from varuna.pipeline.loss_weight import WeightedLoss
 from varuna.pipeline.micro_batches import MicroBatch, copy_containers, start_loading
-from varuna.pipeline.pass_state import MessageIntake, PassResult, PassState, PassTimes, Stash
+from varuna.pipeline.pass_state import (
+    NO_HOOKS,
+    ForwardLimit,
+    MessageIntake,
+    PassHooks,
+    PassResult,
+    PassState,
+    PassTimes,
+    Stash,
+)
 from varuna.pipeline.pass_timer import OpTimes, PassTimer
 from varuna.pipeline.random_streams import RandomStreams, preserve_generators
 from varuna.pipeline.stage_setting import BoundaryShape, RunnableStage, StageContext, StageLinks, StagePosition
@@ -109,9 +118,8 @@ class Engine:
         seed: int,
         step: int,
         loss_scale: float = 1.0,
-        before_last_backward: Callable[[], None] | None = None,
-        after_backward: Callable[[int, PassState], None] | None = None,
         write_back_buffers: bool = True,
+        hooks: PassHooks = NO_HOOKS,
     ) -> PassResult:
         """Runs forward and backward of all micro-batches.
 
@@ -123,10 +131,6 @@ class Engine:
             expected_weight: called once, on the last stage only, with the weight and the number of examples of the
                 first micro-batch (or zeros without one); returns the approximate sum of the global batch's weights.
             loss_scale: not part of `PassResult.loss_sum`.
-            before_last_backward: called when one backward is left, after which gradients are final; never called when
-                there are no micro-batches.
-            after_backward: called with how many backwards are done, after each but the last: `.grad` has the sums of so
-                many micro-batches then.
             write_back_buffers: if false, the caller decides whether the buffers that the forward writes keep their new
                 values (`WrittenBuffers.write_back` or `discard_writes`).
         """
@@ -138,8 +142,10 @@ class Engine:
         if self._stage.is_last and not n:
             run.expected_weight = expected_weight(0.0, 0)
         with preserve_generators(self._device):
-            while run.backwards < n:
-                action = self._choose_or_wait(run)
+            while run.backwards < run.end:
+                action = self._choose_or_wait(run, hooks.limit)
+                if action == WAIT:  # all that has begun is done, and the pass ends here
+                    break
                 number = (run.forwards, run.recomputes, run.backwards)[action]
                 with run.timer.measure_op(_OP_NAMES[action], number):
                     if action == Op.F:
@@ -147,13 +153,13 @@ class Engine:
                     elif action == Op.R:
                         self._run_recompute(run, seed, step)
                     else:
-                        if before_last_backward is not None and run.backwards == n - 1:
-                            before_last_backward()
+                        if hooks.before_last_backward is not None and run.backwards == n - 1:
+                            hooks.before_last_backward()
                         if self._stage.is_last and run.backwards == 0:
                             run.expected_weight = expected_weight(run.losses[0].weight, run.losses[0].examples)
                         self._run_backward(run, loss_scale, seed, step)
-                        if after_backward is not None and run.backwards < n:
-                            after_backward(run.backwards, run)
+                        if hooks.after_backward is not None and run.backwards < n:
+                            hooks.after_backward(run.backwards, run)
         result = self._finish_pass(run)
         if write_back_buffers:
             self._written.write_back()
@@ -193,6 +199,7 @@ class Engine:
             MessageIntake(self._links.activations_in, self._stage.receives, sizes, cap + 1),
             MessageIntake(self._links.gradients_in, gradients, sizes, cap),
         )
+        run.end = run.may_begin = len(sizes)
         run.activations.post_first_receives()
         return run
 
@@ -205,14 +212,18 @@ class Engine:
             self._op_times = op_times
         return run.sum_up(len(run.losses), PassTimes(op_times.forward_us, op_times.backward_us, wait_us))
 
-    def _choose_or_wait(self, run: PassState) -> int:
+    def _choose_or_wait(self, run: PassState, limit: ForwardLimit | None) -> int:
+        """The next action; WAIT: the pass ends early, and all that has begun is done."""
         action = WAIT
         run.timer.wait_for_last_but_one()
 
         def can_act() -> bool:
             nonlocal action
-            action = self._choose(run)
-            return action != WAIT
+            if limit is not None:
+                run.may_begin = limit.limit_forwards(run.forwards)
+                run.end = run.end if limit.end is None else limit.end
+            action = self._choose(run) if run.backwards < run.end else WAIT
+            return action != WAIT or run.backwards >= run.end
 
         self._departure.wait_until(can_act, None if self._forecast is None else self._recheck_s)
         return action
@@ -230,7 +241,7 @@ class Engine:
                 policy=position.policy.code,
                 stage=position.stage,
                 P=position.p,
-                N=len(run.micro_batches),
+                N=min(run.may_begin, run.end),
                 run_ahead=position.run_ahead,
                 recompute=position.recompute,
             ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from varuna.pipeline.pass_timer import PassTimer
 from varuna.pipeline.stage_setting import BoundaryShape
 from varuna.pipeline.transport import LinkReceiver, MessageTensor
 
-__all__ = ["MessageIntake", "PassResult", "PassState", "PassTimes", "Stash"]
+__all__ = [
+    "NO_HOOKS",
+    "ForwardLimit",
+    "MessageIntake",
+    "PassHooks",
+    "PassResult",
+    "PassState",
+    "PassTimes",
+    "Stash",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,34 @@ class Stash:
     """The values before the forward of the buffers that it writes, for a recompute."""
 
 
+class ForwardLimit(Protocol):
+    """How far a pass may go, when the ranks may end it early. Asked under the condition of `Departure`."""
+
+    def limit_forwards(self, begun: int) -> int:
+        """How many micro-batches may have begun now. `begun`: those that have."""
+
+    @property
+    def end(self) -> int | None:
+        """After how many micro-batches the pass ends early; None: that is not decided, or it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassHooks:
+    """What happens in the course of a training pass."""
+
+    before_last_backward: Callable[[], None] | None = None
+    """Called when one backward is left, after which gradients are final. Not called when there are no micro-batches, or
+    the pass ends early."""
+    after_backward: Callable[[int, PassState], None] | None = None
+    """Called with how many backwards are done, after each but the last: `.grad` has the sums of so many micro-batches
+    then."""
+    limit: ForwardLimit | None = None
+    """Where the ranks may end the pass early: the micro-batches before `limit.end` are run then."""
+
+
+NO_HOOKS = PassHooks()
+
+
 @dataclass
 class PassState:
     """The state of one pass."""
@@ -85,6 +122,10 @@ class PassState:
     forwards: int = 0
     recomputes: int = 0
     backwards: int = 0
+    end: int = 0
+    """The micro-batches that the pass runs: all, unless it ends early."""
+    may_begin: int = 0
+    """Those whose forward may have begun now."""
     stashes: dict[int, Stash] = field(default_factory=dict)
     """By micro-batch, of those between forward and backward."""
     losses: list[WeightedLoss] = field(default_factory=list)

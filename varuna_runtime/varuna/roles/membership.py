@@ -37,6 +37,7 @@ from varuna.roles.reshaping import (
     SettledSums,
     add_step,
     choose_totals,
+    count_left,
     count_redone,
     explain_apart,
     explain_lost_step,
@@ -266,7 +267,14 @@ class GenerationMembership:
         kept_bytes = max(parts.checkpoints.state_bytes - peer_bytes, 0)
         sources = StateSources(kept_bytes=kept_bytes, peer_bytes=peer_bytes)
         committed, redone = parts.progress.find_committed(step), 0 if step is None else step.redone
-        worker.link.report_ready(committed, phases.durations_s, sources, micro_batches_redone=redone)
+        rest = None if step is None or step.totals is not None else step.rest
+        worker.link.report_ready(
+            committed,
+            phases.durations_s,
+            sources,
+            micro_batches_redone=redone,
+            micro_batches_left=count_left(rest, environment) if environment.plan.global_batch else 0,
+        )
         _log.info(
             "this process goes on in the next generation",
             generation=environment.generation,
@@ -308,6 +316,7 @@ class GenerationMembership:
             totals=progress.committed_totals,
             sections=(sections.start, sections.stop),
             micro_batch=0 if before is None else before.plan.micro_batch,
+            ranks_before=0 if before is None else before.world_size,
             weight_per_example=parts.expected_weight.per_example,
             trace_digest=parts.trace_digest,
             is_new=self._awaited_in is not None,

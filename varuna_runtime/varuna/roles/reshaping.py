@@ -40,6 +40,7 @@ __all__ = [
     "add_step",
     "can_hold_state",
     "choose_totals",
+    "count_left",
     "count_redone",
     "describe_script_obstacle",
     "explain_apart",
@@ -66,6 +67,10 @@ class GenerationMember:
     """Of that step."""
     has_begun: bool = False
     """Whether it has begun a pass of the step after it."""
+    ended_early: bool = False
+    """Whether it has ended that pass early, with all that it had begun in its sums."""
+    ranks_before: int = 0
+    """Of the generation that it comes from; 0 for a new process."""
     kept: Sequence[Sequence[int]] = ()
     """The micro-batches of that pass that its sums have, as runs [first, end)."""
     loss_sum: float = 0.0
@@ -114,7 +119,7 @@ def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationM
     """With what it has of the call of `step` that is under way."""
     if step is None or step.totals is not None:
         return member
-    member = replace(member, is_at_start=True, has_begun=step.has_begun)
+    member = replace(member, is_at_start=True, has_begun=step.has_begun, ended_early=step.ended_early)
     if step.kept is None:
         return member
     passed = step.kept.passed
@@ -334,6 +339,14 @@ def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], env
     """The micro-batches of the step under way that all replicas run again, whole or in part; the same on all ranks."""
     if not any(member.has_begun for member in members):
         return 0
+    old = _list_survivors(members)
+    if rest is not None and all(one.ended_early for one in old) and {one.ranks_before for one in old} == {len(old)}:
+        return 0  # the others have not been begun
+    return count_left(rest, environment)
+
+
+def count_left(rest: StepRest | None, environment: WorkerEnvironment) -> int:
+    """The micro-batches of the step under way that all replicas run."""
     plan = environment.plan
     return count_micro_batches(plan.global_batch, plan.micro_batch) if rest is None else rest.count
 

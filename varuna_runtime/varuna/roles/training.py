@@ -42,7 +42,8 @@ from varuna.optim.split_check import check_splittable
 from varuna.optim.weight_average import WeightAverage
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import MicroBatch, cut_inputs, cut_spans, pin_inputs
-from varuna.pipeline.pass_state import PassResult, PassState
+from varuna.pipeline.pass_state import PassHooks, PassResult, PassState
+from varuna.roles.early_end import EarlyEnd
 from varuna.roles.failing import explaining_memory
 from varuna.roles.kept_shares import KeptShare
 from varuna.roles.leaving import StateHolder
@@ -298,6 +299,7 @@ class TrainingRole:
         Returns how many examples the global batch is expected to have.
         """
         kept, step.kept, rest, step.has_begun = step.kept, None, step.rest, True
+        step.ended_early = False
         if rest is None or kept is None:
             kept = None
             for parameter in self.assembly.stage.parameters.values():
@@ -305,8 +307,9 @@ class TrainingRole:
         micro_batches = self._cut_share(step)
         global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
         may_keep, began_s = self._may_keep(), time.monotonic()
+        limit = self._limit_pass(len(micro_batches), may_keep=may_keep)
         with (
-            self._finishing_share() if may_keep and self._worker.topology.d > 1 else nullcontext(),
+            self._finishing_share(limit) if may_keep else nullcontext(),
             self._marking_share(step, micro_batches, kept, may_mark=may_keep) as follow_backward,
         ):
             passed = self.assembly.engine.run_training_pass(
@@ -317,13 +320,18 @@ class TrainingRole:
                 seed=self._progress.seed,
                 step=self._progress.step + 1,
                 loss_scale=loss_scale,
-                before_last_backward=self.assembly.reducer.mark_last_backward,
-                after_backward=follow_backward,
                 write_back_buffers=False,
+                hooks=PassHooks(
+                    before_last_backward=self.assembly.reducer.mark_last_backward,
+                    after_backward=follow_backward,
+                    limit=limit,
+                ),
             )
-            share = KeptShare(tuple(micro_batch.index for micro_batch in micro_batches), passed)
+            share = KeptShare(tuple(micro_batch.index for micro_batch in micro_batches[: limit.end]), passed)
             share = share if kept is None else kept.join(share)
             step.passed, step.kept = share.passed, share if may_keep else None
+            step.ended_early = limit.end is not None
+            limit.wait_for_others()
         self._micro_batch_s = (time.monotonic() - began_s) / len(micro_batches) if micro_batches else 0.0
         return global_batch
 
@@ -354,19 +362,33 @@ class TrainingRole:
     def _may_keep(self) -> bool:
         """Whether what this rank runs of the step may stay valid when other ranks are lost."""
         return (
-            (self._worker.topology.d > 1 or self._parts.shares is not None)
-            and self._worker.departure.can_stay
+            self._worker.departure.can_stay
             and not self.assembly.stage.written.homes
             and not self._holder.find_obstacle_in_step()
         )
 
-    def _finishing_share(self) -> AbstractContextManager[None]:
-        """Around a pass that is finished when another replica has lost a rank."""
-        if self.assembly.stage.weighted and not self._expected_weight.is_known:  # the replicas exchange it in the pass
+    def _limit_pass(self, count: int, *, may_keep: bool) -> EarlyEnd:
+        """For a pass of `count` micro-batches."""
+
+        def may_end() -> bool:
+            return may_keep and self._is_weight_known() and not self._holder.find_obstacle()
+
+        return EarlyEnd(self._worker, self._progress.step + 1, count, may_end=may_end)
+
+    def _is_weight_known(self) -> bool:
+        """Whether this rank can pass alone: if not, the replicas exchange what their first micro-batches weigh."""
+        return not self.assembly.stage.weighted or self._expected_weight.is_known
+
+    def _finishing_share(self, limit: EarlyEnd) -> AbstractContextManager[None]:
+        """Around a pass that is finished when another replica has lost a rank, or as far as all have agreed on."""
+        if not self._is_weight_known():
             return nullcontext()
+        shares, has_others = self._parts.shares, self._worker.topology.d > 1
+
+        def is_worth_it() -> bool:
+            return limit.end is not None or (has_others and (shares is None or shares.is_worth_finishing()))
+
         patience_s = _LEAST_PATIENCE_S + 3 * self.assembly.engine.longest_bubble_s
-        shares = self._parts.shares
-        is_worth_it = (lambda: True) if shares is None else shares.is_worth_finishing
         return self._worker.departure.finish_first(self._worker.topology.mates, patience_s, is_worth_it)
 
     @contextmanager
@@ -375,9 +397,8 @@ class TrainingRole:
     ) -> Iterator[Callable[[int, PassState], None] | None]:
         """Around a pass: copies its sums at marks. What it yields is to be called after each backward."""
         shares, totals = self._parts.shares, self._progress.committed_totals
-        is_known = not self.assembly.stage.weighted or self._expected_weight.is_known
         is_whole = kept is None or kept.is_even
-        if shares is None or not (may_mark and is_known and is_whole):
+        if shares is None or not (may_mark and self._is_weight_known() and is_whole):
             yield None
             return
         shares.begin_pass(

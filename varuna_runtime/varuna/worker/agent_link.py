@@ -178,11 +178,18 @@ class AgentLink:
     # Reports
 
     def report_ready(
-        self, resumed_step: int, phases_s: Mapping[str, float], sources: StateSources, *, micro_batches_redone: int = 0
+        self,
+        resumed_step: int,
+        phases_s: Mapping[str, float],
+        sources: StateSources,
+        *,
+        micro_batches_redone: int = 0,
+        micro_batches_left: int = 0,
     ) -> None:
         """Reports that the model is built and the state of `resumed_step` is there.
 
-        `phases_s`: seconds by phase. `micro_batches_redone`: those of the next step that all replicas run again.
+        `phases_s`: seconds by phase. `micro_batches_left`: those of the next step that all replicas run; 0: not known.
+        `micro_batches_redone`: those of them that are run again.
         """
         phases = [agent_pb2.Phase(name=name, seconds=seconds) for name, seconds in phases_s.items()]
         ready = worker_pb2.WorkerReady(
@@ -192,6 +199,7 @@ class AgentLink:
             peer_bytes=sources.peer_bytes,
             store_bytes=sources.store_bytes,
             micro_batches_redone=micro_batches_redone,
+            micro_batches_left=micro_batches_left,
         )
         self._send(worker_pb2.WorkerMessage(ready=ready))
 
@@ -278,7 +286,8 @@ class AgentLink:
                 self._commands.put(message.store_state)
                 self._on_command()
             elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
-                self.departure.request_hold_first(in_place=message.leave.in_place)
+                leave = message.leave
+                self.departure.request_hold_first(in_place=leave.in_place, within_step=leave.within_step)
             elif message.leave.mode == agent_pb2.STOP_MODE_SAVE_FIRST:
                 self.departure.request_save_first(may_stay=message.leave.keep_state)
             elif message.leave.mode == agent_pb2.STOP_MODE_LEAVE_NOW:

@@ -112,7 +112,7 @@ def test_with_one_replica_marks_are_where_copies_are(gone: str, marks: bool, kep
 
 
 def test_what_a_generation_began_with_counts_before_its_first_step() -> None:
-    last = hit(2, 2, "bc", last_step=None, in_place=True, micro_batches_redone=600)
+    last = hit(2, 2, "bc", last_step=None, in_place=True, micro_batches_left=600)
     last = replace(last, stepped_at=NOW - 3.0 - 30.0 - 5.0)
     assert predict_kept_examples(after(last), last) == pytest.approx(700)
     done = replace(last, stepped_at=NOW - 200.0)

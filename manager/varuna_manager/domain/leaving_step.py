@@ -1,0 +1,67 @@
+"""Whether a generation leaves for another shape in the middle of its step, or at its end.
+
+What its workers have of the step goes on in the next shape, and only the rest is run there. So a long step need not be
+finished in the slower shape. Workers that cannot leave so finish it (`StopMode.HOLD_WITHIN_STEP`).
+
+Letters: P stages, D replicas; rank = replica * P + stage.
+"""
+
+from __future__ import annotations
+
+from varuna_manager.domain.observed import GenerationView, Proposal
+from varuna_manager.domain.states import ExitCause, StopMode
+from varuna_planner.schedule.batching import count_micro_batches
+from varuna_proto.plan import Plan
+
+__all__ = ["has_left_within_step", "predict_fill_s", "predict_rest_s", "render_gain_within_step"]
+
+_LEAST_REST_S = 10.0
+"""In less time there is little to gain, and the workers may be past their passes when they are asked."""
+
+
+def render_gain_within_step(now: float, generation: GenerationView, proposal: Proposal, present_rate: float) -> str:
+    """Why it leaves for the proposal's shape in the middle of its step; empty: it finishes the step.
+
+    `present_rate`: its examples/s. The pipelines drain and fill once more, and the sums of gradients move, which have
+    no more bytes than the state.
+    """
+    before, after = generation.plan, proposal.plan
+    if before is None or after is None or not generation.devices.issubset(proposal.placement):
+        return ""  # the sums of a worker that does not go on would be lost
+    if before.micro_batch != after.micro_batch:
+        return ""
+    rest_s = predict_rest_s(now, generation)
+    if rest_s < _LEAST_REST_S or _has_only_just_begun(now, generation):
+        return ""
+    gain_s = rest_s * (1.0 - present_rate / after.examples_per_s)
+    cost_s = predict_fill_s(before) + predict_fill_s(after) + proposal.moving_s
+    if gain_s <= cost_s:
+        return ""
+    return f"; within its step, of which {rest_s:.0f} s are left: that saves {gain_s:.0f} s and costs {cost_s:.1f} s"
+
+
+def predict_rest_s(now: float, generation: GenerationView) -> float:
+    """About how long the step under way still takes."""
+    part, plan = 1.0, generation.plan
+    if generation.last_step is None and generation.micro_batches_left and plan is not None:
+        part = min(1.0, generation.micro_batches_left * plan.micro_batch / plan.global_batch)
+    return max(0.0, part * generation.step_s - (now - generation.stepped_at))
+
+
+def has_left_within_step(ended: GenerationView) -> bool:
+    """Whether all its workers have left in order when they were asked to do so in the middle of a step."""
+    was_asked = ended.stop is not None and ended.stop.mode is StopMode.HOLD_WITHIN_STEP
+    return was_asked and all(worker.cause is ExitCause.GENERATION_ENDED for worker in ended.workers)
+
+
+def predict_fill_s(plan: Plan) -> float:
+    """The time in which a pipeline fills or drains."""
+    longest = max(plan.shares, default=-(-count_micro_batches(plan.global_batch, plan.micro_batch) // plan.d))
+    return plan.predicted_minibatch_s * (plan.p - 1) / (longest + plan.p - 1)
+
+
+def _has_only_just_begun(now: float, generation: GenerationView) -> bool:
+    """So that a stream of new VMs cannot keep a job from making progress."""
+    if generation.last_step is not None:
+        return False
+    return generation.resumed_step is None or now - generation.stepped_at < _LEAST_REST_S

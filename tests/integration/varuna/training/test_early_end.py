@@ -1,0 +1,155 @@
+"""All ranks leave in the middle of a step, with what they have of it, and the next shape runs only the rest."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kept_case import LEDGER, STEP, Case, assert_as_if_undisturbed, assert_counted_once, op_kill, start
+from survivor_world import SurvivorWorld
+from training_world import Zygote
+from varuna_proto.v1 import agent_pb2
+from waiting import wait_until
+
+OP_S = 0.1
+"""Of each forward and backward: a step takes a second or more, of which the ranks leave after the first part."""
+GENERATION_ENDED = 75
+
+
+def read_passes(world: SurvivorWorld, generation: int, step: int = STEP) -> dict[Path, list[int]]:
+    """By the trace of a rank: the micro-batches whose forward it ran in a step."""
+    passes = {}
+    for path in sorted(world.world.folder.rglob("trace.rank*.jsonl")):
+        if "undisturbed" not in path.parts:
+            lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+            passes[path] = [number for at, of, number, _ in lines if (at, of) == (generation, step)]
+    return passes
+
+
+def leave_within_step(world: SurvivorWorld, *, begun: int = 1) -> None:
+    """Asks all ranks to leave when the first stage of each replica has begun so many micro-batches of the step."""
+    p = world.plan.p
+
+    def have_begun() -> bool:
+        passes = read_passes(world, world.generation)
+        firsts = [numbers for path, numbers in passes.items() if _rank_of(path) % p == 0]
+        return len(firsts) == world.plan.d and all(len(numbers) >= begun for numbers in firsts)
+
+    wait_until(have_begun, "the passes of the step")
+    for rank in world.ranks:
+        world.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True, within_step=True)
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.removeprefix("trace.rank"))
+
+
+def assert_rest_is_run(world: SurvivorWorld, case: Case) -> None:
+    """That both generations have run each micro-batch of the step once at each stage, and each has run some."""
+    stages = case.p
+    first, second = read_passes(world, 1), read_passes(world, 2)
+    for stage in range(stages):
+        before = [n for path, numbers in first.items() if _rank_of(path) % stages == stage for n in numbers]
+        assert 0 < len(before) < case.count
+        assert len(before) == len(set(before))
+    rest = set(range(case.count)) - set(before)
+    assert {n for numbers in second.values() for n in numbers} == rest
+    ready = [message.ready for end in world.ends.values() for message in end.list_messages("ready")]
+    assert [one.micro_batches_redone for one in ready] == [0] * len(ready)
+
+
+SHAPES: list[tuple[tuple[int, int], tuple[int, int], list[int | None], dict[str, Any], dict[str, Any]]] = [
+    ((2, 1), (2, 2), [0, 1, None, None], {}, {}),
+    ((1, 1), (1, 2), [0, None], {"dropout": 0.3}, {}),
+    ((2, 2), (4, 1), [0, 1, 2, 3], {"tied": False}, {}),
+    ((2, 1), (3, 1), [1, None, 0], {"offload": True}, {}),
+    ((1, 2), (2, 2), [0, None, None, 1], {"tied": False, "optimizer": "adamw"}, {}),
+    ((2, 2), (2, 3), [0, 1, 2, 3, None, None], {"padded": True}, {}),
+    ((3, 1), (2, 2), [0, 1, 2, None], {"tied": False}, {"variant": "frozen"}),
+]
+"""Shapes before and after, the ranks that go on, and what is trained."""
+USUAL = [0, 2]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[] if number in USUAL else pytest.mark.slow) for number in range(len(SHAPES))],
+)
+def test_only_the_rest_of_the_step_is_run_in_the_next_shape(number: int, zygote: Zygote, tmp_path: Path) -> None:
+    before, (p, d), ranks, task, wanted = SHAPES[number]
+    case = Case(*before, task=task, op_s=OP_S, **wanted)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        leave_within_step(world)
+        left = world.wait_until_left(set())
+        assert {(one.exit_code, one.step) for one in left.values()} == {(GENERATION_ENDED, STEP - 1)}
+        plan = replace(world.plan, p=p, d=d, recompute=())
+        if None in ranks:
+            world.grow(plan, ranks)
+        else:
+            world.go_on_as(plan, [rank for rank in ranks if rank is not None])
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+    assert_rest_is_run(world, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["gpipe", "1f1b", "work-conserving"])
+def test_passes_of_each_schedule_end_early(policy: str, zygote: Zygote, tmp_path: Path) -> None:
+    case = Case(3, 1, task={"tied": False}, op_s=OP_S)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case, policy=policy)
+        leave_within_step(world)
+        left = world.wait_until_left(set())
+        assert {one.step for one in left.values()} == {STEP - 1}
+        world.go_on_as(replace(world.plan, p=1, d=3, recompute=()), [2, 0, 1])
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)
+
+
+@pytest.mark.parametrize("is_twice", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_example_is_counted_once_when_passes_end_early(is_twice: bool, zygote: Zygote, tmp_path: Path) -> None:
+    case = Case(2, 1, task={**LEDGER, "global_batch": 25}, variant="ledger", op_s=OP_S)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        leave_within_step(world, begun=2)
+        world.wait_until_left(set())
+        world.go_on_as(replace(world.plan, p=1, d=2, recompute=()), [1, 0])
+        if is_twice:
+            leave_within_step(world)
+            world.wait_until_left(set())
+            world.go_on_as(replace(world.plan, p=2, d=1, recompute=()), [1, 0])
+        assert_counted_once(world.finish(), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["F", "B"])
+def test_a_rank_is_lost_while_passes_end_early(op: str, zygote: Zygote, tmp_path: Path) -> None:
+    """The other replica ends its pass all the same, and what it has counts."""
+    case = Case(2, 2, task=LEDGER, variant="ledger", op_s=OP_S, kills=[op_kill(3, op, 1)])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        leave_within_step(world)
+        world.go_on({3})
+        assert_counted_once(world.finish(), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "begun"),
+    [pytest.param({"counts": True}, 1, id="the model writes buffers"), pytest.param({}, 6, id="all have begun")],
+)
+def test_the_step_is_finished_where_its_passes_cannot_end_early(
+    task: dict[str, Any], begun: int, zygote: Zygote, tmp_path: Path
+) -> None:
+    case = Case(2, 2, task=task, op_s=OP_S)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case, policy="gpipe")
+        leave_within_step(world, begun=begun)
+        left = world.wait_until_left(set())
+        assert {one.step for one in left.values()} == {STEP}
+        world.go_on_as(replace(world.plan, p=4, d=1, recompute=()), [0, 1, 2, 3])
+        assert_as_if_undisturbed(zygote, tmp_path, world, case)

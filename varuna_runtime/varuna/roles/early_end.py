@@ -1,0 +1,130 @@
+"""Ending the passes of a step early, in order, so that the job takes another shape in the middle of a long step.
+
+All replicas stop to begin micro-batches, and finish those that have begun. Then all stages of a replica have the same
+micro-batches in their sums, nothing is run again, and the rest of the step is run in the next shape.
+
+The ranks agree on it over the store of their generation. Each votes, the first stage of a replica with the number of
+micro-batches that it has begun, of which it begins no more meanwhile. When all have voted, rank 0 decides. Any rank can
+refuse before that: one that has begun all, one whose sums do not count later, or one that has waited too long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from varuna.distributed.departure import GenerationEnded
+from varuna.distributed.rendezvous_store import read_values
+from varuna.worker.worker import WorkerProcess
+
+__all__ = ["EarlyEnd"]
+
+_PATIENCE_S = 5.0
+"""How long a replica begins no micro-batch while others have not voted: a rank that is past its pass never does."""
+_LOOK_S = 0.03
+"""How often the store is asked for what others have said."""
+_REFUSED = "no"
+
+
+class EarlyEnd:
+    """Whether one pass of this rank ends early."""
+
+    def __init__(self, worker: WorkerProcess, step: int, count: int, *, may_end: Callable[[], bool]) -> None:
+        """`count`: micro-batches of the pass. `may_end`: whether what this rank has of them counts later."""
+        self._worker, self._departure, self._topology = worker, worker.departure, worker.topology
+        self._key = f"early end/{step}"
+        self._count, self._may_end = count, may_end
+        self._begun: int | None = None
+        """When this rank voted; None: it has not."""
+        self._is_refused = False
+        self._end: int | None = None
+        self._has_ended = False
+        self._have_all_ended = False
+
+    @property
+    def end(self) -> int | None:
+        """After how many micro-batches this replica's passes end; None: that is not decided, or they do not."""
+        return self._end
+
+    def limit_forwards(self, begun: int) -> int:
+        """How many micro-batches may have begun now. `begun`: those that have. Under the condition of the departure."""
+        if self._end is not None:
+            return self._end
+        if self._is_refused or not self._departure.leaves_within_step:
+            return self._count
+        if self._begun is None:
+            self._begun = begun
+            threading.Thread(target=self._agree, name="varuna-early-end", daemon=True).start()
+        return self._begun if self._topology.stage == 0 else self._count
+
+    def wait_for_others(self) -> None:
+        """After the pass: waits for those of the others, if they end early. Raises as a worker that leaves."""
+        if self._end is None:
+            return
+        self._has_ended = True
+        self._departure.wait_for_others(lambda: self._have_all_ended)
+
+    def _agree(self) -> None:
+        assert self._begun is not None, "it votes with that"
+        try:
+            ends = self._vote(self._begun)
+        except dist.DistError:  # rank 0 is gone, which this worker learns otherwise
+            ends = None
+        if ends is None:
+            with self._departure.condition:
+                self._is_refused = True
+                self._departure.condition.notify_all()
+            return
+        with self._departure.condition:
+            self._end = ends[self._topology.replica]
+            self._departure.condition.notify_all()
+        # Put off until all have ended their passes (`Departure.finish_first`).
+        self._departure.leave_generation(GenerationEnded("the job takes another shape in the middle of the step"))
+        with self._departure.condition:
+            self._departure.condition.wait_for(lambda: self._has_ended or self._departure.exit_code is not None)
+        with suppress(dist.DistError):
+            self._write("ended", "")
+            while self._departure.exit_code is None and self._read_from_all("ended") is None:
+                time.sleep(_LOOK_S)
+        with self._departure.condition:
+            self._have_all_ended = True
+            self._departure.condition.notify_all()
+
+    def _vote(self, begun: int) -> list[int] | None:
+        """After how many micro-batches each replica ends its passes; None: they do not end early."""
+        has_begun_all = self._topology.stage == 0 and begun == self._count
+        if has_begun_all or not self._may_end():
+            return self._decide(_REFUSED)
+        self._write("vote", str(begun))
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline_s and self._departure.exit_code is None:
+            if (decided := read_values(self._store, [self._key])) is not None:
+                return _unpack(decided[0])
+            if self._topology.rank == 0 and (votes := self._read_from_all("vote")) is not None:
+                return self._decide(" ".join(votes[:: self._topology.p]))
+            time.sleep(_LOOK_S)
+        return self._decide(_REFUSED)
+
+    @property
+    def _store(self) -> Store:
+        return self._worker.rendezvous.store
+
+    def _decide(self, wanted: str) -> list[int] | None:
+        """The first decision counts, whoever makes it."""
+        return _unpack(self._store.compare_set(self._key, "", wanted).decode())
+
+    def _write(self, name: str, value: str) -> None:
+        self._store.set(f"{self._key}/{name}/{self._topology.rank}", value)
+
+    def _read_from_all(self, name: str) -> list[str] | None:
+        """By rank; None: not all have written it yet."""
+        return read_values(self._store, [f"{self._key}/{name}/{rank}" for rank in self._topology.everyone])
+
+
+def _unpack(decision: str) -> list[int] | None:
+    return None if decision == _REFUSED else [int(end) for end in decision.split()]
