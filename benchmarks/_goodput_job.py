@@ -19,6 +19,7 @@ from varuna_manager.domain.leaving_step import predict_fill_s
 from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, count_moved_bytes
 from varuna_planner.liveput.spot_trace import SpotTrace
 from varuna_planner.profile.document import Profile
+from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Plan
 
 ROUNDING_S = 1e-6
@@ -518,11 +519,12 @@ class ReplayedJob:
             self._lose_ranks(now, self.generation, hit)
 
     def _keeps_step(self, start: Start, kind: MorphKind) -> bool:
-        """Whether what counts of the step goes on, which it does not with other micro-batches."""
+        """Whether what counts of the step goes on: in place, if the micro-batches before and after are made of whole
+        ones of the smaller size."""
         before = self.generation
         if kind is not MorphKind.IN_PLACE or before is None:
             return False
-        return not start.from_memory or start.plan.micro_batch == before.plan.micro_batch
+        return shared_micro_batch(start.plan.micro_batch, before.plan.micro_batch) is not None
 
     def _booked_ahead(self, now: float, begins_s: float) -> None:
         """A save before a morph is launching time of the next generation here; it is booked as a save."""

@@ -40,6 +40,7 @@ from varuna_manager.domain.states import (
 from varuna_planner.liveput.hazard import holder_losses_per_hour, list_bursts, removals_per_vm_hour
 from varuna_planner.liveput.morph_cost import MorphKind, expected_life_s, worthwhile_ratio
 from varuna_planner.placement import place
+from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
 
 _LEFT_WITHIN_STEP = StopView(mode=StopMode.HOLD_WITHIN_STEP, cause=EndCause.GROWTH, reason="growth", requested_at=0.0)
@@ -233,8 +234,15 @@ class ManagersRules:
             return proposal
         alive = {Device(generation.vms[rank], 0) for rank in generation.list_alive()}
         survivors = tuple(device for device in devices if device in alive)
-        same = self._plans.best_keeping(len(survivors), generation.plan.micro_batch) if survivors else None
-        return proposal if same is None else replace(proposal, keeping=self._place(job, same, survivors))
+        keeping = self._choose_keeping(len(survivors), generation.plan.micro_batch) if survivors else None
+        return proposal if keeping is None else replace(proposal, keeping=self._place(job, keeping, survivors))
+
+    def _choose_keeping(self, gpus: int, micro_batch: int) -> Plan | None:
+        """The best plan with which a step of this micro-batch can go on, as the manager asks for it."""
+        best = self._plans.best(gpus)
+        if best is not None and shared_micro_batch(best.micro_batch, micro_batch) is not None:
+            return best
+        return self._plans.best_keeping(gpus, micro_batch)
 
     def _place(self, job: ReplayedJob, plan: Plan, devices: tuple[Device, ...]) -> Proposal:
         before = job.holding

@@ -16,6 +16,7 @@ from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Ru
 from varuna_manager.domain.other_stages import find_movers
 from varuna_manager.domain.reshaping import count_kept_replicas, list_kept_replicas, may_gain_elsewhere, plan_reshape
 from varuna_planner.liveput.morph_cost import MARKS_S, MorphCost, MorphKind, ShapeOption, choose_shape
+from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Plan
 
 __all__ = ["Way", "WayOn", "choose_way_on", "predict_kept_examples"]
@@ -25,7 +26,7 @@ class Way(StrEnum):
     STAY = "stay"
     """With the stages that the survivors have."""
     KEEP = "keep"
-    """In the best shape for the survivors with the micro-batch of the step under way."""
+    """In the best shape for the survivors that keeps the step under way."""
     CHANGE = "change"
     """In the best shape for all devices."""
 
@@ -43,7 +44,7 @@ def choose_way_on(now: float, job: JobView, vms: Vms, rules: Rules) -> WayOn:
 
     With the stages of the survivors the job may have to end the step with few replicas, and takes the best shape then;
     it cannot where a stage has no survivor. Processes that take other stages in place keep as much of the step, unless
-    its micro-batches are others; new ones keep nothing.
+    its micro-batches and the new ones are not made of whole ones of the smaller size; new processes keep nothing.
     """
     ended, proposal = job.generation, job.proposal
     if ended is None or ended.plan is None or proposal is None or proposal.plan is None:
@@ -97,13 +98,14 @@ def _can_move(now: float, job: JobView, ended: GenerationView, proposal: Proposa
 
 
 def _make_option(job: JobView, before: Plan, proposal: Proposal, kept: float, *, moves: bool) -> ShapeOption:
-    """`kept`: examples of the step under way, which go on where processes move, if their micro-batches are the same."""
+    """`kept`: examples of the step under way. They go on where processes move, if the micro-batches before and after
+    are made of whole ones of the smaller size."""
     plan = proposal.plan
     assert plan is not None
     cost, moved = replace(predict_restart(job), moving_s=proposal.moving_s), 0.0
     if moves:
         cost = replace(cost, kind=MorphKind.IN_PLACE, fixed_s=job.morphs.in_place_s)
-        moved = kept if plan.micro_batch == before.micro_batch else 0.0
+        moved = 0.0 if shared_micro_batch(plan.micro_batch, before.micro_batch) is None else kept
     name = f"{plan.p}×{plan.d} of micro-batch {plan.micro_batch}"
     return ShapeOption(name=name, examples_per_s=plan.examples_per_s, cost=cost, kept_examples=moved)
 

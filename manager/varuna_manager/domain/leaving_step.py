@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from varuna_manager.domain.observed import GenerationView, Proposal
 from varuna_manager.domain.states import ExitCause, StopMode
-from varuna_planner.schedule.batching import count_micro_batches
+from varuna_planner.schedule.batching import count_micro_batches, shared_micro_batch
 from varuna_proto.plan import Plan
 
 __all__ = ["has_left_within_step", "predict_fill_s", "predict_rest_s", "render_gain_within_step"]
@@ -28,7 +28,7 @@ def render_gain_within_step(now: float, generation: GenerationView, proposal: Pr
     before, after = generation.plan, proposal.plan
     if before is None or after is None or not generation.devices.issubset(proposal.placement):
         return ""  # the sums of a worker that does not go on would be lost
-    if before.micro_batch != after.micro_batch:
+    if shared_micro_batch(before.micro_batch, after.micro_batch) is None:
         return ""
     rest_s = predict_rest_s(now, generation)
     if rest_s < _LEAST_REST_S or _has_only_just_begun(now, generation):

@@ -141,8 +141,8 @@ class Proposal:
     moving_s: float = 0.0
     """The time in which the state goes from the memories of the newest generation to this placement."""
     keeping: Proposal | None = None
-    """The answer for the devices of the survivors alone, with the micro-batch of the step under way; None: it was not
-    asked for."""
+    """The answer for the devices of the survivors alone, with a micro-batch that keeps the step under way; None: it was
+    not asked for, or there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
 from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
 from varuna_planner.liveput.morph_cost import count_moved_bytes
+from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_of
+
+if TYPE_CHECKING:
+    from varuna_planner.search.auto_config import Pins
 
 _REMEMBERED = 256
 _CANDIDATES_KEPT = 64
@@ -254,28 +258,35 @@ def _predict_present(question: PlanQuestion, now: Plan) -> float | None:
 
 
 def _propose_keeping(question: PlanQuestion) -> Proposal | None:
-    """The best plan for the survivors alone with the micro-batch of the step under way; None: there is none."""
+    """The best plan for the survivors alone that keeps the step under way; None: there is none.
+
+    It is the best one of all, if the step can go on with its micro-batch, and otherwise the best one with that of the
+    step.
+    """
     if not question.survivors:
         return None
     from varuna_planner.search.auto_config import Pins
 
-    wanted = question.spec.plan
-    if wanted.micro_batch not in (None, question.kept_micro_batch):
-        return None
-    try:
-        plan = question.choose_shape(
-            len(question.survivors),
-            Pins(p=wanted.p, d=wanted.d, micro_batch=question.kept_micro_batch),
-            question.count_types(question.survivors),
-            question.count_zones(question.survivors),
-        ).best
-    except ValueError:  # no fleet would suffice for it
-        return None
+    wanted, kept = question.spec.plan, question.kept_micro_batch
+    plan = _choose_for_survivors(question)
+    if plan is None or shared_micro_batch(plan.micro_batch, kept) is None:
+        if wanted.micro_batch not in (None, kept):
+            return None
+        plan = _choose_for_survivors(question, Pins(p=wanted.p, d=wanted.d, micro_batch=kept))
     if plan is None:
         return None
     of_survivors = replace(question, devices=question.survivors)
     placement = _place(plan, of_survivors)
     return Proposal(plan=plan, placement=placement, moving_s=_predict_moving_s(plan, placement, of_survivors))
+
+
+def _choose_for_survivors(question: PlanQuestion, pins: Pins | None = None) -> Plan | None:
+    """`pins`: None: the job's own."""
+    types, zones = question.count_types(question.survivors), question.count_zones(question.survivors)
+    try:
+        return question.choose_shape(len(question.survivors), pins, types, zones).best
+    except ValueError:  # no fleet would suffice for it
+        return None
 
 
 def _place(plan: Plan, question: PlanQuestion) -> tuple[Device, ...]:

@@ -5,7 +5,7 @@ Letters: B examples in the global batch, m examples in a micro-batch, M micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import floor
 
@@ -23,6 +23,24 @@ def micro_batch_sizes(global_batch: int, micro_batch: int) -> tuple[int, ...]:
     """Examples in each of the M micro-batches of a global batch; the last may be smaller."""
     count = count_micro_batches(global_batch, micro_batch)
     return (micro_batch,) * (count - 1) + (global_batch - micro_batch * (count - 1),)
+
+
+def shared_micro_batch(*sizes: int) -> int | None:
+    """The smallest of several sizes of micro-batches, if it divides all of them: then each micro-batch of a larger size
+    is some whole ones of the smallest. None if it does not."""
+    smallest = min(sizes)
+    return None if any(size % smallest for size in sizes) else smallest
+
+
+def renumber_micro_batches(numbers: Iterable[int], *, before: int, after: int, global_batch: int) -> tuple[int, ...]:
+    """The micro-batches of a global batch by their numbers, when each has `after` examples in place of `before`.
+
+    `after` divides `before`, if there are any. The last micro-batch may be smaller, so it may have fewer parts.
+    """
+    numbers = tuple(numbers)
+    assert not numbers or before % after == 0, f"micro-batches of {before} are not made of micro-batches of {after}"
+    parts, count = before // after, count_micro_batches(global_batch, after)
+    return tuple(part for number in numbers for part in range(number * parts, min((number + 1) * parts, count)))
 
 
 def micro_batches(global_batch: int, micro_batch: int, d: int, shares: Sequence[int] = ()) -> tuple[range, ...]:

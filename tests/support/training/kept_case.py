@@ -17,7 +17,7 @@ from varuna_planner.schedule.batching import count_micro_batches, micro_batches
 
 SCRIPT = Path(kept_script.__file__)
 STEP, STEPS, M = 3, 5, 2
-"""The step in which ranks are lost; all steps; examples in a micro-batch."""
+"""The step in which ranks are lost; all steps; examples in a micro-batch, if the case says nothing else."""
 TASK = {"steps": STEPS, "global_batch": 23, "optimizer": "momentum", "clip": 0.5, "tied": True}
 OP_S = 0.02
 
@@ -26,23 +26,31 @@ class Case:
     """What is trained, in what shape, and what the ranks are asked to do."""
 
     def __init__(
-        self, p: int, d: int, *, task: dict[str, Any] | None = None, shares: tuple[int, ...] = (), **wanted: Any
+        self,
+        p: int,
+        d: int,
+        *,
+        task: dict[str, Any] | None = None,
+        shares: tuple[int, ...] = (),
+        micro_batch: int = M,
+        **wanted: Any,
     ) -> None:
-        self.shares = shares
+        self.shares, self.micro_batch = shares, micro_batch
         self.p, self.d, self.task = p, d, Task(**{**TASK, **(task or {})})
         self.wanted = {"op_s": OP_S, "p": p, **wanted}
         self.recompute = (True,) * (p - 1) + (False,)
 
     @property
     def count(self) -> int:
-        return count_micro_batches(self.task.global_batch, M)
+        return count_micro_batches(self.task.global_batch, self.micro_batch)
 
     def share(self, replica: int) -> set[int]:
-        return set(micro_batches(self.task.global_batch, M, self.d, self.shares)[replica])
+        return set(micro_batches(self.task.global_batch, self.micro_batch, self.d, self.shares)[replica])
 
 
 def start(stack: ExitStack, zygote: Zygote, folder: Path, case: Case, **named: Any) -> SurvivorWorld:
     more = {"script": SCRIPT, "recompute": case.recompute, "run_ahead": 1, "shares": case.shares, **named}
+    more = {"micro_batch": case.micro_batch, **more}
     return SurvivorWorld(stack, zygote, folder, case.task, case.p, case.d, wanted=case.wanted, **more)
 
 
@@ -67,14 +75,34 @@ def assert_as_if_undisturbed(zygote: Zygote, folder: Path, world: SurvivorWorld,
 def read_forwards(world: SurvivorWorld | Ranks, generation: int, step: int = STEP) -> dict[int, list[int]]:
     """By rank of the first generation: the micro-batches whose forward it ran in a step, in order."""
     forwards = {}
-    first = world.world if isinstance(world, SurvivorWorld) else world
-    for rank in range(first.p * first.d):
-        path = first.out / f"trace.rank{rank}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for rank, lines in _read_traces(world).items():
         forwards[rank] = [number for at, of, number, _ in lines if (at, of) == (generation, step)]
         for _, _, number, (place, _) in lines:
             assert place == M * number
     return forwards
+
+
+def read_examples(world: SurvivorWorld, generation: int, micro_batch: int, step: int = STEP) -> dict[int, list[int]]:
+    """By rank of the first generation: the examples whose forward it ran in a step, in order, in micro-batches of this
+    size, but for the last one of the global batch."""
+    global_batch = world.world.task.global_batch
+    examples = {}
+    for rank, lines in _read_traces(world).items():
+        ran = [(number, places) for at, of, number, places in lines if (at, of) == (generation, step)]
+        for number, (first, end) in ran:
+            assert (first, end) == (micro_batch * number, min(micro_batch * (number + 1), global_batch))
+        examples[rank] = [example for _, places in ran for example in range(*places)]
+    return examples
+
+
+def _read_traces(world: SurvivorWorld | Ranks) -> dict[int, list[Any]]:
+    """By rank of the first generation."""
+    first = world.world if isinstance(world, SurvivorWorld) else world
+    paths = {rank: first.out / f"trace.rank{rank}.jsonl" for rank in range(first.p * first.d)}
+    return {
+        rank: [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        for rank, path in paths.items()
+    }
 
 
 def op_kill(rank: int, op: str, micro_batch: int) -> dict[str, Any]:

@@ -268,3 +268,25 @@ def test_a_copy_is_on_a_vm_of_another_stage() -> None:
     assert not holding.find_holders({"a", "c"}, copies=False)
     assert holding.find_holders({"a", "c"}, copies=True)
     assert not holding.find_holders({"a"}, copies=False)
+
+
+class OtherMicroBatches(OneReplica):
+    """The best plan on fewer than four GPUs has another micro-batch."""
+
+    def __init__(self, micro_batch: int) -> None:
+        self._micro_batch = micro_batch
+
+    def best(self, gpus: int) -> Plan | None:
+        return self.shaped(gpus, 1, 4 if gpus > 3 else self._micro_batch) if gpus else None
+
+
+@pytest.mark.parametrize(("micro_batch", "taken"), [(8, 8), (2, 2), (6, 4)])
+def test_a_replayed_step_goes_on_with_micro_batches_that_it_shares(micro_batch: int, taken: int) -> None:
+    trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(4)), "300000,remove,n1", "600000,add,z"]))
+    plans, state = OtherMicroBatches(micro_batch), jobs.State(section_bytes=(100,) * 6, link_bytes_per_s=1000.0)
+    system, manager = goodput.list_policies(trace, plans, state, detect_s=4.0)["copies"]
+    job = jobs.ReplayedJob(trace, plans, state, replace(system, save_stall_s=1e-3), manager)
+    found = job.replay()
+    assert (found.redone_s, found.morphs["in place"]) == (pytest.approx(5.0, abs=0.5), 1)
+    assert isinstance(manager, ManagersRules)
+    assert manager._choose_keeping(3, 4) == plans.shaped(3, 1, taken)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from schedules import check_schedule, draw_schedule, format_schedule, make_schedule, make_timeline, parse_schedule
 from varuna_planner.cutting.pipeline import Pipeline
 from varuna_planner.schedule.actions import Action
-from varuna_planner.schedule.batching import apportion, micro_batches
+from varuna_planner.schedule.batching import (
+    apportion,
+    micro_batch_sizes,
+    micro_batches,
+    renumber_micro_batches,
+    shared_micro_batch,
+)
 from varuna_planner.schedule.policies import (
     NO_TIMING,
     WAIT,
@@ -372,3 +379,26 @@ def test_shares_that_are_in_proportion_already_stay() -> None:
     assert apportion(7, (1, 1, 1)) == (3, 2, 2)
     with pytest.raises(ValueError, match="each of at least 1"):
         apportion(2, (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared"),
+    [((4, 4), 4), ((4, 2), 2), ((2, 4), 2), ((1, 7), 1), ((4, 6), None), ((3, 2), None), ((4,), 4), ((4, 2, 6), 2)],
+)
+def test_micro_batches_are_whole_ones_of_the_smallest_or_share_none(sizes: tuple[int, ...], shared: int | None) -> None:
+    assert shared_micro_batch(*sizes) == shared
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 60), st.sets(st.integers(0, 59)))
+def test_micro_batches_keep_their_examples_when_they_are_numbered_anew(
+    after: int, parts: int, global_batch: int, wanted: set[int]
+) -> None:
+    before = after * parts
+
+    def list_examples(numbers: Iterable[int], micro_batch: int) -> list[int]:
+        sizes = micro_batch_sizes(global_batch, micro_batch)
+        return [number * micro_batch + place for number in numbers for place in range(sizes[number])]
+
+    numbers = sorted(number for number in wanted if number * before < global_batch)
+    anew = renumber_micro_batches(numbers, before=before, after=after, global_batch=global_batch)
+    assert list_examples(anew, after) == list_examples(numbers, before)

@@ -59,6 +59,8 @@ class _Share:
     """Of those that the sums had before the pass."""
     kept: PassResult | None
     """The result of those; None: there are none."""
+    micro_batch: int
+    """Examples in each micro-batch."""
     interval: int
     """From one mark to the next, or a multiple of it; 0: there are no marks."""
     done: int = 0
@@ -109,20 +111,30 @@ class RankShares:
         *,
         sections: range,
         kept: tuple[Sequence[int], PassResult] | None,
+        micro_batch: int,
         micro_batch_s: float,
         without_sums: Sequence[range] = (),
     ) -> None:
         """A pass over the micro-batches `numbers` begins that adds to `kept`, the share that the sums have already.
 
-        `parameters`, `sections`: of the rank's stage. `micro_batch_s`: what each micro-batch takes, the same on all
-        ranks; 0: not known. `without_sums`: the sections of each of the first stages that get no gradients.
+        `parameters`, `sections`: of the rank's stage. `micro_batch`: examples in each micro-batch. `micro_batch_s`:
+        what each takes, the same on all ranks; 0: not known. `without_sums`: the sections of each of the first stages
+        that get no gradients.
         """
         interval = micro_batches_between_marks(micro_batch_s)
         kept_numbers, kept_result = kept or ((), None)
         is_long = 0 < interval < len(numbers) and sections not in without_sums
         interval = interval if is_long else 0
         self._share = share = _Share(
-            step, parameters, sections, numbers, kept_numbers, kept_result, interval, without_sums=without_sums
+            step,
+            parameters,
+            sections,
+            numbers,
+            kept_numbers,
+            kept_result,
+            micro_batch,
+            interval,
+            without_sums=without_sums,
         )
         if is_long and kept_result is not None:  # all ranks know that without an announcement
             self._newest = _NewestMark(self._series, self._key_of(share, 0), time.monotonic())
@@ -218,6 +230,7 @@ class RankShares:
             replica=key.replica,
             step=share.step,
             sections=share.sections,
+            micro_batch=share.micro_batch,
             without_sums=share.without_sums,
         )
         owner.copy_sums(mark, gradients)

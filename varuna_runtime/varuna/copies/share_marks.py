@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
 from varuna_planner.liveput.morph_cost import MARKS_S
+from varuna_planner.schedule.batching import renumber_micro_batches
 
 __all__ = ["MarkKey", "MarkedSums", "ShareMark", "micro_batches_between_marks"]
 
@@ -41,6 +42,8 @@ class ShareMark:
     """The step under way."""
     sections: tuple[int, int]
     """Of the rank's stage: the first, and the one after the last."""
+    micro_batch: int
+    """Examples in each micro-batch."""
     spans: tuple[tuple[int, int], ...]
     """The micro-batches of the global batch that are in the sums, as runs [first, end)."""
     loss_sum: float = 0.0
@@ -63,6 +66,7 @@ class ShareMark:
         replica: int,
         step: int,
         sections: range,
+        micro_batch: int,
         without_sums: Sequence[range] = (),
     ) -> ShareMark:
         return cls(
@@ -70,6 +74,7 @@ class ShareMark:
             replica=replica,
             step=step,
             sections=(sections.start, sections.stop),
+            micro_batch=micro_batch,
             spans=tuple(join_spans(numbers)),
             loss_sum=passed.loss_sum,
             weight=passed.weight,
@@ -86,11 +91,21 @@ class ShareMark:
                 replica=self.replica,
                 step=self.step,
                 sections=sections,
+                micro_batch=self.micro_batch,
                 spans=self.spans,
                 is_empty=True,
             )
             for sections in self.without_sums
         ]
+
+    def renumber_micro_batches(self, micro_batch: int, global_batch: int) -> ShareMark:
+        """The same sums, whose micro-batches have so many examples now."""
+        if micro_batch == self.micro_batch:
+            return self
+        numbers = renumber_micro_batches(
+            split_spans(self.spans), before=self.micro_batch, after=micro_batch, global_batch=global_batch
+        )
+        return replace(self, micro_batch=micro_batch, spans=tuple(join_spans(numbers)))
 
     @property
     def numbers(self) -> frozenset[int]:
@@ -145,6 +160,9 @@ class MarkedSums(NamedTuple):
     mark: ShareMark
     sums: Mapping[str, Tensor]
     """By first name of the parameter."""
+
+    def renumber_micro_batches(self, micro_batch: int, global_batch: int) -> MarkedSums:
+        return self._replace(mark=self.mark.renumber_micro_batches(micro_batch, global_batch))
 
 
 def micro_batches_between_marks(micro_batch_s: float) -> int:

@@ -42,8 +42,8 @@ class StepTotals:
     """The weight by which the backward passes divided."""
     squared_norm: float = 0.0
     """Of the gradient."""
-    micro_batch_s: float = 0.0
-    """What a pass took for each of its micro-batches: the mean over all ranks, to which each adds its part."""
+    example_s: float = 0.0
+    """What a pass took for each of its examples: the mean over all ranks, to which each adds its part."""
     requests: BoundaryRequests = field(default_factory=BoundaryRequests)
     changed: bool = False
     """The script has changed the model, so the pass does not count (`script_changes.py`)."""
@@ -59,18 +59,18 @@ class StepTotals:
 def agree_on_totals(group: RankGroup, own: StepTotals) -> StepTotals:
     """The sums over all ranks, in float64 and equal to the last bit on all; a request of one rank is one of all."""
     requests = own.requests
-    numbers = [own.loss_sum, own.examples, own.weight, own.expected_weight, own.squared_norm, own.micro_batch_s]
+    numbers = [own.loss_sum, own.examples, own.weight, own.expected_weight, own.squared_norm, own.example_s]
     values = [*numbers, *astuple(requests), own.changed]
     vector = torch.tensor([float(value) for value in values], dtype=torch.float64)
     group.all_reduce([vector])
-    loss_sum, examples, weight, expected_weight, squared_norm, micro_batch_s, *flags, changed = vector.tolist()
+    loss_sum, examples, weight, expected_weight, squared_norm, example_s, *flags, changed = vector.tolist()
     return StepTotals(
         loss_sum=loss_sum,
         examples=round(examples),
         weight=weight,
         expected_weight=expected_weight,
         squared_norm=squared_norm,
-        micro_batch_s=micro_batch_s,
+        example_s=example_s,
         requests=BoundaryRequests(**{each.name: flag > 0 for each, flag in zip(fields(requests), flags, strict=True)}),
         changed=changed > 0,
     )

@@ -88,11 +88,10 @@ def share_of_batch(examples: int, environment: WorkerEnvironment, replica: int) 
     return (micro_batch_sizes(examples, m) if examples else ()), run.start
 
 
-def spans_of_micro_batches(numbers: Iterable[int], environment: WorkerEnvironment) -> dict[int, range]:
-    """By number: the places of a micro-batch's examples in the global batch."""
-    plan = environment.plan
-    starts = {number: number * plan.micro_batch for number in numbers}
-    return {number: range(at, min(at + plan.micro_batch, plan.global_batch)) for number, at in starts.items()}
+def spans_of_micro_batches(numbers: Iterable[int], micro_batch: int, global_batch: int) -> dict[int, range]:
+    """By number: the places of a micro-batch's examples in the global batch. `micro_batch`: examples in each."""
+    starts = {number: number * micro_batch for number in numbers}
+    return {number: range(at, min(at + micro_batch, global_batch)) for number, at in starts.items()}
 
 
 def tied_over_stages(shared: Mapping[str, Sequence[int]], stages: Sequence[range]) -> dict[str, tuple[int, ...]]:

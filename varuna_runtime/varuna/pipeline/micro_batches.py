@@ -32,11 +32,12 @@ class MicroBatch:
     """What the model gets for one micro-batch."""
 
     index: int
-    """Its number in the global batch, which is the key of random streams that belong to micro-batches."""
+    """Its number in the global batch, whose micro-batches are all of one size but for the last."""
     examples: int
     inputs: dict[str, Any]
     first_example: int = 0
-    """The place of its first example in the global batch: part of the key of random streams that belong to examples."""
+    """The place of its first example in the global batch: part of the key of its random streams, and of those of its
+    examples."""
 
 
 def cut_inputs(

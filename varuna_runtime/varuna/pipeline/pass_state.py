@@ -48,6 +48,10 @@ class PassResult:
     wait_us: int
     """Time in which no op ran."""
 
+    def without_op_times(self) -> PassResult:
+        """As if no micro-batch had been timed."""
+        return replace(self, forward_us=0, backward_us=0)
+
     def join(self, later: PassResult) -> PassResult:
         """The result of both passes; the times are those of the later one, if it ran anything."""
         return replace(

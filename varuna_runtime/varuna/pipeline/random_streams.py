@@ -1,7 +1,8 @@
 """Random streams that do not depend on how the model and the batch are cut.
 
-Before a section runs for a micro-batch, the device's generators are seeded from (seed, step, micro-batch of the global
-batch, section). So dropout is the same for every P and D, and a recomputed forward draws the same numbers again.
+Before a section runs for a micro-batch, the device's generators are seeded from (seed, step, place of the micro-batch's
+first example in the global batch, section). So dropout is the same for every P and D, and a recomputed forward draws
+the same numbers again. No two micro-batches draw the same ones, also in a step that goes on with smaller ones.
 Where random numbers belong to examples (random_by_example.py), they are the same for every size of the micro-batches,
 too. Then the CPU's generator, which gives the draws their keys, is seeded without the micro-batch.
 """
@@ -25,13 +26,16 @@ __all__ = ["RandomStreams", "preserve_generators", "seed_generators", "stream_se
 
 _MASK = (1 << 64) - 1
 _ALL = -1
-"""In place of a micro-batch: all micro-batches of the step."""
+"""In place of an example: all micro-batches of the step."""
 
 
-def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:
-    """The seed of one random stream, in [0, 2**63). Distinct arguments give unrelated streams."""
+def stream_seed(seed: int, step: int, first_example: int, section: int) -> int:
+    """The seed of one random stream, in [0, 2**63). Distinct arguments give unrelated streams.
+
+    `first_example`: of the micro-batch, its place in the global batch.
+    """
     state = 0
-    for part in (seed, step, micro_batch, section):
+    for part in (seed, step, first_example, section):
         state = mix_seed(state ^ (part & _MASK))
     return state >> 1
 
@@ -80,7 +84,7 @@ class RandomStreams:
         streams = self._by_example
 
         def seed_section(section: int) -> None:
-            seed_generators(self._device, stream_seed(seed, step, micro_batch.index, section))
+            seed_generators(self._device, stream_seed(seed, step, micro_batch.first_example, section))
             if streams is not None:
                 torch.default_generator.manual_seed(stream_seed(seed, step, _ALL, section))
 

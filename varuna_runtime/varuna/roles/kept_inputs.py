@@ -28,6 +28,7 @@ from varuna.distributed.topology import share_of_batch, spans_of_micro_batches
 from varuna.holdings.step_inputs import InputsPlace, InputsServer, fetch_inputs
 from varuna.partition.model_io.batch import batch_size_of
 from varuna.pipeline.micro_batches import cut_inputs, join_spans, split_spans
+from varuna.roles.kept_shares import StepRest
 from varuna.worker.worker import WorkerProcess
 from varuna_planner.schedule.batching import count_micro_batches
 from varuna_proto.environment import WorkerEnvironment
@@ -76,6 +77,8 @@ class KeptInputs:
         self._step = 0
         self._held: dict[int, list[Tensor]] = {}
         """By micro-batch of that step: the tensors of its inputs."""
+        self._micro_batch = 0
+        """Examples in each micro-batch, of this step or the one before; 0: none have been held."""
         self._is_long = False
         self._has_given_up = False
 
@@ -105,6 +108,7 @@ class KeptInputs:
         """
         self._step, self._p = step, worker.topology.p
         self._held = _cut_share(inputs, worker.environment)
+        self._micro_batch = worker.environment.plan.micro_batch
         self._is_long = micro_batch_s * len(self._held) >= _LEAST_STEP_S
         if not self._held or self._has_given_up:
             return
@@ -119,8 +123,8 @@ class KeptInputs:
         if self._servers:
             self._servers[-1].hold_inputs(step, self._held)
 
-    def gather_inputs(self, worker: WorkerProcess, step: int, numbers: Sequence[int], inputs: Mapping[str, Any]) -> str:
-        """Gets what this rank lacks of the inputs of these micro-batches of `step`. All ranks of a generation call it.
+    def gather_inputs(self, worker: WorkerProcess, step: int, rest: StepRest, inputs: Mapping[str, Any]) -> str:
+        """Gets what this rank lacks of the inputs of the rest of `step`. All ranks of a generation call it.
 
         `inputs`: of the call of `step` that is under way here. Returns why the ranks cannot end the step; empty: they
         can.
@@ -129,7 +133,9 @@ class KeptInputs:
         if step != self._step:  # the call has only just begun here
             self._step, self._held = step, {}
         try:
-            fetched = fetch_inputs(self._places, step, [number for number in numbers if number not in self._held])
+            if self._micro_batch not in (0, rest.micro_batch):  # each process gives inputs by whole micro-batches
+                raise ValueError("the micro-batches are others")
+            fetched = fetch_inputs(self._places, step, [number for number in rest.numbers if number not in self._held])
             _check_alike(inputs, [*self._held.values(), *fetched.values()])
         except ValueError as error:
             obstacle = str(error)
@@ -200,7 +206,8 @@ def _cut_share(inputs: Mapping[str, Any], environment: WorkerEnvironment) -> dic
         if is_last
         else share_of_batch(batch, environment, replica + 1)[1]
     )
-    planned = [len(span) for span in spans_of_micro_batches(range(first, end), environment).values()]
+    spans = spans_of_micro_batches(range(first, end), plan.micro_batch, plan.global_batch)
+    planned = [len(span) for span in spans.values()]
     if list(sizes) != planned:
         return {}
     return {piece.index: tree_flatten(piece.inputs)[0] for piece in cut_inputs(inputs, sizes, first)}

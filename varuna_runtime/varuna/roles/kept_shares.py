@@ -16,7 +16,7 @@ from itertools import accumulate
 from varuna.copies.share_marks import MarkKey, ShareMark
 from varuna.pipeline.pass_state import PassResult
 from varuna.roles.moved_sums import SumsPlan
-from varuna_planner.schedule.batching import apportion
+from varuna_planner.schedule.batching import apportion, renumber_micro_batches
 
 __all__ = ["KeptShare", "Sections", "StepRest", "SumsChoice", "choose_sums", "deal_micro_batches", "find_complete"]
 
@@ -32,14 +32,28 @@ class KeptShare:
     numbers: tuple[int, ...]
     """In the global batch."""
     passed: PassResult
+    micro_batch: int
+    """Examples in each micro-batch."""
     is_even: bool = True
     """Whether the sums of all sections of the stage have the same ones. Otherwise nothing of them counts after another
     loss."""
 
     def join(self, later: KeptShare) -> KeptShare:
         """Both together; the times are those of the later pass, if it ran anything."""
+        assert self.micro_batch == later.micro_batch, "the numbers of both are of the same micro-batches"
         joined = self.passed.join(later.passed)
-        return KeptShare((*self.numbers, *later.numbers), joined, self.is_even and later.is_even)
+        return KeptShare(
+            (*self.numbers, *later.numbers), joined, self.micro_batch, is_even=self.is_even and later.is_even
+        )
+
+    def renumber_micro_batches(self, micro_batch: int, global_batch: int) -> KeptShare:
+        """The same share, whose micro-batches have so many examples now. It is not known how long these take."""
+        if micro_batch == self.micro_batch:
+            return self
+        numbers = renumber_micro_batches(
+            self.numbers, before=self.micro_batch, after=micro_batch, global_batch=global_batch
+        )
+        return KeptShare(numbers, self.passed.without_op_times(), micro_batch, is_even=self.is_even)
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,10 @@ class StepRest:
 
     numbers: tuple[int, ...]
     """Of its micro-batches in the global batch."""
-    count: int
-    """The micro-batches that all replicas run."""
+    micro_batch: int
+    """Examples in each of them: what the plan says, or a part of it, so that what is kept has whole ones, too."""
+    examples: int
+    """Those of the micro-batches that all replicas run."""
     expected_weight: float
     """The weight by which the kept backward passes divided."""
     sums: SumsPlan | None = None

@@ -199,7 +199,7 @@ class GenerationMembership:
             self._leave_before_step(reason)
         assert step is not None, "all ranks are in one step"
         assert rest is not None, "something of it is kept"
-        reason = parts.inputs.gather_inputs(worker, parts.progress.step + 1, rest.numbers, step.inputs)
+        reason = parts.inputs.gather_inputs(worker, parts.progress.step + 1, rest, step.inputs)
         if reason:
             self._leave_before_step(reason)
         self._last_step = step
@@ -315,7 +315,6 @@ class GenerationMembership:
             committed=progress.find_committed(step),
             totals=progress.committed_totals,
             sections=(sections.start, sections.stop),
-            micro_batch=0 if before is None else before.plan.micro_batch,
             ranks_before=0 if before is None else before.world_size,
             weight_per_example=parts.expected_weight.per_example,
             trace_digest=parts.trace_digest,
@@ -323,11 +322,12 @@ class GenerationMembership:
             follows_shape=self._awaited_in is not None or not self._holder.find_script_obstacle(),
         )
         own = add_step(own, step)
-        marked = self._list_marked(step)
+        marked: Sequence[MarkedSums] = self._list_marked(step)
         own = replace(own, marks=[one.mark for one in marked], copied=self._list_copied(own.committed, before))
         everyone = worker.topology.everyone
         texts = worker.rendezvous.exchange_values("member", everyone, own.to_json())
-        settled = settle_sums([GenerationMember.from_json(text) for text in texts], parts.stages)
+        members = [GenerationMember.from_json(text) for text in texts]
+        settled = settle_sums(members, worker.environment.plan, parts.stages)
         totals = choose_totals(own, settled.members, is_reduced=step is not None and step.is_reduced)
         all_follow = all(member.follows_shape for member in settled.members)
         if step is None:
@@ -344,6 +344,7 @@ class GenerationMembership:
             if not all_follow:
                 self._prepare_last_step(step, settled)
             step.redone = count_redone(step.rest, settled.members, worker.environment)
+            marked = self._renumber_share(step, marked, settled.micro_batch)
             chosen = settled.choices[worker.topology.rank] if step.rest is not None else SumsChoice(live=False)
             self._settle_share(step, chosen, marked)
             lent = {number: _find_sums(mark, marked) for number, mark in settled.list_lent(worker.topology.rank)}
@@ -371,6 +372,18 @@ class GenerationMembership:
             return []
         return shares.list_sums(progress.step + 1)
 
+    def _renumber_share(
+        self, step: TrainingStep, marked: Sequence[MarkedSums], micro_batch: int | None
+    ) -> Sequence[MarkedSums]:
+        """Counts what is kept of the step in micro-batches of so many examples, as all ranks do now. Returns the copies
+        so; none if nothing counts."""
+        global_batch = self._parts.worker.environment.plan.global_batch
+        if micro_batch is None:
+            return []
+        if step.kept is not None:
+            step.kept = step.kept.renumber_micro_batches(micro_batch, global_batch)
+        return [one.renumber_micro_batches(micro_batch, global_batch) for one in marked]
+
     def _settle_share(self, step: TrainingStep, choice: SumsChoice, marked: Sequence[MarkedSums]) -> None:
         """Makes `.grad` what counts of this rank's sums, and adds the chosen copies."""
         parameters = self._parts.assembly.stage.parameters
@@ -381,7 +394,7 @@ class GenerationMembership:
         for mark in choice.marks:
             # Of copies, because the marks may be needed again: this generation may be left before it has begun.
             add_sums(parameters, {name: tensor.clone() for name, tensor in _find_sums(mark, marked).items()})
-            share = KeptShare(tuple(sorted(mark.numbers)), mark.passed)
+            share = KeptShare(tuple(sorted(mark.numbers)), mark.passed, mark.micro_batch)
             step.kept = share if step.kept is None else step.kept.join(share)
 
     def _give_to_new(self, members: Sequence[GenerationMember], before: WorkerEnvironment) -> None:

@@ -17,6 +17,7 @@ from varuna.data.batches import is_recent_batch
 from varuna.distributed.agreement import BoundaryRequests, StepTotals
 from varuna.distributed.gloo import list_script_groups
 from varuna.distributed.group_sockets import can_find_sockets
+from varuna.distributed.topology import spans_of_micro_batches
 from varuna.distributed.worker_environment import list_shape_readers
 from varuna.pipeline.micro_batches import join_spans, split_spans
 from varuna.pipeline.pass_state import PassResult
@@ -31,8 +32,9 @@ from varuna.roles.kept_shares import (
 )
 from varuna.roles.moved_sums import SumsPlan, plan_moved_sums
 from varuna.roles.progress import TrainingStep
-from varuna_planner.schedule.batching import count_micro_batches
+from varuna_planner.schedule.batching import count_micro_batches, renumber_micro_batches, shared_micro_batch
 from varuna_proto.environment import Mode, WorkerEnvironment
+from varuna_proto.plan import Plan
 
 __all__ = [
     "GenerationMember",
@@ -73,6 +75,8 @@ class GenerationMember:
     """Of the generation that it comes from; 0 for a new process."""
     kept: Sequence[Sequence[int]] = ()
     """The micro-batches of that pass that its sums have, as runs [first, end)."""
+    micro_batch: int = 0
+    """Examples in each of these; 0: there are none."""
     loss_sum: float = 0.0
     weight: float = 0.0
     examples: int = 0
@@ -87,8 +91,6 @@ class GenerationMember:
     """The same of each stage of which it has a copy of the state after `committed` steps."""
     is_at_start: bool = False
     """Whether its script is in the call of a step that nobody has agreed on."""
-    micro_batch: int = 0
-    """Examples in each micro-batch that it has kept."""
     weight_per_example: float | None = None
     """What it expects; None: it does not know."""
     trace_digest: str = ""
@@ -101,6 +103,20 @@ class GenerationMember:
     def numbers(self) -> frozenset[int]:
         """The micro-batches that its sums have."""
         return frozenset(split_spans(self.kept))
+
+    def renumber_micro_batches(self, micro_batch: int, global_batch: int) -> GenerationMember:
+        """The same member, the micro-batches of whose sums have so many examples now."""
+        marks = [mark.renumber_micro_batches(micro_batch, global_batch) for mark in self.marks]
+        if not self.kept:
+            return replace(self, marks=marks)
+        numbers = renumber_micro_batches(
+            split_spans(self.kept), before=self.micro_batch, after=micro_batch, global_batch=global_batch
+        )
+        return replace(self, kept=join_spans(numbers), micro_batch=micro_batch, marks=marks)
+
+    def drop_kept(self) -> GenerationMember:
+        """Without what its own sums have of the step under way."""
+        return replace(self, kept=(), micro_batch=0, loss_sum=0.0, weight=0.0, examples=0, expected_weight=0.0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -126,6 +142,7 @@ def add_step(member: GenerationMember, step: TrainingStep | None) -> GenerationM
     return replace(
         member,
         kept=join_spans(step.kept.numbers),
+        micro_batch=step.kept.micro_batch,
         loss_sum=passed.loss_sum,
         weight=passed.weight,
         examples=passed.examples,
@@ -142,6 +159,9 @@ class SettledSums(NamedTuple):
     """By rank."""
     cut: Sequence[Sections]
     """The stages with which the sums were made."""
+    micro_batch: int | None
+    """Examples in each micro-batch that is counted here, and with which the rest of the step runs; None: nothing
+    counts, because the plan's micro-batches and those of the sums are not made of whole ones of the smallest."""
 
     @property
     def sources(self) -> list[GenerationMember | ShareMark]:
@@ -160,8 +180,15 @@ class SettledSums(NamedTuple):
         return list(enumerate(self.choices[rank].lent, first))
 
 
-def settle_sums(members: Sequence[GenerationMember], stages: Sequence[range]) -> SettledSums:
-    """Which sums count, the same on all ranks. `stages`: the sections of each stage of the new shape."""
+def settle_sums(members: Sequence[GenerationMember], plan: Plan, stages: Sequence[range]) -> SettledSums:
+    """Which sums count, the same on all ranks. `plan`: of the new shape. `stages`: the sections of each stage in it."""
+    sizes = {mark.micro_batch for member in members for mark in member.marks}
+    sizes |= {member.micro_batch for member in members if member.kept}
+    micro_batch = shared_micro_batch(plan.micro_batch, *sizes)
+    if micro_batch is None:
+        members = [replace(member.drop_kept(), marks=()) for member in members]
+    else:
+        members = [member.renumber_micro_batches(micro_batch, plan.global_batch) for member in members]
     members = _add_empty_marks(members)
     cut = _list_cut(members, stages[-1].stop)
     choices = choose_sums(
@@ -172,7 +199,8 @@ def settle_sums(members: Sequence[GenerationMember], stages: Sequence[range]) ->
         p=len(stages),
         moves=must_move(members, stages),
     )
-    return SettledSums([_apply_choice(*one) for one in zip(members, choices, strict=True)], choices, cut)
+    counted = [_apply_choice(*one) for one in zip(members, choices, strict=True)]
+    return SettledSums(counted, choices, cut, micro_batch)
 
 
 def _add_empty_marks(members: Sequence[GenerationMember]) -> list[GenerationMember]:
@@ -208,11 +236,12 @@ def _list_cut(members: Sequence[GenerationMember], section_count: int) -> list[S
 
 def _apply_choice(member: GenerationMember, choice: SumsChoice) -> GenerationMember:
     if not choice.live:
-        member = replace(member, kept=(), loss_sum=0.0, weight=0.0, examples=0, expected_weight=0.0)
+        member = member.drop_kept()
     for mark in choice.marks:
         member = replace(
             member,
             kept=join_spans([*split_spans(member.kept), *mark.numbers]),
+            micro_batch=mark.micro_batch,
             loss_sum=member.loss_sum + mark.loss_sum,
             weight=member.weight + mark.weight,
             examples=member.examples + mark.examples,
@@ -291,7 +320,7 @@ def plan_rest(settled: SettledSums, environment: WorkerEnvironment, stages: Sequ
     old = _list_survivors(members)
     if len({member.committed for member in old}) > 1:
         return None
-    if any(member.micro_batch != plan.micro_batch for member in old):
+    if settled.micro_batch is None:
         return None
     shares = [one.numbers for one in sources]
     held = [range(*one.sections) for one in sources]
@@ -302,10 +331,12 @@ def plan_rest(settled: SettledSums, environment: WorkerEnvironment, stages: Sequ
     expected = max(one.expected_weight for one in sources)
     if not complete or not expected:
         return None
-    left = sorted(set(range(count_micro_batches(plan.global_batch, plan.micro_batch))) - complete)
+    left = sorted(set(range(count_micro_batches(plan.global_batch, settled.micro_batch))) - complete)
+    spans = spans_of_micro_batches(left, settled.micro_batch, plan.global_batch)
     return StepRest(
         numbers=deal_micro_batches(left, plan.shares or (1,) * plan.d)[environment.rank // plan.p],
-        count=len(left),
+        micro_batch=settled.micro_batch,
+        examples=sum(map(len, spans.values())),
         expected_weight=expected,
         sums=plan_moved_sums(shares, complete, held, stages, ranks=settled.source_ranks, d=plan.d)
         if must_move(members, stages)
@@ -332,11 +363,13 @@ def follow_sums(
         backward_us=0,
         wait_us=0,
     )
-    return KeptShare(tuple(sorted(plan.shares[replica])), passed, plan.are_even)
+    assert settled.micro_batch is not None, "something counts"
+    return KeptShare(tuple(sorted(plan.shares[replica])), passed, settled.micro_batch, is_even=plan.are_even)
 
 
 def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], environment: WorkerEnvironment) -> int:
-    """The micro-batches of the step under way that all replicas run again, whole or in part; the same on all ranks."""
+    """The micro-batches of the step under way that all replicas run again, whole or in part; the same on all ranks.
+    They are counted in micro-batches of the plan, also where the rest runs with smaller ones."""
     if not any(member.has_begun for member in members):
         return 0
     old = _list_survivors(members)
@@ -348,7 +381,8 @@ def count_redone(rest: StepRest | None, members: Sequence[GenerationMember], env
 def count_left(rest: StepRest | None, environment: WorkerEnvironment) -> int:
     """The micro-batches of the step under way that all replicas run."""
     plan = environment.plan
-    return count_micro_batches(plan.global_batch, plan.micro_batch) if rest is None else rest.count
+    examples = plan.global_batch if rest is None else rest.examples
+    return count_micro_batches(examples, plan.micro_batch) if examples else 0
 
 
 def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) -> str:

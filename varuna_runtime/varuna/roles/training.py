@@ -87,8 +87,8 @@ class TrainingRole:
         self._progress, self._expected_weight = parts.progress, parts.expected_weight
         self._updater, self._swap, self._changes = parts.updater, parts.swap, parts.changes
         self.checkpoints = parts.checkpoints
-        self._micro_batch_s = 0.0
-        """What each micro-batch of the newest pass took."""
+        self._example_s = 0.0
+        """What each example of the newest pass took."""
         STEP_CLOCK.restart()
         self._holder = StateHolder(parts)
         self._membership = GenerationMembership(parts, self._holder)
@@ -327,13 +327,22 @@ class TrainingRole:
                     limit=limit,
                 ),
             )
-            share = KeptShare(tuple(micro_batch.index for micro_batch in micro_batches[: limit.end]), passed)
+            ran = micro_batches[: limit.end]
+            unit = self._find_micro_batch(step)
+            share = KeptShare(tuple(micro_batch.index for micro_batch in ran), passed, unit)
             share = share if kept is None else kept.join(share)
+            if unit != self._worker.environment.plan.micro_batch:  # the stage would look faster than it is
+                share = replace(share, passed=share.passed.without_op_times())
             step.passed, step.kept = share.passed, share if may_keep else None
             step.ended_early = limit.end is not None
             limit.wait_for_others()
-        self._micro_batch_s = (time.monotonic() - began_s) / len(micro_batches) if micro_batches else 0.0
+        examples = sum(micro_batch.examples for micro_batch in ran)
+        self._example_s = (time.monotonic() - began_s) / examples if examples else 0.0
         return global_batch
+
+    def _find_micro_batch(self, step: TrainingStep) -> int:
+        """Examples in each micro-batch of the step that this replica has to run."""
+        return self._worker.environment.plan.micro_batch if step.rest is None else step.rest.micro_batch
 
     def _cut_share(self, step: TrainingStep) -> list[MicroBatch]:
         """The micro-batches of the step that this replica has to run."""
@@ -344,7 +353,7 @@ class TrainingRole:
             sizes, first = share_of_batch(batch_size_of(step.inputs), environment, self._worker.topology.replica)
             inputs = pin_inputs(stage.empty_unread_inputs(step.inputs), self._device)
             return cut_inputs(inputs, sizes, first, first * environment.plan.micro_batch)
-        spans = spans_of_micro_batches(step.rest.numbers, environment)
+        spans = spans_of_micro_batches(step.rest.numbers, step.rest.micro_batch, environment.plan.global_batch)
         if self._membership.is_last_step(step):
             examples: Mapping[str, Any] = self._parts.inputs.join_inputs(step.rest.numbers, step.inputs)
         else:
@@ -355,9 +364,13 @@ class TrainingRole:
         """Keeps the inputs of the step for others, where no process can make them again."""
         is_useful = not self.assembly.stage.written.homes  # else nothing is kept of the step
         if is_useful and self._worker.departure.can_stay and self._holder.find_script_obstacle():
-            totals = self._progress.committed_totals
-            micro_batch_s = 0.0 if totals is None else totals.micro_batch_s
+            micro_batch_s = self._predict_micro_batch_s(step)
             self._parts.inputs.hold_share(self._worker, self._progress.step + 1, step.inputs, micro_batch_s)
+
+    def _predict_micro_batch_s(self, step: TrainingStep) -> float:
+        """About what each micro-batch of the step takes, the same on all ranks; 0: it is not known."""
+        totals = self._progress.committed_totals
+        return 0.0 if totals is None else totals.example_s * self._find_micro_batch(step)
 
     def _may_keep(self) -> bool:
         """Whether what this rank runs of the step may stay valid when other ranks are lost."""
@@ -396,7 +409,7 @@ class TrainingRole:
         self, step: TrainingStep, micro_batches: Sequence[MicroBatch], kept: KeptShare | None, *, may_mark: bool
     ) -> Iterator[Callable[[int, PassState], None] | None]:
         """Around a pass: copies its sums at marks. What it yields is to be called after each backward."""
-        shares, totals = self._parts.shares, self._progress.committed_totals
+        shares = self._parts.shares
         is_whole = kept is None or kept.is_even
         if shares is None or not (may_mark and self._is_weight_known() and is_whole):
             yield None
@@ -407,7 +420,8 @@ class TrainingRole:
             self.assembly.stage.parameters,
             sections=self.assembly.stage.sections,
             kept=None if kept is None else (kept.numbers, kept.passed),
-            micro_batch_s=0.0 if totals is None else totals.micro_batch_s,
+            micro_batch=self._find_micro_batch(step),
+            micro_batch_s=self._predict_micro_batch_s(step),
             without_sums=self._list_without_sums(),
         )
         try:
@@ -430,7 +444,7 @@ class TrainingRole:
                 weight=passed.weight,
                 expected_weight=passed.expected_weight if is_first_replica else 0.0,
                 squared_norm=self.assembly.reducer.squared_norm(),
-                micro_batch_s=self._micro_batch_s / self._worker.environment.world_size,
+                example_s=self._example_s / self._worker.environment.world_size,
                 requests=replace(
                     self.checkpoints.boundary_requests(),
                     copying=self._parts.copies is not None and self._parts.copies.is_busy,

@@ -4,6 +4,7 @@ the lost replica's inputs from its other ranks. Then new processes go on from th
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,19 @@ def test_without_the_inputs_new_processes_run_the_whole_step(
         assert_taken_from_memory(after, STEP - 1)
         assert_counted_once(outcome, case)
         assert why in world.logs()
+
+
+@pytest.mark.slow
+def test_a_step_is_not_ended_with_other_micro_batches(zygote: Zygote, tmp_path: Path) -> None:
+    """Each process has the inputs by whole micro-batches of the shape before."""
+    case = make_case(2, 2, kills=[op_kill(1, "B", 1)], task=LEDGER, variant="ledger", micro_batch=4)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.wait_until_left({1})
+        world.go_on_as(replace(world.plan, d=1, micro_batch=2), [2, 3], keeps_others=True)
+        outcome = hand_over(stack, zygote, tmp_path, world, case, step=STEP - 1).finish()
+        assert_counted_once(outcome, case)
+        assert "cannot be ended in place: the micro-batches are others" in world.logs()
 
 
 @pytest.mark.parametrize(

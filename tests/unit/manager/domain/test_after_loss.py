@@ -156,6 +156,20 @@ def test_survivors_take_the_shape_that_keeps_the_step_before_the_best_one() -> N
     assert many.plan == best.plan, "the job needs more than the survivors"
 
 
+@pytest.mark.parametrize(("micro_batch", "way"), [(2, Way.CHANGE), (8, Way.CHANGE), (6, Way.STAY)])
+def test_the_best_shape_keeps_the_step_if_one_micro_batch_is_a_multiple_of_the_other(
+    micro_batch: int, way: Way
+) -> None:
+    """Four VMs are left of 2 x 3, whose micro-batches have four examples."""
+    last = hit(2, 3, "bc")
+    assert last.plan is not None
+    last = replace(last, plan=replace(last.plan, micro_batch=4))
+    best = proposal(plan(4, 1, micro_batch=micro_batch, step_s=130.0), "adef")
+    current = after(last, proposal=best)
+    found = choose_way_on(NOW, current, {name: vm(name) for name in "adef"}, RULES)
+    assert found.way is way
+
+
 def test_a_step_that_has_just_begun_is_given_up_for_the_best_shape() -> None:
     last = replace(hit(2, 3, "bc"), stepped_at=NOW - 4.0)
     last = replace(last, workers=tuple(replace(one, rank=one.rank) for one in last.workers))

@@ -67,8 +67,9 @@ def test_it_finishes_a_step_whose_sums_would_be_lost() -> None:
     (stop,) = decide_when_prepared(view, vm("a"), vm("b"), vm("c")).actions
     assert isinstance(stop, StopGeneration)
     assert stop.mode is StopMode.HOLD_FIRST
-    view = growing(running(plan=replace(plan_for(1), micro_batch=3)))
-    assert find_stop(view).mode is StopMode.HOLD_FIRST
+    for micro_batch, mode in [(3, StopMode.HOLD_FIRST), (1, StopMode.HOLD_WITHIN_STEP)]:
+        view = growing(running(plan=replace(plan_for(1), micro_batch=micro_batch)))
+        assert find_stop(view).mode is mode
 
 
 def test_it_finishes_a_step_where_no_process_waits_for_it() -> None:

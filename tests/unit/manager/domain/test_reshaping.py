@@ -214,7 +214,7 @@ def test_processes_take_another_shape_with_what_they_keep_of_a_long_step() -> No
     names = "abcde"
     last = ended(2, 3, lost(0, "x"), *(survivor(rank, name) for rank, name in enumerate(names, 1)))
     assert last.plan is not None
-    long_steps = replace(last.plan, global_batch=1600, predicted_minibatch_s=100.0)
+    long_steps = replace(last.plan, micro_batch=2, global_batch=1600, predicted_minibatch_s=100.0)
     assert not may_gain_elsewhere(replace(last, plan=replace(long_steps, predicted_minibatch_s=1.0)))
     last = replace(last, plan=long_steps)
     assert may_gain_elsewhere(last)
@@ -224,11 +224,12 @@ def test_processes_take_another_shape_with_what_they_keep_of_a_long_step() -> No
     start = start_of(view(last, vms, proposal=given_), *vms)
     assert (start.in_place, start.plan.p, start.plan.d) == (True, 5, 1)
     assert start.holders is not None
-    other = replace(given_, plan=replace(faster, micro_batch=long_steps.micro_batch + 1))
-    start = start_of(view(last, vms, proposal=other), *vms)
-    assert (start.in_place, start.plan.p, start.plan.d) == (True, 2, 2), (
-        "with other micro-batches nothing would be kept"
-    )
+    for micro_batch, shape in ((1, (5, 1)), (4, (5, 1)), (3, (2, 2))):
+        other = replace(given_, plan=replace(faster, micro_batch=micro_batch))
+        start = start_of(view(last, vms, proposal=other), *vms)
+        assert (start.in_place, start.plan.p, start.plan.d) == (True, *shape), (
+            "nothing is kept with micro-batches of which neither divides the other"
+        )
 
 
 def test_a_job_restarts_where_a_stage_has_no_survivor() -> None:

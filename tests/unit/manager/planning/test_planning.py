@@ -201,18 +201,30 @@ async def test_a_job_that_cannot_keep_its_micro_batch_waits() -> None:
 
 
 async def test_the_answer_after_a_loss_has_a_plan_that_keeps_the_step() -> None:
-    """On the devices of the survivors alone, with the micro-batch of the step under way."""
-    service, asked = PlanningService(), question(profile().to_json())
+    """On the devices of the survivors alone: the best one if the step can go on with it, else with its micro-batch."""
+    service, asked = PlanningService(), question(several_sizes(""))
     assert (await service.propose_plan(asked)).keeping is None
-    kept = replace(asked, survivors=(Device("b", 0),), kept_micro_batch=2)
-    keeping = (await service.propose_plan(kept)).keeping
-    assert keeping is not None
-    assert keeping.plan is not None
-    assert (keeping.placement, keeping.plan.micro_batch) == ((Device("b", 0),), 2)
-    pinned = replace(kept, spec=SPEC.model_copy(update={"plan": SPEC.plan.model_copy(update={"micro_batch": 1})}))
-    assert (await service.propose_plan(pinned)).keeping is None, "the job file asks for another one"
-    impossible = replace(kept, kept_micro_batch=3)
-    assert (await service.propose_plan(impossible)).plan is not None
+
+    async def keep(micro_batch: int, *, pinned: int | None = None) -> int | None:
+        """The micro-batch with which a step of this one is kept; None: there is no such plan."""
+        spec = SPEC.model_copy(update={"plan": SPEC.plan.model_copy(update={"micro_batch": pinned})})
+        wanted = replace(asked, spec=spec, survivors=(Device("b", 0),), kept_micro_batch=micro_batch)
+        answer = await service.propose_plan(wanted)
+        assert answer.plan is not None
+        if answer.keeping is None or answer.keeping.plan is None:
+            return None
+        assert answer.keeping.placement == (Device("b", 0),)
+        return answer.keeping.plan.micro_batch
+
+    assert [await keep(size) for size in (1, 2, 4)] == [4, 4, 4]
+    assert await keep(3) == 3, "4 would throw the step away"
+    assert await keep(4, pinned=2) == 2
+    assert await keep(3, pinned=2) is None, "the job file asks for it"
+    bound = replace(question(several_sizes("model.py:3")), trained_micro_batch=2)
+    answer = await service.propose_plan(replace(bound, survivors=(Device("b", 0),), kept_micro_batch=2))
+    assert answer.keeping is not None
+    assert answer.keeping.plan is not None
+    assert answer.keeping.plan.micro_batch == 2, "random numbers depend on it"
 
 
 async def test_after_a_want_of_memory_plans_become_more_careful_until_none_fits() -> None:

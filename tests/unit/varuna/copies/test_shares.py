@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -60,7 +60,15 @@ class World:
     def copy(self, done: int, step: int = STEP, sections: tuple[int, int] = (0, 2)) -> None:
         owner = self.owners.setdefault(sections, self.owner if not self.owners else self._make_owner())
         spans = ((0, done),)
-        mark = ShareMark(generation=7, replica=1, step=step, sections=sections, spans=spans, loss_sum=float(done))
+        mark = ShareMark(
+            generation=7,
+            replica=1,
+            step=step,
+            sections=sections,
+            micro_batch=2,
+            spans=spans,
+            loss_sum=float(done),
+        )
         self.others.report(self.series, mark.key, None if done in self.late else 0.5)
         owner.copy_sums(mark, {"weight": torch.full((300, 1000), float(done)), "bias": torch.tensor(-1.0)})
         wait_until(lambda: not owner.is_busy, "the copy")
@@ -199,7 +207,8 @@ def test_a_loss_of_rank_0_is_no_fault_of_copies() -> None:
     shares = RankShares(worker, is_pipeline_sending=lambda: False)
     parameter.grad = torch.ones(3)
     kept = PassResult(loss_sum=1.0, weight=1.0, examples=1, expected_weight=8.0, forward_us=1, backward_us=1, wait_us=0)
-    shares.begin_pass(1, range(4), {"weight": parameter}, sections=range(2), kept=((9,), kept), micro_batch_s=4.0)
+    parameters = {"weight": parameter}
+    shares.begin_pass(1, range(4), parameters, sections=range(2), kept=((9,), kept), micro_batch=1, micro_batch_s=4.0)
     assert shares.list_sums(1) == []
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 1, is_pipeline_sending=lambda: False)
     copies.record_agreement(is_any_busy=False)
@@ -248,7 +257,7 @@ def test_a_share_is_left_when_others_would_wait_longer_than_it_has_lost(
     """Of 20 micro-batches. Replicas always finish without marks, and where a lost replica leaves no device idle."""
     shares = RankShares.__new__(RankShares)
     shares._worker = make_worker(p, d)
-    shares._share = _Share(STEP, {}, range(2), range(20), (), None, interval, done, marked)
+    shares._share = _Share(STEP, {}, range(2), range(20), (), None, 1, interval, done, marked)
     assert shares.is_worth_finishing() is is_worth_it
 
 
@@ -274,6 +283,7 @@ class Stage:
             {"w": self.parameter},
             sections=sections,
             kept=None,
+            micro_batch=1,
             micro_batch_s=micro_batch_s,
             without_sums=[range(stage, stage + 1) for stage in range(untrained)],
         )
@@ -335,6 +345,7 @@ def test_stages_that_train_nothing_need_no_marks(monkeypatch: pytest.MonkeyPatch
         (empty,) = marked.mark.list_empty()
         assert (empty.sections, empty.key, empty.is_empty) == ((0, 1), marked.mark.key, True)
         assert ShareMark.from_json(marked.mark.to_json()) == marked.mark
+        assert empty.micro_batch == marked.mark.micro_batch == 1
     for stage in stages:
         stage.shares.shut_down()
 
@@ -397,3 +408,14 @@ def test_with_one_replica_those_that_keep_states_keep_sums() -> None:
     assert not has_keepers(replace(alone, keepers=()))
     assert has_keepers(replace(alone, keepers=(), plan=replace(plan, d=2)))
     assert not has_keepers(replace(alone, copies_shares=False))
+
+
+def test_a_mark_says_its_micro_batches_to_others() -> None:
+    mark = ShareMark(generation=7, replica=1, step=STEP, sections=(0, 2), micro_batch=4, spans=((0, 2), (7, 8)))
+    assert ShareMark.from_json(mark.to_json()) == mark
+    with pytest.raises(ValueError, match="no mark of a share"):
+        ShareMark.from_document({name: value for name, value in asdict(mark).items() if name != "micro_batch"})
+    finer = mark.renumber_micro_batches(2, 30)
+    assert (finer.micro_batch, finer.spans) == (2, ((0, 4), (14, 15))), "the last one of 30 examples has only two"
+    assert finer.key == mark.key._replace(micro_batches=5)
+    assert mark.renumber_micro_batches(4, 30) == mark

@@ -16,6 +16,7 @@ from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
 from varuna.holdings.step_inputs import InputsPlace, InputsServer, fetch_inputs
 from varuna.roles.kept_inputs import KeptInputs
+from varuna.roles.kept_shares import StepRest
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
@@ -138,3 +139,22 @@ def test_a_short_step_is_not_worth_it() -> None:
     assert not any(one.can_end_step for one in kept)
     for one in kept:
         one._servers[-1].close()
+
+
+@pytest.mark.parametrize(("micro_batch", "reason"), [(2, ""), (1, "the micro-batches are others")])
+def test_the_rest_has_the_micro_batches_by_which_inputs_are_given(micro_batch: int, reason: str) -> None:
+    """Rank 3 of 2 x 2 is lost, and the others end the step."""
+    store, kept = HashStore(), [KeptInputs() for _ in range(4)]
+    for step in (STEP - 1, STEP):
+        for rank, one in enumerate(kept):
+            one.hold_share(make_worker(rank, rank, store), step, make_share(rank), LONG_S)
+    worker = make_worker(0, 0, store, d=1)
+    cast(Any, worker.rendezvous).exchange_values = lambda _name, _ranks, own: [own]
+    numbers = tuple(range(6 // micro_batch, -(-11 // micro_batch)))
+    rest = StepRest(numbers, micro_batch, 5, 11.0)
+    assert kept[0].gather_inputs(worker, STEP, rest, make_share(0)) == reason
+    kept[3].hold_share(make_worker(3, 3, store), STEP - 1, make_share(3), LONG_S)
+    assert kept[3].gather_inputs(worker, STEP, rest, make_share(3)) == reason, "its call has only just begun"
+    for one in kept:
+        for server in one._servers:
+            server.close()

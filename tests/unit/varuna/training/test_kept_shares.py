@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 import pytest
@@ -122,11 +122,27 @@ def test_later_passes_add_to_a_share() -> None:
     nothing = PassResult(
         loss_sum=0.0, weight=0.0, examples=0, expected_weight=8.0, forward_us=0, backward_us=0, wait_us=0
     )
-    share = KeptShare((0, 1), first)
-    assert share.join(KeptShare((), nothing)) == share
+    share = KeptShare((0, 1), first, 2)
+    assert share.join(KeptShare((), nothing, 2)) == share
     more = share.join(share)
     assert (more.numbers, more.passed.loss_sum, more.passed.weight) == ((0, 1, 0, 1), 4.0, 8.0)
     assert (more.passed.examples, more.passed.expected_weight, more.passed.forward_us) == (4, 8.0, 5)
+
+
+def test_a_share_is_counted_in_smaller_micro_batches() -> None:
+    """Of 30 examples, so that the last micro-batch has two."""
+    passed = PassResult(
+        loss_sum=2.0, weight=4.0, examples=6, expected_weight=8.0, forward_us=5, backward_us=6, wait_us=7
+    )
+    share = KeptShare((1, 7), passed, 4, is_even=False)
+    assert share.renumber_micro_batches(4, 30) == share
+    finer = share.renumber_micro_batches(2, 30)
+    assert finer == KeptShare((2, 3, 14), replace(passed, forward_us=0, backward_us=0), 2, is_even=False)
+    assert KeptShare((), passed, 4).renumber_micro_batches(3, 30).numbers == (), "what has nothing fits everywhere"
+    with pytest.raises(AssertionError, match="not made of"):
+        share.renumber_micro_batches(3, 30)
+    with pytest.raises(AssertionError, match="the same micro-batches"):
+        share.join(finer)
 
 
 @dataclass(frozen=True)
@@ -169,7 +185,7 @@ def held_sums(draw: st.DrawFn) -> HeldSums:
                 live[rank] = frozenset(share)
             for count in sorted(counts):
                 spans = tuple(join_spans(sorted(share)[:count]))
-                mark = ShareMark(generation=1, replica=replica, step=3, sections=sections, spans=spans)
+                mark = ShareMark(generation=1, replica=replica, step=3, sections=sections, micro_batch=1, spans=spans)
                 for keeper in draw(st.sets(st.sampled_from(ranks), max_size=2)) - lost:
                     marks[keeper].append(mark)
     return HeldSums(p, d, m, stages, live, marks)
@@ -209,7 +225,7 @@ def test_no_replica_has_a_larger_mark_at_all_stages_than_what_counts(held: HeldS
 
 
 def test_a_new_process_has_no_sums_and_prevents_none() -> None:
-    mark = ShareMark(generation=1, replica=1, step=3, sections=(0, 4), spans=((2, 3),))
+    mark = ShareMark(generation=1, replica=1, step=3, sections=(0, 4), micro_batch=1, spans=((2, 3),))
     choices = choose_sums([{0, 1}, set(), set()], [[mark], [], []], [(0, 4), None, None], cut=[(0, 4)], p=3, moves=True)
     assert choices == [SumsChoice(True, (mark,)), SumsChoice(False), SumsChoice(False)]
 
@@ -218,7 +234,7 @@ def test_one_replica_goes_on_from_the_newest_mark_of_which_all_stages_are_there(
     """Rank 1 of 3 x 1 is lost. Rank 2 keeps its sums, of the last but one mark only."""
     of_mark = {
         count: [
-            ShareMark(generation=1, replica=0, step=3, sections=sections, spans=((0, count),))
+            ShareMark(generation=1, replica=0, step=3, sections=sections, micro_batch=1, spans=((0, count),))
             for sections in list_cut(3)
         ]
         for count in (4, 6)
