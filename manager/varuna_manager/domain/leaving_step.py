@@ -17,13 +17,16 @@ __all__ = ["has_left_within_step", "predict_fill_s", "predict_rest_s", "render_g
 
 _LEAST_REST_S = 10.0
 """In less time there is little to gain, and the workers may be past their passes when they are asked."""
+_SUMS_PART = 1 / 3
+"""Of the state's bytes, those of the sums: Adam has two moments beside each parameter, and sums are like one of the
+three."""
 
 
 def render_gain_within_step(now: float, generation: GenerationView, proposal: Proposal, present_rate: float) -> str:
     """Why it leaves for the proposal's shape in the middle of its step; empty: it finishes the step.
 
-    `present_rate`: its examples/s. The pipelines drain and fill once more, and the sums of gradients move, which have
-    no more bytes than the state.
+    `present_rate`: its examples/s. It costs that the pipelines drain and fill once more, and that sums of gradients
+    move. The state has to move in any case.
     """
     before, after = generation.plan, proposal.plan
     if before is None or after is None or not generation.devices.issubset(proposal.placement):
@@ -34,7 +37,7 @@ def render_gain_within_step(now: float, generation: GenerationView, proposal: Pr
     if rest_s < _LEAST_REST_S or _has_only_just_begun(now, generation):
         return ""
     gain_s = rest_s * (1.0 - present_rate / after.examples_per_s)
-    cost_s = predict_fill_s(before) + predict_fill_s(after) + proposal.moving_s
+    cost_s = predict_fill_s(before) + predict_fill_s(after) + _SUMS_PART * proposal.moving_s
     if gain_s <= cost_s:
         return ""
     return f"; within its step, of which {rest_s:.0f} s are left: that saves {gain_s:.0f} s and costs {cost_s:.1f} s"

@@ -24,7 +24,7 @@ def running(**changes: Any) -> GenerationView:
     return generation(worker(0, "a"), **{"mean_step_s": STEP_S, "stepped_at": NOW - 40.0, **changes})
 
 
-def growing(view: GenerationView, *, rate: float = 16.0, moving_s: float = 5.0, **changes: Any) -> JobView:
+def growing(view: GenerationView, *, rate: float = 16.0, moving_s: float = 15.0, **changes: Any) -> JobView:
     """It has 8 examples/s now."""
     proposed = replace(proposal(HERE, rate), moving_s=moving_s)
     return job(view, devices=HERE, proposal=proposed, **changes)
@@ -48,7 +48,7 @@ def test_a_long_step_is_left_in_its_middle_and_the_reason_says_what_that_is_wort
     [
         growing(running(stepped_at=NOW - 95.0)),
         growing(running(mean_step_s=5.0, stepped_at=NOW - 1.0)),
-        growing(running(), moving_s=31.0),
+        growing(running(), moving_s=91.0),
         growing(running(), has_fixed_stages=True),
         growing(running(last_step=None, in_place=True, resumed_step=None)),
         growing(running(last_step=None, in_place=True, resumed_step=5, stepped_at=NOW - 5.0)),
@@ -67,9 +67,11 @@ def test_it_finishes_a_step_whose_sums_would_be_lost() -> None:
     (stop,) = decide_when_prepared(view, vm("a"), vm("b"), vm("c")).actions
     assert isinstance(stop, StopGeneration)
     assert stop.mode is StopMode.HOLD_FIRST
-    for micro_batch, mode in [(3, StopMode.HOLD_FIRST), (1, StopMode.HOLD_WITHIN_STEP)]:
-        view = growing(running(plan=replace(plan_for(1), micro_batch=micro_batch)))
-        assert find_stop(view).mode is mode
+    for before, after, mode in [(3, 2, StopMode.HOLD_FIRST), (4, 2, StopMode.HOLD_WITHIN_STEP)]:
+        view = growing(running(plan=replace(plan_for(1), micro_batch=before)))
+        assert view.proposal is not None
+        plan = replace(plan_for(2, 16.0), micro_batch=after)
+        assert find_stop(replace(view, proposal=replace(view.proposal, plan=plan))).mode is mode
 
 
 def test_it_finishes_a_step_where_no_process_waits_for_it() -> None:
