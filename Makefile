@@ -11,10 +11,10 @@ PYTEST = $(BIN)/pytest --dist loadgroup
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv hooks chromium compiler kubectl slurm helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-fleets soak-failpoints soak-traces soak-goodput soak-install gpu lint format proto proto-check docs wheel clean
+.PHONY: help venv hooks chromium compiler kubectl slurm helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-long-steps soak-fleets soak-failpoints soak-traces soak-goodput soak-install gpu lint format proto proto-check docs wheel clean
 
 help: ## List the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 venv: .venv/.installed ## Set up .venv with everything that users and developers need
 
@@ -93,6 +93,9 @@ soak-fleets: venv ## Play simulated fleets with all that can go wrong, or a reco
 
 soak-failpoints: venv ## Kill manager and agents at every failpoint of a morph, over and over
 	$(BIN)/python tests/soak/failpoints.py $(SOAK)
+
+soak-long-steps: venv ## Train with steps of tens of seconds while VMs go and come; check every loss (a quarter of an hour)
+	$(BIN)/python tests/soak/long_steps.py $(SOAK)
 
 soak-traces: venv ## Play 10,000 traces of lost, repeated, late messages with each state machine, 500 with all together and of reshapes
 	VARUNA_TRACES=10000 VARUNA_FLEET_TRACES=500 $(BIN)/pytest --timeout 0 $(SOAK) \

@@ -153,3 +153,19 @@ def test_the_step_is_finished_where_its_passes_cannot_end_early(
         assert {one.step for one in left.values()} == {STEP}
         world.go_on_as(replace(world.plan, p=4, d=1, recompute=()), [0, 1, 2, 3])
         assert_as_if_undisturbed(zygote, tmp_path, world, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (1, 2)])
+def test_new_processes_run_the_rest_with_another_micro_batch(
+    old: int, new: int, zygote: Zygote, tmp_path: Path
+) -> None:
+    case = Case(2, 1, micro_batch=old, task={**LEDGER, "global_batch": 25}, variant="ledger", op_s=OP_S)
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        leave_within_step(world)
+        world.wait_until_left(set())
+        world.grow(replace(world.plan, d=2, micro_batch=new, recompute=()), [0, None, None, 1])
+        assert_counted_once(world.finish(), case)
+        ready = [message.ready for end in world.ends.values() for message in end.list_messages("ready")]
+    assert [one.micro_batches_redone for one in ready] == [0] * len(ready)

@@ -186,3 +186,20 @@ def test_one_replica_goes_on_from_its_mark(old: int, new: int, zygote: Zygote, t
     redone = assert_redone(world, 2, min(old, new))
     assert redone == list(range(redone[0], 26))
     assert redone[0] in (old, 2 * old)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
+def test_new_processes_run_their_part_of_the_rest(old: int, new: int, zygote: Zygote, tmp_path: Path) -> None:
+    """2 x 2 lose rank 1, and the others take other stages with a new process."""
+    task = {**LEDGER, "global_batch": 26}
+    case = Case(2, 2, micro_batch=old, task=task, variant="ledger", kills=[op_kill(1, "B", 1)])
+    with ExitStack() as stack:
+        world = start(stack, zygote, tmp_path, case)
+        world.wait_until_left({1})
+        world.ranks = [0, 2, 3]
+        plan = replace(world.plan, p=1, d=4, micro_batch=new, recompute=())
+        world.grow(plan, [2, 0, 3, None])  # a new rank 1 would end itself, too
+        assert_counted_once(world.finish(), case)
+        redone = {world.ends[rank].wait_for_number("ready", 2).ready.micro_batches_redone for rank in (0, 2, 3)}
+    assert redone == {-(-len(list_share(case, 0)) // new)}
