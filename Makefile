@@ -11,7 +11,7 @@ PYTEST = $(BIN)/pytest --dist loadgroup
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv hooks chromium compiler kubectl slurm helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-long-steps soak-fleets soak-failpoints soak-traces soak-goodput soak-install gpu lint format proto proto-check docs wheel clean
+.PHONY: help venv tests-compiled hooks chromium compiler kubectl slurm helpers demo unit check test test-slow flakes soak soak-matrix soak-zoo soak-kills soak-slow soak-long-steps soak-fleets soak-failpoints soak-traces soak-goodput soak-install gpu lint format proto proto-check docs wheel clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -25,6 +25,14 @@ venv: .venv/.installed ## Set up .venv with everything that users and developers
 	@# What a job imports, and the planner's kernels, are compiled here: once, on two cores, and not by many processes at a time.
 	@$(BIN)/python -c 'from varuna_planner.search.auto_config import warm_up; warm_up()' & planner=$$!; \
 		$(BIN)/python -c 'import torch.distributed, torch._subclasses.fake_tensor, varuna, varuna_manager.main, varuna_client.cli' && wait $$planner
+	@touch $@
+
+tests-compiled: .venv/.tests-compiled
+
+.venv/.tests-compiled: .venv/.installed
+	@# pytest rewrites the asserts of each test module: once, on two cores, and not in each of its workers.
+	@$(BIN)/pytest --collect-only -qq -n 0 tests/unit >/dev/null 2>&1 & \
+		$(BIN)/pytest --collect-only -qq -n 0 --ignore tests/unit >/dev/null 2>&1; wait
 	@touch $@
 
 hooks: venv ## Run lint before each commit, by pre-commit
@@ -63,11 +71,11 @@ unit: venv ## Run the quick tests that start no process
 
 check: lint unit ## What to run before each commit: lint and unit
 
-test: venv helpers ## Run the tests but the slow ones
+test: venv helpers tests-compiled ## Run the tests but the slow ones
 	@# Three on two cores: many tests wait for processes.
 	$(PYTEST) -n 3 -m "not slow" $(PYTEST_FLAGS)
 
-test-slow: venv helpers ## Run the tests that take long and rarely break
+test-slow: venv helpers tests-compiled ## Run the tests that take long and rarely break
 	$(PYTEST) -n 3 -m slow $(PYTEST_FLAGS)
 
 flakes: venv helpers ## Run the tests with processes 50 times beside busy loops (FLAKES="--times 5 tests/e2e")
