@@ -55,6 +55,11 @@ from varuna_proto.plan import Device
 _DEADLINE_MARGIN_S = 1.0
 """Before a VM's deadline, by which its workers must have left."""
 _SHORTEST_SAVE_S = 0.2
+_WORK_BEFORE_LEAVING = {
+    StopMode.SAVE_FIRST: "saved",
+    StopMode.HOLD_FIRST: "finished its step",
+    StopMode.HOLD_WITHIN_STEP: "finished its micro-batches",
+}
 _REDIAL_S = 0.5
 """In which an agent whose stream has broken, and that lives, is back."""
 
@@ -126,7 +131,7 @@ def _decide_while_stopping(now: float, job: JobView, generation: GenerationView,
         cause = EndCause.VM_LOST if taken is None else choose_end_cause(taken)
         return Decision.stop_generation(generation, StopMode.LEAVE_NOW, cause, lost)
     if lost and stop.mode is not StopMode.LEAVE_NOW and taken is None:
-        work = "saved" if stop.mode is StopMode.SAVE_FIRST else "finished its step"
+        work = _WORK_BEFORE_LEAVING[stop.mode]
         return Decision.stop_generation(
             generation, StopMode.LEAVE_NOW, EndCause.VM_LOST, f"{lost}, while it {work} because {stop.reason}"
         )
