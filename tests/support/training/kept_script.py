@@ -6,7 +6,9 @@ nothing), "checkpointed" (the model runs each block again in its backward) or "l
 examples were counted, and how often); "marks_every": micro-batches between two marks of a share, in which a rank waits
 until all stages have theirs; "lossy": ranks whose copies are never whole; "copies_states": a rank waits in its pass
 until the copy of its state is whole; "keeps_inputs": also in short steps, ranks whose script cannot follow the shape
-keep their inputs for the rest of the step.
+keep their inputs for the rest of the step; "leaves_at": {"step", "op", "generations"}: in the first generations, the
+passes of a step wait before this op ("F": the second forward, "B": the first backward) until the agent has asked the
+rank to leave within the step, and ranks wait for one another's votes for as long as that takes.
 
 Each forward is a line of `trace.rank*.jsonl`: [generation, step, number of the micro-batch, its examples' places]. Each
 pass without micro-batches is one of `idle.rank*.jsonl`: [generation, step].
@@ -33,6 +35,7 @@ import copies_script
 import killing_script
 import training_script
 import varuna.copies.rank_shares
+import varuna.roles.early_end
 import varuna.roles.kept_inputs
 from killing_script import arm, meet_before
 from small_gpt import SmallGPT, Task
@@ -85,6 +88,24 @@ def slow_ops(op_s: float) -> None:
             yield
 
     PassTimer.measure_op = measure_slowly  # type: ignore[method-assign, assignment]
+
+
+def hold_passes(step: int, op: str, generations: int) -> None:
+    varuna.roles.early_end._PATIENCE_S = 1e9
+    name = {"F": "_run_forward", "B": "_run_backward"}[op]
+    run_op = getattr(Engine, name)
+
+    def is_due(run: Any, of_step: int) -> bool:
+        is_held = of_step == step and int(os.environ["VARUNA_GENERATION"]) <= generations
+        return is_held and (run.forwards >= 1 if op == "F" else run.backwards == 0)
+
+    @wraps(run_op)
+    def wait_and_run(engine: Engine, run: Any, *arguments: Any) -> None:
+        if is_due(run, arguments[-1]):
+            wait_until(lambda: engine._departure.leaves_within_step or engine._departure.exit_code, "the leave")
+        run_op(engine, run, *arguments)
+
+    setattr(Engine, name, wait_and_run)
 
 
 class NumberedExamples(torch.utils.data.Dataset):
@@ -238,6 +259,8 @@ if __name__ == "__main__":
         make_marks(wanted["marks_every"], lossy=own in wanted.get("lossy", []), finishes=wanted["finishes"])
     if wanted.get("copies_states"):
         copies_script.wait_for_copies({})
+    if wanted.get("leaves_at"):
+        hold_passes(**wanted["leaves_at"])
     if wanted.get("keeps_inputs"):
         varuna.roles.kept_inputs._LEAST_STEP_S = 0.0
     kills = wanted.get("kills", [])

@@ -16,9 +16,12 @@ from training_world import Zygote
 from varuna_proto.v1 import agent_pb2
 from waiting import wait_until
 
-OP_S = 0.1
-"""Of each forward and backward: a step takes a second or more, of which the ranks leave after the first part."""
 GENERATION_ENDED = 75
+
+
+def leaving(op: str = "F", generations: int = 1) -> dict[str, Any]:
+    """Passes that wait until their ranks are asked to leave, before the second forward or the first backward."""
+    return {"leaves_at": {"step": STEP, "op": op, "generations": generations}}
 
 
 def read_passes(world: SurvivorWorld, generation: int, step: int = STEP) -> dict[Path, list[int]]:
@@ -82,7 +85,7 @@ USUAL = [0, 2]
 )
 def test_only_the_rest_of_the_step_is_run_in_the_next_shape(number: int, zygote: Zygote, tmp_path: Path) -> None:
     before, (p, d), ranks, task, wanted = SHAPES[number]
-    case = Case(*before, task=task, op_s=OP_S, **wanted)
+    case = Case(*before, task=task, **leaving(), **wanted)
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
         leave_within_step(world)
@@ -94,13 +97,14 @@ def test_only_the_rest_of_the_step_is_run_in_the_next_shape(number: int, zygote:
         else:
             world.go_on_as(plan, [rank for rank in ranks if rank is not None])
         assert_as_if_undisturbed(zygote, tmp_path, world, case)
+        assert "still in use" not in world.logs(), "receives that never get their message end with the links"
     assert_rest_is_run(world, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["gpipe", "1f1b", "work-conserving"])
 def test_passes_of_each_schedule_end_early(policy: str, zygote: Zygote, tmp_path: Path) -> None:
-    case = Case(3, 1, task={"tied": False}, op_s=OP_S)
+    case = Case(3, 1, task={"tied": False}, **leaving())
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case, policy=policy)
         leave_within_step(world)
@@ -112,10 +116,10 @@ def test_passes_of_each_schedule_end_early(policy: str, zygote: Zygote, tmp_path
 
 @pytest.mark.parametrize("is_twice", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_example_is_counted_once_when_passes_end_early(is_twice: bool, zygote: Zygote, tmp_path: Path) -> None:
-    case = Case(2, 1, task={**LEDGER, "global_batch": 25}, variant="ledger", op_s=OP_S)
+    case = Case(2, 1, task={**LEDGER, "global_batch": 25}, variant="ledger", **leaving(generations=1 + is_twice))
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
-        leave_within_step(world, begun=2)
+        leave_within_step(world)
         world.wait_until_left(set())
         world.go_on_as(replace(world.plan, p=1, d=2, recompute=()), [1, 0])
         if is_twice:
@@ -129,7 +133,7 @@ def test_every_example_is_counted_once_when_passes_end_early(is_twice: bool, zyg
 @pytest.mark.parametrize("op", ["F", "B"])
 def test_a_rank_is_lost_while_passes_end_early(op: str, zygote: Zygote, tmp_path: Path) -> None:
     """The other replica ends its pass all the same, and what it has counts."""
-    case = Case(2, 2, task=LEDGER, variant="ledger", op_s=OP_S, kills=[op_kill(3, op, 1)])
+    case = Case(2, 2, task=LEDGER, variant="ledger", **leaving(), kills=[op_kill(3, op, 1)])
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
         leave_within_step(world)
@@ -145,7 +149,7 @@ def test_a_rank_is_lost_while_passes_end_early(op: str, zygote: Zygote, tmp_path
 def test_the_step_is_finished_where_its_passes_cannot_end_early(
     task: dict[str, Any], begun: int, zygote: Zygote, tmp_path: Path
 ) -> None:
-    case = Case(2, 2, task=task, op_s=OP_S)
+    case = Case(2, 2, task=task, **leaving("F" if begun == 1 else "B"))
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case, policy="gpipe")
         leave_within_step(world, begun=begun)
@@ -160,7 +164,7 @@ def test_the_step_is_finished_where_its_passes_cannot_end_early(
 def test_new_processes_run_the_rest_with_another_micro_batch(
     old: int, new: int, zygote: Zygote, tmp_path: Path
 ) -> None:
-    case = Case(2, 1, micro_batch=old, task={**LEDGER, "global_batch": 25}, variant="ledger", op_s=OP_S)
+    case = Case(2, 1, micro_batch=old, task={**LEDGER, "global_batch": 25}, variant="ledger", **leaving())
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case)
         leave_within_step(world)
