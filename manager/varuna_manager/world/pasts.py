@@ -16,6 +16,7 @@ from varuna_manager.domain.fleet_past import LivesSummary, VmLife, summarize_liv
 from varuna_manager.domain.morphs import LOOKED_BACK, PastShape
 from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
 from varuna_manager.domain.states import EndCause, GenerationKind, GenerationState, StopMode, VmState
+from varuna_manager.world.facts import GenerationProgress
 from varuna_proto.plan import Plan
 
 JOBS_LEARNED_FROM = 20
@@ -98,11 +99,14 @@ def _past_shape(row: GenerationRow, before: GenerationRow | None, moved: Mapping
 
 
 def _first_step_s(row: GenerationRow) -> float:
-    """The predicted time of its first step, of which a generation in place may have run a part before."""
+    """What its first step should have taken, of which a generation in place may have run a part before: as its later
+    steps took, or as predicted where it made none."""
     plan = Plan.from_document(row.plan)
+    progress = GenerationProgress(*(getattr(row, name) for name in GenerationProgress._fields))
+    step_s = plan.predicted_minibatch_s if progress.mean_step_s is None else progress.mean_step_s
     if not row.in_place or not row.micro_batches_left:
-        return plan.predicted_minibatch_s
-    return plan.predicted_minibatch_s * min(1.0, row.micro_batches_left * plan.micro_batch / plan.global_batch)
+        return step_s
+    return step_s * min(1.0, row.micro_batches_left * plan.micro_batch / plan.global_batch)
 
 
 async def read_fleet_shapes(session: AsyncSession) -> dict[str, tuple[PastShape, ...]]:

@@ -236,7 +236,8 @@ class FleetWorld:
         redone = sum(job.redone for job in jobs)
         return (
             f"{self.time.now - self.began_at:.0f} s, {self.market.made} VMs, {generations} generations, "
-            f"{self.training.steps_done} steps of which {redone} again, the manager died {self.deaths} times, "
+            f"{self.training.steps_done} steps of which {redone} again, "
+            f"{self.training.steps_left} left in their middle, the manager died {self.deaths} times, "
             f"{self.invariants.checks} commits checked, log {crc32(self.invariants.log().encode()):08x}"
         )
 

@@ -83,6 +83,8 @@ class SimulatedWorker:
     """The StopMode of the command to leave; 0: there was none."""
     keeps_state: bool = True
     """By the newest command to leave."""
+    leaves_within_step: bool = False
+    """By the same."""
     alive: bool = True
     frozen: bool = False
     """It does nothing any more."""
@@ -113,6 +115,8 @@ class Group:
     began: bool = False
     broken: bool = False
     finished: bool = False
+    has_left_step: bool = False
+    """Its ranks leave in the middle of a step."""
     fault: Fault | None = None
 
 
@@ -140,6 +144,8 @@ class SimulatedTraining:
         self.fault_rate = 0.0
         """Share of generations that get a fault."""
         self.steps_done = 0
+        self.steps_left = 0
+        """In their middle."""
 
     def group_of(self, start: ins.StartWorker) -> Group:
         key = start.key.generation_key
@@ -278,6 +284,8 @@ class SimulatedTraining:
         self._time.after(group.step_s * self._chance.uniform(0.98, 1.05), lambda: self._step(group))
 
     def _step(self, group: Group) -> None:
+        if group.has_left_step:
+            return
         if not self._is_whole(group) or any(m.leave_mode == pb.STOP_MODE_LEAVE_NOW for m in group.members.values()):
             return
         if group.fault is Fault.HANG and self._chance.random() < 0.2:
@@ -337,15 +345,32 @@ class SimulatedTraining:
 
     # ------------------------------------------------------------ ends
 
-    def receive_leave(self, worker: SimulatedWorker, mode: int, keeps_state: bool) -> None:
+    def receive_leave(
+        self, worker: SimulatedWorker, mode: int, keeps_state: bool, *, within_step: bool = False
+    ) -> None:
         group = self.group_of(worker.start)
         worker.leave_mode, worker.keeps_state = mode, keeps_state
+        worker.leaves_within_step = within_step
         if worker.frozen or worker.left:
             return
         if group.fault is Fault.STUBBORN or (group.fault is Fault.HANG and self._chance.random() < 0.5):
             return
         if mode == pb.STOP_MODE_LEAVE_NOW or not group.began:
             self._leave(worker)
+        elif within_step and self._chance.random() < 0.8:  # else a rank cannot, and all finish the step
+            self._time.after(self._chance.uniform(0.0, 1.0), lambda: self._leave_within_step(group, group.step))
+
+    def _leave_within_step(self, group: Group, step: int) -> None:
+        """All ranks leave with the state after `step` steps, if all have been asked to, and have not left already."""
+        members = list(group.members.values())
+        asked = all(one.leaves_within_step and one.leave_mode == pb.STOP_MODE_HOLD_FIRST for one in members)
+        is_able = asked and not any(one.frozen for one in members) and group.job.carriage is Carriage.IN_PLACE
+        if not is_able or group.step != step or not self._is_whole(group) or group.has_left_step:
+            return
+        group.has_left_step = True
+        self.steps_left += 1
+        for member in members:
+            self._leave(member)
 
     def _leave(self, worker: SimulatedWorker) -> None:
         self._leave_after(worker, self._chance.uniform(0.01, 0.5), EXIT_GENERATION_ENDED)

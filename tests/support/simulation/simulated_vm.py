@@ -184,7 +184,8 @@ class SimulatedVm:
                 if key in self.workers:  # else its end is about to be handled
                     self._kill(self.workers[key], reason)
             case ins.SendLeave(key, mode, _, keeps_state):
-                self._training.receive_leave(self.workers[key], mode, keeps_state)
+                worker, within_step = self.workers[key], instruction.within_step
+                self._training.receive_leave(worker, mode, keeps_state, within_step=within_step)
             case ins.ClaimRendezvousPort():
                 self._time.after(0.0, self._open_rendezvous)
             case ins.HangUp(reason):

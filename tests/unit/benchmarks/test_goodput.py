@@ -31,21 +31,23 @@ STATE = jobs.State(section_bytes=(100, 100), link_bytes_per_s=50.0)
 class TwoStages:
     """Pairs of GPUs, 2 examples/s each GPU; one alone is too few."""
 
-    @staticmethod
-    @functools.cache
-    def shaped(p: int, d: int, micro_batch: int) -> Plan | None:
+    def __init__(self, global_batch: int = BATCH) -> None:
+        self._global_batch = global_batch
+        self.shaped = functools.cache(self._shape)
+
+    def _shape(self, p: int, d: int, micro_batch: int) -> Plan | None:
         if p != 2:
             return None
         return Plan(
             p=2,
             d=d,
             micro_batch=micro_batch,
-            global_batch=BATCH,
+            global_batch=self._global_batch,
             stage_starts=(0, 1),
             policy="work-conserving",
             run_ahead=0,
             recompute=(False, False),
-            predicted_minibatch_s=BATCH / (4.0 * d),
+            predicted_minibatch_s=self._global_batch / (4.0 * d),
             examples_per_s=4.0 * d,
             memory_bytes=(1, 1),
         )
@@ -58,6 +60,8 @@ class TwoStages:
 
 
 PLANS = TwoStages()
+LONG = TwoStages(global_batch=720)
+"""A step on two GPUs takes three minutes."""
 
 
 def all_policies(trace: SpotTrace) -> dict[str, Any]:
@@ -67,6 +71,11 @@ def all_policies(trace: SpotTrace) -> dict[str, Any]:
 def replay(trace: SpotTrace, name: str) -> tuple[jobs.Replayed, Any]:
     system, policy = all_policies(trace)[name]
     return jobs.ReplayedJob(trace, PLANS, STATE, system, policy, price=2.0).replay(), policy
+
+
+def replay_as(trace: SpotTrace, system: jobs.System, plans: TwoStages = PLANS) -> tuple[jobs.Replayed, ManagersRules]:
+    policy = goodput.make_managers_rules(trace, plans, STATE, system)
+    return jobs.ReplayedJob(trace, plans, STATE, system, policy, price=2.0).replay(), policy
 
 
 @st.composite
@@ -212,16 +221,38 @@ def test_a_stage_that_nobody_has_comes_from_the_store_or_from_a_copy() -> None:
     assert copied.redone_s <= found.redone_s
 
 
-def test_growth_ends_the_step_and_loses_nothing() -> None:
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_growth_ends_the_step_and_loses_nothing(is_ahead: bool) -> None:
     trace = parse_trace("0,add,a\n0,add,b\n60000,add,c\n60000,add,d\n300000,add,z\n")
+    system = goodput.make_system_of_today(copies=False)
+    if not is_ahead:
+        system = replace(system, starts_ahead_s=None)
 
-    found, policy = replay(trace, "survivors")
+    found, policy = replay_as(trace, system)
 
-    assert found.morphs == {"in place": 0, "from memory": 1, "from the store": 0}
+    kind, fixed_s = ("in place", 0.8) if is_ahead else ("from memory", 1.7)
+    assert found.morphs == {"in place": 0, "from memory": 0, "from the store": 0} | {kind: 1}
     assert found.redone_s == pytest.approx(0, abs=1e-3)
     # Both stages move: one to a new VM each, 100 bytes at 50/s from a holder that gives to one VM, and at once locally.
-    assert found.launching_s == pytest.approx(1.7 + 1.7 + 2.0, abs=0.01)
+    assert found.launching_s == pytest.approx(1.7 + fixed_s + 2.0, abs=0.01)
     assert "a morph costs 3.7 s: 1.7 s to start and meet, 2.0 s for the state; over" in policy.reasons[1][1]
+
+
+def test_growth_in_the_middle_of_a_long_step_runs_only_its_rest() -> None:
+    """New processes are there ten seconds after they are wanted, and the step takes three minutes on two VMs."""
+    trace = parse_trace("0,add,a\n0,add,b\n200000,add,c\n200000,add,d\n600000,add,z\n")
+    system = goodput.make_system_of_today(copies=False)
+
+    found, policy = replay_as(trace, system, LONG)
+
+    assert found.morphs["in place"] == 1
+    assert found.redone_s == pytest.approx(0, abs=1e-3)
+    (growth,) = [(at_s, reason) for at_s, reason in policy.reasons if reason.startswith("growth: ")]
+    assert "; within its step, of which " in growth[1]
+    (start,) = [at_s for at_s, reason in policy.reasons if "new ones join" in reason]
+    assert start == growth[0], "it does not wait for the end of the step"
+    fill_s = LONG.shaped(2, 2, 1).predicted_minibatch_s / 361  # type: ignore[union-attr]
+    assert found.launching_s == pytest.approx(1.7 + 0.8 + 2.0 + fill_s, abs=0.01)
 
 
 def test_parcaes_decisions_are_followed_where_the_trace_has_them() -> None:

@@ -37,12 +37,17 @@ def generation(number: int, **changes: Any) -> GenerationRow:
 
 
 @pytest.mark.parametrize(
-    ("redone", "left", "first_step_s"),
-    [(0, 4, STEP_S), (1, 1, STEP_S / 4), (0, 3, STEP_S * 3 / 4), (None, None, STEP_S)],
-    ids=["between two steps", "after a loss", "within a step", "not known"],
+    ("redone", "left", "slower", "first_step_s"),
+    [
+        pytest.param(0, 4, None, STEP_S, id="between two steps"),
+        pytest.param(1, 1, None, STEP_S / 4, id="after a loss"),
+        pytest.param(0, 3, None, STEP_S * 3 / 4, id="within a step"),
+        pytest.param(None, None, None, STEP_S, id="not known"),
+        pytest.param(0, 3, 2.0, 2 * STEP_S * 3 / 4, id="steps take twice as long as predicted"),
+    ],
 )
 async def test_the_first_step_is_no_part_of_what_a_morph_took(
-    redone: int | None, left: int | None, first_step_s: float, tmp_path: Path
+    redone: int | None, left: int | None, slower: float | None, first_step_s: float, tmp_path: Path
 ) -> None:
     """Two seconds until all were ready, one of them until the generation before had ended."""
     database = Database(f"sqlite:///{tmp_path / 'manager.db'}")
@@ -60,6 +65,8 @@ async def test_the_first_step_is_no_part_of_what_a_morph_took(
             resumed_step=5,
             micro_batches_redone=redone,
             micro_batches_left=left,
+            last_step=6 if slower is None else 8,
+            last_step_at=1001.0 + first_step_s + (0.0 if slower is None else 2 * slower * STEP_S),
         )
         session.add_all([before, after])
     async with database.read() as session:
