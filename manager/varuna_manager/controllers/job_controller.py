@@ -39,7 +39,7 @@ from varuna_manager.db.models import GenerationRow, JobRow, VmRow
 from varuna_manager.domain.actions import Action, Decision, RequestStacks, StartGeneration
 from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.commands import CommandKey, DrainKey, GenerationOnVm, LaunchKey, StopKey, list_commands
-from varuna_manager.domain.devices import choose_devices
+from varuna_manager.domain.devices import choose_devices, list_waiting_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
@@ -141,7 +141,12 @@ class JobController:
         }
         self._flaws = {job.row.id: self._flaws[job.row.id] for job in snapshot.jobs if job.row.id in self._flaws}
         shares = await self._shares.compute_shares(snapshot)
-        pool = DevicePool(snapshot, shares.places)
+        waiting = {
+            device: job.view.id
+            for job in snapshot.jobs
+            for device in list_waiting_devices(self._now(), job.view, self._rules)
+        }
+        pool = DevicePool(snapshot, shares.places, waiting)
         changed = False
         for job in sorted(snapshot.jobs, key=lambda job: -job.spec.priority):
             try:
@@ -191,7 +196,7 @@ class JobController:
         if job.spec.secrets and (view.generation is None or not view.generation.live):
             view = replace(view, missing_secret=self._secrets.explain_missing(job.spec.secrets))
         survivors = [Device(one.vm_id, one.local_rank) for one in job.workers if one.held_step is not None]
-        view = replace(view, survivors=pool.keep_free(survivors))
+        view = replace(view, survivors=pool.keep_free(view.id, survivors))
         in_place = decide_in_place(self._now(), view, snapshot.vms, self._rules)
         if in_place is not None and not (in_place.actions and may_gain_elsewhere(view.generation)):
             return view

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from varuna_manager.controllers.defects import Defects
@@ -141,8 +142,13 @@ class Snapshot:
 class DevicePool:
     """The devices that are free as one job after another takes some. Built once for a look at all jobs."""
 
-    def __init__(self, snapshot: Snapshot, places: JobPlaces | None = None) -> None:
-        """`places`: where jobs are going to run."""
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        places: JobPlaces | None = None,
+        waiting: Mapping[Device, str] = MappingProxyType({}),
+    ) -> None:
+        """`places`: where jobs are going to run. `waiting`: the job of the processes that wait on a device."""
         self._places = places or JobPlaces()
         self._free: dict[Device, None] = {}
         self._kept_out: dict[Device, None] = {}
@@ -154,7 +160,7 @@ class DevicePool:
         for vm in sorted(snapshot.usable, key=lambda vm: (sum(is_fitting(vm, wanted) for wanted in choosy), vm.id)):
             for index in range(vm.gpus):
                 device = Device(vm.id, index)
-                job_id = snapshot.occupied.get(device)
+                job_id = snapshot.occupied.get(device) or waiting.get(device)
                 if job_id is not None:
                     self._own.setdefault(job_id, []).append(device)
                 elif vm.quarantined:
@@ -186,9 +192,10 @@ class DevicePool:
         kept_out += [device for device in self._kept_out if is_fitting(self._vms[device.vm_id], resources)]
         return tuple(sorted(may)), tuple(kept_out)
 
-    def keep_free(self, devices: Iterable[Device]) -> frozenset[Device]:
-        """Those of the devices that are free, on usable VMs that are not quarantined."""
-        return frozenset(device for device in devices if device in self._free)
+    def keep_free(self, job_id: str, devices: Iterable[Device]) -> frozenset[Device]:
+        """Those of the devices that are free or the job's own, on usable VMs that are not quarantined."""
+        own = [device for device in self._own.get(job_id, ()) if device.vm_id not in self._quarantined]
+        return frozenset(device for device in devices if device in self._free or device in own)
 
     def _nearest(self, job_id: str) -> Iterator[Device]:
         """The free devices, those of its places first, last those where others are prepared."""

@@ -13,7 +13,7 @@ from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.other_stages import find_newcomers
 from varuna_manager.domain.reshaping import PLANNED_STOPS
-from varuna_manager.domain.states import GenerationKind
+from varuna_manager.domain.states import GenerationKind, JobState
 from varuna_manager.domain.witnesses import list_quiet_vms
 from varuna_proto.plan import Device
 
@@ -52,6 +52,19 @@ def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[De
         if ready := _list_ready(now, job, rules):
             devices = [device for device in devices if device in ready]
     return tuple(devices[: gpu_limit(job)])
+
+
+def list_waiting_devices(now: float, job: JobView, rules: Rules) -> frozenset[Device]:
+    """Where processes of the job wait that have left for another shape. No other job takes these devices before it has
+    begun: it would end the processes, and with them the state that only they have."""
+    generation = job.generation
+    if generation is None or job.state is not JobState.RUNNING:
+        return frozenset()
+    stop_cause = None if generation.stop is None else generation.stop.cause
+    is_over = not generation.live and not is_within(now, generation.ended_at or 0.0, rules.survivors_kept_s)
+    if (generation.end_cause or stop_cause) not in PLANNED_STOPS or is_over:
+        return frozenset()
+    return frozenset(worker.device for worker in generation.workers if worker.held_step is not None)
 
 
 def _leave_out_unprepared(now: float, job: JobView, devices: list[Device], vms: Vms, rules: Rules) -> list[Device]:

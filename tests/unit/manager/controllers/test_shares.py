@@ -31,6 +31,19 @@ def test_a_job_gets_its_own_devices_first_and_what_is_taken_is_not_given_again()
     assert pool.for_job("y", None) == ((free[1],), ())
 
 
+def test_a_device_where_a_process_waits_is_its_jobs() -> None:
+    """Also to a job that comes before it."""
+    vms = [vm("a"), vm("b")]
+    waiting = Device("a", 0)
+    pool = DevicePool(snapshot(vms, loaded("x")), waiting={waiting: "x"})
+    assert pool.for_job("y", None)[0] == (Device("b", 0),)
+    assert pool.for_job("x", None)[0] == (waiting, Device("b", 0))
+    assert pool.keep_free("x", [waiting]) == {waiting}
+    assert pool.keep_free("y", [waiting]) == frozenset()
+    quarantined = DevicePool(snapshot([vm("a", quarantined=True)], loaded("x")), waiting={waiting: "x"})
+    assert quarantined.keep_free("x", [waiting]) == frozenset()
+
+
 def test_whoever_takes_any_gpu_leaves_those_that_others_ask_for() -> None:
     vms = [vm("a", gpu_type="NVIDIA A100"), vm("b", gpu_type="Tesla V100"), vm("c", gpu_type="NVIDIA A100")]
     asked = loaded("x")

@@ -18,6 +18,7 @@ from decision_views import (
     kinds,
     plan_for,
     proposal,
+    stopping,
     vm,
     worker,
 )
@@ -29,7 +30,7 @@ from varuna_manager.domain.actions import (
     StartGeneration,
     StopGeneration,
 )
-from varuna_manager.domain.devices import choose_devices
+from varuna_manager.domain.devices import choose_devices, list_waiting_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
@@ -44,6 +45,20 @@ from varuna_manager.domain.states import (
     VmState,
 )
 from varuna_proto.plan import Device, Plan
+
+
+@pytest.mark.parametrize("cause", [EndCause.GROWTH, EndCause.SLOW_VM, EndCause.VM_LOST])
+def test_processes_that_wait_for_another_shape_keep_their_devices(cause: EndCause) -> None:
+    """From when they have left, until that has begun or they are not counted on any longer."""
+    held = worker(0, "a", ExitCause.GENERATION_ENDED, held_step=5)
+    leaving = stopping(StopMode.HOLD_FIRST, cause, held, worker(1, "b"))
+    ended = replace(leaving, state=GenerationState.ENDED, stop=None, end_cause=cause, ended_at=NOW - 1)
+    expected = frozenset(devices("a")) if cause is not EndCause.VM_LOST else frozenset()
+    assert list_waiting_devices(NOW, job(leaving), RULES) == list_waiting_devices(NOW, job(ended), RULES) == expected
+    late = replace(ended, ended_at=NOW - RULES.survivors_kept_s - 1)
+    assert not list_waiting_devices(NOW, job(late), RULES)
+    assert not list_waiting_devices(NOW, job(ended, state=JobState.QUEUED), RULES)
+    assert not list_waiting_devices(NOW, job(generation(worker(0, "a"))), RULES)
 
 
 @pytest.mark.parametrize(("names", "more"), [("ab", ""), ("abc", "; its GPUs are 3 by now: 1×1 to 1×3")])
