@@ -13,7 +13,7 @@ from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.other_stages import find_newcomers
 from varuna_manager.domain.reshaping import PLANNED_STOPS
-from varuna_manager.domain.states import GenerationKind, JobState
+from varuna_manager.domain.states import GenerationKind, GenerationState, JobState
 from varuna_manager.domain.witnesses import list_quiet_vms
 from varuna_proto.plan import Device
 
@@ -55,11 +55,15 @@ def choose_devices(now: float, job: JobView, vms: Vms, rules: Rules) -> tuple[De
 
 
 def list_waiting_devices(now: float, job: JobView, rules: Rules) -> frozenset[Device]:
-    """Where processes of the job wait that have left for another shape. No other job takes these devices before it has
-    begun: it would end the processes, and with them the state that only they have."""
+    """Where processes of the job wait that have left for another shape, or give it their state. No other job takes
+    these devices before it has begun: it would end the processes, and with them the state that only they have."""
     generation = job.generation
     if generation is None or job.state is not JobState.RUNNING:
         return frozenset()
+    if generation.state is GenerationState.LAUNCHING and generation.holders is not None:
+        return frozenset(
+            Device(one.vm_id, one.local_rank) for one in generation.holders.members if one.local_rank is not None
+        )
     stop_cause = None if generation.stop is None else generation.stop.cause
     is_over = not generation.live and not is_within(now, generation.ended_at or 0.0, rules.survivors_kept_s)
     if (generation.end_cause or stop_cause) not in PLANNED_STOPS or is_over:

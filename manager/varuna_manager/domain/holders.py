@@ -156,4 +156,5 @@ def _make_holder(worker: WorkerView, p: int, stages: tuple[int, ...]) -> Holder:
         vm_id=worker.device.vm_id,
         held_at=worker.stopped_at or 0.0,
         stages=() if stages == (own,) else stages,
+        local_rank=worker.device.local_rank,
     )

@@ -306,6 +306,8 @@ class Holder:
     """When its agent reported that it holds the state."""
     stages: tuple[int, ...] = ()
     """Of which it has the state, its own or a copy; empty: of its own."""
+    local_rank: int | None = None
+    """The index of its device on the VM; None: an earlier manager has not stored it."""
 
     @property
     def held_stages(self) -> frozenset[int]:
@@ -313,6 +315,7 @@ class Holder:
 
     def to_document(self) -> dict[str, Any]:
         document = {"rank": self.rank, "stage": self.stage, "vm_id": self.vm_id, "held_at": self.held_at}
+        document |= {} if self.local_rank is None else {"local_rank": self.local_rank}
         return document | ({"stages": list(self.stages)} if self.stages else {})
 
     @classmethod

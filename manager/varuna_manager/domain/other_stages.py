@@ -52,7 +52,8 @@ def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Propo
             return None
         steps.add(worker.held_step)
         stages = list_held_stages(worker, p, worker.held_step)
-        holder = Holder(rank=rank, stage=worker.rank % p, vm_id=worker.device.vm_id, held_at=held_at)
+        vm_id, local_rank = worker.device
+        holder = Holder(rank=rank, stage=worker.rank % p, vm_id=vm_id, held_at=held_at, local_rank=local_rank)
         members.append(holder if len(stages) == 1 else replace(holder, stages=stages))
     if len(steps) != 1 or list_stages(members) != set(range(p)):
         return None

@@ -35,7 +35,7 @@ from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.job_decision import decide_job, wants_plan
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
 from varuna_manager.domain.newcomers import WantedNewcomers
-from varuna_manager.domain.observed import Proposal, VmView
+from varuna_manager.domain.observed import Holder, Holders, Proposal, VmView
 from varuna_manager.domain.states import (
     EndCause,
     ExitCause,
@@ -59,6 +59,16 @@ def test_processes_that_wait_for_another_shape_keep_their_devices(cause: EndCaus
     assert not list_waiting_devices(NOW, job(late), RULES)
     assert not list_waiting_devices(NOW, job(ended, state=JobState.QUEUED), RULES)
     assert not list_waiting_devices(NOW, job(generation(worker(0, "a"))), RULES)
+
+
+def test_processes_that_give_their_state_keep_their_devices_until_they_have_given_it() -> None:
+    givers = (
+        Holder(rank=0, stage=0, vm_id="x", held_at=NOW, local_rank=1),
+        Holder(rank=1, stage=1, vm_id="y", held_at=NOW),
+    )
+    begins = generation(worker(0, "a"), holders=Holders(generation=1, members=givers), state=GenerationState.LAUNCHING)
+    assert list_waiting_devices(NOW, job(begins), RULES) == {Device("x", 1)}, "an earlier manager stored no device of y"
+    assert not list_waiting_devices(NOW, job(replace(begins, state=GenerationState.RUNNING)), RULES)
 
 
 @pytest.mark.parametrize(("names", "more"), [("ab", ""), ("abc", "; its GPUs are 3 by now: 1×1 to 1×3")])
