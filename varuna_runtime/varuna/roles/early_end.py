@@ -40,7 +40,7 @@ class EarlyEnd:
         self._key = f"early end/{step}"
         self._count, self._may_end = count, may_end
         self._begun: int | None = None
-        """When this rank voted; None: it has not."""
+        """As it was when this rank voted; None: it has not."""
         self._is_refused = False
         self._end: int | None = None
         self._has_ended = False
@@ -55,12 +55,12 @@ class EarlyEnd:
         """How many micro-batches may have begun now. `begun`: those that have. Under the condition of the departure."""
         if self._end is not None:
             return self._end
-        if self._is_refused or not self._departure.leaves_within_step:
-            return self._count
-        if self._begun is None:
+        if self._begun is None and self._departure.leaves_within_step:
             self._begun = begun
             threading.Thread(target=self._agree, name="varuna-early-end", daemon=True).start()
-        return self._begun if self._topology.stage == 0 else self._count
+        if self._begun is None or self._is_refused or self._topology.stage > 0:
+            return self._count
+        return self._begun
 
     def wait_for_others(self) -> None:
         """After the pass: waits for those of the others, if they end early. Raises as a worker that leaves."""
