@@ -134,18 +134,10 @@ def mark_case(p: int, d: int, micro_batch: int, kills: list[dict[str, Any]], **w
     return Case(p, d, micro_batch=micro_batch, task=task, kills=kills, **more)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kills"),
-    [
-        ((4, 1, 2), [op_kill(1, "B", 1), op_kill(3, "F", 2)]),
-        pytest.param((2, 4, 1), [op_kill(1, "B", 2), {**op_kill(3, "F", 1), "count": 2}], marks=pytest.mark.slow),
-    ],
-)
-def test_marks_count_and_are_made_in_the_rest(
-    sizes: tuple[int, int, int], kills: list[dict[str, Any]], zygote: Zygote, tmp_path: Path
-) -> None:
+def test_marks_count_and_are_made_in_the_rest(zygote: Zygote, tmp_path: Path) -> None:
     """2 x 3 lose rank 1 after a mark and go on as 2 x 2. They lose rank 3 after a mark in the rest, and the last ranks
     take other stages."""
+    sizes, kills = (4, 1, 2), [op_kill(1, "B", 1), op_kill(3, "F", 2)]
     case = mark_case(2, 3, sizes[0], kills)
     with ExitStack() as stack:
         world = start(stack, zygote, tmp_path, case, copies_shares=True)
