@@ -312,10 +312,7 @@ class ReplayedJob:
         return min((at_s for at_s in times if at_s > now + ROUNDING_S), default=math.inf)
 
     def look_again(self, at_s: float) -> None:
-        """Calls the policy then."""
-        self._wake(at_s)
-
-    def _wake(self, at_s: float) -> None:
+        """Settles what is over then, and calls the policy."""
         heapq.heappush(self._wakes, at_s)
 
     def _pass(self, now: float, until: float) -> None:
@@ -364,9 +361,9 @@ class ReplayedJob:
                 self.there.discard(node)
                 self.removals += 1
                 gone.add(node)
-                self._wake(now + self.system.detect_s)
+                self.look_again(now + self.system.detect_s)
         for after_s in self.policy.looks_after_s:
-            self._wake(now + after_s)
+            self.look_again(now + after_s)
         generation = self.generation
         if generation is not None and generation.live:
             hit = {rank for rank, vm in enumerate(generation.vms) if vm in gone} - generation.lost
@@ -481,9 +478,8 @@ class ReplayedJob:
             assert generation.live
             generation.stops = True
             generation.has_left_within_step = action.within_step and now >= generation.ready_s
-            if generation.has_left_within_step:
-                generation.ended_s = now
-            if now < generation.ready_s or self.system.sums_copied_s is not None:
+            sums_move = generation.has_left_within_step or self.system.sums_copied_s is not None
+            if now < generation.ready_s or sums_move:
                 generation.ended_s = now
             return
         assert generation is None or not generation.live, "one generation at a time"

@@ -194,8 +194,8 @@ class DevicePool:
 
     def keep_free(self, job_id: str, devices: Iterable[Device]) -> frozenset[Device]:
         """Those of the devices that are free or the job's own, on usable VMs that are not quarantined."""
-        own = [device for device in self._own.get(job_id, ()) if device.vm_id not in self._quarantined]
-        return frozenset(device for device in devices if device in self._free or device in own)
+        own = {device for device in self._own.get(job_id, ()) if device.vm_id not in self._quarantined}
+        return frozenset(devices) & (own | self._free.keys())
 
     def _nearest(self, job_id: str) -> Iterator[Device]:
         """The free devices, those of its places first, last those where others are prepared."""

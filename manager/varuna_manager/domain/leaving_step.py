@@ -13,7 +13,7 @@ from varuna_manager.domain.states import ExitCause, StopMode
 from varuna_planner.schedule.batching import count_micro_batches, shared_micro_batch
 from varuna_proto.plan import Plan
 
-__all__ = ["has_left_within_step", "predict_fill_s", "predict_rest_s", "render_gain_within_step"]
+__all__ = ["has_left_within_step", "part_left", "predict_fill_s", "predict_rest_s", "render_gain_within_step"]
 
 _LEAST_REST_S = 10.0
 """In less time there is little to gain, and the workers may be past their passes when they are asked."""
@@ -45,10 +45,15 @@ def render_gain_within_step(now: float, generation: GenerationView, proposal: Pr
 
 def predict_rest_s(now: float, generation: GenerationView) -> float:
     """About how long the step under way still takes."""
-    part, plan = 1.0, generation.plan
-    if generation.last_step is None and generation.micro_batches_left and plan is not None:
-        part = min(1.0, generation.micro_batches_left * plan.micro_batch / plan.global_batch)
+    part = 1.0
+    if generation.last_step is None and generation.plan is not None:
+        part = part_left(generation.plan, generation.micro_batches_left)
     return max(0.0, part * generation.step_s - (now - generation.stepped_at))
+
+
+def part_left(plan: Plan, micro_batches_left: int | None) -> float:
+    """The part of a generation's first step that it runs; all of it where that is not known."""
+    return min(1.0, micro_batches_left * plan.micro_batch / plan.global_batch) if micro_batches_left else 1.0
 
 
 def has_left_within_step(ended: GenerationView) -> bool:

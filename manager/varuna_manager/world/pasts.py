@@ -13,6 +13,7 @@ from sqlalchemy.orm import defer
 
 from varuna_manager.db.models import GenerationRow, VmRow, WorkerRow
 from varuna_manager.domain.fleet_past import LivesSummary, VmLife, summarize_lives
+from varuna_manager.domain.leaving_step import part_left
 from varuna_manager.domain.morphs import LOOKED_BACK, PastShape
 from varuna_manager.domain.setbacks import PastGeneration, Setbacks, count_setbacks
 from varuna_manager.domain.states import EndCause, GenerationKind, GenerationState, StopMode, VmState
@@ -104,9 +105,7 @@ def _first_step_s(row: GenerationRow) -> float:
     plan = Plan.from_document(row.plan)
     progress = GenerationProgress(*(getattr(row, name) for name in GenerationProgress._fields))
     step_s = plan.predicted_minibatch_s if progress.mean_step_s is None else progress.mean_step_s
-    if not row.in_place or not row.micro_batches_left:
-        return step_s
-    return step_s * min(1.0, row.micro_batches_left * plan.micro_batch / plan.global_batch)
+    return step_s * part_left(plan, row.micro_batches_left) if row.in_place else step_s
 
 
 async def read_fleet_shapes(session: AsyncSession) -> dict[str, tuple[PastShape, ...]]:
