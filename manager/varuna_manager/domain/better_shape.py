@@ -9,7 +9,7 @@ from varuna_manager.domain.holders import choose_planned_stop
 from varuna_manager.domain.leaving_step import render_gain_within_step
 from varuna_manager.domain.newcomers import WantedNewcomers, judge_newcomers
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
-from varuna_manager.domain.other_stages import find_newcomers, may_take_other_stages
+from varuna_manager.domain.other_stages import list_at_door, may_take_other_stages
 from varuna_manager.domain.quarantine import make_quarantine
 from varuna_manager.domain.states import EndCause, GenerationKind, StopMode
 from varuna_planner.liveput.morph_cost import (
@@ -199,10 +199,8 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
 
 def _may_all_go_on(job: JobView, generation: GenerationView, proposal: Proposal) -> bool:
     """Whether a process waits on each device of the proposal: one that trains now, or one that was started ahead."""
-    newcomers = find_newcomers(job, generation)
-    at_door = frozenset[Device]() if newcomers is None else newcomers.at_door
-    are_there = generation.devices.union(at_door).issuperset(proposal.placement)
-    return are_there and may_take_other_stages(job, generation, proposal)
+    are_there = generation.devices | list_at_door(job, generation)
+    return are_there.issuperset(proposal.placement) and may_take_other_stages(job, generation, proposal)
 
 
 def render_change(before: Plan, after: Plan) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from varuna_manager.domain.better_shape import count_vms, find_worthwhile_ratio, gpu_limit, list_slow_vms
 from varuna_manager.domain.clock import is_within
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
-from varuna_manager.domain.other_stages import find_newcomers
+from varuna_manager.domain.other_stages import find_newcomers, list_at_door
 from varuna_manager.domain.reshaping import PLANNED_STOPS
 from varuna_manager.domain.states import GenerationKind, GenerationState, JobState
 from varuna_manager.domain.witnesses import list_quiet_vms
@@ -90,7 +90,7 @@ def _list_ready(now: float, job: JobView, rules: Rules) -> frozenset[Device]:
     if not is_within(now, ended.ended_at or 0.0, rules.survivors_wait_s):
         return frozenset()
     newcomers = find_newcomers(job, ended)
-    at_door = frozenset[Device]() if newcomers is None else newcomers.at_door
+    at_door = list_at_door(job, ended)
     is_without = newcomers is not None and not at_door.issuperset(newcomers.wanted.devices)
     if not starts_ahead or job.newcomers_obstacle or is_without:
         return frozenset()  # it stopped without them, so others may start in the pause, too

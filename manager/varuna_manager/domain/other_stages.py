@@ -38,8 +38,7 @@ def find_movers(now: float, job: JobView, ended: GenerationView, proposal: Propo
     if job.has_fixed_stages or ended.plan is None or proposal.plan is None or not _may_move(ended):
         return None
     by_device = {worker.device: worker for worker in ended.workers}
-    newcomers = find_newcomers(job, ended)
-    at_door = frozenset[Device]() if newcomers is None else newcomers.at_door
+    at_door = list_at_door(job, ended)
     p, members, steps = ended.plan.p, list[Holder](), set[int]()
     for rank, device in enumerate(proposal.placement):
         worker = by_device.get(device)
@@ -64,6 +63,12 @@ def find_newcomers(job: JobView, ended: GenerationView) -> NewcomersView | None:
     """The processes that were started ahead for the next generation; None: there are none."""
     view = job.newcomers
     return None if view is None or view.wanted.number != ended.number + 1 else view
+
+
+def list_at_door(job: JobView, generation: GenerationView) -> frozenset[Device]:
+    """Where a process waits that was started ahead for the generation after this one."""
+    newcomers = find_newcomers(job, generation)
+    return frozenset() if newcomers is None else newcomers.at_door
 
 
 def _may_move(ended: GenerationView) -> bool:

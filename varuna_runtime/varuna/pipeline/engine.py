@@ -241,7 +241,7 @@ class Engine:
                 policy=position.policy.code,
                 stage=position.stage,
                 P=position.p,
-                N=min(run.may_begin, run.end),
+                N=run.may_begin,
                 run_ahead=position.run_ahead,
                 recompute=position.recompute,
             ),

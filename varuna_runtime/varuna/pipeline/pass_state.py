@@ -129,7 +129,7 @@ class PassState:
     end: int = 0
     """The micro-batches that the pass runs: all, unless it ends early."""
     may_begin: int = 0
-    """Those whose forward may have begun now."""
+    """Those whose forward may have begun now; never more than `end`."""
     stashes: dict[int, Stash] = field(default_factory=dict)
     """By micro-batch, of those between forward and backward."""
     losses: list[WeightedLoss] = field(default_factory=list)

@@ -273,7 +273,7 @@ class GenerationMembership:
             phases.durations_s,
             sources,
             micro_batches_redone=redone,
-            micro_batches_left=count_left(rest, environment) if environment.plan.global_batch else 0,
+            micro_batches_left=count_left(rest, environment),
         )
         _log.info(
             "this process goes on in the next generation",
