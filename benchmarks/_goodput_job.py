@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from varuna_manager.domain.leaving_step import predict_fill_s
+from varuna_manager.domain.leaving_step import SUMS_PART, predict_fill_s
 from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, count_moved_bytes
 from varuna_planner.liveput.spot_trace import SpotTrace
 from varuna_planner.profile.document import Profile
@@ -112,6 +112,8 @@ class Stop:
 
     within_step: bool = False
     """Leave at once, with what is done of the step: pipelines drain and fill once more."""
+    has_state: bool = False
+    """Whether the state that the step began with is where the next shape needs it: only sums move."""
 
 
 class Policy(Protocol):
@@ -175,6 +177,8 @@ class ReplayedGeneration:
     stops: bool = False
     """Whether it leaves at the end of its step."""
     has_left_within_step: bool = False
+    has_sent_state: bool = False
+    """Whether the next shape has its state."""
     ended_s: float | None = None
 
     @property
@@ -478,6 +482,7 @@ class ReplayedJob:
             assert generation.live
             generation.stops = True
             generation.has_left_within_step = action.within_step and now >= generation.ready_s
+            generation.has_sent_state = action.has_state
             sums_move = generation.has_left_within_step or self.system.sums_copied_s is not None
             if now < generation.ready_s or sums_move:
                 generation.ended_s = now
@@ -544,7 +549,9 @@ class ReplayedJob:
         if self.system.prepares and before is not None and before.first_loss_s is None:
             return 0.0
         alive = self.holding.list_holders(self.there, copies=self.system.copies)
-        return _predict_from_alive(self.state, start, self.holding.plan, alive)
+        moving_s = _predict_from_alive(self.state, start, self.holding.plan, alive)
+        has_state = before is not None and before.has_sent_state and before.first_loss_s is None
+        return SUMS_PART * moving_s if has_state else moving_s
 
 
 def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> float:

@@ -27,6 +27,7 @@ from varuna_manager.domain.observed import (
     VmView,
     WorkerView,
 )
+from varuna_manager.domain.sending_ahead import SENDING_SLOWDOWN, has_sent_ahead
 from varuna_manager.domain.states import (
     EndCause,
     ExitCause,
@@ -149,6 +150,8 @@ class ManagersRules:
         self._newcomers: NewcomersView | None = None
         self._asked_s = 0.0
         """When these newcomers were asked for."""
+        self._sending_s = 0.0
+        """What it takes to send the state to them."""
         self.reasons: list[tuple[float, str]] = []
 
     def every(self, plan: Plan, system: System) -> float:
@@ -168,36 +171,61 @@ class ManagersRules:
         if wants_plan(view, devices, vms):
             view = self._view(now, job, self._propose(job, devices))
         decision = decide_job(now, view, vms, self._rules)
-        self._start_ahead(now, job, decision)
+        self._start_ahead(now, job, decision, view)
         for action in decision.actions:
             if isinstance(action, StartGeneration):
                 self.reasons.append((now, action.reason))
                 return self._start(action)
             assert isinstance(action, StopGeneration), f"nothing else happens in a replay: {action}"
             self.reasons.append((now, action.reason))
-            return Stop(within_step=action.mode is StopMode.HOLD_WITHIN_STEP)
+            is_within = action.mode is StopMode.HOLD_WITHIN_STEP
+            return Stop(within_step=is_within, has_state=is_within and self._has_sent(view))
         return None
 
-    def _start_ahead(self, now: float, job: ReplayedJob, decision: Decision) -> None:
-        """Starts the processes that the decision wants; those for another plan end."""
+    def _has_sent(self, view: JobView) -> bool:
+        """Whether the next shape has the state that the step under way began with."""
+        generation, newcomers = view.generation, view.newcomers
+        return (
+            generation is not None and newcomers is not None and has_sent_ahead(generation, newcomers.wanted, newcomers)
+        )
+
+    def _start_ahead(self, now: float, job: ReplayedJob, decision: Decision, view: JobView) -> None:
+        """Starts the processes that the decision wants, and sends them the state; those for another plan end."""
         wanted, before, takes_s = decision.newcomers, self._newcomers, job.system.starts_ahead_s
         if wanted is None or takes_s is None:
             if job.generation is not None and job.generation.live and not decision.actions:
                 self._newcomers = None
             return
-        if before is not None and before.wanted.request == wanted.request:
-            return
-        is_same = before is not None and before.wanted.number == wanted.number
-        self._newcomers = NewcomersView(wanted=wanted, since=before.since if before and is_same else now)
-        self._asked_s = now
-        job.look_again(now + takes_s)
+        if before is None or before.wanted.request != wanted.request:
+            is_same = before is not None and before.wanted.number == wanted.number
+            self._newcomers = NewcomersView(wanted=wanted, since=before.since if before and is_same else now)
+            self._asked_s = now
+            job.look_again(now + takes_s)
+        assert self._newcomers is not None
+        if wanted.sends_state:
+            since = self._newcomers.sending_since
+            self._newcomers = replace(self._newcomers, wanted=wanted, sending_since=now if since is None else since)
+            assert view.proposal is not None
+            self._sending_s = SENDING_SLOWDOWN * view.proposal.moving_s
+            job.look_again(self._find_sent_s(job))
+
+    def _find_sent_s(self, job: ReplayedJob) -> float:
+        """When the state of the step under way has been sent."""
+        assert self._newcomers is not None
+        assert job.generation is not None
+        return max(self._newcomers.sending_since or 0.0, job.generation.stepped_s) + self._sending_s
 
     def _view_newcomers(self, now: float, job: ReplayedJob) -> NewcomersView | None:
-        takes_s = job.system.starts_ahead_s
-        if self._newcomers is None or takes_s is None or now < self._asked_s + takes_s - 1e-6:
-            return self._newcomers
-        there = frozenset(device for device in self._newcomers.wanted.devices if device.vm_id in job.there)
-        return replace(self._newcomers, at_door=there)
+        takes_s, newcomers = job.system.starts_ahead_s, self._newcomers
+        if newcomers is None or takes_s is None or now < self._asked_s + takes_s - 1e-6:
+            return newcomers
+        there = frozenset(device for device in newcomers.wanted.devices if device.vm_id in job.there)
+        sent_steps: dict[int, int] = {}
+        if newcomers.sending_since is not None and job.generation is not None:
+            step = round(job.committed / job.generation.plan.global_batch)
+            is_sent = now >= self._find_sent_s(job) - 1e-6
+            sent_steps = dict.fromkeys(range(len(job.generation.vms)), step) if is_sent else {}
+        return replace(newcomers, at_door=there, sent_steps=sent_steps)
 
     def _note_morph(self, generation: ReplayedGeneration) -> None:
         """What the manager's store would have of it."""

@@ -258,6 +258,8 @@ class AgentRunner:
                     within_step=instruction.within_step,
                     store_state=instruction.store_state,
                 )
+            case ins.SendAheadPart(key, part):
+                self._link.send_ahead_part(key, part)
             case ins.SendStore(key):
                 self._link.send_store_state(key)
             case ins.FreeMemory(key, _):

@@ -15,6 +15,7 @@ from torch import nn
 from varuna.calibration.optimizer_costs import OptimizerSetup
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
+from varuna.copies.ahead_taker import AheadTaker, take_as_newcomer
 from varuna.data.batches import follow_shape
 from varuna.devices.worker_device import choose_device, make_device_current
 from varuna.diagnostics.tensorboard import TensorBoardWriter
@@ -129,7 +130,7 @@ class Varuna(ModuleView):
             boundaries=boundaries,
             weights=weights,
         )
-        newcomer, traced = Newcomer.from_environment(environment), None
+        newcomer, traced, taken_ahead = Newcomer.from_environment(environment), None, AheadTaker()
         if newcomer is not None:
             # The trace needs neither a rank nor the device, which the present generation uses.
             expected_device = torch.device(torch.device(environment.device).type)
@@ -137,6 +138,7 @@ class Varuna(ModuleView):
             traced = trace_model(
                 torch.device("cpu"), precision, model=model, get_batch=get_batch, options=model_options
             )
+            take_as_newcomer(taken_ahead, newcomer.link, environment)
             newcomer.wait_for_rank()
             environment = read_worker_environment(
                 stage_to_rank_map=stage_to_rank_map, stages=stages, batch_size=batch_size, chunk_size=chunk_size
@@ -174,7 +176,9 @@ class Varuna(ModuleView):
                 from_cache=from_cache,
             )
         else:
-            self._role = TrainingRole(wrapped, seed, options, scalars=scalars, follow_surface=self._set_surface)
+            self._role = TrainingRole(
+                wrapped, seed, options, scalars=scalars, follow_surface=self._set_surface, taken_ahead=taken_ahead
+            )
             self.training = self._role.surface.module.training
             SCRIPT_VALUES.send_to(self._worker.link.report_values, scalars.write_values)
         self._set_surface(self._role.surface)

@@ -105,6 +105,10 @@ class WorkerLink:
     def send_give_state(self, key: WorkerKey, give_state: worker_pb2.GiveState) -> None:
         self._send(key, worker_pb2.AgentToWorker(give_state=give_state))
 
+    def send_ahead_part(self, key: WorkerKey, part: worker_pb2.AheadPart) -> None:
+        """Tells a process its part in sending the state ahead."""
+        self._send(key, worker_pb2.AgentToWorker(ahead_part=part))
+
     def send_store_state(self, key: WorkerKey) -> None:
         self._send(key, worker_pb2.AgentToWorker(store_state=worker_pb2.StoreState()))
 

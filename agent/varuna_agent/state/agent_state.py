@@ -278,6 +278,8 @@ class AgentState:
                 job_id = message.end_newcomers.job_id
                 reason = "the manager no longer wants it"
                 yield from self._workers.end_newcomers(lambda newcomer: newcomer.key.job_id == job_id, reason)
+            case "send_ahead":
+                yield from self._workers.send_ahead(message.send_ahead)
             case "keep_prepared":
                 yield from self._follow_preparations(self._preparations.keep_only(message.keep_prepared.job_ids), now)
             case "refused":

@@ -14,6 +14,7 @@ from varuna_agent.state.instructions import (
     KillWorker,
     ReadStacks,
     ReleaseRendezvousPort,
+    SendAheadPart,
     SendLeave,
     SendMessage,
     SendStore,
@@ -247,6 +248,19 @@ class HostedWorkers:
     def end_newcomers(self, is_concerned: Callable[[HostedNewcomer], bool], reason: str) -> Iterator[Instruction]:
         yield from self._newcomers.kill_newcomers(is_concerned, reason)
 
+    def send_ahead(self, command: agent_pb2.SendAhead) -> Iterator[SendAheadPart]:
+        """Tell the job's processes here what each sends or takes of the state while it trains."""
+        next_ranks = {assignment.local_rank: assignment.rank for assignment in command.workers}
+        generation_key = (command.job_id, command.generation)
+        training = [one for one in self.all if one.key.generation_key == generation_key and one.is_connected]
+        waiting = self._newcomers.list_at_door(command.job_id, command.request)
+        processes: list[HostedWorker | HostedNewcomer] = [*training, *waiting]
+        for process in processes:
+            part = worker_pb2.AheadPart(
+                command=command, rank=next_ranks.get(process.local_rank), processes=len(processes)
+            )
+            yield SendAheadPart(process.key, part)
+
     def keep_no_survivors(self, reason: str, now: float) -> Iterator[Instruction]:
         """End all survivors and newcomers; no process stays from now on, and one that was to leave with its state
         saves it."""
@@ -425,6 +439,10 @@ class HostedWorkers:
                 yield from self._report_checkpoint(worker.key, message.checkpoint_done)
             case "profile_done":
                 yield from self._reports.add_report(messages.make_profile_measured(worker.key, message.profile_done))
+            case "sent_ahead":
+                worker.health.ahead_request = clean_text(message.sent_ahead.request, NAME_CHARS)
+                worker.health.ahead_step = message.sent_ahead.step
+                self._reports.hasten_heartbeat(now)
             case "unreached":
                 worker.unreached = message.unreached
             case "script_obstacle":

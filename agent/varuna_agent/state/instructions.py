@@ -9,7 +9,7 @@ from varuna_agent.state.process_limits import NO_LIMITS, ProcessLimits
 from varuna_agent.state.workdir import Workdir
 from varuna_agent.state.worker_key import WorkerKey
 from varuna_proto.environment import WorkerEnvironment
-from varuna_proto.v1 import agent_pb2
+from varuna_proto.v1 import agent_pb2, worker_pb2
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,14 @@ class SendLeave:
     """It is to leave in the middle of its step."""
     store_state: bool = False
     """Its state is to outlive the process: it leaves at once, and `SendStore` follows."""
+
+
+@dataclass(frozen=True)
+class SendAheadPart:
+    """Tell a process its part in sending the state ahead."""
+
+    key: WorkerKey
+    part: worker_pb2.AheadPart
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,7 @@ Instruction = (
     | AskToGive
     | AdmitWorker
     | SendLeave
+    | SendAheadPart
     | SendStore
     | FreeMemory
     | KillWorker

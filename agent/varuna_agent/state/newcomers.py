@@ -96,6 +96,14 @@ class HostedNewcomers:
             if one.phase is not NewcomerPhase.KILLED
         ]
 
+    def list_at_door(self, job_id: str, request: str) -> list[HostedNewcomer]:
+        """Those of the request that can take a rank."""
+        return [
+            one
+            for one in self.all
+            if (one.key.job_id, one.request, one.phase) == (job_id, request, NewcomerPhase.AT_DOOR)
+        ]
+
     # ------------------------------------------------------------ starting
 
     def start_all(self, command: agent_pb2.StartNewcomers, flaw: str) -> Iterator[StartWorker | KillWorker]:

@@ -334,7 +334,12 @@ class JobController:
                 if session.sent_commands.issuperset(wanted):
                     session.last_comparison = (parts, running, draining)
             # After a Launch, because that takes newcomers which are not wanted any longer.
-            self._newcomers.send_commands(session, vm, partial(self._make_start_newcomers, vm, jobs))
+            self._newcomers.send_commands(
+                session,
+                vm,
+                make_start=partial(self._make_start_newcomers, vm, jobs),
+                make_send=partial(self._make_send_ahead, vm, jobs),
+            )
 
     def _try_send(
         self,
@@ -374,6 +379,15 @@ class JobController:
             )
         except (SecretError, *messages.UNSENDABLE) as error:
             self._defects.log_once(job_id, "processes cannot be started ahead", error)
+            return None
+
+    def _make_send_ahead(
+        self, vm: VmView, jobs: Mapping[str, LoadedJob], job_id: str, wanted: WantedNewcomers
+    ) -> pb.ManagerMessage | None:
+        try:
+            return messages.send_ahead_message(jobs[job_id], wanted, vm)
+        except messages.UNSENDABLE as error:
+            self._defects.log_once(job_id, "the state cannot be sent ahead", error)
             return None
 
     def _checkpoint_url(self, job: LoadedJob) -> str:

@@ -108,6 +108,34 @@ def start_newcomers_message(
     return pb.ManagerMessage(start_newcomers=pb.StartNewcomers(request=wanted.request, launch=launch))
 
 
+def send_ahead_message(job: LoadedJob, wanted: WantedNewcomers, vm: VmView) -> pb.ManagerMessage | None:
+    """What the VM's workers send or take of the state for the next generation. None: it has no part in that."""
+    generation = job.generation
+    if generation is None:
+        return None
+    ranks = {Device(worker.vm_id, worker.local_rank): worker.rank for worker in job.workers}
+    if vm.id not in {device.vm_id for device in (*ranks, *wanted.devices)}:
+        return None
+    goes_on = [None if device in wanted.devices else ranks.get(device) for device in wanted.placement]
+    message = pb.SendAhead(
+        job_id=job.row.id,
+        generation=generation.number,
+        request=wanted.request,
+        plan=make_plan_spec(wanted.plan),
+        ranks_before=[0 if rank is None else rank + 1 for rank in goes_on],
+        workers=[
+            pb.WorkerAssignment(rank=rank, local_rank=device.local_rank)
+            for rank, device in enumerate(wanted.placement)
+            if device.vm_id == vm.id
+        ],
+        world_size=len(ranks),
+        rendezvous_host=generation.rendezvous_host,
+        rendezvous_port=generation.rendezvous_port,
+        secret=generation.secret or "",
+    )
+    return pb.ManagerMessage(send_ahead=message)
+
+
 def _describe_launch(
     job: LoadedJob,
     plan: Plan,

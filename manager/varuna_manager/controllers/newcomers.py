@@ -1,4 +1,5 @@
-"""Has agents start processes ahead for the next generations of jobs, and end those that are no longer wanted.
+"""Has agents start processes ahead for the next generations of jobs, send these the state, and end those that are no
+longer wanted.
 
 All of it is in memory: a manager that has just started decides anew what it wants, which are the same requests as
 before if nothing has changed, and ends what is left of others.
@@ -48,23 +49,35 @@ class NewcomerRequests:
         if obstacle and self._now() - since >= _AGAIN_S:
             del self._obstacles[view.id]
             obstacle = ""
-        return replace(view, newcomers=self._observe(view.id), newcomers_obstacle=obstacle)
+        return replace(view, newcomers=self._observe(view), newcomers_obstacle=obstacle)
 
-    def _observe(self, job_id: str) -> NewcomersView | None:
-        known = self._wanted.get(job_id)
+    def _observe(self, view: JobView) -> NewcomersView | None:
+        known = self._wanted.get(view.id)
         if known is None:
             return None
         at_door: set[Device] = set()
         faults: dict[Device, str] = {}
         for vm_id in {device.vm_id for device in known.wanted.devices}:
             for report in self._registry.list_newcomers(vm_id):
-                if (report.job_id, report.request) == (job_id, known.wanted.request):
+                if (report.job_id, report.request) == (view.id, known.wanted.request):
                     device = Device(vm_id, report.local_rank)
                     if report.at_door:
                         at_door.add(device)
                     if report.fault:
                         faults[device] = report.fault
-        return replace(known, at_door=frozenset(at_door), faults=faults)
+        sent_steps = self._list_sent_steps(view, known.wanted) if known.sending_since is not None else {}
+        return replace(known, at_door=frozenset(at_door), faults=faults, sent_steps=sent_steps)
+
+    def _list_sent_steps(self, view: JobView, wanted: WantedNewcomers) -> dict[int, int]:
+        generation = view.generation
+        if generation is None:
+            return {}
+        places = {worker.rank: worker.device.vm_id for worker in generation.workers}
+        return {
+            rank: health.sent_ahead.step
+            for rank, health in self._registry.list_healths(view.id, generation.number, places).items()
+            if health.sent_ahead is not None and health.sent_ahead.request == wanted.request
+        }
 
     def follow_decision(self, view: JobView, decision: Decision) -> None:
         """Want from now on what was decided about the job."""
@@ -76,7 +89,12 @@ class NewcomerRequests:
         if wanted is not None:
             is_same_generation = known is not None and known.wanted.number == wanted.number
             since = known.since if known is not None and is_same_generation else now
-            self._wanted[view.id] = NewcomersView(wanted=wanted, since=since)
+            sending_since = None
+            if wanted.sends_state:
+                is_sending = known is not None and known.wanted.request == wanted.request
+                sending_since = known.sending_since if known is not None and is_sending else None
+                sending_since = now if sending_since is None else sending_since
+            self._wanted[view.id] = NewcomersView(wanted=wanted, since=since, sending_since=sending_since)
         elif known is not None and not _stay(view, decision, known.wanted):
             del self._wanted[view.id]
 
@@ -87,11 +105,16 @@ class NewcomerRequests:
         return known.wanted if known is not None and is_there else None
 
     def send_commands(
-        self, session: AgentSession, vm: VmView, make_start: Callable[[str, WantedNewcomers], pb.ManagerMessage | None]
+        self,
+        session: AgentSession,
+        vm: VmView,
+        *,
+        make_start: Callable[[str, WantedNewcomers], pb.ManagerMessage | None],
+        make_send: Callable[[str, WantedNewcomers], pb.ManagerMessage | None],
     ) -> None:
-        """Send what the VM is to start ahead, and what it is to end.
+        """Send what the VM is to start ahead, what its workers are to send ahead, and what it is to end.
 
-        `make_start`: the message for a job; None if it cannot be made now.
+        `make_start`, `make_send`: the messages for a job; None if one cannot be made now, or is none of the VM's.
         """
         sent = session.newcomers_sent
         for job_id in self._wanted:
@@ -102,12 +125,24 @@ class NewcomerRequests:
             if message is not None:
                 session.send(message)
                 sent[job_id] = wanted.request
+        self._send_ahead(session, vm, make_send)
         for job_id in sorted({one.job_id for one in self._registry.list_newcomers(vm.id)}):
             # Those of a manager before may be wanted again as soon as this one has seen all VMs.
             is_left = job_id not in sent and self._now() - self._started_at < self._rules.restart_grace_s
             if self.find_wanted(job_id, vm.id) is None and sent.get(job_id) != "" and not is_left:
                 session.send(pb.ManagerMessage(end_newcomers=pb.EndNewcomers(job_id=job_id)))
                 sent[job_id] = ""
+
+    def _send_ahead(
+        self, session: AgentSession, vm: VmView, make_send: Callable[[str, WantedNewcomers], pb.ManagerMessage | None]
+    ) -> None:
+        for job_id, known in self._wanted.items():
+            if known.sending_since is None or session.ahead_sent.get(job_id) == known.wanted.request or not vm.trusted:
+                continue
+            message = make_send(job_id, known.wanted)
+            if message is not None:
+                session.send(message)
+                session.ahead_sent[job_id] = known.wanted.request
 
 
 def _is_awaiting(view: JobView, wanted: WantedNewcomers) -> bool:

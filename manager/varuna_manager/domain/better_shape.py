@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from varuna_manager.domain.actions import Decision
 from varuna_manager.domain.holders import choose_planned_stop
-from varuna_manager.domain.leaving_step import render_gain_within_step
+from varuna_manager.domain.leaving_step import may_leave_within_step, render_gain_within_step
 from varuna_manager.domain.newcomers import WantedNewcomers, judge_newcomers
 from varuna_manager.domain.observed import GenerationView, JobView, Proposal, Rules, Vms
 from varuna_manager.domain.other_stages import list_at_door, may_take_other_stages
 from varuna_manager.domain.quarantine import make_quarantine
+from varuna_manager.domain.sending_ahead import has_sent_ahead, is_sending_awaited
 from varuna_manager.domain.states import EndCause, GenerationKind, StopMode
 from varuna_planner.liveput.morph_cost import (
     MorphCost,
@@ -106,27 +108,35 @@ def decide_leaving_slow_vms(
     return Decision(reason=reason, actions=(quarantine, *stop.actions), claims=stop.claims)
 
 
-def _await_newcomers(
-    now: float, job: JobView, generation: GenerationView, proposal: Proposal, rules: Rules, reason: str
-) -> tuple[Decision | None, str]:
-    """(the decision to train on until the proposal's processes are started ahead; None: the generation may stop; and
-    what to add to the reason of its stop). None are started where the processes that there are may go on."""
+def _want_next(job: JobView, generation: GenerationView, proposal: Proposal) -> WantedNewcomers:
+    """The proposal as the next generation. No process is started where those that there are may go on."""
     assert proposal.plan is not None
     devices = frozenset(proposal.placement)
     if may_take_other_stages(job, generation, proposal):
         devices -= generation.devices
-    if not devices:
-        return None, ""
-    wanted = WantedNewcomers(
+    return WantedNewcomers(
         number=generation.number + 1, plan=proposal.plan, placement=proposal.placement, devices=devices
     )
+
+
+def _await_newcomers(
+    now: float, job: JobView, generation: GenerationView, proposal: Proposal, rules: Rules, reason: str
+) -> tuple[Decision | None, str]:
+    """(the decision to train on until the proposal's processes are started ahead; None: the generation may stop; and
+    what to add to the reason of its stop)."""
+    wanted = _want_next(job, generation, proposal)
+    if not wanted.devices:
+        return None, ""
     wait_s = rules.newcomers_wait_s if job.starts_ahead else 0.0
     stand = judge_newcomers(now, wanted, job.newcomers, job.newcomers_obstacle, wait_s)
     if not stand.is_awaited:
         return None, f"; its processes start after the stop: {stand.obstacle}" if stand.obstacle else ""
     text = f"generation {generation.number} is under way while the processes of the next one start: {reason}"
-    claims = generation.devices | frozenset(proposal.placement)
-    return Decision(reason=text, claims=claims, newcomers=wanted), ""
+    return _train_on(generation, wanted, text), ""
+
+
+def _train_on(generation: GenerationView, wanted: WantedNewcomers, text: str) -> Decision:
+    return Decision(reason=text, claims=generation.devices | frozenset(wanted.placement), newcomers=wanted)
 
 
 def _slowed_rate(proposal: Proposal, plan: Plan, slow: tuple[str, ...], vms: Vms) -> float:
@@ -191,10 +201,25 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     if awaited is not None:
         return awaited
     if mode is StopMode.HOLD_FIRST and _may_all_go_on(job, generation, job.proposal):
-        present_rate = _present_rate(job.proposal, before)
-        if gain := render_gain_within_step(now, generation, job.proposal, present_rate):
+        wanted, present_rate = _want_next(job, generation, job.proposal), _present_rate(job.proposal, before)
+        if _awaits_state(now, job, generation, wanted, present_rate):
+            text = f"generation {generation.number} sends its state to the VMs of the next one: {reason}"
+            return _train_on(generation, replace(wanted, sends_state=True), text)
+        has_state = has_sent_ahead(generation, wanted, job.newcomers)
+        if gain := render_gain_within_step(now, generation, job.proposal, present_rate, has_state=has_state):
             mode, note = StopMode.HOLD_WITHIN_STEP, gain
     return Decision.stop_generation(generation, mode, EndCause.GROWTH, reason + note)
+
+
+def _awaits_state(
+    now: float, job: JobView, generation: GenerationView, wanted: WantedNewcomers, present_rate: float
+) -> bool:
+    """Whether the generation sends its state ahead before it leaves."""
+    proposal = job.proposal
+    may_send = job.starts_ahead and not job.newcomers_obstacle
+    if proposal is None or not may_send or not may_leave_within_step(generation, proposal):
+        return False
+    return is_sending_awaited(now, generation, proposal, wanted, job.newcomers, present_rate=present_rate)
 
 
 def _may_all_go_on(job: JobView, generation: GenerationView, proposal: Proposal) -> bool:

@@ -13,34 +13,56 @@ from varuna_manager.domain.states import ExitCause, StopMode
 from varuna_planner.schedule.batching import count_micro_batches, shared_micro_batch
 from varuna_proto.plan import Plan
 
-__all__ = ["has_left_within_step", "part_left", "predict_fill_s", "predict_rest_s", "render_gain_within_step"]
+__all__ = [
+    "LEAST_REST_S",
+    "SUMS_PART",
+    "has_left_within_step",
+    "may_leave_within_step",
+    "part_left",
+    "predict_fill_s",
+    "predict_rest_s",
+    "render_gain_within_step",
+]
 
-_LEAST_REST_S = 10.0
+LEAST_REST_S = 10.0
 """In less time there is little to gain, and the workers may be past their passes when they are asked."""
-_SUMS_PART = 1 / 3
+SUMS_PART = 1 / 3
 """Of the state's bytes, those of the sums: Adam has two moments beside each parameter, and sums are like one of the
 three."""
 
 
-def render_gain_within_step(now: float, generation: GenerationView, proposal: Proposal, present_rate: float) -> str:
-    """Why it leaves for the proposal's shape in the middle of its step; empty: it finishes the step.
-
-    `present_rate`: its examples/s. It costs that the pipelines drain and fill once more, and that sums of gradients
-    move. The state has to move in any case.
-    """
+def may_leave_within_step(generation: GenerationView, proposal: Proposal) -> bool:
+    """Whether what its workers have of the step counts in the proposal's shape."""
     before, after = generation.plan, proposal.plan
     if before is None or after is None or not generation.devices.issubset(proposal.placement):
-        return ""  # the sums of a worker that does not go on would be lost
-    if shared_micro_batch(before.micro_batch, after.micro_batch) is None:
+        return False  # the sums of a worker that does not go on would be lost
+    return shared_micro_batch(before.micro_batch, after.micro_batch) is not None
+
+
+def render_gain_within_step(
+    now: float, generation: GenerationView, proposal: Proposal, present_rate: float, *, has_state: bool = False
+) -> str:
+    """Why it leaves for the proposal's shape in the middle of its step; empty: it finishes the step.
+
+    It costs that the pipelines drain and fill once more, and that sums of gradients move.
+
+    Args:
+        present_rate: its examples/s.
+        has_state: whether the state that the step began with is there already, so that it need not move.
+    """
+    before, after = generation.plan, proposal.plan
+    if before is None or after is None or not may_leave_within_step(generation, proposal):
         return ""
     rest_s = predict_rest_s(now, generation)
-    if rest_s < _LEAST_REST_S or _has_only_just_begun(now, generation):
+    if rest_s < LEAST_REST_S or _has_only_just_begun(now, generation):
         return ""
-    gain_s = rest_s * (1.0 - present_rate / after.examples_per_s)
-    cost_s = predict_fill_s(before) + predict_fill_s(after) + _SUMS_PART * proposal.moving_s
+    gain_s = rest_s * (1.0 - present_rate / after.examples_per_s) + has_state * proposal.moving_s
+    cost_s = predict_fill_s(before) + predict_fill_s(after) + SUMS_PART * proposal.moving_s
     if gain_s <= cost_s:
         return ""
-    return f"; within its step, of which {rest_s:.0f} s are left: that saves {gain_s:.0f} s and costs {cost_s:.1f} s"
+    there = ", the state is there" if has_state else ""
+    worth = f"that saves {gain_s:.0f} s and costs {cost_s:.1f} s"
+    return f"; within its step, of which {rest_s:.0f} s are left{there}: {worth}"
 
 
 def predict_rest_s(now: float, generation: GenerationView) -> float:
@@ -72,4 +94,4 @@ def _has_only_just_begun(now: float, generation: GenerationView) -> bool:
     """So that a stream of new VMs cannot keep a job from making progress."""
     if generation.last_step is not None:
         return False
-    return generation.resumed_step is None or now - generation.stepped_at < _LEAST_REST_S
+    return generation.resumed_step is None or now - generation.stepped_at < LEAST_REST_S

@@ -1,8 +1,10 @@
 """Processes that are started ahead for a job's next generation, while the present one trains.
 
 They run the script up to `Varuna()` and wait there, so that neither their start nor the script's beginning is in the
-pause of the morph. Nothing depends on them: a generation whose newcomers are not there starts new processes, as after a
-loss. So what is wanted is decided anew at every look, and is in no row.
+pause of the morph. Then the state may go to them (`domain.sending_ahead`).
+
+Nothing depends on either: a generation whose newcomers are not there starts new processes, as after a loss. So what is
+wanted is decided anew at every look, and is in no row.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ class WantedNewcomers:
     placement: tuple[Device, ...]
     devices: frozenset[Device]
     """Of the placement: where processes are started. On the others the present ones go on."""
+    sends_state: bool = False
+    """Whether the present generation sends the state ahead."""
 
     @cached_property
     def request(self) -> str:
@@ -46,6 +50,10 @@ class NewcomersView:
     """Where one waits in `Varuna()`."""
     faults: Mapping[Device, str] = field(default_factory=dict)
     """Where there will be none, and why."""
+    sending_since: float | None = None
+    """When the present generation was first to send the state ahead; None: it is not to."""
+    sent_steps: Mapping[int, int] = field(default_factory=dict)
+    """By its ranks that have sent all that they had to: the step of that state."""
 
 
 class NewcomersStand(NamedTuple):

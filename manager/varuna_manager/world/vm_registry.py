@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from varuna_manager.domain.observed import VmView
 from varuna_manager.domain.states import WaitKind
@@ -18,6 +19,15 @@ from varuna_manager.world.facts import VmFacts
 
 _PORT_REUSE_S = 30.0
 """After this time, an offer of a used port's number means a new port with the same number."""
+
+
+class SentAhead(NamedTuple):
+    """A worker has sent all that it was to send of a state."""
+
+    request: str
+    """The `WantedNewcomers` for which it was sent."""
+    step: int
+    """The committed step whose state it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +47,8 @@ class Health:
     waiting_for: WaitKind | None = None
     quiet_ranks: frozenset[int] = frozenset()
     """Those that do not answer it while it waits."""
+    sent_ahead: SentAhead | None = None
+    """What it has sent last of the state to the next shape; None: nothing."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -172,7 +184,7 @@ class VmRegistry:
         jobs = frozenset(preparing), frozenset(prepared), frozenset(setting_up), frozenset(warm)
         known = live.preparing, live.prepared, live.setting_up, live.warm
         news = was_silent or live.rendezvous_port != rendezvous_port or known != jobs
-        news = news or live.newcomers != tuple(newcomers)
+        news = news or live.newcomers != tuple(newcomers) or _list_sent(live.workers) != _list_sent(workers)
         live.newcomers = tuple(newcomers)
         live.preparing, live.prepared, live.setting_up, live.warm = jobs
         if news:
@@ -364,3 +376,7 @@ class VmRegistry:
     def _free_port(self, live: _Live) -> int | None:
         """An open port that no generation has used."""
         return live.rendezvous_port if live.rendezvous_port and self._now() >= live.port_free_at else None
+
+
+def _list_sent(workers: Iterable[Health]) -> set[tuple[tuple[str, int, int], SentAhead]]:
+    return {(worker.key, worker.sent_ahead) for worker in workers if worker.sent_ahead is not None}

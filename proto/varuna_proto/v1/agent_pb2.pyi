@@ -310,6 +310,7 @@ class ManagerMessage(_message.Message):
     KEEP_PREPARED_FIELD_NUMBER: _builtins.int
     START_NEWCOMERS_FIELD_NUMBER: _builtins.int
     END_NEWCOMERS_FIELD_NUMBER: _builtins.int
+    SEND_AHEAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """answers Hello"""
@@ -338,6 +339,8 @@ class ManagerMessage(_message.Message):
     def start_newcomers(self) -> Global___StartNewcomers: ...
     @_builtins.property
     def end_newcomers(self) -> Global___EndNewcomers: ...
+    @_builtins.property
+    def send_ahead(self) -> Global___SendAhead: ...
     def __init__(
         self,
         *,
@@ -353,12 +356,13 @@ class ManagerMessage(_message.Message):
         keep_prepared: Global___KeepPrepared | None = ...,
         start_newcomers: Global___StartNewcomers | None = ...,
         end_newcomers: Global___EndNewcomers | None = ...,
+        send_ahead: Global___SendAhead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "end_newcomers", b"end_newcomers", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "start_newcomers", b"start_newcomers", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "end_newcomers", b"end_newcomers", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "send_ahead", b"send_ahead", "start_newcomers", b"start_newcomers", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "end_newcomers", b"end_newcomers", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "start_newcomers", b"start_newcomers", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "body", b"body", "drain", b"drain", "dump_stacks", b"dump_stacks", "end_newcomers", b"end_newcomers", "fetch_logs", b"fetch_logs", "keep_prepared", b"keep_prepared", "launch", b"launch", "prepare", b"prepare", "refused", b"refused", "send_ahead", b"send_ahead", "start_newcomers", b"start_newcomers", "stop", b"stop", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused", "dump_stacks", "prepare", "keep_prepared", "start_newcomers", "end_newcomers"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "launch", "stop", "drain", "fetch_logs", "refused", "dump_stacks", "prepare", "keep_prepared", "start_newcomers", "end_newcomers", "send_ahead"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -660,6 +664,8 @@ class WorkerHealth(_message.Message):
     EVALUATED_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     QUIET_RANKS_FIELD_NUMBER: _builtins.int
+    AHEAD_REQUEST_FIELD_NUMBER: _builtins.int
+    AHEAD_STEP_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     rank: _builtins.int
@@ -674,6 +680,10 @@ class WorkerHealth(_message.Message):
     """signs of life since the worker's start, while `step` does not grow: `Evaluated`"""
     waiting_for: Global___WaitKind.ValueType
     """set after half a second of waiting"""
+    ahead_request: _builtins.str
+    """the SendAhead that the worker has carried out last; empty: none"""
+    ahead_step: _builtins.int
+    """the committed step whose state it has sent for it"""
     @_builtins.property
     def quiet_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ranks of its generation that do not answer the worker while it waits"""
@@ -692,10 +702,12 @@ class WorkerHealth(_message.Message):
         evaluated: _builtins.int = ...,
         waiting_for: Global___WaitKind.ValueType = ...,
         quiet_ranks: _abc.Iterable[_builtins.int] | None = ...,
+        ahead_request: _builtins.str = ...,
+        ahead_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_us", b"backward_us", "evaluated", b"evaluated", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "quiet_ranks", b"quiet_ranks", "rank", b"rank", "step", b"step", "wait_us", b"wait_us", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_request", b"ahead_request", "ahead_step", b"ahead_step", "backward_us", b"backward_us", "evaluated", b"evaluated", "forward_us", b"forward_us", "generation", b"generation", "job_id", b"job_id", "memory_bytes", b"memory_bytes", "quiet_ranks", b"quiet_ranks", "rank", b"rank", "step", b"step", "wait_us", b"wait_us", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1789,6 +1801,66 @@ class EndNewcomers(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EndNewcomers: _TypeAlias = EndNewcomers  # noqa: Y015
+
+@_typing.final
+class SendAhead(_message.Message):
+    """a generation that trains gives the ranks of the next one the state that they lack"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    RANKS_BEFORE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_HOST_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    generation: _builtins.int
+    """the one that trains"""
+    request: _builtins.str
+    """the same for the same next generation, as in its StartNewcomers"""
+    world_size: _builtins.int
+    """of the generation that trains; this and the following: for newcomers"""
+    rendezvous_host: _builtins.str
+    rendezvous_port: _builtins.int
+    secret: _builtins.str
+    @_builtins.property
+    def plan(self) -> Global___PlanSpec:
+        """of the next generation, as it is expected"""
+
+    @_builtins.property
+    def ranks_before(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by its ranks: the rank that the process has now, plus 1; 0: it is a newcomer"""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerAssignment]:
+        """its ranks on this VM"""
+
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        request: _builtins.str = ...,
+        plan: Global___PlanSpec | None = ...,
+        ranks_before: _abc.Iterable[_builtins.int] | None = ...,
+        workers: _abc.Iterable[Global___WorkerAssignment] | None = ...,
+        world_size: _builtins.int = ...,
+        rendezvous_host: _builtins.str = ...,
+        rendezvous_port: _builtins.int = ...,
+        secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "plan", b"plan", "ranks_before", b"ranks_before", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "request", b"request", "secret", b"secret", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendAhead: _TypeAlias = SendAhead  # noqa: Y015
 
 @_typing.final
 class JobLimits(_message.Message):

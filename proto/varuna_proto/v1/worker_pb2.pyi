@@ -40,6 +40,7 @@ class WorkerMessage(_message.Message):
     SCRIPT_OBSTACLE_FIELD_NUMBER: _builtins.int
     LOG_VALUES_FIELD_NUMBER: _builtins.int
     AT_DOOR_FIELD_NUMBER: _builtins.int
+    SENT_AHEAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """the first message"""
@@ -86,6 +87,8 @@ class WorkerMessage(_message.Message):
     def at_door(self) -> Global___AtDoor:
         """follows the hello of a newcomer, which waits for Assigned"""
 
+    @_builtins.property
+    def sent_ahead(self) -> Global___SentAhead: ...
     def __init__(
         self,
         *,
@@ -104,12 +107,13 @@ class WorkerMessage(_message.Message):
         script_obstacle: Global___ScriptObstacle | None = ...,
         log_values: Global___LogValues | None = ...,
         at_door: Global___AtDoor | None = ...,
+        sent_ahead: Global___SentAhead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "log_values", b"log_values", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "log_values", b"log_values", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "sent_ahead", b"sent_ahead", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "log_values", b"log_values", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_door", b"at_door", "body", b"body", "checkpoint_done", b"checkpoint_done", "evaluated", b"evaluated", "failure", b"failure", "generation_left", b"generation_left", "giving_state", b"giving_state", "hello", b"hello", "log_values", b"log_values", "profile_done", b"profile_done", "ready", b"ready", "script_obstacle", b"script_obstacle", "sent_ahead", b"sent_ahead", "step_done", b"step_done", "step_traced", b"step_traced", "unreached", b"unreached", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced", "unreached", "waiting", "generation_left", "giving_state", "script_obstacle", "log_values", "at_door"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "step_done", "checkpoint_done", "profile_done", "failure", "evaluated", "step_traced", "unreached", "waiting", "generation_left", "giving_state", "script_obstacle", "log_values", "at_door", "sent_ahead"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -124,6 +128,7 @@ class AgentToWorker(_message.Message):
     ASSIGNED_FIELD_NUMBER: _builtins.int
     GIVE_STATE_FIELD_NUMBER: _builtins.int
     STORE_STATE_FIELD_NUMBER: _builtins.int
+    AHEAD_PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def leave(self) -> Global___Leave: ...
     @_builtins.property
@@ -142,6 +147,10 @@ class AgentToWorker(_message.Message):
     def store_state(self) -> Global___StoreState:
         """to such a process; it puts its state into a memory file and ends"""
 
+    @_builtins.property
+    def ahead_part(self) -> Global___AheadPart:
+        """to a worker that trains, or to a newcomer at the door"""
+
     def __init__(
         self,
         *,
@@ -150,16 +159,76 @@ class AgentToWorker(_message.Message):
         assigned: Global___Assigned | None = ...,
         give_state: Global___GiveState | None = ...,
         store_state: Global___StoreState | None = ...,
+        ahead_part: Global___AheadPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave", "store_state", b"store_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "ahead_part", b"ahead_part", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave", "store_state", b"store_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave", "store_state", b"store_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "ahead_part", b"ahead_part", "assigned", b"assigned", "body", b"body", "give_state", b"give_state", "leave", b"leave", "store_state", b"store_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["leave", "admitted", "assigned", "give_state", "store_state"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["leave", "admitted", "assigned", "give_state", "store_state", "ahead_part"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___AgentToWorker: _TypeAlias = AgentToWorker  # noqa: Y015
+
+@_typing.final
+class AheadPart(_message.Message):
+    """of a process, in sending the state ahead"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMAND_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """of the process in the next generation; unset: it has none"""
+    processes: _builtins.int
+    """of the job on this VM, which share its memory"""
+    @_builtins.property
+    def command(self) -> _agent_pb2.SendAhead:
+        """as the manager sent it"""
+
+    def __init__(
+        self,
+        *,
+        command: _agent_pb2.SendAhead | None = ...,
+        rank: _builtins.int | None = ...,
+        processes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "command", b"command", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "command", b"command", "processes", b"processes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___AheadPart: _TypeAlias = AheadPart  # noqa: Y015
+
+@_typing.final
+class SentAhead(_message.Message):
+    """all that the worker was to send is there"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    request: _builtins.str
+    step: _builtins.int
+    """the committed step whose state it was"""
+    def __init__(
+        self,
+        *,
+        request: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SentAhead: _TypeAlias = SentAhead  # noqa: Y015
 
 @_typing.final
 class GenerationLeft(_message.Message):

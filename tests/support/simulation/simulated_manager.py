@@ -34,7 +34,7 @@ from varuna_manager.planning.rates import RateQuestion, RateService
 from varuna_manager.providers.base import EmulatedProvider
 from varuna_manager.world.bell import Bell
 from varuna_manager.world.events import EventLog
-from varuna_manager.world.vm_registry import Health, NewcomerReport, VmRegistry
+from varuna_manager.world.vm_registry import Health, NewcomerReport, SentAhead, VmRegistry
 from varuna_manager.world.world import World
 from varuna_proto.v1 import agent_pb2 as pb
 from virtual_time import VirtualTime
@@ -316,7 +316,14 @@ class ManagerEnd:
         if session is None or self.sessions.get(session.vm_id) is not session:
             return
         workers = [
-            Health(job_id=x.job_id, generation=x.generation, rank=x.rank, step=x.step) for x in heartbeat.workers
+            Health(
+                job_id=x.job_id,
+                generation=x.generation,
+                rank=x.rank,
+                step=x.step,
+                sent_ahead=SentAhead(x.ahead_request, x.ahead_step) if x.ahead_request else None,
+            )
+            for x in heartbeat.workers
         ]
         newcomers = [
             NewcomerReport(

@@ -186,6 +186,9 @@ class SimulatedVm:
             case ins.SendLeave(key, mode, _, keeps_state):
                 worker, within_step = self.workers[key], instruction.within_step
                 self._training.receive_leave(worker, mode, keeps_state, within_step=within_step)
+            case ins.SendAheadPart(key, part):
+                if key in self.workers:
+                    self._time.after(self._chance.uniform(0.5, 6.0), lambda: self._send_ahead(key, part))
             case ins.ClaimRendezvousPort():
                 self._time.after(0.0, self._open_rendezvous)
             case ins.HangUp(reason):
@@ -226,6 +229,15 @@ class SimulatedVm:
         is_for_nothing = self._training.is_awaited(worker) and not is_late and not self.state.is_departing
         assert not is_for_nothing, f"{worker.key} ({reason}) before generation {worker.gives_to} has its state"
         self._time.after(0.01, lambda: self._training.end(worker, KILLED))
+
+    def _send_ahead(self, key: WorkerKey, part: w.AheadPart) -> None:
+        """Has sent the state of the step under way; that of the next one follows."""
+        worker = self.workers.get(key)
+        if worker is None or not worker.alive or worker.left or not self.alive:
+            return
+        sent = w.SentAhead(request=part.command.request, step=self._training.group_of(worker.start).step)
+        self.handle(ev.WorkerMessageReceived(key, w.WorkerMessage(sent_ahead=sent)))
+        self._time.after(self._chance.uniform(2.0, 8.0), lambda: self._send_ahead(key, part))
 
     def _start_newcomer(self, key: WorkerKey) -> None:
         """Most reach the door; some end before, and some never do anything."""

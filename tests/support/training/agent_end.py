@@ -79,6 +79,10 @@ class AgentEnd:
         leave = worker_pb2.Leave(mode=mode, keep_state=keep_state, in_place=in_place, within_step=within_step)
         self._worker.sendall(framing.frame(worker_pb2.AgentToWorker(leave=leave)))
 
+    def send_ahead_part(self, part: worker_pb2.AheadPart) -> None:
+        assert self._worker is not None
+        self._worker.sendall(framing.frame(worker_pb2.AgentToWorker(ahead_part=part)))
+
     def assign(self, environment: WorkerEnvironment, log: Path) -> None:
         """Gives a survivor its rank in the next generation."""
         assert self._worker is not None

@@ -11,7 +11,9 @@ from pathlib import Path
 from agent_end import AgentEnd
 from small_gpt import Task
 from training_world import Outcome, Ranks, Zygote
+from varuna_proto.environment import WorkerEnvironment
 from varuna_proto.plan import Plan
+from varuna_proto.plan_message import make_plan_spec
 from varuna_proto.v1 import agent_pb2, worker_pb2
 from waiting import wait_until
 
@@ -34,6 +36,9 @@ class SurvivorWorld:
         """Where each process leaves its results, without the suffix."""
         self._others: list[Ranks] = []
         self.plan = self.world.environment(0).plan
+        self._firsts: dict[int, int] = {}
+        """By rank in the next generation: the number in `ends` of a new process that was started for it last."""
+        self._next: tuple[Plan, list[int | None]] = self.plan, []
         self._without_rank: list[int] = []
         """Processes that the present generation does not take, and that have not been ended."""
         self.ranks = list(range(p * d))
@@ -126,50 +131,110 @@ class SurvivorWorld:
         one had. `wanted`: more of it, for the new processes. Returns the step that the others hold.
         """
         left = self.wait_until_left(set())
-        self.generation += 1
-        survivors = tuple(rank for rank, first in enumerate(ranks) if first is not None)
-        new = [rank for rank, first in enumerate(ranks) if first is None]
         secret = secrets.token_hex()
-        base = replace(
-            self.world.environment(0),
+        base = self._make_next(plan, ranks, secret)
+        others = self._start_new(plan, ranks, base, wanted or {})
+        port = others.holder_environment().rendezvous_port
+        self._assign_next(ranks, replace(base, rendezvous_port=port, secret=secret))
+        (step,) = {one.step for one in left.values()}
+        return step
+
+    def start_ahead(self, plan: Plan, ranks: list[int | None]) -> None:
+        """Starts the new processes of the next generation, which `grow_ahead` takes; `ranks`: as for `grow`."""
+        base = replace(self._make_next(plan, ranks, secrets.token_hex()), newcomer=1)
+        if None in ranks:
+            self._start_new(plan, ranks, base, {})
+        self._next = plan, [self._firsts.get(rank) if first is None else first for rank, first in enumerate(ranks)]
+        for first in self._firsts.values():
+            self.ends[first].wait_for(lambda message: message.HasField("at_door"))
+
+    def send_ahead(self, step: int) -> None:
+        """Has the present ranks send their state to where the next generation needs it, until all have sent that of
+        `step`."""
+        self.ask_to_send_ahead()
+        for first in self.ranks:
+            self.ends[first].wait_for(lambda message: message.sent_ahead.step == step)
+
+    def ask_to_send_ahead(self) -> None:
+        plan, ranks = self._next
+        present = self.world.holder_environment()
+        command = agent_pb2.SendAhead(
+            job_id=present.job_id,
             generation=self.generation,
+            request="next",
+            plan=make_plan_spec(plan),
+            ranks_before=[self.ranks.index(first) + 1 if first in self.ranks else 0 for first in ranks],
+            world_size=present.world_size,
+            rendezvous_host=present.rendezvous_host,
+            rendezvous_port=present.rendezvous_port,
+            secret=present.secret,
+        )
+        for first in {*self.ranks, *ranks} - {None}:
+            assert first is not None
+            self.ends[first].wait_for(lambda message: message.HasField("hello"))
+            rank = ranks.index(first) if first in ranks else None
+            self.ends[first].send_ahead_part(worker_pb2.AheadPart(command=command, rank=rank, processes=len(self.ends)))
+
+    def grow_ahead(self) -> None:
+        """Starts the next generation in place when the present ranks have left, with the processes of `start_ahead`."""
+        plan, firsts = self._next
+        self.wait_until_left(set())
+        ranks = [None if first in self._firsts.values() else first for first in firsts]
+        base = self._make_next(plan, ranks, secrets.token_hex())
+        self.generation += 1
+        self.plan, self.ranks = plan, [first for first in firsts if first is not None]
+        for rank, first in enumerate(self.ranks):
+            environment = replace(base, rank=rank, agent_socket=self.ends[first].path)
+            self.ends[first].assign(environment, self.world.out / f"generation{self.generation}.rank{rank}.log")
+
+    def _make_next(self, plan: Plan, ranks: list[int | None], secret: str) -> WorkerEnvironment:
+        """Of the next generation, for any of its ranks."""
+        return replace(
+            self.world.environment(0),
+            generation=self.generation + 1,
             world_size=plan.p * plan.d,
             plan=plan,
-            survivors=survivors,
+            survivors=tuple(rank for rank, first in enumerate(ranks) if first is not None) if None in ranks else (),
             secret=secret,
         )
-        firsts = {rank: len(self.ends) + number for number, rank in enumerate(new)}
+
+    def _start_new(
+        self, plan: Plan, ranks: list[int | None], base: WorkerEnvironment, wanted: Mapping[str, object]
+    ) -> Ranks:
+        """Starts the new processes of the next generation."""
+        new = [rank for rank, first in enumerate(ranks) if first is None]
+        self._firsts = firsts = {rank: len(self.ends) + number for number, rank in enumerate(new)}
         self.ends |= {first: self._stack.enter_context(AgentEnd(keeps_survivor=True)) for first in firsts.values()}
 
         def launch(number: int) -> dict[str, str]:
             rank = new[number]
             return replace(base, rank=rank, agent_socket=self.ends[firsts[rank]].path).to_environ()
 
-        more = {**self._more, "wanted": {**self._more.get("wanted", {}), **(wanted or {})}}  # type: ignore[dict-item]
+        more = {**self._more, "wanted": {**self._more.get("wanted", {}), **wanted}}  # type: ignore[dict-item]
         others = Ranks(
             self._zygote,
             self.world.folder,
             self.world.task,
             1,
             len(new),
-            generation=self.generation,
+            generation=self.generation + 1,
             launched=launch,
             **more,  # type: ignore[arg-type]
         )
         self._others.append(self._stack.enter_context(others))
-        port = others.holder_environment().rendezvous_port
-        for rank in survivors:
-            first = ranks[rank]
-            assert first is not None
-            environment = replace(
-                base, rank=rank, agent_socket=self.ends[first].path, rendezvous_port=port, secret=secret
-            )
-            self.ends[first].assign(environment, self.world.out / f"generation{self.generation}.rank{rank}.log")
         self._results |= {first: others.out / f"rank{rank}" for rank, first in firsts.items()}
-        self.plan = plan
-        self.ranks = [firsts[rank] if first is None else first for rank, first in enumerate(ranks)]
-        (step,) = {one.step for one in left.values()}
-        return step
+        return others
+
+    def _assign_next(self, ranks: list[int | None], base: WorkerEnvironment) -> None:
+        """Gives the ranks that go on their ranks in the next generation, whose new processes have started."""
+        self.generation += 1
+        for rank, first in enumerate(ranks):
+            if first is None:
+                continue
+            environment = replace(base, rank=rank, agent_socket=self.ends[first].path)
+            self.ends[first].assign(environment, self.world.out / f"generation{self.generation}.rank{rank}.log")
+        self.plan = base.plan
+        self.ranks = [self._firsts[rank] if first is None else first for rank, first in enumerate(ranks)]
 
     def _make_replicas(self, lost: set[int]) -> list[int]:
         """The survivors by their next rank, as the manager places them: complete replicas stay together."""

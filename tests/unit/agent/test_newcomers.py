@@ -319,3 +319,36 @@ def test_a_rank_zero_that_was_a_newcomer_holds_the_rendezvous_port() -> None:
     vm.ended(key(1, 1), 75)
     (assign,) = of(ins.AssignWorker, vm.receive_message(launch=launch(AHEAD, ranks=(0,))))
     assert assign.start.rendezvous_port == PORT
+
+
+def send_ahead(*ranks: int, request: str = "r") -> pb.SendAhead:
+    """Ranks 1 and 3 of the next generation are to be on devices 0 and 1 of the VM."""
+    workers = [pb.WorkerAssignment(rank=rank, local_rank=number) for number, rank in enumerate(ranks)]
+    return pb.SendAhead(job_id="job", generation=1, request=request, workers=workers)
+
+
+def parts(instructions: Iterable[ins.Instruction]) -> dict[WorkerKey, tuple[int | None, int]]:
+    """What each process is told: its rank in the next generation, and how many processes share the VM."""
+    return {
+        one.key: (one.part.rank if one.part.HasField("rank") else None, one.part.processes)
+        for one in of(ins.SendAheadPart, instructions)
+    }
+
+
+def test_workers_and_newcomers_are_told_their_parts_in_sending_the_state_ahead() -> None:
+    vm = training(ranks=(0,), gpus=2)
+    workers = [pb.WorkerAssignment(rank=3, local_rank=1)]
+    (start,) = of(ins.StartWorker, ask(vm, ahead=expected(workers=workers)))
+    assert parts(vm.receive_message(send_ahead=send_ahead(1, 3))) == {key(1, 0): (1, 1)}, "it is not at the door"
+    reach_door(vm, start.key)
+    told = vm.receive_message(send_ahead=send_ahead(1, 3))
+    assert parts(told) == {key(1, 0): (1, 2), start.key: (3, 2)}
+    assert parts(vm.receive_message(send_ahead=send_ahead(1, 3, request="other"))) == {key(1, 0): (1, 1)}
+    assert parts(vm.receive_message(send_ahead=send_ahead())) == {key(1, 0): (None, 2)} | {start.key: (None, 2)}
+
+
+def test_a_heartbeat_says_at_once_what_a_worker_has_sent() -> None:
+    vm = training(ranks=(0,))
+    vm.receive_worker_message(key(1, 0), sent_ahead=w.SentAhead(request="r", step=7))
+    (health,) = sent(vm.tick(vm.now + 0.5), "heartbeat")[-1].workers
+    assert (health.ahead_request, health.ahead_step) == ("r", 7)

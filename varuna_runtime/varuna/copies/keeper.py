@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from varuna.checkpoint.errors import CheckpointError
+from varuna.checkpoint.format.tensor_file import ALIGNMENT
 from varuna.copies.memory import SpareMemory
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message
@@ -47,6 +48,11 @@ class CopyKeeper(StateServer):
         self._spare = SpareMemory()
         self._round_series = 0
         super().__init__(key, host)
+
+    @property
+    def series(self) -> int:
+        """Of the states that are kept: each checkpoint that all ranks load begins another one."""
+        return self._round_series
 
     def list_copies(self) -> list[HeldFiles]:
         """Those that are whole."""
@@ -84,17 +90,18 @@ class CopyKeeper(StateServer):
 
     def _take_copy(self, connection: socket.socket, inventory: Inventory, series: int, step_to_keep: int) -> None:
         entries = inventory.receipt.files
-        total = sum(entry.bytes for entry in entries)
+        total = sum(_room_of(entry.bytes) for entry in entries)
         memory = self._reserve_memory(inventory.rank, step_to_keep, total)
         is_whole = False
         try:
             files: dict[str, HeldFile] = {}
             end = 0
             for entry in entries:
-                at, end = end, end + entry.bytes
-                files[entry.name] = HeldFile(entry.bytes, (memory[at:end],))
-                while at < end:
-                    at += receive_chunk(connection, memory[at:end])
+                at, until = end, end + entry.bytes
+                files[entry.name] = HeldFile(entry.bytes, (memory[at:until],))
+                while at < until:
+                    at += receive_chunk(connection, memory[at:until])
+                end += _room_of(entry.bytes)
             with self._keeping:
                 is_whole = series == self._round_series and not self._is_closed
                 if is_whole:
@@ -118,3 +125,8 @@ class CopyKeeper(StateServer):
             ]
             self._kept = [copy for copy in self._kept if copy not in dropped]
             return self._spare.take(size, [copy.memory for copy in dropped])
+
+
+def _room_of(size: int) -> int:
+    """So that the next file's tensors are aligned in memory, as they are in the file."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -37,12 +37,34 @@ class StateExchange:
     What keeps one rank from going on keeps all: the methods return its reason on every rank; "" if there is none.
     """
 
-    def __init__(self, exchange: Callable[[str, str], list[str]], *, key: MeetingKey, rank: int, host: str) -> None:
-        """`exchange`: gathers a text of each rank under a name. `rank`, `host`: of this process."""
+    def __init__(
+        self,
+        exchange: Callable[[str, str], list[str]],
+        *,
+        key: MeetingKey,
+        rank: int,
+        host: str,
+        series: int | None = None,
+        list_ahead: Callable[[int, int, int], Sequence[HeldFiles]] = lambda generation, step, series: (),
+    ) -> None:
+        """What one rank needs to take part.
+
+        Args:
+            exchange: gathers a text of each rank under a name.
+            key: of the generation that begins.
+            rank, host: of this process.
+            series: of the state that it holds, among those of its generation; None: it holds none.
+            list_ahead: returns what came ahead of the states after so many steps (the second argument) of a series (the
+                third) of a generation (the first).
+        """
         self._exchange = exchange
         self._key = key
         self._rank = rank
         self._host = host
+        self._series = series
+        self._list_ahead = list_ahead
+        self._ahead: dict[str, HeldFile] = {}
+        """The files of the state that came ahead."""
         self._server: HolderServer | None = None
         self._merged: MergedInventories | None = None
         self._reader: HeldStateReader | None = None
@@ -77,7 +99,9 @@ class StateExchange:
                 address = {"address": self._server.address}
                 text = encode_inventories([one.inventory.model_copy(update=address) for one in (held, *copies)])
         sizes = {rank: file.bytes for rank, file in beside.items()}
-        shared = self._gather_values("inventory", {"obstacle": obstacle, "inventory": text, "beside": sizes})
+        shared = self._gather_values(
+            "inventory", {"obstacle": obstacle, "inventory": text, "beside": sizes, "series": self._series}
+        )
         if reason := _first_reason([one["obstacle"] for one in shared]):
             return reason
         try:
@@ -89,16 +113,34 @@ class StateExchange:
             self._merged = merge_inventories(inventory for of_rank, _ in inventories for inventory in of_rank)
         except CheckpointError as error:
             return str(error)
+        self._ahead = self._find_ahead({one["series"] for one in shared if one["inventory"]})
         # A rank's own inventory is the first of those that it gives.
         sizes_to_own = [(of_rank[0], beside.get(str(self._rank), 0)) for of_rank, beside in inventories]
         self._beside = [(inventory, size) for inventory, size in sizes_to_own if size]
         return _describe_registered(self._merged)
 
+    def _find_ahead(self, series: set[int | None]) -> dict[str, HeldFile]:
+        """The files of the merged state that are here already. `series`: of those who hold it."""
+        assert self._merged is not None, "inventories are merged first"
+        if len(series) != 1 or (number := next(iter(series))) is None:
+            return {}
+        first = next(iter(self._merged.holders.values()))[0]
+        parts = self._list_ahead(first.receipt.generation, first.step, number)
+        files = {name: (file, part.inventory.headers.get(name)) for part in parts for name, file in part.files.items()}
+        return {
+            entry.name: files[entry.name][0]
+            for entry in self._merged.manifest.files
+            if entry.name in files
+            and files[entry.name][0].bytes == entry.bytes
+            and files[entry.name][1] == self._merged.holders[entry.name][0].headers.get(entry.name)
+        }
+
     def stage_state(self, state: TrainingState | None, obstacle: str) -> tuple[StagedCheckpoint | None, str]:
         """Makes what this rank lacks ready to be loaded into `state`; None: it lacks nothing, or has an `obstacle`."""
         assert self._merged is not None, "inventories are shared first"
         manifest = self._merged.manifest
-        files = [] if state is None else [entry.name for entry in list_needed_files(manifest, state)]
+        needed = [] if state is None else [entry.name for entry in list_needed_files(manifest, state)]
+        files = [name for name in needed if name not in self._ahead]
         shared = self._gather_values("needs", {"obstacle": obstacle, "host": self._host, "files": files})
         if reason := _first_reason([one["obstacle"] for one in shared]):
             return None, reason
@@ -108,7 +150,7 @@ class StateExchange:
         try:
             plan = plan_transfers(self._merged.sources, needs)
             own = {file: holder for (rank, file), holder in plan.items() if rank == self._rank}
-            self._reader = HeldStateReader(self._merged, own, self._key, self._host)
+            self._reader = HeldStateReader(self._merged, own, self._key, self._host, self._ahead)
             return stage_state(manifest, self._reader, state), ""
         except CheckpointError as error:  # the others learn it in `agree`
             return None, str(error)

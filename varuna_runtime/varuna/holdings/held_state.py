@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import structlog
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from varuna.checkpoint.errors import CheckpointError
 from varuna.checkpoint.format.manifest import FileEntry, FileKind, Manifest
@@ -21,12 +20,9 @@ from varuna.checkpoint.loading.resuming import HeldStateProposal
 from varuna.checkpoint.loading.verification import files_holding
 from varuna.checkpoint.state.rank_state import TrainingState
 from varuna.diagnostics.error_text import first_line
-from varuna.distributed.gloo import let_go
 from varuna.distributed.handshake import MeetingKey
+from varuna.distributed.lone_store import LoneStore
 from varuna.distributed.reach import address_towards
-from varuna.distributed.rendezvous import RENDEZVOUS_TIMEOUT, store_prefix
-from varuna.distributed.rendezvous_server import RendezvousServer
-from varuna.distributed.rendezvous_store import RendezvousStore
 from varuna.holdings.giving import DONE_KEY, inventory_key
 from varuna.holdings.inventory import Inventory, decode_inventories, encode_inventories
 from varuna.holdings.memory_files import MemoryGivers, take_memory_files
@@ -64,25 +60,6 @@ class _Taken(NamedTuple):
     holders: int
 
 
-class _LoneStore:
-    """The rendezvous store of a generation of one rank."""
-
-    def __init__(self, environment: WorkerEnvironment, key: MeetingKey) -> None:
-        """Raises OSError, RuntimeError when it cannot be served."""
-        self._server = RendezvousServer(environment.rendezvous_host, key)
-        try:
-            self._served = RendezvousStore(environment.rendezvous_host, key, RENDEZVOUS_TIMEOUT)
-        except BaseException:
-            self._server.stop()
-            raise
-        self.store: Store = PrefixStore(store_prefix(environment), self._served)
-
-    def close(self) -> None:
-        self._server.stop()
-        self._served.close()
-        let_go(self._served)
-
-
 class HeldState:
     """A `HeldStateSource`. Every rank of the new generation makes one if the environment names holders."""
 
@@ -93,7 +70,7 @@ class HeldState:
         self._key = key
         self._rank = rank
         self._host = host
-        self._lone_store: _LoneStore | None = None
+        self._lone_store: LoneStore | None = None
         self._memory: MemoryGivers | None = None
         """Gives what ended workers have left on this VM."""
         self._inventories: dict[int, list[Inventory]] = {}
@@ -116,11 +93,11 @@ class HeldState:
         if not environment.holders:
             return None
         key = MeetingKey.from_environment(environment)
-        lone_store: _LoneStore | None = None
+        lone_store: LoneStore | None = None
         try:
             host = address_towards(environment.rendezvous_host, environment.rendezvous_port or 9)
             if environment.world_size == 1:
-                lone_store = _LoneStore(environment, key)
+                lone_store = LoneStore(environment, key)
                 store = lone_store.store
         except (OSError, RuntimeError) as error:
             _log.warning("the state that processes hold cannot be reached", reason=first_line(error))

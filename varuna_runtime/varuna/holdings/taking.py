@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import structlog
 from torch import Tensor
@@ -21,7 +22,7 @@ from varuna.diagnostics.error_text import first_line
 from varuna.diagnostics.loading_progress import LOADING_PROGRESS
 from varuna.distributed.handshake import MeetingKey, greet_server
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message, receive_into, receive_message
-from varuna.holdings.inventory import Inventory
+from varuna.holdings.inventory import HeldFile, Inventory
 from varuna.holdings.merging import MergedInventories
 from varuna.holdings.transfer_protocol import (
     CHUNK_BYTES,
@@ -51,14 +52,22 @@ class HeldStateReader:
     """Reads the files of a state that several holders have. A `ContentReader`.
 
     `plan`: the rank of the holder for each file; a file without one comes from any that has it, and so does a file
-    whose holder fails. Errors are HolderErrors, which name the holders.
+    whose holder fails. `ahead`: files that are here already. Errors are HolderErrors, which name the holders.
     """
 
     store_bytes = 0
 
-    def __init__(self, merged: MergedInventories, plan: Mapping[str, int], key: MeetingKey, host: str) -> None:
+    def __init__(
+        self,
+        merged: MergedInventories,
+        plan: Mapping[str, int],
+        key: MeetingKey,
+        host: str,
+        ahead: Mapping[str, HeldFile] = MappingProxyType({}),
+    ) -> None:
         """`host`: this machine's address, whose holders come first."""
         self._merged = merged
+        self._ahead = ahead
         self._plan = plan
         self._key = key
         self._host = host
@@ -95,7 +104,11 @@ class HeldStateReader:
 
     def read_contents(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, FileContent]]:
         """Each file, in an order in which several holders give at the same time."""
-        wanted = self._interleave_holders({entry.name: entry for entry in entries}.values())
+        by_name = {entry.name: entry for entry in entries}
+        for name in by_name.keys() & self._ahead.keys():
+            (data,) = self._ahead[name].pieces
+            yield by_name[name], FileContent(*tensor_file.read_tensors(data))
+        wanted = self._interleave_holders([entry for name, entry in by_name.items() if name not in self._ahead])
         ahead = min(max(len({self._find_candidates(one)[0].rank for one in wanted}), _FEWEST_AHEAD), _MOST_AHEAD)
         if wanted:
             yield from zip(wanted, map_ahead(self._fetch_content, wanted, ahead=ahead), strict=True)

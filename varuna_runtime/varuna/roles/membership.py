@@ -129,7 +129,8 @@ class GenerationMembership:
         worker.phases.end_phase("script")
         settled = self._catch_up(None, None).settled
         self._require_together(settled.members)
-        taken, reason = take_state(worker, parts.checkpoints.training_state())
+        taken, reason = take_state(worker, parts.checkpoints.training_state(), parts.taken_ahead)
+        parts.taken_ahead.close()
         self._require_success(reason)
         assert taken is not None
         parts.checkpoints.continue_from(taken.loaded)
@@ -241,6 +242,8 @@ class GenerationMembership:
         worker.end_membership(links_ended=holder.is_between_stages or parts.assembly.disconnect(_LINKS_END_S))
         if parts.copies is not None:
             parts.copies.finish_capture()
+        if parts.ahead is not None:
+            parts.ahead.end_pass()
         parts.checkpoints.checkpointing.abandon_saves()
         phases.end_phase("leave")
         command = worker.link.wait_for_command()
@@ -481,6 +484,9 @@ class GenerationMembership:
             parts.copies.finish_capture()
             parts.copies = None
         parts.shares = None
+        if parts.ahead is not None:
+            parts.ahead.taker.close()
+            parts.ahead = None
         parts.expected_weight.follow_replicas(parts.assembly.replicas)
         parts.changes.follow_ranks(parts.assembly.everyone)
         parts.non_finite.set_logging(logs=environment.rank == 0)

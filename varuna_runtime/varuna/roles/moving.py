@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from varuna.assembly.assembly import stages_of
 from varuna.checkpoint import CheckpointError, LoadedCheckpoint, TrainingState
 from varuna.checkpoint.loading.loader import StagedCheckpoint
+from varuna.copies.ahead_taker import AheadTaker
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.exchange import StateExchange
@@ -55,7 +56,10 @@ class StageMove:
     def __init__(self, parts: TrainingParts) -> None:
         """`parts`: of a worker that is in the generation whose ranks move."""
         self._worker, self._parts = parts.worker, parts
-        self._exchange = _make_exchange(parts.worker)
+        ahead = parts.ahead
+        self._exchange = _make_exchange(
+            parts.worker, None if ahead is None else ahead.taker, series=0 if ahead is None else ahead.series
+        )
         self._before: dict[str, nn.Parameter] = {}
         """The parameters that the script had, by name."""
         self._own_sums: list[dict[str, Tensor]] = []
@@ -235,12 +239,12 @@ class TakenState(NamedTuple):
     """Of the step under way, by first name of the parameter; each of another rank."""
 
 
-def take_state(worker: WorkerProcess, state: TrainingState) -> tuple[TakenState | None, str]:
+def take_state(worker: WorkerProcess, state: TrainingState, ahead: AheadTaker) -> tuple[TakenState | None, str]:
     """A new process's part where the others make a `StageMove`: fills `state` with what they hold.
 
-    Returns what was taken, or None and the reason, which all ranks get.
+    `ahead`: what has come of it before. Returns what was taken, or None and the reason, which all ranks get.
     """
-    exchange = _make_exchange(worker)
+    exchange = _make_exchange(worker, ahead)
     taken: TakenState | None = None
     try:
         reason = exchange.share_inventories(None, "")
@@ -258,12 +262,14 @@ def take_state(worker: WorkerProcess, state: TrainingState) -> tuple[TakenState 
     return (None, reason) if reason else (taken, "")
 
 
-def _make_exchange(worker: WorkerProcess) -> StateExchange:
+def _make_exchange(worker: WorkerProcess, ahead: AheadTaker | None, series: int | None = None) -> StateExchange:
     return StateExchange(
         lambda name, own: worker.rendezvous.exchange_values(name, worker.topology.everyone, own),
         key=MeetingKey.from_environment(worker.environment),
         rank=worker.environment.rank,
         host=worker.rendezvous.own_address(),
+        series=series,
+        list_ahead=(lambda generation, step, of_series: ()) if ahead is None else ahead.list_states,
     )
 
 

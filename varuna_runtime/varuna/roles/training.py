@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from varuna.assembly.assembly import Assembly
 from varuna.checkpoint import CheckpointRequest, StateScope
 from varuna.checkpoint.script_states import Stateful
+from varuna.copies.ahead_taker import AheadTaker
+from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares, has_keepers
 from varuna.data.batches import fetch_examples, renew_batch
@@ -77,12 +79,16 @@ class TrainingRole:
         *,
         scalars: TensorBoardWriter,
         follow_surface: Callable[[ModelSurface], None],
+        taken_ahead: AheadTaker,
     ) -> None:
         """`seed`: the job's, if this is rank 0. `scalars`: where each step's figures go for TensorBoard.
 
-        `follow_surface` is called with what the script sees of the model when that is another stage.
+        `follow_surface` is called with what the script sees of the model when that is another stage. `taken_ahead`:
+        sections of the state that came before this process had its rank.
         """
-        self._parts = parts = TrainingParts(wrapped, seed, options, scalars=scalars, follow_surface=follow_surface)
+        self._parts = parts = TrainingParts(
+            wrapped, seed, options, scalars=scalars, follow_surface=follow_surface, taken_ahead=taken_ahead
+        )
         self._worker, self._device, self._precision = parts.worker, parts.device, parts.precision
         self._progress, self._expected_weight = parts.progress, parts.expected_weight
         self._updater, self._swap, self._changes = parts.updater, parts.swap, parts.changes
@@ -214,9 +220,24 @@ class TrainingRole:
                 count_state_bytes=lambda: self.checkpoints.state_bytes,
                 is_pipeline_sending=lambda: self.assembly.links.are_sending,
             )
+        if self._parts.ahead is None and can_hold_state(worker.environment):
+            self._parts.ahead = RankAhead(
+                worker,
+                self._device,
+                section_count=self._parts.section_count,
+                shared=self._parts.model_map.shared,
+                is_pipeline_sending=lambda: self.assembly.links.are_sending,
+            )
         # Before the first step, the state is that of a start.
         if self._parts.copies is not None and self._progress.step and not self._updater.accumulation.is_pending:
             self._parts.copies.begin_round(self._progress.step, self.checkpoints.training_state)
+
+    def _finish_copies(self) -> None:
+        """Waits until the state may change."""
+        if self._parts.copies is not None:
+            self._parts.copies.finish_capture()
+        if self._parts.ahead is not None:
+            self._parts.ahead.end_pass()
 
     def _update(self, step: TrainingStep, totals: StepTotals, gradient: StepGradient) -> None:
         """Makes the update of an agreed step: from here on the state is that after the step."""
@@ -279,8 +300,7 @@ class TrainingRole:
                     accumulation.add_held_gradients(scale / self._expect_weight(global_batch, 0.0, 0))
                 # What the passes have written counts only once all ranks agree; without such buffers nothing is open.
                 step.is_reduced = not stage.written.homes
-                if self._parts.copies is not None:
-                    self._parts.copies.finish_capture()
+                self._finish_copies()
                 totals = self._agree_on(step.passed)
             except (GenerationEnded, PeerLost):
                 stage.written.discard_writes()
@@ -308,6 +328,9 @@ class TrainingRole:
         global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
         may_keep, began_s = self._may_keep(), time.monotonic()
         limit = self._limit_pass(len(micro_batches), may_keep=may_keep)
+        has_state = self._progress.step > 0 and not self._updater.accumulation.is_pending
+        if may_keep and has_state and self._parts.ahead is not None:
+            self._parts.ahead.begin_pass(self._progress.step, self.checkpoints.training_state)
         with (
             self._finishing_share(limit) if may_keep else nullcontext(),
             self._marking_share(step, micro_batches, kept, may_mark=may_keep) as follow_backward,
@@ -323,7 +346,7 @@ class TrainingRole:
                 write_back_buffers=False,
                 hooks=PassHooks(
                     before_last_backward=self.assembly.reducer.mark_last_backward,
-                    after_backward=follow_backward,
+                    after_backward=partial(self._follow_backward, follow_backward),
                     limit=limit,
                 ),
             )
@@ -339,6 +362,14 @@ class TrainingRole:
         examples = sum(micro_batch.examples for micro_batch in ran)
         self._example_s = (time.monotonic() - began_s) / examples if examples else 0.0
         return global_batch
+
+    def _follow_backward(
+        self, mark_share: Callable[[int, PassState], None] | None, done: int, passed: PassState
+    ) -> None:
+        if mark_share is not None:
+            mark_share(done, passed)
+        if self._parts.ahead is not None:
+            self._parts.ahead.begin_round_if_asked()
 
     def _find_micro_batch(self, step: TrainingStep) -> int:
         """Examples in each micro-batch of the step that this replica has to run."""
@@ -565,6 +596,8 @@ class TrainingRole:
         """All ranks have another state now, perhaps of an older step."""
         if self._parts.copies is not None:
             self._parts.copies.forget_copies()
+        if self._parts.ahead is not None:
+            self._parts.ahead.forget_states()
 
     @contextmanager
     def _calling(self, kind: CallKind) -> Iterator[None]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from varuna.assembly.assembly import agree_on_seed, assemble_alone, assemble_rank, stages_of
+from varuna.copies.ahead_taker import AheadTaker
+from varuna.copies.rank_ahead import RankAhead
 from varuna.copies.rank_copies import RankCopies
 from varuna.copies.rank_shares import RankShares
 from varuna.devices.generators import keep_global_generators
@@ -60,6 +62,8 @@ class TrainingParts:
         scalars: where each step's figures go for TensorBoard.
         copies: of the present generation; None: before its first step here, or no copies are kept.
         shares: the same, of the share of the step under way.
+        ahead: sends the state ahead to the ranks of the next shape; None: before the first step of the generation.
+        taken_ahead: what this process has of the state that others had before it had a rank.
         inputs: of the step under way, where the script has a loader of its own.
     """
 
@@ -71,6 +75,7 @@ class TrainingParts:
         *,
         scalars: TensorBoardWriter,
         follow_surface: Callable[[ModelSurface], None],
+        taken_ahead: AheadTaker,
     ) -> None:
         """As for `TrainingRole`."""
         self.worker, self.device, self.precision = wrapped.worker, wrapped.device, wrapped.precision
@@ -129,6 +134,8 @@ class TrainingParts:
         self.habits = ScriptHabits()
         self.copies: RankCopies | None = None
         self.shares: RankShares | None = None
+        self.ahead: RankAhead | None = None
+        self.taken_ahead = taken_ahead
         self.inputs = KeptInputs()
 
     @property

@@ -28,11 +28,21 @@ from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import Departure, GenerationEnded, end_process
 from varuna_proto import framing
 from varuna_proto.environment import EXIT_GENERATION_ENDED, WorkerEnvironment
+from varuna_proto.plan import Plan
+from varuna_proto.plan_message import parse_plan_spec
 from varuna_proto.v1 import agent_pb2, worker_pb2
 
 _log = structlog.get_logger("varuna")
 
-__all__ = ["AgentLink", "Assignment", "GiveCommand", "StateSources", "StoreCommand", "install_excepthook"]
+__all__ = [
+    "AgentLink",
+    "AheadCommand",
+    "Assignment",
+    "GiveCommand",
+    "StateSources",
+    "StoreCommand",
+    "install_excepthook",
+]
 
 
 _PROGRESS_EVERY_S = 1.0
@@ -50,6 +60,28 @@ class GiveCommand(NamedTuple):
 
     environment: WorkerEnvironment
     """Of one of those ranks."""
+
+
+class AheadCommand(NamedTuple):
+    """The generation that trains sends the state ahead to the ranks of the next one (`varuna.copies.rank_ahead`)."""
+
+    generation: int
+    """The one that trains,"""
+    world_size: int
+    rendezvous_host: str
+    rendezvous_port: int
+    secret: str
+    """and where its ranks meet."""
+    request: str
+    """The same for the same next generation."""
+    plan: Plan
+    """Of the next generation."""
+    ranks_before: tuple[int | None, ...]
+    """By its ranks: the present rank of the process; None: it is a newcomer."""
+    rank: int | None
+    """Of this process in it; None: it has none."""
+    processes: int
+    """Of the job on this VM."""
 
 
 class StoreCommand:
@@ -84,6 +116,8 @@ class AgentLink:
         self._commands: SimpleQueue[worker_pb2.Assigned | worker_pb2.GiveState | worker_pb2.StoreState] = SimpleQueue()
         self._on_command: Callable[[], None] = lambda: None
         self._on_failure: Callable[[], None] = lambda: None
+        self._ahead: AheadCommand | None = None
+        self._on_ahead: Callable[[AheadCommand], None] = lambda command: None
         if not environment.agent_socket:
             return
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -105,6 +139,19 @@ class AgentLink:
         """
         at_door = worker_pb2.AtDoor(read_variables=read_variables, obstacle=obstacle)
         self._send(worker_pb2.WorkerMessage(at_door=at_door))
+
+    # Sending the state ahead
+
+    def follow_ahead(self, follow: Callable[[AheadCommand], None]) -> None:
+        """`follow` is called, from another thread, with each command to send the state ahead; with the newest that has
+        come at once."""
+        self._on_ahead = follow
+        if self._ahead is not None:
+            follow(self._ahead)
+
+    def report_sent_ahead(self, request: str, step: int) -> None:
+        """Reports that all is there that this rank was to send of the state after `step` steps."""
+        self._send(worker_pb2.WorkerMessage(sent_ahead=worker_pb2.SentAhead(request=request, step=step)))
 
     # Going on in the next generation
 
@@ -285,6 +332,9 @@ class AgentLink:
             elif message.HasField("store_state"):
                 self._commands.put(message.store_state)
                 self._on_command()
+            elif message.HasField("ahead_part"):
+                self._ahead = _read_ahead(message.ahead_part)
+                self._on_ahead(self._ahead)
             elif message.leave.mode == agent_pb2.STOP_MODE_HOLD_FIRST:
                 leave = message.leave
                 self.departure.request_hold_first(in_place=leave.in_place, within_step=leave.within_step)
@@ -295,6 +345,22 @@ class AgentLink:
                 leave = message.leave
                 self.departure.leave_generation(exit_, may_stay=leave.keep_state, at_once=leave.store_state)
         end_process(EXIT_GENERATION_ENDED)
+
+
+def _read_ahead(part: worker_pb2.AheadPart) -> AheadCommand:
+    command = part.command
+    return AheadCommand(
+        generation=command.generation,
+        world_size=command.world_size,
+        rendezvous_host=command.rendezvous_host,
+        rendezvous_port=command.rendezvous_port,
+        secret=command.secret,
+        request=command.request,
+        plan=parse_plan_spec(command.plan),
+        ranks_before=tuple(rank - 1 if rank else None for rank in command.ranks_before),
+        rank=part.rank if part.HasField("rank") else None,
+        processes=part.processes,
+    )
 
 
 def _redirect_output(log_path: str) -> None:

@@ -27,7 +27,7 @@ from varuna_manager.fleet.vm_usage import UsageBoard
 from varuna_manager.jobs.archives import ArchiveService
 from varuna_manager.metrics.instruments import Instruments
 from varuna_manager.world.bell import Bell
-from varuna_manager.world.vm_registry import Health, NewcomerReport, VmRegistry
+from varuna_manager.world.vm_registry import Health, NewcomerReport, SentAhead, VmRegistry
 from varuna_proto.bounds import MOST_EXACT, MOST_GPUS_OF_A_VM, MOST_STEP, NAME_CHARS, clean_text
 from varuna_proto.failpoints import failpoint
 from varuna_proto.v1 import agent_pb2 as pb
@@ -260,7 +260,14 @@ def _make_healths(workers: Iterable[pb.WorkerHealth]) -> Iterable[Health]:
             evaluated=min(worker.evaluated, MOST_EXACT),
             waiting_for=_WAIT_KINDS.get(worker.waiting_for),
             quiet_ranks=frozenset(worker.quiet_ranks),
+            sent_ahead=_make_sent_ahead(worker),
         )
+
+
+def _make_sent_ahead(worker: pb.WorkerHealth) -> SentAhead | None:
+    if not worker.ahead_request:
+        return None
+    return SentAhead(request=clean_text(worker.ahead_request, NAME_CHARS), step=min(worker.ahead_step, MOST_STEP))
 
 
 def _make_newcomers(newcomers: Sequence[pb.Newcomer]) -> Iterable[NewcomerReport]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from decision_views import devices, plan_for, vm
 from snapshots import loaded
-from varuna_manager.controllers.messages import launch_message, start_newcomers_message
+from varuna_manager.controllers.messages import launch_message, send_ahead_message, start_newcomers_message
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.world.facts import GenerationFacts
@@ -24,3 +24,21 @@ def test_each_vm_is_told_its_zone() -> None:
         wanted = WantedNewcomers(number=2, plan=plan, placement=here, devices=frozenset(here))
         ahead = start_newcomers_message(job, wanted, vm(name, zone=zone), secrets={}, **URLS).start_newcomers
         assert ([worker.rank for worker in ahead.launch.workers], ahead.launch.zone) == (["ab".index(name)], zone)
+
+
+def test_each_vm_is_told_who_the_ranks_of_the_next_shape_are_now() -> None:
+    """On "b" a new process starts beside the present one, which does not go on; "d" has no part in it."""
+    plan, placement = plan_for(3), devices("c", "a", "b")
+    facts = GenerationFacts("j", 4, 1, "training", "running", plan_for(2).to_document(), "host", 9, *[None] * 14)  # type: ignore[arg-type]
+    job = replace(loaded("j", has=("a", "b")), generation=facts._replace(in_place=False, secret="s3"))
+    wanted = WantedNewcomers(number=5, plan=plan, placement=placement, devices=frozenset(devices("b", "c")))
+    for name, ranks in (("a", [1]), ("b", [2]), ("c", [0])):
+        message = send_ahead_message(job, wanted, vm(name))
+        assert message is not None
+        sent = message.send_ahead
+        assert (sent.job_id, sent.generation, sent.request) == ("j", 4, wanted.request)
+        assert [worker.rank for worker in sent.workers] == ranks
+        assert list(sent.ranks_before) == [0, 1, 0]
+        assert (sent.world_size, sent.rendezvous_host, sent.rendezvous_port, sent.secret) == (2, "host", 9, "s3")
+        assert sent.plan.p * sent.plan.d == 3
+    assert send_ahead_message(job, wanted, vm("d")) is None

@@ -11,7 +11,7 @@ from varuna_manager.domain.actions import Decision
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, JobView
 from varuna_manager.domain.states import EndCause, GenerationState, StopMode
-from varuna_manager.world.vm_registry import NewcomerReport, VmRegistry
+from varuna_manager.world.vm_registry import Health, NewcomerReport, SentAhead, VmRegistry
 from varuna_proto.v1 import agent_pb2 as pb
 
 HERE = devices("a", "b")
@@ -46,13 +46,16 @@ class NewcomersWorld:
         sent = []
         for vm_id, session in self.sessions.items():
             before = len(session._commands)
-            self.newcomers.send_commands(session, vm(vm_id), self.make_start)
+            self.newcomers.send_commands(session, vm(vm_id), make_start=self.make_start, make_send=self.make_send)
             sent += [(vm_id, str(message.WhichOneof("body"))) for message in list(session._commands)[before:]]
         return sent
 
     def make_start(self, job_id: str, wanted: WantedNewcomers) -> pb.ManagerMessage:
         launch = pb.Launch(job_id=job_id, generation=wanted.number)
         return pb.ManagerMessage(start_newcomers=pb.StartNewcomers(request=wanted.request, launch=launch))
+
+    def make_send(self, job_id: str, wanted: WantedNewcomers) -> pb.ManagerMessage:
+        return pb.ManagerMessage(send_ahead=pb.SendAhead(job_id=job_id, request=wanted.request))
 
 
 def test_each_vm_is_told_once_on_a_stream_and_told_when_it_is_over() -> None:
@@ -145,3 +148,53 @@ def test_a_manager_that_has_just_started_does_not_end_what_it_may_want_again() -
     world.now += RULES.restart_grace_s
     world.report("a")
     assert world.send() == [("a", "end_newcomers")]
+
+
+SENDS = Decision(reason="sends", newcomers=replace(WANTED, sends_state=True))
+
+
+def report_sent(world: NewcomersWorld, request: str, step: int, *, generation_number: int = RUNNING.number) -> bool:
+    sent = SentAhead(request, step)
+    health = Health(job_id="j", generation=generation_number, rank=0, step=step, sent_ahead=sent)
+    return world.registry.add_heartbeat("a", rendezvous_port=1, workers=(health,))
+
+
+def test_the_state_is_sent_when_the_processes_are_there_and_the_view_says_how_far_it_is() -> None:
+    world = NewcomersWorld()
+    world.decide(WAITS)
+    world.send()
+    world.now += 5
+    world.decide(SENDS)
+    assert world.send() == [("a", "send_ahead"), ("b", "send_ahead")]
+    world.now += 5
+    world.decide(SENDS)
+    assert world.send() == []
+    world.sessions["b"] = AgentSession("b", "1", ())
+    assert world.send() == [("b", "start_newcomers"), ("b", "send_ahead")]
+    view = world.view().newcomers
+    assert view is not None
+    assert (view.since, view.sending_since, view.sent_steps) == (world.now - 10, world.now - 5, {})
+    assert report_sent(world, WANTED.request, 7), "a decision may change"
+    assert not report_sent(world, WANTED.request, 7)
+    view = world.view().newcomers
+    assert view is not None
+    assert view.sent_steps == {0: 7}
+
+
+def test_what_was_sent_for_another_shape_or_by_another_generation_does_not_count() -> None:
+    world = NewcomersWorld()
+    world.decide(SENDS)
+    report_sent(world, "other", 7)
+    view = world.view().newcomers
+    assert view is not None
+    assert view.sent_steps == {}
+    report_sent(world, WANTED.request, 7, generation_number=RUNNING.number - 1)
+    view = world.view().newcomers
+    assert view is not None
+    assert view.sent_steps == {}
+    other = replace(WANTED, placement=HERE[::-1], sends_state=True)
+    world.now += 9
+    world.decide(Decision(reason="sends", newcomers=other))
+    view = world.view().newcomers
+    assert view is not None
+    assert view.sending_since == world.now, "another shape begins anew"

@@ -21,9 +21,10 @@ from varuna.checkpoint.state.registered import NamedEntries, select_entries, spl
 from varuna.devices.accelerator import is_accelerator, wait_for_stream
 from varuna.devices.pinned_arena import PinnedArena
 
-__all__ = ["HostBuffers", "HostFile", "RankSnapshot", "RegisteredCopy", "make_snapshot", "state_file"]
+__all__ = ["HostBuffers", "HostFile", "RankSnapshot", "RegisteredCopy", "is_tied_file", "make_snapshot", "state_file"]
 
 _SUFFIX = ".safetensors"
+_TIED = ".tied"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def make_snapshot(
         parts.setdefault((state.section_of[name], name in state.tied, name in state.frozen), []).append(name)
     for (section, tied, frozen), names in parts.items():
         part = f"-d{replica}" if replica else ""
-        stem = f"section-{section:05d}-g{generation}{part}{'.tied' * tied}{'.frozen' * frozen}"
+        stem = f"section-{section:05d}-g{generation}{part}{_TIED * tied}{'.frozen' * frozen}"
         files.extend(_section_files(state, section, stem, names=names, buffers=buffers))
         files.extend(_average_and_state_files(state, section, stem, names=names, named=named, buffers=buffers))
     groups: tuple[SavedGroup, ...] = ()
@@ -184,6 +185,11 @@ def make_snapshot(
         },
         state_dict=dict(state.state_dict),
     )
+
+
+def is_tied_file(name: str) -> bool:
+    """Whether a file of a section has the parameters that sections of several stages may share."""
+    return _TIED in name
 
 
 def state_file(generation: int, rank: int) -> str:
