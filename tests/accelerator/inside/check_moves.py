@@ -47,6 +47,22 @@ def test_stages_move_without_a_race(
             assert world.ends[first].wait_for_number("ready", 2).ready.store_bytes == 0
 
 
+def test_the_state_goes_ahead_while_steps_run_without_a_race(zygote: Zygote, tmp_path: Path) -> None:
+    """In each step another state, which the update must not change before it is copied."""
+    task = Task(steps=STEPS, optimizer="adamw")
+    with ExitStack() as stack:
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted={"pause_s": PAUSE_S}, device=device_of)
+        world.start_ahead(replace(world.plan, p=3, d=1), [0, 1, 2])
+        world.ask_to_send_ahead()
+        for rank in world.ranks:
+            world.ends[rank].wait_for(lambda message: message.sent_ahead.step >= 2)
+        world.leave_at_boundary()
+        world.grow_ahead()
+        world.end_others()
+        expected = train_plainly(task, world.world.micro_batch, device=torch.device(device_of(0)))
+        assert_equal(world.finish(), expected, task.precision)
+
+
 def test_a_loss_in_a_step_moves_the_sums_without_a_race(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS)
     with ExitStack() as stack:

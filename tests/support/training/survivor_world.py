@@ -182,6 +182,7 @@ class SurvivorWorld:
         ranks = [None if first in self._firsts.values() else first for first in firsts]
         base = self._make_next(plan, ranks, secrets.token_hex())
         self.generation += 1
+        self._without_rank += [first for first in self.ranks if first not in firsts]
         self.plan, self.ranks = plan, [first for first in firsts if first is not None]
         for rank, first in enumerate(self.ranks):
             environment = replace(base, rank=rank, agent_socket=self.ends[first].path)
