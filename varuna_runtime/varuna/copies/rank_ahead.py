@@ -48,7 +48,7 @@ _KINDS = (FileKind.PARAMETERS, FileKind.OPTIMIZER, FileKind.AVERAGE)
 
 
 class _Round(NamedTuple):
-    """What is sent in one step."""
+    """What is sent in the passes of one step."""
 
     command: AheadCommand
     step: int
@@ -85,15 +85,14 @@ class RankAhead:
         """Of the states of this generation: each checkpoint that is loaded begins another one."""
         self._command: AheadCommand | None = None
         """The newest one."""
-        self._step: int | None = None
-        """Committed steps before the pass under way; None: none is."""
-        self._make_state: Callable[[], TrainingState] | None = None
-        self._begun: tuple[str, int] | None = None
-        """The request and the step of the newest round."""
+        self._pass: tuple[int, Callable[[], TrainingState]] | None = None
+        """The committed steps before the pass under way, and what makes its state; None: none is under way."""
+        self._round: _Round | None = None
+        """The present one, also when all is there; None: none has begun in this pass."""
         self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._is_capturing = False
-        """Whether the state is being copied. Guarded by the condition, as what says which round is the present one."""
+        """Whether the state is being copied. Guarded by the condition, as the present round."""
         self._stopped = threading.Event()
         self._sending: PacedConnection | None = None
         self._thread: threading.Thread | None = None
@@ -104,22 +103,23 @@ class RankAhead:
 
     def begin_pass(self, step: int, make_state: Callable[[], TrainingState]) -> None:
         """Before the passes of a step, after `step` committed ones. They do not change what `make_state` returns."""
-        with self._changed:
-            self._step, self._make_state = step, make_state
+        self._pass = step, make_state
         self.begin_round_if_asked()
 
     def begin_round_if_asked(self) -> None:
         """Begins to send the state of the step under way if that was asked for and has not begun."""
-        command, step, make_state = self._command, self._step, self._make_state
-        if command is None or step is None or make_state is None or self._begun == (command.request, step):
+        command = self._command
+        if command is None or self._pass is None:
             return
+        if self._round is not None and self._round.command.request == command.request:
+            return
+        step, make_state = self._pass
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
-        state = make_state()
         with self._changed:
-            self._begun = (command.request, step)
+            self._round = _Round(command, step, self.series, make_state())
             self._stop_sending()
-            self._rounds.put(_Round(command, step, self.series, state))
+            self._rounds.put(self._round)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="varuna-ahead", daemon=True)
             self._thread.start()
@@ -127,7 +127,7 @@ class RankAhead:
     def end_pass(self) -> None:
         """After the passes: what is sent is of no use from now on. Waits until the state may change."""
         with self._changed:
-            self._step = self._make_state = None
+            self._pass = self._round = None
             self._stop_sending()
             self._changed.wait_for(lambda: not self._is_capturing)
 
@@ -139,7 +139,7 @@ class RankAhead:
         """All ranks have loaded another state: nothing that was sent is of use."""
         with self._changed:
             self.series += 1
-            self._begun = None
+            self._round = None
 
     def shut_down(self) -> None:
         """Ends what is under way. What has come stays. From any thread."""
@@ -215,9 +215,7 @@ class RankAhead:
             )
 
     def _is_current(self, round_: _Round) -> bool:
-        is_newest = self._begun == (round_.command.request, round_.step)
-        is_valid = (self._step, self.series) == (round_.step, round_.series)
-        return is_newest and is_valid and not self._stopped.is_set()
+        return self._round is round_ and not self._stopped.is_set()
 
     def _find_address(self, round_: _Round, store: Store, taker: int) -> str:
         """Where the process takes sections that is to be rank `taker`; empty: they are no longer of use."""

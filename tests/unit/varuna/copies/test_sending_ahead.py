@@ -142,6 +142,17 @@ def test_the_state_of_the_step_under_way_is_sent_also_if_that_was_asked_for_in_i
     assert world.taken(4) == {}, "it is of no use any more"
 
 
+def test_a_pass_that_is_run_again_sends_what_its_state_is_then(world: World) -> None:
+    """The script may have changed the model in between."""
+    world.open_door()
+    world.link.command(COMMAND)
+    for times in (1, 2):
+        world.begin_pass(4)
+        wait_until(lambda times=times: world.link.sent == [("next", 4)] * times, "the state")  # type: ignore[misc]
+        assert world.taken(4) == expected(world.rank, 4)
+        world.update()
+
+
 def test_what_was_sent_before_a_checkpoint_was_loaded_does_not_count(world: World) -> None:
     """Also where the checkpoint is of the same step."""
     world.open_door()
@@ -176,7 +187,7 @@ def test_an_update_waits_until_the_state_is_copied(world: World, monkeypatch: py
     make, copied = rank_ahead_module.make_inventory, []
 
     def make_slowly(*args: Any, **named: Any) -> HeldFiles:
-        wait_until(lambda: world.ahead._step is None, "the end of the pass")
+        wait_until(lambda: world.ahead._pass is None, "the end of the pass")
         copied.append(expected(world.rank, 4))
         return make(*args, **named)
 
@@ -211,7 +222,7 @@ def test_nothing_is_sent_where_memory_is_short_and_training_goes_on(
 def test_a_command_of_another_generation_is_none_of_its(world: World) -> None:
     world.link.command(COMMAND._replace(generation=6))
     world.begin_pass(4)
-    assert world.ahead._begun is None
+    assert world.ahead._round is None
 
 
 def test_another_generation_finds_a_new_door(world: World) -> None:
