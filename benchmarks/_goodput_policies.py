@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
 
-from varuna.checkpoint import Cadence
 from varuna_manager.domain.actions import Decision, StartGeneration, StopGeneration
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.fleet_past import FleetPast
@@ -37,6 +36,7 @@ from varuna_manager.domain.states import (
     VmState,
     WorkerState,
 )
+from varuna_planner.liveput.checkpoint_interval import Cadence
 from varuna_planner.liveput.hazard import holder_losses_per_hour, list_bursts, removals_per_vm_hour
 from varuna_planner.liveput.morph_cost import MorphKind, expected_life_s, worthwhile_ratio
 from varuna_planner.placement import place
