@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from decision_views import devices, plan_for, vm
 from snapshots import loaded
 from varuna_manager.controllers.messages import launch_message, start_newcomers_message
@@ -16,7 +18,7 @@ URLS = {"default_checkpoint_url": "", "profile_cache_url": ""}
 
 def test_each_vm_is_told_its_zone() -> None:
     plan, here = plan_for(2), devices("a", "b")
-    facts = GenerationFacts("j", 1, 1, "training", "launching", plan.to_document(), "a", 1, *[None] * 14)  # type: ignore[arg-type]
+    facts = GenerationFacts("j", 1, 1, "training", "launching", plan.to_document(), "a", 1, *[None] * 15)  # type: ignore[arg-type]
     job = replace(loaded("j", has=("a", "b")), generation=facts._replace(in_place=False))
     for name, zone in (("a", "north"), ("b", "south"), ("b", "")):
         started = launch_message(job, vm(name, zone=zone), secrets={}, spans=MorphSpans(), **URLS).launch
@@ -24,3 +26,17 @@ def test_each_vm_is_told_its_zone() -> None:
         wanted = WantedNewcomers(number=2, plan=plan, placement=here, devices=frozenset(here))
         ahead = start_newcomers_message(job, wanted, vm(name, zone=zone), secrets={}, **URLS).start_newcomers
         assert ([worker.rank for worker in ahead.launch.workers], ahead.launch.zone) == (["ab".index(name)], zone)
+
+
+@pytest.mark.parametrize("copies_shares", [True, False])
+def test_each_launch_of_a_generation_says_what_was_chosen_for_it(copies_shares: bool) -> None:
+    """The choice is in the generation's row, and the job's view has it from there."""
+    facts = GenerationFacts("j", 1, 1, "training", "launching", plan_for(2).to_document(), "a", 1, *[None] * 15)  # type: ignore[arg-type]
+    job = loaded("j", has=("a", "b"))
+    job = replace(
+        job,
+        generation=facts._replace(in_place=False, copies_shares=copies_shares),
+        view=replace(job.view, copies_shares=copies_shares),
+    )
+    sent = [launch_message(job, vm(name), secrets={}, spans=MorphSpans(), **URLS).launch for name in "ab"]
+    assert [launch.copies_shares for launch in sent] == [copies_shares] * 2
