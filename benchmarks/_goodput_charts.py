@@ -10,7 +10,8 @@ COLOURS = {
     "varuna-2021": "#97a0b0",
     "checkpoint": "#7f8aa0",
     "parcae": "#c9a227",
-    "survivors": "#5b8def",
+    "survivors": "#8fb2f5",
+    "auto": "#5b8def",
     "copies": "#1f4fd1",
     "design": "#3f9d63",
 }

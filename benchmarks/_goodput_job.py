@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from varuna_manager.domain.leaving_step import SUMS_PART, predict_fill_s
+from varuna_planner.liveput.copies import NOTHING, CopiedParts
 from varuna_planner.liveput.morph_cost import MorphCost, MorphKind, count_moved_bytes
 from varuna_planner.liveput.spot_trace import SpotTrace
 from varuna_planner.profile.document import Profile
@@ -47,6 +48,8 @@ class System:
     """Whether complete replicas keep their share of a step, and processes give their state to new ones."""
     copies: bool = False
     """Whether a second VM has each committed section."""
+    weighs_copies: bool = False
+    """Whether a generation has only those copies and marks that are worth what they cost."""
     moves: bool = False
     """Whether processes take other stages in place, with what counts of the step where all hold a part of it."""
     marks_s: float | None = None
@@ -104,6 +107,8 @@ class Start:
     in_place: bool = False
     from_memory: bool = False
     """Whether processes of the generation before give the whole state. With `in_place`, they take other stages."""
+    copied: CopiedParts | None = None
+    """What its VMs copy to each other; None: all that the system has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +126,7 @@ class Policy(Protocol):
     def looks_after_s(self) -> Sequence[float]:
         """How long after a VM has come or gone `decide` is to be called again."""
 
-    def every(self, plan: Plan, system: System) -> float:
+    def every(self, generation: ReplayedGeneration, system: System) -> float:
         """Seconds between saves."""
 
     def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
@@ -149,6 +154,9 @@ class Replayed:
     vm_hours: float
     dollars: float | None
     """For all VMs that were there; None: prices are not known."""
+    copying_s: float
+    """What copies and marks take of the time that is trained, by the shares that are measured and assumed
+    (`varuna_planner.liveput.copies`). It is not taken off the examples."""
     progress: tuple[tuple[float, float], ...] = field(repr=False)
     """(seconds, examples that counted then)."""
 
@@ -180,6 +188,8 @@ class ReplayedGeneration:
     has_sent_state: bool = False
     """Whether the next shape has its state."""
     ended_s: float | None = None
+    copied: CopiedParts = NOTHING
+    """What its VMs copy to each other."""
 
     @property
     def complete(self) -> int:
@@ -213,16 +223,19 @@ class Holding:
 
     plan: Plan
     vms: tuple[str, ...]
+    has_copies: bool = False
+    """Whether a second VM has each rank's part."""
 
-    def find_holders(self, there: set[str], *, copies: bool) -> bool:
+    def find_holders(self, there: set[str]) -> bool:
         """Whether every stage is on a VM that is there."""
         p = self.plan.p
-        held = {rank % p for rank, vm in enumerate(self.list_holders(there, copies=copies)) if vm}
+        held = {rank % p for rank, vm in enumerate(self.list_holders(there)) if vm}
         return len(held) == p
 
-    def list_holders(self, there: set[str], *, copies: bool) -> list[str]:
+    def list_holders(self, there: set[str]) -> list[str]:
         """The VM that has each rank's part; empty: none."""
-        second = [self.vms[find_keeper(rank, self.plan)] if copies else "" for rank in range(len(self.vms))]
+        has_copies = self.has_copies
+        second = [self.vms[find_keeper(rank, self.plan)] if has_copies else "" for rank in range(len(self.vms))]
         return [
             one if one in there else other if other in there else ""
             for one, other in zip(self.vms, second, strict=True)
@@ -247,7 +260,7 @@ class ReplayedJob:
         self._segments: list[tuple[float, float]] = []
         """(examples, seconds), oldest first: what `committed` and `done` are made of."""
         self._booked = dict.fromkeys(("trained", "launching", "detecting", "saving", "waiting"), 0.0)
-        self._redone_s = self._idle_s = self._vm_s = self._dollars = 0.0
+        self._redone_s = self._idle_s = self._vm_s = self._dollars = self._copying_s = 0.0
         self._losses = self.removals = 0
         self._morphs = dict.fromkeys((kind.value for kind in MorphKind), 0)
         self._wakes: list[float] = []
@@ -285,6 +298,7 @@ class ReplayedJob:
             detecting_s=self._booked["detecting"],
             saving_s=self._booked["saving"],
             waiting_s=self._booked["waiting"],
+            copying_s=self._copying_s,
             idle_vm_hours=self._idle_s / 3600,
             vm_hours=self.vm_hours,
             dollars=self._dollars if self.trace.prices or self._price is not None else None,
@@ -337,6 +351,7 @@ class ReplayedJob:
                 what = "saving"
             else:
                 what, rate = "trained", plan.examples_per_s
+                self._copying_s += seconds / 3600 * self._find_copied(generation).own_s
         self._booked[what] += seconds
         if rate:
             self.done += rate * seconds
@@ -396,7 +411,7 @@ class ReplayedJob:
     def _keep_shares(self, now: float, generation: ReplayedGeneration, hit_share: float) -> None:
         """Complete replicas finish their shares, or leave with what they had at their marks."""
         plan = generation.plan
-        since_mark = self._examples_since_mark(plan)
+        since_mark = self._examples_since_mark(generation)
         idle = max(0.0, plan.global_batch - self.done) * (plan.p - 1)
         if since_mark < self.done and since_mark * (plan.d - 1) * plan.p < idle:  # as `RankShares.is_worth_finishing`
             self._throw_away(since_mark)
@@ -407,17 +422,26 @@ class ReplayedJob:
         rate = self._share_rate(generation) if generation.complete else 0.0
         generation.shares_end_s = now + max(0.0, left) / rate if rate else now
 
-    def _examples_since_mark(self, plan: Plan) -> float:
+    def _examples_since_mark(self, generation: ReplayedGeneration) -> float:
         """Half of what is done from one mark to the next; all of a step without marks."""
-        has_keepers = plan.d > 1 or self.system.copies
-        if self.system.marks_s is None or not has_keepers or plan.predicted_minibatch_s <= self.system.marks_s:
+        plan, marks_s = generation.plan, self.system.marks_s
+        if marks_s is None or not self._find_copied(generation).marks:
             return float(plan.global_batch)
-        return plan.examples_per_s * self.system.marks_s / 2
+        return plan.examples_per_s * marks_s / 2
+
+    def _find_copied(self, generation: ReplayedGeneration) -> CopiedParts:
+        """What its VMs copy. There are no marks in short steps, nor with one replica that copies no states."""
+        plan, copied, marks_s = generation.plan, generation.copied, self.system.marks_s
+        is_marked = copied.marks and (plan.d > 1 or copied.states)
+        is_long = marks_s is not None and plan.predicted_minibatch_s > marks_s
+        return CopiedParts(states=copied.states and len(generation.vms) > 1, marks=is_marked and is_long)
 
     def _can_keep(self, generation: ReplayedGeneration) -> bool:
         """Whether each stage has a survivor, or one that has its copy."""
         p, alive = generation.plan.p, set(generation.list_alive())
-        copied = {stage for stage, keeper in enumerate(generation.keepers) if self.system.copies and keeper in alive}
+        copied = {
+            stage for stage, keeper in enumerate(generation.keepers) if generation.copied.states and keeper in alive
+        }
         return len(copied | {rank % p for rank in alive}) == p
 
     def _settle(self, now: float) -> None:
@@ -438,7 +462,7 @@ class ReplayedJob:
             return
         if now < generation.ready_s - ROUNDING_S:
             return
-        self.holding = Holding(plan=generation.plan, vms=generation.vms)
+        self.holding = Holding(plan=generation.plan, vms=generation.vms, has_copies=generation.copied.states)
         if self.done >= generation.plan.global_batch * (1 - 1e-9):
             self._end_step(now, generation)
 
@@ -453,7 +477,7 @@ class ReplayedJob:
                 save_s = self.system.save_stall_s + self.state.read_store_s(generation.plan)
                 self._stored, self._writing, self._stalled_until_s = self.committed, None, now + save_s
             return
-        if self._writing is None and now - self._saved_s >= self.policy.every(generation.plan, self.system):
+        if self._writing is None and now - self._saved_s >= self.policy.every(generation, self.system):
             self._saved_s, self._stalled_until_s = now, now + self.system.save_stall_s
             written_s = self._stalled_until_s + self.state.read_store_s(generation.plan)
             self._writing = (written_s, self.committed)
@@ -511,6 +535,7 @@ class ReplayedJob:
             ready_s=begins_s + cost.pause_s + fill_s,
             pause_s=cost.pause_s,
             moving_s=moving_s,
+            copied=action.copied or CopiedParts(states=self.system.copies, marks=self.system.marks_s is not None),
         )
         self.generation.kept = self.done
         if generation is not None:
@@ -535,8 +560,9 @@ class ReplayedJob:
     def _find_kind(self, start: Start) -> MorphKind:
         if start.in_place:
             return MorphKind.IN_PLACE
-        holds = self.holding is not None and self.holding.find_holders(self.there, copies=self.system.copies)
-        if self.system.survivors and (start.from_memory or self.system.copies) and holds:
+        holding = self.holding
+        holds = holding is not None and holding.find_holders(self.there)
+        if self.system.survivors and (start.from_memory or (holding is not None and holding.has_copies)) and holds:
             return MorphKind.FROM_MEMORY
         return MorphKind.FROM_STORE
 
@@ -548,7 +574,7 @@ class ReplayedJob:
         before = self.generation
         if self.system.prepares and before is not None and before.first_loss_s is None:
             return 0.0
-        alive = self.holding.list_holders(self.there, copies=self.system.copies)
+        alive = self.holding.list_holders(self.there)
         moving_s = _predict_from_alive(self.state, start, self.holding.plan, alive)
         has_state = before is not None and before.has_sent_state and before.first_loss_s is None
         return SUMS_PART * moving_s if has_state else moving_s

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
 
-from varuna.checkpoint import Cadence
 from varuna_manager.domain.actions import Decision, StartGeneration, StopGeneration
 from varuna_manager.domain.devices import choose_devices
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
 from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.keepers import Copies, CopiesFacts, SaveCost, choose_copies
 from varuna_manager.domain.morphs import LOOKED_BACK, PastShape, estimate_morphs
 from varuna_manager.domain.newcomers import NewcomersView
 from varuna_manager.domain.observed import (
@@ -38,6 +38,8 @@ from varuna_manager.domain.states import (
     VmState,
     WorkerState,
 )
+from varuna_planner.liveput.checkpoint_interval import Cadence
+from varuna_planner.liveput.copies import CopiedParts
 from varuna_planner.liveput.hazard import holder_losses_per_hour, list_bursts, removals_per_vm_hour
 from varuna_planner.liveput.morph_cost import MorphKind, expected_life_s, worthwhile_ratio
 from varuna_planner.placement import place
@@ -55,11 +57,12 @@ class Saves:
         self._state, self._stall_s, self._hazard = state, stall_s, removals_per_vm_hour
         self._bursts = list_bursts(losses_at)
 
-    def every(self, plan: Plan, system: System) -> float:
+    def every(self, generation: ReplayedGeneration, system: System) -> float:
+        plan = generation.plan
         vms = plan.p * plan.d
         stops = self._hazard * vms
         if system.survivors:
-            holders = [min(plan.d + system.copies, vms)] * plan.p
+            holders = [min(plan.d + generation.copied.states, vms)] * plan.p
             stops = holder_losses_per_hour(stops, self._bursts, holders, vms)
         cadence = Cadence(stops_per_hour=stops)
         return cadence.interval_s(self._stall_s, self._state.read_store_s(plan), plan.predicted_minibatch_s)
@@ -73,8 +76,8 @@ class BestPlan:
     def __init__(self, plans: Plans, saves: Saves) -> None:
         self._plans, self._saves = plans, saves
 
-    def every(self, plan: Plan, system: System) -> float:
-        return self._saves.every(plan, system)
+    def every(self, generation: ReplayedGeneration, system: System) -> float:
+        return self._saves.every(generation, system)
 
     def choose(self, now: float, vms: int) -> Plan | None:
         return self._plans.best(vms) if vms else None
@@ -154,8 +157,8 @@ class ManagersRules:
         """What it takes to send the state to them."""
         self.reasons: list[tuple[float, str]] = []
 
-    def every(self, plan: Plan, system: System) -> float:
-        return self._saves.every(plan, system)
+    def every(self, generation: ReplayedGeneration, system: System) -> float:
+        return self._saves.every(generation, system)
 
     def decide(self, now: float, job: ReplayedJob) -> Start | Stop | None:
         generation = job.generation
@@ -175,7 +178,7 @@ class ManagersRules:
         for action in decision.actions:
             if isinstance(action, StartGeneration):
                 self.reasons.append((now, action.reason))
-                return self._start(action)
+                return self._start(action, job.system)
             assert isinstance(action, StopGeneration), f"nothing else happens in a replay: {action}"
             self.reasons.append((now, action.reason))
             is_within = action.mode is StopMode.HOLD_WITHIN_STEP
@@ -241,17 +244,25 @@ class ManagersRules:
         )
         del self._shapes[LOOKED_BACK:]
 
-    def _start(self, action: StartGeneration) -> Start:
+    def _start(self, action: StartGeneration, system: System) -> Start:
         plan = action.plan
         if action.in_place:
             plan = self._plans.shaped(plan.p, plan.d, plan.micro_batch) or plan
         self._holders = action.holders
+        vms = tuple(device.vm_id for device in action.placement)
         return Start(
             plan=plan,
-            vms=tuple(device.vm_id for device in action.placement),
+            vms=vms,
             in_place=action.in_place,
             from_memory=action.holders is not None,
+            copied=self._choose_copies(plan, vms, system) if system.weighs_copies else None,
         )
+
+    def _choose_copies(self, plan: Plan, vms: Sequence[str], system: System) -> CopiedParts:
+        save = SaveCost(stall_s=system.save_stall_s, write_s=self._state.read_store_s(plan))
+        facts = CopiesFacts(fleet=self._fleet, step_s=plan.predicted_minibatch_s, save=save)
+        choice = choose_copies(Copies.AUTO, plan, vms, {}, facts)
+        return CopiedParts(states=bool(choice.keepers), marks=choice.marks)
 
     def _propose(self, job: ReplayedJob, devices: tuple[Device, ...]) -> Proposal:
         plan, generation = self._plans.best(len(devices)), job.generation
@@ -311,7 +322,7 @@ class ManagersRules:
             proposal=proposal,
             fleet=self._fleet,
             morphs=estimate_morphs(self._shapes),
-            copies_shares=job.system.marks_s is not None,
+            copies_shares=generation is not None and generation.copied.marks,
             starts_ahead=job.system.starts_ahead_s is not None,
             newcomers=self._view_newcomers(now, job),
             has_fixed_stages=not job.system.moves,
@@ -332,10 +343,10 @@ class ManagersRules:
             kind=GenerationKind.TRAINING,
             state=state,
             workers=tuple(
-                _view_worker(now, generation, rank, survivors, step=step, copies=job.system.copies)
+                _view_worker(now, generation, rank, survivors, step=step, copies=generation.copied.states)
                 for rank in range(len(generation.vms))
             ),
-            keepers=tuple(generation.keepers) if job.system.copies else (),
+            keepers=tuple(generation.keepers) if generation.copied.states else (),
             progress_at=now,  # nothing hangs here
             stepped_at=generation.stepped_s,
             micro_batches_left=round((generation.plan.global_batch - generation.kept) / generation.plan.micro_batch),

@@ -5,16 +5,18 @@
 
 The paper's GPT-2 of 2.5 B parameters on V100s with 16 GB and 10 Gb/s. Time is simulated, event by event; rates come
 from the planner, what a morph costs from `varuna_planner.liveput.morph_cost` at this model's state and links, decisions
-from the manager. `_goodput_job` follows the job, `_goodput_policies` has the policies. Traces are in Bamboo's, Parcae's
-or SkyPilot's format (`varuna_planner.liveput.spot_trace`).
+from the manager. What copies take of the time that is trained is reckoned afterwards (`less copies`), by the shares of
+`varuna_planner.liveput.copies`. `_goodput_job` follows the job, `_goodput_policies` has the policies. Traces are in
+Bamboo's, Parcae's or SkyPilot's format (`varuna_planner.liveput.spot_trace`).
 
 | policy | |
 | --- | --- |
 | varuna-2021 | always the best plan; each morph takes 120 s and restarts from the checkpoint |
 | checkpoint | the manager's decisions; each morph restarts from the checkpoint, as with VARUNA_IN_PLACE=0 |
 | parcae | the shapes that Parcae chose, where the trace has them; a morph takes 36 s, the mean of its 28.8 to 42.9 s |
-| survivors | the manager's decisions, as it is now: survivors go on, a lost replica's share is run again |
-| copies | and a second VM has each committed section, and replicas copy their sums to one another (marks) |
+| survivors | the manager's decisions: survivors go on, a lost replica's share is run again (`copies: off`) |
+| auto | and the copies and marks that the manager finds worth their time, for each generation (the default) |
+| copies | a second VM has each committed section, and replicas copy their sums to one another (`copies: on`) |
 | design | not built: sums move to any shape at once, also at growth; new VMs are prepared ahead |
 """
 
@@ -119,6 +121,8 @@ def run(traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: f
             for policy_name, (system, policy) in list_policies(trace, plans[batch], state, detect_s).items():
                 replayed = ReplayedJob(trace, plans[batch], state, system, policy, DOLLARS_PER_VM_HOUR).replay()
                 dollars = replayed.dollars
+                of_bound = replayed.examples / bound if bound else None
+                trained_s = replayed.kept_s + replayed.redone_s
                 replays.append(
                     {
                         "trace": name,
@@ -126,7 +130,10 @@ def run(traces: dict[str, SpotTrace], global_batches: Sequence[int], detect_s: f
                         "policy": policy_name,
                         **asdict(replayed),
                         "upper_bound_examples": bound,
-                        "of_bound": replayed.examples / bound if bound else None,
+                        "of_bound": of_bound,
+                        "of_bound_less_copies": (
+                            of_bound * (1 - replayed.copying_s / trained_s) if of_bound and trained_s else of_bound
+                        ),
                         "dollars_per_million_examples": (
                             dollars / replayed.examples * 1e6 if dollars and replayed.examples else None
                         ),
@@ -173,6 +180,7 @@ def list_policies(trace: SpotTrace, plans: Plans, state: State, detect_s: float)
     managed = {
         "checkpoint": before,
         "survivors": make_system_of_today(copies=False, detect_s=detect_s),
+        "auto": replace(make_system_of_today(copies=True, detect_s=detect_s), weighs_copies=True),
         "copies": make_system_of_today(copies=True, detect_s=detect_s),
     }
     rules: dict[str, tuple[System, Policy]] = {
@@ -221,12 +229,14 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
     ("POLICY", "policy", "s"),
     ("EXAMPLES", "examples", ",.0f"),
     ("OF BOUND", "of_bound", ".1%"),
+    ("LESS COPIES", "of_bound_less_copies", ".1%"),
     ("KEPT", "kept_s", "h"),
     ("REDONE", "redone_s", "h"),
     ("LAUNCH", "launching_s", "h"),
     ("NOTICE", "detecting_s", "h"),
     ("SAVE", "saving_s", "h"),
     ("WAIT", "waiting_s", "h"),
+    ("COPIES", "copying_s", "h"),
     ("IDLE VM-H", "idle_vm_hours", ".1f"),
     ("$/M", "dollars_per_million_examples", ".2f"),
 )

@@ -1,7 +1,7 @@
 """Goodput of a real job on local VMs that come and go as a spot trace says, and what the replay predicts for it.
 
     make soak-goodput                                  # or, with options:
-    make soak-goodput SOAK="--minutes 20 --copies auto --json played.json"
+    make soak-goodput SOAK="--minutes 20 --copies on --json played.json"
 
 **The segment.** Of a trace, every k-th node, so that at most `--most-vms` VMs are there at once: the removals per
 VM-hour stay as they are, and bursts get smaller. Of all hours (`--hours`) of such a trace, the one with the most
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7.5, help="that playing them takes")
     parser.add_argument("--most-vms", type=int, default=6, help="VMs on this machine at once")
     parser.add_argument("--step-s", type=float, default=4.0, help="a step on four VMs")
-    parser.add_argument("--copies", choices=["off", "auto"], default="off", help="of the job")
+    parser.add_argument("--copies", choices=["off", "on"], default="off", help="of the job")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["killed", "notice"], help="of the nightly scenario")
     parser.add_argument("--json", type=Path, help="write the figures here")
     given = parser.parse_args()
@@ -138,7 +138,7 @@ def play_and_predict(segment: Segment, step_s: float, copies: str) -> Comparison
         example_ms=example_ms,
     )
     run = play_segment(size, segment.trace, device_memory_bytes=size.state_bytes, copies=copies)
-    return compare(run, size, copies=copies == "auto")
+    return compare(run, size, copies=copies == "on")
 
 
 def compare(run: PlayedRun, size: ModelSize, *, copies: bool) -> Comparison:

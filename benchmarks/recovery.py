@@ -22,8 +22,8 @@ left: after the loss the survivors of 2 × 2 become 3 × 1, in place or (`other 
 sizes take turns. With `--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job
 saves before it leaves.
 
-In the row `marks`, ranks also copy their sums of gradients to the other replica every ten seconds (`copies: auto`), so
-that a loss in a long step costs less than the lost replica's share.
+In the rows `marks` and `copies` the job has `copies: on`. So ranks also copy their sums of gradients to the other
+replica every ten seconds, and a loss in a long step costs less than the lost replica's share.
 
 With `--shape 2x1` the job has one replica, and a third VM takes the place of the lost one. In the row `copies`, the
 workers keep copies of each other's states, so the loss costs at most some steps; in the row `no copies` it is a restart
@@ -85,7 +85,7 @@ ROWS = {
         RecoveryWay(name="other cuts", changes_cuts=True),
         RecoveryWay(name="other cuts, memory", flags="--copy-batches", changes_cuts=True),
         RecoveryWay(name="restart", environment={"VARUNA_IN_PLACE": "0"}),
-        RecoveryWay(name="marks", copies="auto"),
+        RecoveryWay(name="marks", copies="on"),
         RecoveryWay(name="copies", copies="on"),
         RecoveryWay(name="no copies"),
     )

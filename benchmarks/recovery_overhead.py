@@ -6,7 +6,7 @@
 
 Two jobs train the model of `recovery.py` under one manager, each on local VMs of its own. One is ready, the other is
 not: with `--of "in place"` it may not go on in place (VARUNA_IN_PLACE=0), and keeps nothing for that; with `--of
-copies` one has `copies: auto`, the other `copies: off`. In all else they are alike. They take turns: while one makes
+copies` one has `copies: on`, the other `copies: off`. In all else they are alike. They take turns: while one makes
 `--steps` steps, the workers of the other wait in their scripts. A pair is a turn of each, and who goes first
 alternates. `ratio` is the mean step of a turn that is ready to that of the other turn: the geometric mean over all
 pairs, with its 95 % interval (bootstrap over pairs). Aim: at most 1.01 in place, 1.02 for copies. An interval that
@@ -45,7 +45,7 @@ _WAYS = {
         RecoveryWay(name="in place"),
         RecoveryWay(name="not in place", environment={"VARUNA_IN_PLACE": "0"}),
     ),
-    "copies": (RecoveryWay(name="copies", copies="auto"), RecoveryWay(name="no copies", copies="off")),
+    "copies": (RecoveryWay(name="copies", copies="on"), RecoveryWay(name="no copies", copies="off")),
 }
 """What a job is ready with, and not ready."""
 _RESAMPLES = 4000

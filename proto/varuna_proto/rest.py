@@ -237,6 +237,9 @@ class GenerationDocument(TypedDict):
     workers: list[WorkerDocument]
     keepers: list[int]
     """By stage: the rank that keeps a copy of the state of its rank in the first replica; empty: no copies are kept."""
+    copies_reason: str | None
+    """Which copies it keeps, of states and of the sums of long steps (marks), and why; null: the job file decides, or
+    there was no choice."""
     copied_step: int | None
     """The newest step of which the keepers have a copy of every stage; null: none is known."""
     reason: str

@@ -46,7 +46,7 @@ def test_the_loss_of_a_vm_costs_no_section(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
     with start_manager(tmp_path, 4) as client:
         spec = {"name": "one", "workdir": str(tmp_path), "run": f"{sys.executable} train.py", "global_batch": 4}
-        job = client.submit({**spec, "plan": {"p": 3, "d": 1}, "copies": "auto"})["id"]  # type: ignore[typeddict-item]
+        job = client.submit({**spec, "plan": {"p": 3, "d": 1}, "copies": "on"})["id"]  # type: ignore[typeddict-item]
         first = wait_until(lambda: find_training(client, job, 0, steps=20), "twenty steps")
         first = wait_until(lambda: find_copied(client, job, first["number"]), "copies of all stages")
         assert 0 < first["copied_step"] < first["last_step"]  # type: ignore[operator]

@@ -43,7 +43,7 @@ def expected() -> list[float]:
     ("vms", "before", "after", "more"),
     [
         pytest.param(3, 3, 2, {"plan": {"p": 1}}, id="replicas"),
-        pytest.param(4, 3, 3, {"plan": {"p": 3, "d": 1}, "copies": "auto"}, id="stages"),
+        pytest.param(4, 3, 3, {"plan": {"p": 3, "d": 1}, "copies": "on"}, id="stages"),
     ],
 )
 def test_survivors_go_on_with_the_same_losses(

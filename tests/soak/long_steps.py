@@ -4,7 +4,7 @@
     make soak-long-steps SOAK="--minutes 30 --seed 7"
 
 In such steps survivors keep what they have of the step under way, also with another micro-batch and other stages, and
-a job grows in the middle of a step. The planner is free, no device holds the whole model, and `copies` is auto.
+a job grows in the middle of a step. The planner is free, no device holds the whole model, and `copies` is on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def submit(client: Client, model: ModelSize, folder: Path, flags: str = "") -> s
         "workdir": str(folder),
         "run": f"{make_command(model, folder / 'record')} {flags}",
         "global_batch": model.global_batch,
-        "copies": "auto",
+        "copies": "on",
     }
     return str(client.submit(spec)["id"])
 

@@ -87,7 +87,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Choose a plan for a profile: stages, replicas, micro-batch; with a hazard also save interval and spares."""
-    from varuna_planner.liveput.liveput import StopCosts
+    from varuna_planner.liveput.checkpoint_interval import StopCosts
     from varuna_planner.schedule.policies import parse_policy
     from varuna_planner.search.auto_config import Pins, choose_plan  # numba: the other commands start faster without it
     from varuna_planner.search.liveput_ranking import SpotMarket, rank_by_liveput

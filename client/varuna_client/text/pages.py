@@ -241,6 +241,8 @@ def _render_generation_reasons(generation: GenerationDocument) -> Text:
     origin = render_morph(generation, generation["plan"]["global_batch"])
     if origin:
         text.append(f"\n{origin}", style="dim")
+    if why := generation.get("copies_reason"):
+        text.append(f"\n{why}", style="dim")
     if copies := render_keepers(generation):
         text.append(f"\n{copies}", style="dim")
     phases = [f"{phase['name'].replace('_', ' ')} {duration(phase['seconds'])}" for phase in generation["phases"]]

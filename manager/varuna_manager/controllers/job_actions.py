@@ -27,7 +27,7 @@ from varuna_manager.domain.actions import (
     StopGeneration,
 )
 from varuna_manager.domain.causes import extract_last_line
-from varuna_manager.domain.keepers import Copies, VmPlace, choose_keepers
+from varuna_manager.domain.keepers import Copies, CopiesChoice, CopiesFacts, VmPlace, choose_copies
 from varuna_manager.domain.spec import read_spec
 from varuna_manager.domain.states import GenerationKind, GenerationState, JobState, StopMode, VmState, WorkerState
 from varuna_manager.jobs.checkpoints import newest_committed
@@ -56,10 +56,13 @@ class JobActions:
         self._stacks = stacks
         self._now = now
 
-    async def apply_action(self, session: AsyncSession, row: JobRow, action: Action) -> None:
+    async def apply_action(
+        self, session: AsyncSession, row: JobRow, action: Action, copies_facts: CopiesFacts | None = None
+    ) -> None:
+        """`copies_facts`: for a StartGeneration of a job whose copies the manager chooses."""
         match action:
             case StartGeneration():
-                await self._start(session, row, action)
+                await self._start(session, row, action, copies_facts or CopiesFacts())
             case StopGeneration():
                 await self._stop(session, row, action)
             case EndGeneration():
@@ -95,13 +98,15 @@ class JobActions:
             raise StaleDataError(f"generation {action.number} was to start on VM {lost or first}, which is gone since")
         return port
 
-    async def _start(self, session: AsyncSession, row: JobRow, action: StartGeneration) -> None:
+    async def _start(
+        self, session: AsyncSession, row: JobRow, action: StartGeneration, copies_facts: CopiesFacts
+    ) -> None:
         now = self._now()
         first = action.placement[0].vm_id
         port = await self._check_placement(session, action)
         host = await self._host_of(session, first)
         is_training, holders = action.kind is GenerationKind.TRAINING, action.holders
-        keepers = await self._choose_keepers(session, row, action) if is_training else ()
+        copies = await self._choose_copies(session, row, action, copies_facts) if is_training else CopiesChoice()
         not_finite_from, steps_skipped = await _non_finite_steps(session, row.id, action.number - 1)
         generation = GenerationRow(
             job_id=row.id,
@@ -118,7 +123,9 @@ class JobActions:
             in_place=action.in_place,
             holders_generation=None if holders is None else holders.generation,
             holders=None if holders is None else [holder.to_document() for holder in holders.members],
-            keepers=list(keepers) or None,
+            keepers=list(copies.keepers) or None,
+            copies_shares=copies.marks,
+            copies_reason=copies.reason or None,
             not_finite_from=not_finite_from,
             steps_skipped=steps_skipped,
             reason=action.reason,
@@ -151,12 +158,13 @@ class JobActions:
             given = f", with the state of {count} process{'es' if count > 1 else ''} of generation {holders.generation}"
         types = describe_gpu_types(plan)
         over = f", over {types}" if types else ""
-        copied = ", with a copy of each stage on another VM" if keepers else ""
+        copied = ", with a copy of each stage on another VM" if copies.keepers else ""
+        weighed = f"; {copies.reason}" if copies.reason else ""
         self._events.emit_event(
             session,
             "generation_started",
             f"generation {action.number} ({action.kind.value}) starts{' in place' if action.in_place else ''} as "
-            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}{over}{given}{copied}: {action.reason}",
+            f"{plan.p}×{plan.d}, micro-batch {plan.micro_batch}{over}{given}{copied}: {action.reason}{weighed}",
             job_id=row.id,
             generation=action.number,
             data={
@@ -169,19 +177,23 @@ class JobActions:
                 "in_place": action.in_place,
                 "holders": [] if holders is None else [holder.rank for holder in holders.members],
                 "holders_generation": None if holders is None else holders.generation,
-                "keepers": list(keepers),
+                "keepers": list(copies.keepers),
+                "copies_shares": copies.marks,
+                "copies_reason": copies.reason,
                 "reason": action.reason,
             },
         )
 
-    async def _choose_keepers(self, session: AsyncSession, row: JobRow, action: StartGeneration) -> tuple[int, ...]:
+    async def _choose_copies(
+        self, session: AsyncSession, row: JobRow, action: StartGeneration, facts: CopiesFacts
+    ) -> CopiesChoice:
         spec, _ = read_spec(row.spec)
         if not spec.holds_state:
-            return ()
+            return CopiesChoice()
         vm_ids = [device.vm_id for device in action.placement]
         found = await session.scalars(select(VmRow).where(VmRow.id.in_(set(vm_ids))))
         places = {vm.id: VmPlace(vm.host or "", ",".join(map(str, vm.ref.get("zones") or ()))) for vm in found}
-        return choose_keepers(Copies(spec.copies), action.plan.p, vm_ids, places)
+        return choose_copies(Copies(spec.copies), action.plan, vm_ids, places, facts)
 
     async def _host_of(self, session: AsyncSession, vm_id: str) -> str:
         vm = await session.get_one(VmRow, vm_id)

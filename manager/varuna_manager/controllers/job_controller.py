@@ -41,6 +41,7 @@ from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.commands import CommandKey, DrainKey, GenerationOnVm, LaunchKey, StopKey, list_commands
 from varuna_manager.domain.devices import choose_devices, list_waiting_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
+from varuna_manager.domain.keepers import Copies, CopiesFacts, expect_step_s
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
@@ -216,6 +217,7 @@ class JobController:
             return True  # another job of this look took a device: look again
         for action in decision.actions:
             failpoint(f"manager.{type(action).__name__}.decided")
+        copies_facts = await self._find_copies_facts(job, decision)
         async with self._database.write() as session:
             row = await session.get_one(JobRow, job.row.id)
             if row.version != job.row.version:
@@ -228,7 +230,7 @@ class JobController:
                         session, "decision", decision.reason, job_id=row.id, generation=_number(job)
                     )
             for action in decision.actions:
-                await self._actions.apply_action(session, row, action)
+                await self._actions.apply_action(session, row, action, copies_facts)
                 if isinstance(action, StartGeneration) and action.kind is GenerationKind.TRAINING:
                     await self._note_hazard(session, job, action)
                 if isinstance(action, StartGeneration) and job.spec.limits.max_cost is not None:
@@ -237,6 +239,22 @@ class JobController:
             failpoint(f"manager.{type(action).__name__}.committed")
             self._follow_up(job, action)
         return bool(decision.actions)
+
+    async def _find_copies_facts(self, job: LoadedJob, decision: Decision) -> CopiesFacts | None:
+        """What the copies of the generation that starts depend on; None: none starts, or the job file decides."""
+        plans = [
+            action.plan
+            for action in decision.actions
+            if isinstance(action, StartGeneration) and action.kind is GenerationKind.TRAINING
+        ]
+        if not plans or Copies(job.spec.copies) is not Copies.AUTO:
+            return None
+        save = await self._planning.predict_save(job.row.profile_json or "", plans[0])
+        return CopiesFacts(
+            fleet=job.view.fleet,
+            step_s=expect_step_s(job.view.generation, plans[0]),
+            save=replace(save, pinned_interval_s=job.spec.checkpoint.interval_s),
+        )
 
     async def _note_unpriced(self, session: AsyncSession, job: LoadedJob, action: StartGeneration) -> None:
         """Emit an event with the VMs that the job's cost limit does not count."""

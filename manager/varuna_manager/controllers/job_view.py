@@ -363,7 +363,7 @@ class SnapshotLoader:
             flaw=job.flaw,
             limits=limits,
             has_fixed_stages=bool(row.script_obstacles) or not spec.holds_state,
-            copies_shares=spec.copies != "off",
+            copies_shares=_copies_shares(held, spec),
         )
         failures = {
             vm_id: SetupFailure(times=failure["times"], exit_code=failure["exit_code"])
@@ -425,6 +425,15 @@ class SnapshotLoader:
         # Agents that were silent for a whole lease have ended their workers.
         lapsed = {vm.id for vm in lost if vm.silent_s(self._now()) >= self._rules.lease_s}
         return group.views_without_lease(lapsed) if lapsed else group.views
+
+
+def _copies_shares(held: HeldGeneration | None, spec: JobSpec) -> bool:
+    """Whether the ranks of the generation copy the sums of long steps. In rows of an earlier version, which chose
+    nothing, the job file says it."""
+    if held is None:
+        return False
+    chosen = held.facts.copies_shares
+    return spec.copies != "off" if chosen is None else chosen
 
 
 def with_health(view: JobView, registry: VmRegistry) -> JobView:

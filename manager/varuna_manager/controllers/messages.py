@@ -170,7 +170,7 @@ def _describe_launch(
             job.view.fleet, vm_ids, plan.p, keepers=keepers, holds_state=job.spec.holds_state
         ),
         limits=_limits(job.spec.vm_limits),
-        copies_shares=job.spec.copies != "off",
+        copies_shares=job.view.copies_shares,
         on_non_finite=_ON_NON_FINITE[job.spec.on_nonfinite],
         zone=vm.zone,
     )

@@ -162,6 +162,10 @@ class GenerationRow(_Living, Base):
     """Those processes (`domain.observed.Holder`)."""
     keepers: Mapped[list[int] | None] = mapped_column(JSON(none_as_null=True))
     """By stage: the rank that keeps a copy of its state (`domain.keepers`). Null: no copies are kept."""
+    copies_shares: Mapped[bool | None] = mapped_column(Boolean)
+    """Whether its ranks copy the sums of long steps. Null in rows of an earlier version: as the job file says."""
+    copies_reason: Mapped[str | None] = mapped_column(Text)
+    """Why it keeps copies or keeps none, with the figures. Null: the job file decides, or there was no choice."""
     created_at: Mapped[float]
     ended_at: Mapped[float | None]
     end_cause: Mapped[str | None]

@@ -1,26 +1,38 @@
-"""Which ranks keep copies of others' states, so that the loss of a VM costs no section.
+"""What the VMs of a generation copy to each other, and which ranks keep the copies of others' states.
 
-A stage needs a copy where one VM has all its replicas. The copy goes to the VM that is least likely to be lost
-with those: never to one of them, to the same host or zone only where there is no other.
+A copy of a stage's state goes to the VM that is least likely to be lost with those that have the stage: never to one of
+them, to the same host or zone only where there is no other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
+from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.observed import GenerationView
+from varuna_manager.domain.states import GenerationKind
+from varuna_manager.domain.store_stops import expect_store_stops
+from varuna_planner.liveput.copies import CopiedParts, LossExposure
+from varuna_planner.liveput.copies import choose_copies as choose_parts
+from varuna_planner.liveput.hazard import bursts_per_hour, list_bursts, mean_hit_share
+from varuna_proto.plan import Plan
+
 _BLOCK = 64
 """Stages that are placed together: the search takes time with their third power."""
+_SHORTEST_STEP_S = 1e-3
+"""What counts for a step whose time is not known."""
 
 
 class Copies(StrEnum):
     """A job's wish."""
 
     AUTO = "auto"
-    """Where the loss of one VM would take all that holds a stage."""
+    """What is worth the time that it takes, by the fleet's losses."""
     ON = "on"
-    """Wherever there is another VM."""
+    """All that is possible."""
     OFF = "off"
 
 
@@ -29,6 +41,37 @@ class VmPlace(NamedTuple):
 
     host: str = ""
     zone: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveCost:
+    """What a save of a generation is predicted to take."""
+
+    stall_s: float = 0.0
+    """Of training, which stands still."""
+    write_s: float = 0.0
+    pinned_interval_s: float | None = None
+    """Between saves, as the job file says; None: as often as pays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiesFacts:
+    """What the choice depends on, besides the generation's shape and the places of its VMs."""
+
+    fleet: FleetPast = field(default_factory=FleetPast)
+    step_s: float = 0.0
+    """What a step is expected to take; 0: not known."""
+    save: SaveCost = SaveCost()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiesChoice:
+    keepers: tuple[int, ...] = ()
+    """By stage: the rank that keeps a copy of what the stage's first replica has. Empty: no copies of states."""
+    marks: bool = False
+    """Whether ranks copy the sums of long steps."""
+    reason: str = ""
+    """The figures; empty: the job file decides, or there is nothing to choose."""
 
 
 class _Risk(IntEnum):
@@ -40,23 +83,72 @@ class _Risk(IntEnum):
     SAME_VM = 100_000_000
 
 
-def choose_keepers(
-    copies: Copies, p: int, vm_ids: Sequence[str], places: Mapping[str, VmPlace] | None = None
-) -> tuple[int, ...]:
-    """By stage: the rank that keeps a copy of what the stage's first replica has. Empty: no copies are kept.
+def choose_copies(
+    wish: Copies, plan: Plan, vm_ids: Sequence[str], places: Mapping[str, VmPlace], facts: CopiesFacts
+) -> CopiesChoice:
+    """What a generation copies. Its processes hold their state when others are lost.
+
+    Args:
+        vm_ids: the VM of each rank; rank = replica * p + stage.
+        places: by VM.
+        facts: for `Copies.AUTO` alone.
+    """
+    if wish is Copies.OFF:
+        return CopiesChoice()
+    keepers = choose_keepers(plan.p, vm_ids, places)
+    if wish is Copies.ON:
+        return CopiesChoice(keepers=keepers, marks=True)
+    possible = [CopiedParts(states=True), CopiedParts(states=True, marks=True)] if keepers else []
+    vms = len(set(vm_ids))
+    if plan.d > 1 and vms > 1:  # one replica's marks go to the ranks that keep its state
+        possible.append(CopiedParts(marks=True))
+    parts, reason = choose_parts(_expect_losses(plan, vm_ids, keepers, facts), possible)
+    return CopiesChoice(keepers=keepers if parts.states else (), marks=parts.marks, reason=reason)
+
+
+def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], facts: CopiesFacts) -> LossExposure:
+    fleet, save = facts.fleet, facts.save
+    vms, bursts = len(set(vm_ids)), list_bursts(fleet.losses_at)
+    losses = fleet.stops_per_hour(vms)
+    replicas = [len(set(vm_ids[first : first + plan.p])) for first in range(0, len(vm_ids), plan.p)]
+    store_stops, copied_store_stops = (
+        expect_store_stops(fleet, vm_ids, plan.p, keepers=kept, holds_state=True) for kept in ((), keepers)
+    )
+    return LossExposure(
+        losses_per_hour=losses,
+        bursts_per_hour=bursts_per_hour(losses, bursts, vms),
+        hit_share=mean_hit_share(bursts, replicas, vms),
+        store_stops_per_hour=store_stops,
+        copied_store_stops_per_hour=copied_store_stops,
+        step_s=max(facts.step_s, _SHORTEST_STEP_S),
+        save_stall_s=save.stall_s,
+        save_write_s=save.write_s,
+        save_interval_s=save.pinned_interval_s,
+    )
+
+
+def expect_step_s(before: GenerationView | None, plan: Plan) -> float:
+    """What a step of the plan will take: as predicted, but for the factor by which the last generation was slower or
+    faster than predicted."""
+    predicted_s = plan.predicted_minibatch_s
+    if before is None or before.kind is not GenerationKind.TRAINING or before.plan is None:
+        return predicted_s
+    if before.mean_step_s is None or before.plan.predicted_minibatch_s <= 0:
+        return predicted_s
+    return predicted_s * before.mean_step_s / before.plan.predicted_minibatch_s
+
+
+def choose_keepers(p: int, vm_ids: Sequence[str], places: Mapping[str, VmPlace] | None = None) -> tuple[int, ...]:
+    """By stage: the rank that keeps a copy of what the stage's first replica has. Empty: no other VM could keep one.
 
     The fewest copies share a host with what they are for, then the fewest a zone; VMs keep about equally many.
 
     Args:
-        copies: the job's wish.
         p: stages.
         vm_ids: the VM of each rank; rank = replica * p + stage.
         places: by VM.
     """
     stages = [frozenset(vm_ids[stage::p]) for stage in range(p)]
-    is_needed = any(len(of_stage) == 1 for of_stage in stages)
-    if copies is Copies.OFF or (copies is Copies.AUTO and not is_needed):
-        return ()
     vms = sorted(set(vm_ids))
     if any(len(of_stage) == len(vms) for of_stage in stages):
         return ()

@@ -496,7 +496,7 @@ class JobView:
     newcomers: NewcomersView | None = None
     """The processes that are started ahead for its next generation; None: none are."""
     copies_shares: bool = False
-    """Whether its workers copy their sums to one another in long steps."""
+    """Whether the ranks of its newest generation copy their sums to one another in long steps."""
     starts_ahead: bool = True
     """Whether its env allows that processes are started ahead."""
     newcomers_obstacle: str = ""

@@ -235,10 +235,11 @@ class JobSpec(_Strict):
         "made, as in plain PyTorch. stop and go_on take precedence over the script's `max_non_finite_steps`",
     )
     copies: Literal["auto", "on", "off"] = Field(
-        default="off",
-        description="auto: where one VM alone has a stage, another VM keeps a copy of it in memory, so that the loss "
-        "of a VM costs no section; on: also where several have it; off: never. auto and on also copy the sums of "
-        "gradients in long steps, so that a loss costs seconds of the step under way",
+        default="auto",
+        description="copies in other VMs' memories: of each stage's state, so that the loss of a VM costs no section, "
+        "and of the sums of gradients in long steps, so that it costs seconds of the step under way. auto: for each "
+        "generation, those that are worth the time that they take, by the fleet's losses and the length of steps; on: "
+        "all that are possible; off: none",
     )
     priority: int = Field(
         default=0,

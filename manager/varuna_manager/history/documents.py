@@ -65,6 +65,7 @@ def make_generation_document(
         "placement": [{"rank": w.rank, "vm_id": w.vm_id, "local_rank": w.local_rank} for w in workers],
         "workers": documents,
         "keepers": generation.keepers or [],
+        "copies_reason": generation.copies_reason,
         "reason": generation.reason,
         "kind_of_morph": None if is_first else "reshape" if generation.in_place else "restart",
         "state_from": None if is_first else morphs.state_from.get(generation.number, _NO_STATE),

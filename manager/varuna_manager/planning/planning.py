@@ -9,14 +9,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
+from varuna_manager.domain.keepers import SaveCost
 from varuna_manager.domain.observed import Proposal
 from varuna_manager.planning.planner import GpuCount, ShapeQuestion, load_planner, parsed_profile, sum_gpu_counts
-from varuna_planner.liveput.morph_cost import count_moved_bytes
+from varuna_planner.liveput.checkpoint_interval import StopCosts
+from varuna_planner.liveput.morph_cost import MEMORY_BYTES_PER_S, count_moved_bytes
 from varuna_planner.schedule.batching import shared_micro_batch
 from varuna_proto.plan import Device, Plan
 from varuna_proto.wording import count_of
@@ -147,6 +150,10 @@ class PlanningService:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)
         return self._answers[key]
+
+    async def predict_save(self, profile_json: str, plan: Plan) -> SaveCost:
+        """What a save of a generation with this plan takes."""
+        return await asyncio.to_thread(_predict_save, profile_json, plan)
 
     async def check_profile(self, profile_json: str) -> str | None:
         """What is wrong with a profile document; None when nothing is."""
@@ -298,6 +305,23 @@ def _place(plan: Plan, question: PlanQuestion) -> tuple[Device, ...]:
         gpu_types = {each.vm_id: each.gpu_type for each in question.gpu_types}
         return place_by_type(plan, question.devices, gpu_types, previous, previous_p=question.previous_p, zones=zones)
     return place(plan.p, plan.d, question.devices, previous, previous_p=question.previous_p, zones=zones)
+
+
+def _predict_save(profile_json: str, plan: Plan) -> SaveCost:
+    """The largest stage's state is copied within the VM, and then written over its link.
+
+    No copy is assumed to take longer than the planner assumes for all models: a GPU's is faster than one in memory.
+    """
+    profile = parsed_profile(profile_json)
+    bounds = [*(plan.stage_starts or (0,)), len(profile.sections)]
+    stages = [profile.sections[first:stop] for first, stop in pairwise(bounds)]
+    state_bytes = max(
+        (sum(section.parameter_bytes + section.optimizer_bytes for section in stage) for stage in stages), default=0
+    )
+    return SaveCost(
+        stall_s=min(state_bytes / MEMORY_BYTES_PER_S, StopCosts.save_stall_s),
+        write_s=state_bytes / profile.links.other_vm.bandwidth_bytes_per_s,
+    )
 
 
 def _predict_moving_s(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> float:

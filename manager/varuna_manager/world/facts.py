@@ -117,6 +117,7 @@ class GenerationFacts(NamedTuple):
     holders_generation: int | None
     holders: Sequence[Mapping[str, Any]] | None
     keepers: Sequence[int] | None
+    copies_shares: bool | None
     created_at: float
     ended_at: float | None
     end_cause: str | None

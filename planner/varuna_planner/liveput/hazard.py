@@ -13,8 +13,10 @@ __all__ = [
     "PRIOR_BURSTS",
     "PRIOR_REMOVALS",
     "PRIOR_VM_HOURS",
+    "bursts_per_hour",
     "holder_losses_per_hour",
     "list_bursts",
+    "mean_hit_share",
     "removals_per_vm_hour",
 ]
 
@@ -64,11 +66,34 @@ def holder_losses_per_hour(stops_per_hour: float, bursts: Iterable[int], holders
         holders: by stage, the VMs that hold it, at least one.
         vms: that the job uses.
     """
-    sizes = [min(size, vms) for size in (*PRIOR_BURSTS, *bursts)]
+    sizes = _list_sizes(bursts, vms)
     needs = (min(1.0, sum(_chance_of_all(size, held, vms) for held in holders)) for size in sizes)
     return stops_per_hour * sum(needs) / sum(sizes)
+
+
+def bursts_per_hour(stops_per_hour: float, bursts: Iterable[int], vms: int) -> float:
+    """How often a burst is expected to take VMs that the job uses. The arguments are those of
+    `holder_losses_per_hour`."""
+    sizes = _list_sizes(bursts, vms)
+    return stops_per_hour * len(sizes) / sum(sizes)
+
+
+def mean_hit_share(bursts: Iterable[int], replicas: Sequence[int], vms: int) -> float:
+    """The share of the replicas of which a burst takes a VM, on average. `replicas`: the VMs of each."""
+    sizes = _list_sizes(bursts, vms)
+    hit = sum(1.0 - _chance_of_none(size, own, vms) for size in sizes for own in replicas)
+    return hit / (len(sizes) * len(replicas))
+
+
+def _list_sizes(bursts: Iterable[int], vms: int) -> list[int]:
+    return [min(size, vms) for size in (*PRIOR_BURSTS, *bursts)]
 
 
 def _chance_of_all(size: int, held: int, vms: int) -> float:
     """That `size` of `vms` VMs, drawn without replacement, include certain `held` of them."""
     return prod((size - one) / (vms - one) for one in range(held)) if held <= size else 0.0
+
+
+def _chance_of_none(size: int, own: int, vms: int) -> float:
+    """That `size` of `vms` VMs, drawn without replacement, include none of certain `own`."""
+    return prod(max(0, vms - own - one) / (vms - one) for one in range(size))

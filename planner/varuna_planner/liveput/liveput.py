@@ -4,11 +4,10 @@ The loss of any VM that a generation uses stops it. Training then stands still u
 generation runs, and work that no checkpoint holds is repeated. A plan on more VMs is faster but is stopped more often;
 spare VMs shorten the stop. The expectation weighs these.
 
-Two parts. `best_checkpoints`: how often to save, and what a stop costs, in closed form. `FleetModel`: a Markov decision
+How often to save, and what a stop costs, is in `checkpoint_interval`, in closed form. `FleetModel` is a Markov decision
 process over (number of VMs, running plan), whose value is the expected number of examples over a horizon.
 
-Letters: h removals per VM and hour, r examples/s, s seconds per mini-batch, k mini-batches between saves, q the share
-of removals with notice.
+Letters: h removals per VM and hour, r examples/s.
 """
 
 from __future__ import annotations
@@ -21,18 +20,20 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from varuna_planner.liveput.checkpoint_interval import (
+    CheckpointInterval,
+    StopCosts,
+    best_checkpoints,
+    check_rate,
+)
+
 Matrix = npt.NDArray[np.float64]
 """[level, option]"""
 Choices = npt.NDArray[np.int64]
 """[level, option] -> option"""
 
-__all__ = ["CheckpointInterval", "FleetModel", "Hazard", "PlanOption", "StopCosts", "best_checkpoints", "fleet_sizes"]
+__all__ = ["FleetModel", "Hazard", "PlanOption", "fleet_sizes"]
 
-LONGEST_INTERVAL_S: Final = 3600.0
-"""The most between saves: hazards are estimates, and there are other faults, too."""
-
-_ROUNDING: Final = 1e-12
-"""Shares that differ by less do so by rounding."""
 MOST_LEVELS: Final = 40
 """The most fleet sizes that are distinguished; in larger fleets a level is several VMs."""
 
@@ -49,8 +50,8 @@ class Hazard:
     addition_sizes: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        _check_rate("removals_per_vm_hour", self.removals_per_vm_hour)
-        _check_rate("additions_per_hour", self.additions_per_hour or 0.0)
+        check_rate("removals_per_vm_hour", self.removals_per_vm_hour)
+        check_rate("additions_per_hour", self.additions_per_hour or 0.0)
         for name in ("removal_sizes", "addition_sizes"):
             shares = getattr(self, name)
             if not shares or min(shares) < 0 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
@@ -60,115 +61,6 @@ class Hazard:
         """VMs per hour that join a fleet of at most `most_vms`."""
         given = self.additions_per_hour
         return self.removals_per_vm_hour * most_vms if given is None else given
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopCosts:
-    """What stops and saves cost, measured or estimated."""
-
-    morph_s: float = 30.0
-    """From the stop of a generation to the first mini-batch of the next: plan, launch, load."""
-    replace_s: float | None = None
-    """The same when a warm spare replaces the lost VM and the plan stays; None: morph_s."""
-    detect_s: float = 3.0
-    """The time until a loss without notice is detected."""
-    save_stall_s: float = 0.5
-    """How long training stands still for each save (the copy)."""
-    save_write_s: float = 5.0
-    """From the copy until the checkpoint is complete, in the background; one save at a time."""
-    notice_probability: float = 0.0
-    """q: removals announced early enough to end the mini-batch and save."""
-
-    def __post_init__(self) -> None:
-        for name in ("morph_s", "detect_s", "save_stall_s", "save_write_s"):
-            _check_rate(name, getattr(self, name))
-        _check_rate("replace_s", self.replace_s or 0.0)
-        if not 0 <= self.notice_probability <= 1:
-            raise ValueError(f"notice_probability is {self.notice_probability}: it must be 0 to 1")
-
-    @property
-    def save_s(self) -> float:
-        """The time of a save that training waits for."""
-        return self.save_stall_s + self.save_write_s
-
-    @property
-    def before_morph_s(self) -> float:
-        """Mean time from a loss until the morph can begin."""
-        q = self.notice_probability
-        return (1 - q) * self.detect_s + q * self.save_s
-
-
-def _check_rate(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} is {value}: it must be finite and not negative")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInterval:
-    """How often to save, and the resulting shares of the time."""
-
-    every: int
-    """k: mini-batches between saves."""
-    interval_s: float
-    """k times s: seconds of training between saves."""
-    running: float
-    """The share of the time since the launch that is spent training instead of saving."""
-    redone_s: float
-    """Training that a stop loses and that is repeated: the mean over stops with and without notice."""
-    kept: float
-    """The share of the time since the launch whose work is never lost: the interval maximises it."""
-
-
-def best_checkpoints(stops_per_s: float, minibatch_s: float, costs: StopCosts) -> CheckpointInterval:
-    """The number of mini-batches between saves that keeps the most work, when stops are a Poisson process.
-
-    If stalls and intervals are short compared with the time between stops, this is Young's sqrt(2 · stall / rate).
-    In addition, mini-batches are indivisible, a save counts only once it is written, and a notice saves all work.
-
-    Raises ValueError when a rate or time is negative, or the mini-batch takes no time.
-    """
-    _check_rate("stops_per_s", stops_per_s)
-    if not (math.isfinite(minibatch_s) and minibatch_s > 0):
-        raise ValueError(f"minibatch_s is {minibatch_s}: it must be finite and above 0")
-    low = max(1, math.ceil((costs.save_write_s - costs.save_stall_s) / minibatch_s))
-    high = max(low, math.floor(LONGEST_INTERVAL_S / minibatch_s))
-    while high - low > 2:  # the kept share rises up to the best k and then falls, at last by less than it is rounded
-        left = low + (high - low) // 3
-        right = high - (high - low) // 3
-        gain = (
-            _checkpoints(right, stops_per_s, minibatch_s, costs).kept
-            - _checkpoints(left, stops_per_s, minibatch_s, costs).kept
-        )
-        if gain > _ROUNDING:
-            low = left + 1
-        else:
-            high = right
-    tried = [_checkpoints(every, stops_per_s, minibatch_s, costs) for every in range(low, high + 1)]
-    return max(tried, key=lambda checkpoints: checkpoints.kept)
-
-
-def _checkpoints(k: int, rate: float, s: float, costs: StopCosts) -> CheckpointInterval:
-    """In closed form. With X ~ Exp(rate) from the first mini-batch to the stop, and the period T = k·s + stall:
-
-    - trained until X: E = Σ_{i≥0} ∫_0^{k·s} e^(-rate·(i·T + t)) dt
-    - saved by X: save i holds i·k·s from i·T + write on; E = k·s Σ_{i≥1} e^(-rate·(i·T + write)).
-
-    Without notice the difference is lost, with the current mini-batch; with notice nothing is.
-    """
-    interval = k * s
-    period = interval + costs.save_stall_s
-    if rate * period < 1e-9:  # the limit
-        running = interval / period
-        redone = (1 - costs.notice_probability) * running * (interval / 2 + costs.save_stall_s + costs.save_write_s)
-    else:
-        periods = -1 / math.expm1(-rate * period)
-        trained = -math.expm1(-rate * interval) / rate * periods
-        saved = interval * math.exp(-rate * (period + costs.save_write_s)) * periods
-        running = rate * trained
-        redone = (1 - costs.notice_probability) * (trained - saved)
-    return CheckpointInterval(
-        every=k, interval_s=interval, running=running, redone_s=redone, kept=running - rate * redone
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from varuna_planner.liveput.liveput import FleetModel, Hazard, PlanOption, StopCosts, fleet_sizes
+from varuna_planner.liveput.checkpoint_interval import StopCosts
+from varuna_planner.liveput.liveput import FleetModel, Hazard, PlanOption, fleet_sizes
 from varuna_planner.profile.document import Profile
 from varuna_planner.schedule.policies import Policy
 from varuna_planner.search.auto_config import PlanChoice, choose_plan

@@ -158,6 +158,16 @@ def test_with_marks_a_loss_costs_what_was_done_since_the_newest_ones(monkeypatch
     assert found.examples > without.examples
 
 
+@pytest.mark.parametrize(("global_batch", "like"), [(60, "survivors"), (20_000, "copies")])
+def test_a_default_job_has_what_the_manager_finds_worth_its_time(global_batch: int, like: str) -> None:
+    """A step takes four seconds, or 20 minutes."""
+    trace, plans = parse_trace(LOSS), TwoStages(global_batch=global_batch)
+    policies = goodput.list_policies(trace, plans, STATE, detect_s=4.0)
+    found, same = (jobs.ReplayedJob(trace, plans, STATE, *policies[name]).replay() for name in ("auto", like))
+    assert found.examples == pytest.approx(same.examples)
+    assert (found.copying_s > 0) is (like == "copies")
+
+
 class OneReplica:
     """As many stages as GPUs, 2 examples/s each GPU, of micro-batches that depend on nothing."""
 
@@ -277,7 +287,7 @@ def test_the_program_writes_the_share_of_the_bound_and_charts(
     goodput.main()
     report = json.loads(out.read_text())
     shares = {one["policy"]: one["of_bound"] for one in report["replays"]}
-    assert set(shares) == {"varuna-2021", "checkpoint", "survivors", "copies", "design"}
+    assert set(shares) == {"varuna-2021", "checkpoint", "survivors", "auto", "copies", "design"}
     assert all(0 < share <= 1 for share in shares.values())
     assert shares["survivors"] > shares["varuna-2021"]
     assert "survivors" in capsys.readouterr().out
@@ -295,10 +305,10 @@ def test_a_copy_is_on_a_vm_of_another_stage() -> None:
     plan = PLANS.shaped(2, 2, 1)
     assert plan is not None
     holding = jobs.Holding(plan=plan, vms=("a", "b", "c", "d"))
-    assert holding.find_holders({"a", "b"}, copies=False)
-    assert not holding.find_holders({"a", "c"}, copies=False)
-    assert holding.find_holders({"a", "c"}, copies=True)
-    assert not holding.find_holders({"a"}, copies=False)
+    assert holding.find_holders({"a", "b"})
+    assert not holding.find_holders({"a", "c"})
+    assert replace(holding, has_copies=True).find_holders({"a", "c"})
+    assert not holding.find_holders({"a"})
 
 
 class OtherMicroBatches(OneReplica):

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from varuna_planner.liveput.liveput import (
-    CheckpointInterval,
-    FleetModel,
-    Hazard,
-    PlanOption,
-    StopCosts,
-    _checkpoints,
-    best_checkpoints,
-    fleet_sizes,
-)
+from varuna_planner.liveput.checkpoint_interval import CheckpointInterval, StopCosts, _checkpoints, best_checkpoints
+from varuna_planner.liveput.liveput import FleetModel, Hazard, PlanOption, fleet_sizes
 from varuna_planner.profile.document import Measurement, Profile, SectionProfile
 from varuna_planner.search.liveput_ranking import LiveputChoice, SpotMarket, rank_by_liveput
 

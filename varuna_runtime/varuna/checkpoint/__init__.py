@@ -5,14 +5,13 @@ from varuna.checkpoint.format.manifest import SampleCursor, StateScope
 from varuna.checkpoint.loading.complete_checkpoints import last_written_generation, newest_complete, read_manifest
 from varuna.checkpoint.loading.loader import LoadedCheckpoint, load_checkpoint, read_parameters
 from varuna.checkpoint.loading.resuming import resume_checkpoint
-from varuna.checkpoint.saving.cadence import Cadence, decide_save
+from varuna.checkpoint.saving.cadence import decide_save
 from varuna.checkpoint.saving.pruning import CheckpointRequest
 from varuna.checkpoint.saving.writer import CheckpointWriter, SaveOutcome
 from varuna.checkpoint.state.rank_state import ShapePosition, TrainingState
 from varuna.checkpoint.storage.local import on_one_disk
 
 __all__ = [
-    "Cadence",
     "CheckpointError",
     "CheckpointRequest",
     "CheckpointWriter",

@@ -9,7 +9,6 @@ import structlog
 import torch
 
 from varuna.checkpoint import (
-    Cadence,
     CheckpointRequest,
     CheckpointWriter,
     LoadedCheckpoint,
@@ -27,6 +26,7 @@ from varuna.diagnostics.error_text import first_line
 from varuna.distributed.departure import PeerLost
 from varuna.distributed.groups import RankGroup
 from varuna.worker.worker import WorkerProcess
+from varuna_planner.liveput.checkpoint_interval import Cadence
 
 __all__ = ["WorkerCheckpoints"]
 

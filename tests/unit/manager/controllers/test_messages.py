@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from decision_views import devices, plan_for, vm
 from snapshots import loaded
 from varuna_manager.controllers.messages import launch_message, send_ahead_message, start_newcomers_message
@@ -16,7 +18,7 @@ URLS = {"default_checkpoint_url": "", "profile_cache_url": ""}
 
 def test_each_vm_is_told_its_zone() -> None:
     plan, here = plan_for(2), devices("a", "b")
-    facts = GenerationFacts("j", 1, 1, "training", "launching", plan.to_document(), "a", 1, *[None] * 14)  # type: ignore[arg-type]
+    facts = GenerationFacts("j", 1, 1, "training", "launching", plan.to_document(), "a", 1, *[None] * 15)  # type: ignore[arg-type]
     job = replace(loaded("j", has=("a", "b")), generation=facts._replace(in_place=False))
     for name, zone in (("a", "north"), ("b", "south"), ("b", "")):
         started = launch_message(job, vm(name, zone=zone), secrets={}, spans=MorphSpans(), **URLS).launch
@@ -29,7 +31,7 @@ def test_each_vm_is_told_its_zone() -> None:
 def test_each_vm_is_told_who_the_ranks_of_the_next_shape_are_now() -> None:
     """On "b" a new process starts beside the present one, which does not go on; "d" has no part in it."""
     plan, placement = plan_for(3), devices("c", "a", "b")
-    facts = GenerationFacts("j", 4, 1, "training", "running", plan_for(2).to_document(), "host", 9, *[None] * 14)  # type: ignore[arg-type]
+    facts = GenerationFacts("j", 4, 1, "training", "running", plan_for(2).to_document(), "host", 9, *[None] * 15)  # type: ignore[arg-type]
     job = replace(loaded("j", has=("a", "b")), generation=facts._replace(in_place=False, secret="s3"))
     wanted = WantedNewcomers(number=5, plan=plan, placement=placement, devices=frozenset(devices("b", "c")))
     for name, ranks in (("a", [1]), ("b", [2]), ("c", [0])):
@@ -42,3 +44,17 @@ def test_each_vm_is_told_who_the_ranks_of_the_next_shape_are_now() -> None:
         assert (sent.world_size, sent.rendezvous_host, sent.rendezvous_port, sent.secret) == (2, "host", 9, "s3")
         assert sent.plan.p * sent.plan.d == 3
     assert send_ahead_message(job, wanted, vm("d")) is None
+
+
+@pytest.mark.parametrize("copies_shares", [True, False])
+def test_each_launch_of_a_generation_says_what_was_chosen_for_it(copies_shares: bool) -> None:
+    """The choice is in the generation's row, and the job's view has it from there."""
+    facts = GenerationFacts("j", 1, 1, "training", "launching", plan_for(2).to_document(), "a", 1, *[None] * 15)  # type: ignore[arg-type]
+    job = loaded("j", has=("a", "b"))
+    job = replace(
+        job,
+        generation=facts._replace(in_place=False, copies_shares=copies_shares),
+        view=replace(job.view, copies_shares=copies_shares),
+    )
+    sent = [launch_message(job, vm(name), secrets={}, spans=MorphSpans(), **URLS).launch for name in "ab"]
+    assert [launch.copies_shares for launch in sent] == [copies_shares] * 2

@@ -1,15 +1,28 @@
-"""Who keeps whose copy: never on the same VM, as far apart as there is room, and evenly."""
+"""Who keeps whose copy: never on the same VM, as far apart as there is room, and evenly. And when copies are kept."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna_manager.domain.keepers import Copies, VmPlace, choose_keepers
+from decision_views import generation
+from varuna_manager.domain.fleet_past import FleetPast
+from varuna_manager.domain.keepers import (
+    Copies,
+    CopiesChoice,
+    CopiesFacts,
+    SaveCost,
+    VmPlace,
+    choose_copies,
+    choose_keepers,
+    expect_step_s,
+)
+from varuna_proto.plan import Plan
 
 
 def vm_ids(p: int, d: int, gpus: int) -> list[str]:
@@ -30,7 +43,7 @@ def test_a_copy_is_never_on_a_vm_that_has_the_stage(shape: tuple[int, int, int],
     p, d, gpus = shape
     vms = vm_ids(p, d, gpus)
     places = {f"vm{number}": VmPlace(f"host{number}", zone) for number, zone in enumerate(zone_names)}
-    keepers = choose_keepers(Copies.ON, p, vms, places)
+    keepers = choose_keepers(p, vms, places)
     stages = [set(vms[stage::p]) for stage in range(p)]
     if not keepers:
         assert any(stage == set(vms) for stage in stages)
@@ -38,7 +51,7 @@ def test_a_copy_is_never_on_a_vm_that_has_the_stage(shape: tuple[int, int, int],
     assert len(keepers) == p
     for stage, keeper in enumerate(keepers):
         assert vms[keeper] not in stages[stage]
-    assert keepers == choose_keepers(Copies.ON, p, vms, dict(reversed(places.items())))
+    assert keepers == choose_keepers(p, vms, dict(reversed(places.items())))
     if gpus == 1:
         assert max(Counter(keepers).values()) == 1
 
@@ -48,7 +61,7 @@ def test_no_other_choice_shares_fewer_zones(p: int, zone_names: list[str]) -> No
     """Compared with all choices in which each VM keeps one copy."""
     vms = vm_ids(p, 1, 1)
     zone_of = dict(zip(vms, zone_names, strict=False))
-    keepers = choose_keepers(Copies.AUTO, p, vms, {vm: VmPlace(vm, zone) for vm, zone in zone_of.items()})
+    keepers = choose_keepers(p, vms, {vm: VmPlace(vm, zone) for vm, zone in zone_of.items()})
     stages = [{vm} for vm in vms]
     fewest = min(
         count_shared(list(choice), stages, zone_of)
@@ -60,31 +73,102 @@ def test_no_other_choice_shares_fewer_zones(p: int, zone_names: list[str]) -> No
 
 def test_the_same_host_is_worse_than_any_zone() -> None:
     places = {"vm0": VmPlace("h", "a"), "vm1": VmPlace("h", "b"), "vm2": VmPlace("i", "a"), "vm3": VmPlace("i", "b")}
-    keepers = choose_keepers(Copies.AUTO, 4, vm_ids(4, 1, 1), places)
+    keepers = choose_keepers(4, vm_ids(4, 1, 1), places)
     assert sorted(keepers) == [0, 1, 2, 3]
     assert all(places[f"vm{keeper}"].host != places[f"vm{stage}"].host for stage, keeper in enumerate(keepers))
     assert all(places[f"vm{keeper}"].zone != places[f"vm{stage}"].zone for stage, keeper in enumerate(keepers))
 
 
 @pytest.mark.parametrize(
-    ("copies", "p", "vms", "are_kept"),
+    ("p", "vms", "can_be_kept"),
     [
-        ("auto", 3, ["a", "b", "c"], True),
-        ("auto", 2, ["a", "b", "c", "d"], False),  # each stage is on two VMs
-        ("on", 2, ["a", "b", "c", "d"], True),
-        ("auto", 2, ["a", "b", "a", "c"], True),  # both replicas of stage 0 are on one
-        ("off", 3, ["a", "b", "c"], False),
-        ("on", 3, ["a", "a", "a"], False),
-        ("auto", 1, ["a"], False),
-        ("auto", 4, ["a", "a", "a", "b"], True),  # b keeps three
+        (3, ["a", "b", "c"], True),
+        (2, ["a", "b", "c", "d"], True),
+        (2, ["a", "b", "a", "c"], True),  # both replicas of stage 0 are on one
+        (3, ["a", "a", "a"], False),
+        (1, ["a"], False),
+        (1, ["a", "b"], False),  # both have all of it
+        (4, ["a", "a", "a", "b"], True),  # b keeps three
     ],
 )
-def test_when_copies_are_kept(copies: str, p: int, vms: list[str], are_kept: bool) -> None:
-    assert bool(choose_keepers(Copies(copies), p, vms)) is are_kept
+def test_where_copies_can_be_kept(p: int, vms: list[str], can_be_kept: bool) -> None:
+    assert bool(choose_keepers(p, vms)) is can_be_kept
+
+
+CALM = FleetPast(removals=0.0, vm_hours=1000.0)
+"""A thousand hours without a loss."""
+NEW = FleetPast()
+"""The prior: a VM in ten an hour, half of them in pairs."""
+TRACE = FleetPast(removals=167.0, vm_hours=273.0, losses_at=tuple(60.0 * burst for burst in range(40) for _ in (0, 1)))
+"""As in docs/goodput.md: 0.6 removals per VM-hour, two at once."""
+LARGE = SaveCost(stall_s=0.5, write_s=4.0)
+"""Of 5 GB a stage, over 10 Gb/s."""
+
+
+def choose(
+    p: int,
+    d: int,
+    fleet: FleetPast,
+    step_s: float,
+    *,
+    save: SaveCost = LARGE,
+    wish: Copies = Copies.AUTO,
+    gpus: int = 1,
+) -> CopiesChoice:
+    plan = Plan(p=p, d=d, micro_batch=1, global_batch=8 * d, predicted_minibatch_s=step_s)
+    return choose_copies(wish, plan, vm_ids(p, d, gpus), {}, CopiesFacts(fleet=fleet, step_s=step_s, save=save))
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "fleet", "step_s", "are_kept"),
+    [
+        (8, 1, CALM, 180.0, (False, False)),
+        (8, 3, CALM, 180.0, (False, False)),
+        (4, 1, NEW, 0.05, (False, False)),
+        (2, 2, NEW, 5.0, (False, False)),
+        (8, 3, NEW, 180.0, (False, True)),
+        (24, 1, NEW, 180.0, (True, True)),
+        (8, 3, TRACE, 180.0, (False, True)),
+        (8, 3, TRACE, 12.0, (False, False)),
+        (8, 1, TRACE, 180.0, (True, True)),
+        (24, 1, TRACE, 8.0, (True, False)),  # no marks in short steps
+    ],
+)
+def test_what_is_worth_its_time_is_kept(
+    p: int, d: int, fleet: FleetPast, step_s: float, are_kept: tuple[bool, bool]
+) -> None:
+    found = choose(p, d, fleet, step_s)
+    assert (bool(found.keepers), found.marks) == are_kept, found.reason
+    assert len(found.keepers) in (0, p)
+    assert "are kept: losses of about" in found.reason
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_the_job_file_can_decide(d: int) -> None:
+    kept = choose(3, d, CALM, 0.1, wish=Copies.ON)
+    assert (len(kept.keepers), kept.marks, kept.reason) == (3, True, ""), "also where several VMs have a stage"
+    assert choose(3, d, TRACE, 180.0, wish=Copies.OFF) == CopiesChoice()
+
+
+def test_one_vm_has_no_other_to_copy_to() -> None:
+    assert choose(3, 2, TRACE, 180.0, gpus=6) == CopiesChoice()
+
+
+def test_the_users_interval_of_checkpoints_counts() -> None:
+    rare = SaveCost(stall_s=0.006, write_s=0.01, pinned_interval_s=1800.0)
+    assert not choose(4, 1, NEW, 1.0, save=replace(rare, pinned_interval_s=None)).keepers
+    assert choose(4, 1, NEW, 1.0, save=rare).keepers
+
+
+def test_a_generation_that_was_slower_than_predicted_makes_the_next_ones_steps_longer() -> None:
+    plan = Plan(p=2, d=1, micro_batch=1, global_batch=8, predicted_minibatch_s=2.0)
+    before = generation(2, plan=replace(plan, predicted_minibatch_s=4.0))
+    assert expect_step_s(None, plan) == expect_step_s(before, plan) == 2.0
+    assert expect_step_s(replace(before, mean_step_s=36.0), plan) == 18.0
 
 
 def test_more_stages_than_are_placed_together() -> None:
-    keepers = choose_keepers(Copies.AUTO, 150, vm_ids(150, 1, 1))
+    keepers = choose_keepers(150, vm_ids(150, 1, 1))
     assert len(keepers) == 150
     assert all(keeper != stage for stage, keeper in enumerate(keepers))
     assert max(Counter(keepers).values()) <= 3

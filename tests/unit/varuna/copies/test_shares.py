@@ -27,6 +27,7 @@ from varuna.distributed.departure import Departure
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
 from varuna.pipeline.pass_state import PassResult
+from varuna_planner.liveput.copies import MARKS_SHARE
 from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.environment import WorkerEnvironment
 from waiting import wait_until
@@ -348,6 +349,10 @@ def test_stages_that_train_nothing_need_no_marks(monkeypatch: pytest.MonkeyPatch
         assert empty.micro_batch == marked.mark.micro_batch == 1
     for stage in stages:
         stage.shares.shut_down()
+
+
+def test_the_manager_weighs_marks_by_the_most_that_they_take() -> None:
+    assert rank_shares_module._MOST_COPYING == MARKS_SHARE
 
 
 def test_marks_take_a_hundredth_of_the_time_of_the_stage_that_copies_longest() -> None:

@@ -14,9 +14,10 @@ from dataclasses import replace
 
 import structlog
 
-from varuna.checkpoint import Cadence, CheckpointWriter, SaveOutcome, TrainingState, decide_save
+from varuna.checkpoint import CheckpointWriter, SaveOutcome, TrainingState, decide_save
 from varuna.distributed.agreement import BoundaryRequests
 from varuna.distributed.departure import Departure, GenerationEnded
+from varuna_planner.liveput.checkpoint_interval import Cadence
 
 __all__ = ["AutomaticCheckpoints", "wait_for_save"]
 

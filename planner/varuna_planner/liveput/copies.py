@@ -1,0 +1,113 @@
+"""Whether copies in other VMs' memories are worth the time that they take: those of states, which spare a job its
+checkpoint, and those of the sums of long steps (marks), which spare it what is done of a step.
+
+What losses cost is reckoned to the first order, as if each came alone: their rate times the training that one of them
+throws away. Imports next to nothing, because the manager's loop calls it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from varuna_planner.liveput.checkpoint_interval import Cadence
+from varuna_planner.liveput.morph_cost import MARKS_S
+
+__all__ = ["MARKS_SHARE", "NOTHING", "STATES_SHARE", "CopiedParts", "LossExposure", "choose_copies"]
+
+STATES_SHARE: Final = 0.02
+"""Of the time, what copies of states take. Measured on processors that train at the same time: steps are 2 % longer
+(95 % interval 1.012 to 1.029) at 22 MB, and 1.8 % (0.991 to 1.053) at 200 MB; docs/benchmarks.md. Assumed for GPUs."""
+MARKS_SHARE: Final = 0.01
+"""Of the time, the most that training waits for copies of sums (`varuna.copies.rank_shares`)."""
+_ROUNDS_BEHIND: Final = 1.5
+"""By how many rounds of copies a job goes back on average, where a round takes longer than a step: one to two."""
+_HOUR_S: Final = 3600.0
+
+
+class CopiedParts(NamedTuple):
+    """What the VMs of a generation copy to each other."""
+
+    states: bool = False
+    marks: bool = False
+
+    @property
+    def name(self) -> str:
+        names = ["copies of states"] * self.states + ["marks"] * self.marks
+        return " and ".join(names) or "no copies"
+
+    @property
+    def own_s(self) -> float:
+        """What they take of an hour."""
+        return _HOUR_S * (STATES_SHARE * self.states + MARKS_SHARE * self.marks)
+
+
+NOTHING: Final = CopiedParts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossExposure:
+    """What a generation may lose, and how often."""
+
+    losses_per_hour: float
+    """VMs that are expected to be lost, of those that it uses."""
+    bursts_per_hour: float
+    """The same, those counted once that are lost together: each burst stops it once."""
+    hit_share: float
+    """Of its replicas, those of which a burst takes a VM."""
+    store_stops_per_hour: float
+    """Bursts after which it needs its checkpoint, without copies of states,"""
+    copied_store_stops_per_hour: float
+    """and with them."""
+    step_s: float
+    """Above 0."""
+    save_stall_s: float
+    """How long training stands still for a save."""
+    save_write_s: float
+    """How long a save is written, as long as a copy of the same state is sent."""
+    save_interval_s: float | None = None
+    """Between saves, where the user says so; None: as often as pays (`Cadence`)."""
+
+    def predict_lost_s(self, kept: CopiedParts) -> float:
+        """The seconds that losses of VMs, saves and the copies themselves cost of an hour."""
+        store_stops = self.copied_store_stops_per_hour if kept.states else self.store_stops_per_hour
+        period_s = self._predict_save_period_s(store_stops)
+        redone_s = period_s / 2 + self.save_stall_s + self.save_write_s
+        saves_s = _HOUR_S * self.save_stall_s / period_s
+        copied_stops = self.store_stops_per_hour - store_stops
+        rounds_s = _ROUNDS_BEHIND * max(0.0, self.save_write_s - self.step_s)
+        # Without a mark, half a step's work is lost on average, and with marks half of what is between two of them.
+        part_s = (min(self.step_s, MARKS_S) if kept.marks else self.step_s) / 2
+        steps_s = (self.bursts_per_hour - store_stops) * self.hit_share * part_s
+        return kept.own_s + saves_s + store_stops * redone_s + copied_stops * rounds_s + steps_s
+
+    def _predict_save_period_s(self, store_stops: float) -> float:
+        """Between the starts of two saves, which are at the ends of steps."""
+        cadence = Cadence(stops_per_hour=store_stops, pinned_interval_s=self.save_interval_s)
+        interval_s = cadence.interval_s(self.save_stall_s, self.save_write_s, self.step_s)
+        return self.step_s * max(1, math.ceil(interval_s / self.step_s))
+
+
+def choose_copies(exposure: LossExposure, possible: Collection[CopiedParts]) -> tuple[CopiedParts, str]:
+    """What of the possible is worth copying, and the figures as text. The fewest copies of equals.
+
+    Marks are of no use, and none are made, in steps that are not longer than the time between two of them.
+    """
+    options = [one for one in sorted(possible) if one != NOTHING and not (one.marks and exposure.step_s <= MARKS_S)]
+    if not options:
+        return NOTHING, ""
+    lost_s = {one: exposure.predict_lost_s(one) for one in (NOTHING, *options)}
+    best = min(lost_s, key=lambda one: lost_s[one])
+    compared = min(options, key=lambda one: lost_s[one])
+    text = (
+        f"{best.name} are kept: losses of about {_render(exposure.losses_per_hour)} VMs an hour, and saves, cost "
+        f"{_render(lost_s[NOTHING])} s of it without copies, and {_render(lost_s[compared])} s with "
+        f"{compared.name}, {_render(compared.own_s)} s of their own included"
+    )
+    return best, text
+
+
+def _render(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

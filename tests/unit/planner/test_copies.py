@@ -1,0 +1,137 @@
+"""Which copies in other VMs' memories are worth the time that they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varuna_planner.liveput.copies import (
+    MARKS_SHARE,
+    STATES_SHARE,
+    CopiedParts,
+    LossExposure,
+    choose_copies,
+)
+from varuna_planner.liveput.hazard import bursts_per_hour, holder_losses_per_hour, mean_hit_share
+from varuna_planner.liveput.morph_cost import MARKS_S
+
+NOTHING, STATES, MARKS, BOTH = CopiedParts(), CopiedParts(states=True), CopiedParts(marks=True), CopiedParts(True, True)
+ALL = (STATES, MARKS, BOTH)
+
+
+def expose(
+    p: int,
+    d: int,
+    *,
+    removals_per_vm_hour: float,
+    step_s: float,
+    state_s: float = 1.0,
+    bursts: tuple[int, ...] = (),
+) -> LossExposure:
+    """One GPU a VM. `state_s`: how long a stage's state is written; training stands still for a tenth of that."""
+    vms = p * d
+    losses = vms * removals_per_vm_hour
+    return LossExposure(
+        losses_per_hour=losses,
+        bursts_per_hour=bursts_per_hour(losses, bursts, vms),
+        hit_share=mean_hit_share(bursts, [p] * d, vms),
+        store_stops_per_hour=holder_losses_per_hour(losses, bursts, [d] * p, vms),
+        copied_store_stops_per_hour=holder_losses_per_hour(losses, bursts, [min(d + 1, vms)] * p, vms),
+        step_s=step_s,
+        save_stall_s=state_s / 10,
+        save_write_s=state_s,
+    )
+
+
+def list_possible(d: int) -> tuple[CopiedParts, ...]:
+    """One replica's marks go to the VMs that have its copies."""
+    return ALL if d > 1 else (STATES, BOTH)
+
+
+def choose(p: int, d: int, exposure: LossExposure) -> CopiedParts:
+    return choose_copies(exposure, list_possible(d))[0]
+
+
+fleets = st.fixed_dictionaries(
+    {
+        "removals_per_vm_hour": st.floats(1e-4, 2.0),
+        "step_s": st.floats(0.05, 300.0),
+        "state_s": st.floats(0.01, 30.0),
+        "bursts": st.lists(st.integers(1, 6), max_size=10).map(tuple),
+    }
+)
+shapes = st.tuples(st.integers(2, 8), st.integers(1, 4))
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, fleets, st.sampled_from(["removals_per_vm_hour", "step_s", "state_s"]), st.floats(2.0, 10.0))
+def test_more_losses_longer_steps_and_larger_states_never_make_copies_worth_less(
+    shape: tuple[int, int], fleet: dict[str, float], grows: str, factor: float
+) -> None:
+    """Longer steps make marks worth more. Copies of states alone spare little where a job saves after each step."""
+    before = expose(*shape, **fleet)  # type: ignore[arg-type]
+    after = expose(*shape, **{**fleet, grows: fleet[grows] * factor})  # type: ignore[arg-type]
+    for one in list_possible(shape[1]):
+        if (grows == "step_s" and not one.marks) or (one.marks and before.step_s <= MARKS_S):
+            continue
+        worth, more = (each.predict_lost_s(NOTHING) - each.predict_lost_s(one) for each in (before, after))
+        if worth > 0:
+            assert more > 0, one
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, fleets)
+def test_the_choice_loses_the_least_of_all(shape: tuple[int, int], fleet: dict[str, float]) -> None:
+    exposure = expose(*shape, **fleet)  # type: ignore[arg-type]
+    chosen = choose(*shape, exposure)
+    options = [one for one in (NOTHING, *list_possible(shape[1])) if not one.marks or exposure.step_s > MARKS_S]
+    assert chosen in options
+    assert exposure.predict_lost_s(chosen) == min(exposure.predict_lost_s(one) for one in options)
+
+
+@given(shapes, st.floats(0.05, 300.0))
+def test_nothing_is_copied_where_nothing_is_lost(shape: tuple[int, int], step_s: float) -> None:
+    assert choose(*shape, expose(*shape, removals_per_vm_hour=0.0, step_s=step_s)) == NOTHING
+
+
+def test_what_they_take_of_an_hour() -> None:
+    assert [one.own_s for one in (NOTHING, STATES, MARKS, BOTH)] == pytest.approx([0.0, 72.0, 36.0, 108.0])
+    assert (STATES_SHARE, MARKS_SHARE) == (0.02, 0.01)
+
+
+def test_vms_that_go_together_make_copies_of_states_worth_it_for_two_replicas() -> None:
+    alone, together = (
+        expose(8, 2, removals_per_vm_hour=1.5, step_s=8.0, state_s=20.0, bursts=(size,) * 100) for size in (1, 4)
+    )
+    assert choose(8, 2, alone) == NOTHING
+    assert choose(8, 2, together) == STATES
+
+
+def test_a_mark_saves_half_a_step_but_for_half_of_the_time_between_two() -> None:
+    fleet = expose(4, 2, removals_per_vm_hour=0.5, step_s=70.0)
+    exposure = replace(fleet, bursts_per_hour=4.0, hit_share=0.5, store_stops_per_hour=0.0)
+    saved_s = exposure.predict_lost_s(NOTHING) - exposure.predict_lost_s(MARKS)
+    assert saved_s + MARKS.own_s == pytest.approx(4.0 * 0.5 * (70.0 - MARKS_S) / 2)
+
+
+def test_the_figures_are_told() -> None:
+    exposure = expose(8, 3, removals_per_vm_hour=0.61, step_s=180.0, state_s=4.0, bursts=(2,) * 40)
+    found, text = choose_copies(exposure, ALL)
+    assert found == MARKS
+    lost = [round(exposure.predict_lost_s(one)) for one in (NOTHING, MARKS)]
+    assert text == (
+        f"marks are kept: losses of about 15 VMs an hour, and saves, cost {lost[0]} s of it without copies, and "
+        f"{lost[1]} s with marks, 36 s of their own included"
+    )
+    assert choose_copies(exposure, ()) == (NOTHING, "")
+
+
+def test_the_share_of_the_replicas_that_a_burst_hits() -> None:
+    alone, pairs = (1,) * 10**4, (2,) * 10**4
+    assert mean_hit_share(alone, [4, 4], 8) == pytest.approx(0.5, abs=1e-3)
+    assert mean_hit_share(pairs, [1, 1], 2) == pytest.approx(1.0, abs=1e-3)
+    assert mean_hit_share(pairs, [4, 4], 8) == pytest.approx(1 - 4 / 8 * 3 / 7, abs=1e-3)
+    assert bursts_per_hour(6.0, pairs, 8) == pytest.approx(3.0, abs=1e-3)
