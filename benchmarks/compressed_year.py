@@ -34,7 +34,8 @@ from _control_plane_store import profile_json
 from rich.console import Console
 from rich.table import Table
 
-from rest_world import RestWorld, migrated, rest_world
+from migrated_stores import migrated
+from rest_world import RestWorld, rest_world
 from varuna_manager.controllers.job_view import SnapshotLoader
 from varuna_manager.db.engine import Database
 from varuna_manager.db.job_progress import sum_up_all
@@ -279,7 +280,7 @@ def size_of(path: Path) -> int:
 async def live_through(folder: Path, size: YearSize, note: Callable[[str], None]) -> dict[str, Any]:
     """Plays the year. Returns the times of retention."""
     path, now = folder / "manager.db", time.time()
-    await migrated(path)
+    migrated(path)
     year, database = Year(path, size, now), Database(f"sqlite:///{path}")
     today = year.starts_at
     events, archives = EventLog(database, lambda: today), ArchiveService(database, folder / "archives")
@@ -326,7 +327,7 @@ def _rows(path: Path) -> dict[str, int]:
 
 async def be_young(folder: Path, size: YearSize, jobs: int) -> None:
     path = folder / "manager.db"
-    await migrated(path)
+    migrated(path)
     year = Year(path, size, time.time())
     year.make_young(jobs)
     year.finish()

@@ -34,7 +34,8 @@ from PIL import Image  # noqa: E402
 from playwright.async_api import Browser, Page, async_playwright  # noqa: E402
 
 from dashboard_world import JOB, fill_fleet, fill_job  # noqa: E402
-from rest_world import migrated, rest_world  # noqa: E402
+from migrated_stores import migrated  # noqa: E402
+from rest_world import rest_world  # noqa: E402
 
 PAGES = {  # what is there when it is of use, and how many charts it has
     "jobs": ("tbody tr", 0),
@@ -88,7 +89,7 @@ async def rounds(browser: Browser, url: str, count: int) -> dict[str, dict[str, 
 async def filled_dashboard(vms: int, steps: int) -> AsyncIterator[tuple[Browser, str]]:
     """A browser, and the address of a manager with so many VMs and a job of so many steps."""
     with tempfile.TemporaryDirectory() as folder:
-        await migrated(Path(folder) / "manager.db")
+        migrated(Path(folder) / "manager.db")
         async with rest_world(Path(folder)) as world, async_playwright() as playwright:
             await fill_fleet(world, vms)
             await fill_job(world, steps)

@@ -13,7 +13,8 @@ import pytest_asyncio
 from playwright.async_api import Page, expect
 
 from dashboard_world import JOB, SHAPES, fill_job
-from rest_world import SPEC, RestWorld, generation, migrated, report, rest_world, worker
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, generation, report, rest_world, worker
 from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
 
@@ -28,7 +29,7 @@ STEPS = 600
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         await fill_job(world, STEPS)
         yield world

@@ -16,7 +16,8 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, ViewportSize, expect
 
 from dashboard_world import JOB, SHAPES, fill_fleet, fill_job
-from rest_world import RestWorld, generation, migrated, rest_world
+from migrated_stores import migrated
+from rest_world import RestWorld, generation, rest_world
 from varuna_manager.api.http.app import make_app
 from varuna_manager.api.http.roles import StandbyApp
 from varuna_manager.world.leadership import Leader, Standing
@@ -44,7 +45,7 @@ EVIL = "<img src=x onerror=alert(1)> of <b>vm</b>"
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RestWorld]:
     folder: Path = tmp_path_factory.mktemp("dashboard")
-    await migrated(folder / "manager.db")
+    migrated(folder / "manager.db")
     async with rest_world(folder) as world:
         await fill_fleet(world, VMS)
         await fill_job(world, STEPS)
@@ -133,7 +134,7 @@ async def test_a_standby_shows_what_there_is_and_where_the_leader_is(world: Rest
 
 @pytest.mark.slow
 async def test_generations_come_page_by_page_and_older_ones_once(tmp_path: Path, open_page: Any) -> None:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as small:
         await fill_job(small, 600)
         newest, many = len(SHAPES) + 1, 250

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import expect
 
-from rest_world import SPEC, RestWorld, generation, migrated, rest_world, vm, worker
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -29,7 +30,7 @@ UNSEEN = """() => {
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         yield world
 

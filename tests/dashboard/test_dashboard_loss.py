@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from rest_world import RestWorld, generation, migrated, rest_world
+from migrated_stores import migrated
+from rest_world import RestWorld, generation, rest_world
 from varuna_manager.db.models import JobRow
 
 pytestmark = [
@@ -24,7 +25,7 @@ REASON = "succeeded, but the loss or gradient of its last 7 steps was not finite
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         now = time.time()
         spec = {"name": "nan", "workdir": "/w", "run": "python train.py --steps 8", "global_batch": 8}

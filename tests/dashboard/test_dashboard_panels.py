@@ -13,7 +13,8 @@ import pytest_asyncio
 from playwright.async_api import Page, Route, expect
 
 from dashboard_world import JOB, fill_job
-from rest_world import RestWorld, migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import RestWorld, rest_world, vm
 
 pytestmark = [
     pytest.mark.xdist_group("dashboard"),
@@ -25,7 +26,7 @@ MAY_FAIL = ("/logs", "status of 503", "ERR_FAILED")
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         await fill_job(world, 600)
         await world.add(*(vm(f"vm-{number:05}") for number in range(1, 13)))

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from rest_world import SPEC, RestWorld, migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, rest_world, vm
 from scripted_manager import profile_json
 
 pytestmark = [
@@ -24,7 +25,7 @@ VALID = "name: gpt  # again\nworkdir: /w\nrun: python train.py\nglobal_batch: 8\
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         await world.add(*(vm(f"vm-{number}", device_memory_bytes=16 << 30) for number in range(4)))
         yield world

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Page, expect
 
-from rest_world import RestWorld, migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import RestWorld, rest_world, vm
 from varuna_manager.db.models import VmUsageRow
 from varuna_manager.domain.vm_usage import UsagePoint, pack_point
 
@@ -24,7 +25,7 @@ GIB = float(1 << 30)
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         await world.add(vm("vm-1"), vm("vm-2"))
         points = (

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forked_manager import ManagerZygote
+from migrated_stores import migrated_url
 from scripted_manager import ScriptedManager
 from secure_world import IDLE_VM, SecureManager, secure_manager
 from training_world import Zygote
@@ -49,9 +50,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureManager]:
 @pytest.fixture(params=["sqlite", "postgresql"])
 async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
     """A manager's store, with all migrations and nothing in it."""
-    is_file = request.param == "sqlite"
-    store = Database(f"sqlite:///{tmp_path / 'manager.db'}" if is_file else request.getfixturevalue("postgres_url"))
-    await store.migrate_schema()
+    store = Database(migrated_url(request, tmp_path))
     yield store
     await store.close()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from fleet_world import Disturbances, fleet_world
 from varuna_manager.domain.fleet_decision import Refusal, RefusalKind, VmRange
+from varuna_manager.domain.observed import Rules
 from varuna_manager.providers.base import CreatedVms
 from varuna_manager.providers.static import StaticHost, StaticProvider
 
@@ -104,3 +106,43 @@ async def test_listed_hosts_are_missing_until_their_agents_come_and_others_are_r
         world.new_vm("b", 2)
         await world.run(60)
         assert world.invariants.vm_states()["b"] == "ready"
+
+
+async def test_a_silent_vm_is_gone_because_it_was_given_back(tmp_path: Path) -> None:
+    """The provider did not take it: it says nothing about the reason."""
+    async with fleet_world(tmp_path, seed=1) as world:
+        await world.manager.fleet.set_target(3)
+        await world.run(60)
+        silent = world.market.vms["vm-1"]
+        silent.reachable = False
+        await world.run(120)
+        assert not silent.alive
+        reason = r"VM vm-1 is gone: it was given back: it has been silent for (\d+) s"
+        (silent_s,) = re.findall(reason, world.invariants.log())
+        assert int(silent_s) >= Rules.lease_s
+
+
+async def test_a_vm_whose_agent_never_connects_is_gone_because_it_was_given_back(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        make = world.market.create
+
+        async def make_cut_off(count: int, request: str) -> CreatedVms:
+            created = await make(count, request)
+            world.market.vms["vm-1"].reachable = False
+            return created
+
+        world.market.create = make_cut_off  # type: ignore[method-assign]
+        await world.manager.fleet.set_target(1)
+        await world.run(150)
+        gone = "VM vm-1 is gone: it was given back: its agent has not connected within 120 s"
+        assert gone in world.invariants.log()
+
+
+async def test_a_vm_that_its_provider_takes_is_not_said_to_be_given_back(tmp_path: Path) -> None:
+    async with fleet_world(tmp_path, seed=1) as world:
+        await world.manager.fleet.set_target(3)
+        await world.run(60)
+        world.market.vms["vm-1"].end()
+        await world.run(120)
+        assert "VM vm-1 is gone: the provider no longer lists it (there was no notice)" in world.invariants.log()
+        assert "given back" not in world.invariants.log()

@@ -139,7 +139,8 @@ class FleetController:
         for vm_id, row in rows.items():
             if row.pool in self._pools_away:
                 continue
-            self._registry.set_listed(vm_id, vm_id in listed, self._ends.get(vm_id, ""))
+            reason = self._ends.get(vm_id) or self._size.describe_return(vm_id)
+            self._registry.set_listed(vm_id, vm_id in listed, reason)
         prices = {vm_id: vm.price_per_hour for vm_id, vm in listed.items() if vm.price_per_hour is not None}
         other = [vm_id for vm_id, row in rows.items() if prices.get(vm_id, row.price_per_hour) != row.price_per_hour]
         waiting = [vm_id for vm_id, row in rows.items() if vm_id in listed and row.vm_state is VmState.REQUESTED]

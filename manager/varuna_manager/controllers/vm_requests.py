@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -108,6 +108,8 @@ class FleetSize:
         self._to_reap: set[str] = set()
         self._deleted: frozenset[str] = frozenset()
         """VMs given back at the last look, which may take a while to go."""
+        self._returns: dict[str, str] = {}
+        """Why VMs have been given back whose agents are silent, until the store knows that they are gone."""
 
     async def close(self) -> None:
         """Stop waiting for requested VMs."""
@@ -117,6 +119,10 @@ class FleetSize:
     def reap_vm(self, vm_id: str) -> None:
         """Give the VM back at the next `resize_fleet`: it is gone in the store, but the provider still has it."""
         self._to_reap.add(vm_id)
+
+    def describe_return(self, vm_id: str) -> str:
+        """Why the VM was given back; empty: it was not, or not because its agent is silent."""
+        return self._returns.get(vm_id, "")
 
     async def resize_fleet(
         self,
@@ -138,7 +144,8 @@ class FleetSize:
             await self._emit_decision(decision, view, asks)
         is_draining = bool(decision.drain) and await self._drain(decision)
         deleted = frozenset((*decision.delete, *self._to_reap))
-        await self._delete(sorted(deleted))
+        is_done = await self._delete(sorted(deleted))
+        self._note_returns([views[vm_id] for vm_id in decision.delete] if is_done else [], views.keys())
         is_news, self._deleted = not deleted <= self._deleted, deleted
         for pool, count in asks.counts.items():
             await self._requesters[pool].ask(count, look.requests[pool])
@@ -280,15 +287,29 @@ class FleetSize:
                     moved += 1
         return moved > 0
 
-    async def _delete(self, vm_ids: Sequence[str]) -> None:
+    async def _delete(self, vm_ids: Sequence[str]) -> bool:
+        """Returns whether they are given back."""
         if not vm_ids:
-            return
+            return True
         try:
             await self._provider.delete(vm_ids)
         except Exception:
             self._log.exception("VMs could not be given back: they will be asked for again", vms=list(vm_ids))
-        else:
-            self._to_reap.clear()
+            return False
+        self._to_reap.clear()
+        return True
+
+    def _note_returns(self, given_back: Sequence[VmView], there: Collection[str]) -> None:
+        """The provider lists these VMs no more, and does not say why, because it did not take them."""
+        now = self._now()
+        for vm in given_back:
+            if vm.state is VmState.LOST:
+                self._returns.setdefault(vm.id, f"it was given back: it has been silent for {vm.silent_s(now):.0f} s")
+            elif vm.state is VmState.REQUESTED:
+                waited_s = self._rules.request_timeout_s
+                text = f"it was given back: its agent has not connected within {waited_s:.0f} s (see the agent's log)"
+                self._returns.setdefault(vm.id, text)
+        self._returns = {vm_id: text for vm_id, text in self._returns.items() if vm_id in there}
 
 
 def _make_requesters(provider: Provider, parts: RequestParts) -> dict[str, VmRequester]:

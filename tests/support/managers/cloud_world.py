@@ -14,6 +14,7 @@ from sqlalchemy import select
 from fake_arm import FakeArm
 from inline_sqlite import inline_sqlite
 from manager_death import ManagerDiedError
+from migrated_stores import migrated
 from varuna_manager.agents.reports import ReportService
 from varuna_manager.controllers.fleet_controller import FleetController
 from varuna_manager.controllers.vm_requests import FleetSettings
@@ -78,6 +79,7 @@ class CloudWorld:
         self.deaths = 0
         arm.clock = self.read_clock
         self._url = f"sqlite:///{folder / 'manager.db'}"
+        migrated(folder / "manager.db")
         self._joined: set[str] = set()
 
     def read_clock(self) -> float:
@@ -87,7 +89,6 @@ class CloudWorld:
         """A new manager over the same store."""
         now = self.read_clock
         database, rules = Database(self._url), Rules(request_timeout_s=1200.0)
-        await database.migrate_schema()
         bell, events, self._registry = Bell(), EventLog(database, now), VmRegistry(now)
         client = self.arm.client_without_network(SETTINGS, _POLL_S)
         self.provider = MortalProvider(

@@ -82,15 +82,6 @@ class RestWorld:
             self.events.emit_event(session, kind, message, **about)
 
 
-async def migrated(path: Path) -> None:
-    """Make an empty store at `path`."""
-    database = Database(f"sqlite:///{path}")
-    await database.migrate_schema()
-    async with database.engine.connect() as connection:
-        await connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
-    await database.close()
-
-
 @asynccontextmanager
 async def rest_world(folder: Path, url: str | None = None) -> AsyncIterator[RestWorld]:
     """Over the store at `url`; None: the one in `folder/manager.db`."""

@@ -21,6 +21,7 @@ import httpx
 
 from forked_manager import ForkedManager, ManagerZygote
 from left_vms import kill_left_vms
+from migrated_stores import migrated
 from own_ports import own_ports
 from varuna_proto.v1 import agent_pb2 as pb
 from varuna_proto.v1 import agent_pb2_grpc
@@ -274,6 +275,8 @@ class ScriptedManager:
         arguments += ["--first-step-timeout-s", "600", "--growth-settle-s", "0.3", "--start-settle-s", "600", *flags]
         if not self.real_agents:
             arguments += ["--agent-command", IDLE_VM]
+        if "--database-url" not in flags and not (self.data_dir / "manager.db").exists():
+            migrated(self.data_dir / "manager.db")
         self.process = await asyncio.to_thread(self._spawn, arguments)
         await until(self._ready, "the manager to be ready")
 

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm.exc import StaleDataError
 
 from manager_death import ManagerDiedError
+from migrated_stores import migrated
 from simulated_vm import Stream
 from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
@@ -135,6 +136,7 @@ class ManagerEnd:
         pace: Pace,
     ) -> None:
         self.url = f"sqlite:///{folder / 'manager.db'}"
+        migrated(folder / "manager.db")
         self.is_up = False
         self.lives = 0
         self.dies_in: int | None = None
@@ -157,8 +159,6 @@ class ManagerEnd:
         database = MortalDatabase(self.url, self.interrupted, self._committed)
         self._database = database
         now, rules = self._time.read, self._rules
-        if self.lives == 0:
-            await database.migrate_schema()
         self.lives += 1
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.bell = WakingBell(self._ring)

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+import pytest  # noqa: F401 - for the scripts, most of which import it
 import torch
 
 import varuna

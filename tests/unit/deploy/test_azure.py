@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def test_a_manager_with_a_certificate_that_everybody_knows_is_asked_with_the_ima
 # ---------------------------------------------------------------- Terraform
 
 
+@cache
 def loaded() -> dict[str, list[Any]]:
-    """All blocks of the description, by kind."""
+    """All blocks of the description, by kind. To parse them takes more than a second."""
     blocks: dict[str, list[Any]] = {}
     for path in sorted(DEPLOY.glob("*.tf")):
         for kind, found in hcl2.loads(path.read_text()).items():

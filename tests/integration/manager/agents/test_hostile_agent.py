@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from sqlalchemy import select
 
+from migrated_stores import migrated_url
 from scripted_manager import profile_json
 from varuna_manager.agents.report_bounds import MOST_STATE_BYTES
 from varuna_manager.agents.reports import ReportService
@@ -71,11 +72,7 @@ class HostileFleet:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HostileFleet]:
-    url = f"sqlite:///{tmp_path / 'manager.db'}"
-    if request.param == "postgresql":
-        url = request.getfixturevalue("postgres_url")
-    database = Database(url)
-    await database.migrate_schema()
+    database = Database(migrated_url(request, tmp_path))
     events, bell, sessions = EventLog(database), Bell(), AgentSessions()
     jobs = JobService(database, events, bell)
     reports = ReportService(database, events, PlanningService(), bell, sessions=sessions)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,23 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from rest_world import SPEC, RestWorld, generation, migrated, report, rest_world, vm, worker
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, generation, report, rest_world, vm, worker
 from varuna_client import AsyncClient
 from varuna_manager.jobs.line_search import LineSearch
 from waiting import DEADLINE_S
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated store: its copies take no time."""
-    path = tmp_path_factory.mktemp("store") / "manager.db"
-    asyncio.run(migrated(path))
-    return path
-
-
 @pytest.fixture
-async def world(empty_store: Path, tmp_path: Path) -> AsyncIterator[RestWorld]:
-    shutil.copy(empty_store, tmp_path / "manager.db")
+async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as made:
         yield made
 

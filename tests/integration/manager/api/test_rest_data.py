@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import event, insert, select
 
+from migrated_stores import migrated_url
 from rest_world import SPEC, RestWorld, generation, report, rest_world, vm, worker
 from scripted_manager import profile_json
 from varuna_client import AsyncClient, NotFoundError, RefusedError
-from varuna_manager.db.engine import Database
 from varuna_manager.db.models import CheckpointRow, EventRow, GenerationRow, MetricRow
 from varuna_proto.plan import Plan
 from varuna_proto.v1 import agent_pb2 as pb
@@ -29,20 +28,11 @@ STORES = [
 
 @pytest.fixture(scope="module", params=STORES)
 def store_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path_factory.mktemp('store') / 'manager.db'}"
-    server = request.getfixturevalue("postgres_server")
-    name = f"test_{uuid.uuid4().hex}"
-    server.psql(f"CREATE DATABASE {name}")
-    url: str = server.get_uri(name)
-    return url
+    return migrated_url(request, tmp_path_factory.mktemp("store"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(store_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RestWorld]:
-    database = Database(store_url)
-    await database.migrate_schema()
-    await database.close()
     async with rest_world(tmp_path_factory.mktemp("data"), store_url) as made:
         yield made
 

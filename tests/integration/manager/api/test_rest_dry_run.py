@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from rest_world import SPEC, RestWorld, generation, migrated, rest_world, vm, worker
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
 from scripted_manager import profile_json
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.xdist_group("rest")]
@@ -18,7 +19,7 @@ TEXT = "name: gpt\nworkdir: /w\nrun: 'true'\nglobal_batch: 8\n"
 
 @pytest_asyncio.fixture
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as made:
         yield made
 

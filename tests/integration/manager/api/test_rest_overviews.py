@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import pytest_asyncio
 from sqlalchemy import func, select
 
+from migrated_stores import migrated_url
 from rest_world import SPEC, RestWorld, generation, rest_world, vm, worker
-from varuna_manager.db.engine import Database
 from varuna_manager.db.models import VmRow
 
 pytestmark = pytest.mark.asyncio
@@ -24,16 +23,7 @@ STORES = [
 
 @pytest_asyncio.fixture(params=STORES)
 async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RestWorld]:
-    url = f"sqlite:///{tmp_path / 'manager.db'}"
-    if request.param == "postgresql":
-        server = request.getfixturevalue("postgres_server")
-        name = f"test_{uuid.uuid4().hex}"
-        server.psql(f"CREATE DATABASE {name}")
-        url = server.get_uri(name)
-    database = Database(url)
-    await database.migrate_schema()
-    await database.close()
-    async with rest_world(tmp_path, url) as made:
+    async with rest_world(tmp_path, migrated_url(request, tmp_path)) as made:
         yield made
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rest_world import SPEC, generation, migrated, rest_world, worker
+from migrated_stores import migrated
+from rest_world import SPEC, generation, rest_world, worker
 from varuna_proto.v1 import agent_pb2 as pb
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.xdist_group("rest")]
 
 
 async def test_they_are_stored_and_summed_up_where_they_are_known(tmp_path: Path) -> None:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         job = (await world.ask("POST", "/api/v1/jobs", json=SPEC)).json()["id"]
         await world.add(generation(job, 1, 1.0, state="running"), worker(job, 1, 0, "vm-1", "running"))

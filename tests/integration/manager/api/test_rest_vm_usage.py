@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rest_world import migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import rest_world, vm
 from varuna_manager.db.models import VmRow, VmUsageRow
 from varuna_manager.fleet.vm_usage import UsageBoard, UsageKeeper, UsageList
 from varuna_proto.v1 import agent_pb2 as pb
@@ -20,7 +21,7 @@ def sample(cpu_share: float) -> pb.MachineUsage:
 
 
 async def test_samples_become_points_that_outlive_the_manager_and_go_with_their_vm(tmp_path: Path) -> None:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     now = 1000.0
     async with rest_world(tmp_path) as world:
         assert (await world.ask("GET", "/api/v1/vms/nobody/usage")).status_code == 404
@@ -47,7 +48,7 @@ async def test_samples_become_points_that_outlive_the_manager_and_go_with_their_
 
 
 async def test_what_an_agent_makes_up_is_bounded(tmp_path: Path) -> None:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         await world.add(vm("vm-1"))
         board = UsageBoard(lambda: 1.0)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import delete, select
 
+from migrated_stores import migrated_url
 from rest_world import SPEC, generation, vm, worker
 from varuna_manager.db.changes import name_changes
 from varuna_manager.db.engine import Database
@@ -58,9 +59,7 @@ _LIVES = st.builds(
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.xdist_group("postgres"))])
 async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    is_sqlite = request.param == "sqlite"
-    store = Database(f"sqlite:///{tmp_path / 'manager.db'}" if is_sqlite else request.getfixturevalue("postgres_url"))
-    await store.migrate_schema()
+    store = Database(migrated_url(request, tmp_path))
     async with store.write() as session:
         session.add_all(
             vm(f"vm-{place}", gpus=gpus, price_per_hour=price)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, text
 
-from rest_world import SPEC, generation, migrated, report, rest_world, vm, worker
+from migrated_stores import migrated, migrated_url
+from rest_world import SPEC, generation, report, rest_world, vm, worker
 from varuna_client import AsyncClient, NotFoundError, RefusedError
 from varuna_manager.access.tokens import TokenService
 from varuna_manager.agents.reports import ReportService
@@ -78,12 +79,7 @@ def days_ago(days: float) -> float:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.xdist_group("postgres"))])
 async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'manager.db'}"
-    else:
-        url = request.getfixturevalue("postgres_url")
-    store = Database(url)
-    await store.migrate_schema()
+    store = Database(migrated_url(request, tmp_path))
     yield store
     await store.close()
 
@@ -261,7 +257,7 @@ async def test_a_manager_that_no_longer_leads_deletes_nothing(database: Database
 
 
 async def test_delete_by_rest_and_by_the_client(tmp_path: Path) -> None:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world, AsyncClient(world.url, timeout_s=DEADLINE_S) as client:
         await add(world.database, job("over", "failed", 1.0), job("live", "running"))
         with pytest.raises(RefusedError, match="job 'live' is running: only one that is over is deleted"):
@@ -398,8 +394,8 @@ async def test_a_vm_notes_when_it_goes(database: Database) -> None:
 
 
 async def test_folders_of_local_vms_go_with_their_logs(tmp_path: Path) -> None:
+    migrated(tmp_path / "manager.db")
     database = Database(f"sqlite:///{tmp_path / 'manager.db'}")
-    await database.migrate_schema()
     provider = LocalProvider(tmp_path, "127.0.0.1:1", LocalMachine(agent_command=IDLE), None)
     try:
         made = (await provider.create(4, "request")).vms

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from rest_world import SPEC, RestWorld, migrated, rest_world
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, rest_world
 from scripted_manager import ScriptedManager
 from varuna_manager.domain.webhooks import WebhookTarget
 from varuna_manager.history.webhooks import WebhookSender
@@ -86,7 +87,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as made:
         yield made
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
+from migrated_stores import migrated
 from varuna_manager.answers.errors import InvalidError, MissingError, UnavailableError
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import ArchiveChunkRow, ArchiveRow, JobRow
@@ -32,8 +33,8 @@ class Clock:
 
 @pytest.fixture
 async def sqlite(tmp_path: Path) -> AsyncIterator[Database]:
+    migrated(tmp_path / "m.db")
     store = Database(f"sqlite:///{tmp_path / 'm.db'}")
-    await store.migrate_schema()
     yield store
     await store.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from migrated_stores import migrated
 from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
 from varuna_manager.answers.errors import ConflictError, MissingError
@@ -40,8 +41,8 @@ NOW = 100.0
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    migrated(tmp_path / "manager.db")
     store = Database(f"sqlite:///{tmp_path / 'manager.db'}")
-    await store.migrate_schema()
     yield store
     await store.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from migrated_stores import migrated
 from rest_world import SPEC
 from scripted_manager import ScriptedManager
 from varuna_manager.db.engine import Database
@@ -42,8 +43,8 @@ async def test_a_job_is_launched_only_where_the_gpus_are_as_it_asks(manager: Scr
 
 
 async def test_vms_that_no_job_could_use_are_not_wanted(tmp_path: Path) -> None:
+    migrated(tmp_path / "manager.db")
     database = Database(f"sqlite:///{tmp_path / 'manager.db'}")
-    await database.migrate_schema()
     jobs = JobService(database, EventLog(database), Bell())
     for name, resources in {"any": {}, "big": {"min_gpu_memory_gib": 40}, "a100": {"gpu_type": "A100"}}.items():
         await jobs.submit_job(JobSpec.model_validate({**SPEC, "name": name, "resources": resources}), None)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from rest_world import SPEC, generation, migrated, rest_world, vm, worker
+from migrated_stores import migrated
+from rest_world import SPEC, generation, rest_world, vm, worker
 from scripted_manager import ScriptedManager, start_training
 from varuna_client.commands.reading import list_jobs
 from varuna_manager.answers.errors import InvalidError
@@ -155,7 +156,7 @@ async def test_jobs_are_found_by_their_labels(database: Database, jobs: JobServi
 async def test_labels_are_a_filter_of_rest_and_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         for name, labels in {"a": {"team": "vision", "x": "1"}, "b": {"team": "vision"}, "c": {}}.items():
             await world.ask("POST", "/api/v1/jobs", json={**SPEC, "name": name, "labels": labels})

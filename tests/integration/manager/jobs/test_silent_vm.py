@@ -7,7 +7,8 @@ from pathlib import Path
 from sqlalchemy import select
 
 from controller_world import controller_over
-from rest_world import SPEC, migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import SPEC, rest_world, vm
 from varuna_manager.db.models import GenerationRow, JobRow
 from varuna_manager.domain.states import WaitKind
 from varuna_manager.world.vm_registry import Health, VmRegistry
@@ -16,7 +17,7 @@ VMS = ("vm-0", "vm-1")
 
 
 async def test_the_job_of_a_silent_vm_stops_when_its_other_rank_gets_no_answer(tmp_path: Path) -> None:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     passed_s = 100.0
     registry = VmRegistry(lambda: passed_s)  # a busy machine makes nobody silent
     for vm_id in VMS:

@@ -10,7 +10,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm.exc import StaleDataError
 
 from controller_world import controller_over, registry_of
-from rest_world import SPEC, RestWorld, migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, rest_world, vm
 from varuna_manager.agents.sessions import AgentSession, AgentSessions
 from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.db.models import JobRow, VmRow, WorkerRow
@@ -25,7 +26,7 @@ VMS = ("vm-0", "vm-1")
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         yield world
 

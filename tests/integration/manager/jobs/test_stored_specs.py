@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from controller_world import controller_over
-from rest_world import SPEC, RestWorld, migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, rest_world, vm
 from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.controllers.job_controller import JobController
 from varuna_manager.db.models import JobRow
@@ -76,7 +77,7 @@ def row(job_id: str, spec: Any, created_at: float = 1.0) -> JobRow:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         yield world
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from migrated_stores import migrated
 from varuna_manager.backup import BackupError, restore_backup, save_backup
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import JobRow
@@ -37,8 +38,8 @@ async def data_dir(tmp_path: Path) -> Path:
         (folder / name).write_text(name)
     for name in ("manager.lock", "manager.db.lock", "manager.json.part"):
         (folder / name).touch()
+    migrated(folder / "manager.db")
     database = Database(f"sqlite:///{folder / 'manager.db'}")
-    await database.migrate_schema()
     async with database.write() as session:
         session.add(JobRow(id="j", name="j", state="queued", spec={}, history=[], created_at=1.0))
     await database.close()

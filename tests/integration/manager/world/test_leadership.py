@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select, text, update
 
 from cuttable_postgres import PostgresLine, postgres_line
+from migrated_stores import migrated_postgres
 from varuna_manager.db.engine import Database, NotLeaderError, StoreAwayError
 from varuna_manager.db.models import EventRow, LeadershipRow
 from varuna_manager.world.events import EventLog
@@ -63,11 +64,9 @@ class Rivals:
 
 
 @pytest.fixture
-async def rivals(postgres_url: str) -> AsyncIterator[Rivals]:
+async def rivals(postgres_server: Any) -> AsyncIterator[Rivals]:
     async with AsyncExitStack() as stack:
-        rivals = Rivals(postgres_url, stack)
-        await rivals.database().migrate_schema()
-        yield rivals
+        yield Rivals(migrated_postgres(postgres_server), stack)
 
 
 async def messages(database: Database) -> list[str]:

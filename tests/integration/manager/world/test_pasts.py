@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from migrated_stores import migrated
 from rest_world import SPEC
 from varuna_manager.db.engine import Database
 from varuna_manager.db.models import GenerationRow, JobRow
@@ -50,8 +51,8 @@ async def test_the_first_step_is_no_part_of_what_a_morph_took(
     redone: int | None, left: int | None, slower: float | None, first_step_s: float, tmp_path: Path
 ) -> None:
     """Two seconds until all were ready, one of them until the generation before had ended."""
+    migrated(tmp_path / "manager.db")
     database = Database(f"sqlite:///{tmp_path / 'manager.db'}")
-    await database.migrate_schema()
     spec = JobSpec(**{**SPEC, "name": "j"}).model_dump()
     async with database.write() as session:
         session.add(JobRow(id="j", name="j", state="running", spec=spec, history=[], created_at=1.0))

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from migrated_stores import migrated
 from varuna_agent.link.manager_link import _find_unsafe_job_id
 from varuna_client.commands.access import _seconds
 from varuna_client.errors import UserError
@@ -182,8 +183,8 @@ def test_messages_have_a_size_by_their_kind() -> None:
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    migrated(tmp_path / "manager.db")
     store = Database(f"sqlite:///{tmp_path / 'manager.db'}")
-    await store.migrate_schema()
     yield store
     await store.close()
 
