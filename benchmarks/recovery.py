@@ -8,8 +8,8 @@
 Each trial has a manager of its own with local VMs (`varuna manager --vms 4`, with a --slow-threshold that none reaches,
 because waiting layers look slow), real agents and workers, and a job of Linear layers with AdamW as 2 stages × 2
 replicas. Its layers also wait for as long as a device would compute; those of `22MB-10s` and
-`22MB-40s` wait for so long in each step, and those of `200MB-30s` and `1.2GB-120s` do on three VMs (`--shape 1x4`, after
-the loss).
+`22MB-40s` wait for so long in each step, and those of `200MB-30s` and `1.2GB-120s` after the loss of one VM of four
+(`--shape 1x4`).
 All processes of the last rank's VM get SIGKILL in the middle of a step (`--kill-at`), and no VM replaces it. Some steps
 later one comes back, and the job grows. In the row `in place` processes stay at the loss and at the growth, where new
 ones, which are started ahead, join them and take what they lack from their memories. In the row `not ahead`
