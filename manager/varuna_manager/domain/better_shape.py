@@ -202,7 +202,7 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
         return awaited
     if mode is StopMode.HOLD_FIRST and _may_all_go_on(job, generation, job.proposal):
         wanted, present_rate = _want_next(job, generation, job.proposal), _present_rate(job.proposal, before)
-        if _awaits_state(now, job, generation, wanted, present_rate):
+        if _awaits_state(now, job, generation, wanted, present_rate, rules):
             text = f"generation {generation.number} sends its state to the VMs of the next one: {reason}"
             return _train_on(generation, replace(wanted, sends_state=True), text)
         has_state = has_sent_ahead(generation, wanted, job.newcomers)
@@ -212,14 +212,22 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
 
 
 def _awaits_state(
-    now: float, job: JobView, generation: GenerationView, wanted: WantedNewcomers, present_rate: float
+    now: float, job: JobView, generation: GenerationView, wanted: WantedNewcomers, present_rate: float, rules: Rules
 ) -> bool:
     """Whether the generation sends its state ahead before it leaves."""
     proposal = job.proposal
     may_send = job.starts_ahead and not job.newcomers_obstacle
     if proposal is None or not may_send or not may_leave_within_step(generation, proposal):
         return False
-    return is_sending_awaited(now, generation, proposal, wanted, job.newcomers, present_rate=present_rate)
+    return is_sending_awaited(
+        now,
+        generation,
+        proposal,
+        wanted,
+        job.newcomers,
+        present_rate=present_rate,
+        wait_s=rules.newcomers_wait_s,
+    )
 
 
 def _may_all_go_on(job: JobView, generation: GenerationView, proposal: Proposal) -> bool:

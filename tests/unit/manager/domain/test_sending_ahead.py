@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decision_views import NOW, at_door, decide, devices, generation, job, plan_for, proposal, vm, worker
+from decision_views import NOW, RULES, at_door, decide, devices, generation, job, plan_for, proposal, vm, worker
 from varuna_manager.domain.actions import Decision, StopGeneration
 from varuna_manager.domain.newcomers import NewcomersView, WantedNewcomers
 from varuna_manager.domain.observed import GenerationView, JobView
@@ -124,3 +124,10 @@ def test_a_step_that_is_nearly_over_is_finished_and_the_next_ones_state_sent() -
     stepped = growing(running(stepped_at=NOW - 2.0, last_step=COMMITTED + 1))
     assert ask(stepped, send(stepped, since=NOW - 60.0, steps={0: COMMITTED})).actions == ()
     assert find_stop(ask(stepped, send(stepped, since=NOW - 310.0, steps={0: COMMITTED})))
+
+
+def test_plans_that_change_again_and_again_do_not_keep_it_from_leaving() -> None:
+    view = growing()
+    newcomers = prepare(view, since=NOW - RULES.newcomers_wait_s - 1.0)
+    assert find_stop(ask(view, newcomers))
+    assert ask(view, replace(newcomers, since=NOW - RULES.newcomers_wait_s + 1.0)).actions == ()
