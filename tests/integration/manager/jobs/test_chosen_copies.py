@@ -11,7 +11,8 @@ from sqlalchemy import select
 
 from controller_world import controller_over, registry_of
 from fleet_world import profile_json
-from rest_world import SPEC, RestWorld, migrated, rest_world, vm
+from migrated_stores import migrated
+from rest_world import SPEC, RestWorld, rest_world, vm
 from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.controllers.messages import launch_message
@@ -39,7 +40,7 @@ WILD = CopiesFacts(fleet=FleetPast(removals=30.0), step_s=180.0, save=SaveCost(s
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[RestWorld]:
-    await migrated(tmp_path / "manager.db")
+    migrated(tmp_path / "manager.db")
     async with rest_world(tmp_path) as world:
         yield world
 
