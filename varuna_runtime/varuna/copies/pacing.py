@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["CopyPace", "IdleProcessors"]
+__all__ = ["LEAST_SHARE", "CopyPace", "IdleProcessors"]
 
-_LEAST_SHARE = 0.01
+LEAST_SHARE = 0.01
 """Of the machine's processors: what copies take even where none is idle."""
 _IDLE_SHARE = 0.2
 """Of the idle processors. They are idle on average, not each time that a chunk is sent."""
@@ -60,8 +60,12 @@ class CopyPace:
     leaves the processors to training, where that uses them: the time that sending takes is a share of all time.
     """
 
-    def __init__(self, is_pipeline_sending: Callable[[], bool], stopped: threading.Event) -> None:
+    def __init__(
+        self, is_pipeline_sending: Callable[[], bool], stopped: threading.Event, *, least_share: float = LEAST_SHARE
+    ) -> None:
+        """`least_share`: of the machine's processors, also where none is idle."""
         self._is_pipeline_sending = is_pipeline_sending
+        self._least_share = least_share
         self._stopped = stopped
         self._processors = IdleProcessors()
         self._chunk_began_s = time.thread_time()
@@ -74,6 +78,6 @@ class CopyPace:
 
     def end_chunk(self) -> None:
         spent_s = time.thread_time() - self._chunk_began_s
-        share = max(_LEAST_SHARE * (os.cpu_count() or 1), _IDLE_SHARE * self._processors.count()) * _OWN_PART
+        share = max(self._least_share * (os.cpu_count() or 1), _IDLE_SHARE * self._processors.count()) * _OWN_PART
         if share < 1.0:
             self._stopped.wait(min(spent_s / share - spent_s, _LONGEST_PAUSE_S))

@@ -41,6 +41,9 @@ __all__ = ["RankAhead"]
 
 _log = structlog.get_logger("varuna")
 
+_LEAST_SHARE = 0.25
+"""Of the machine's processors: more than copies take in each step, because what is not sent ahead is sent while nobody
+trains."""
 _LOOK_S = 0.1
 _RETRY_S = 1.0
 _KINDS = (FileKind.PARAMETERS, FileKind.OPTIMIZER, FileKind.AVERAGE)
@@ -228,7 +231,9 @@ class RankAhead:
     def _send_to(self, address: str, held: HeldFiles, round_: _Round) -> bool:
         """Whether all of it is there. False: it is no longer of use. Raises ValueError when it is refused."""
         while self._is_current(round_):
-            self._sending = connection = PacedConnection(address, self._key, self._is_pipeline_sending)
+            self._sending = connection = PacedConnection(
+                address, self._key, self._is_pipeline_sending, least_share=_LEAST_SHARE
+            )
             try:
                 words = [NUMBER.pack(round_.series), NUMBER.pack(0), encode_inventory(held.inventory)]
                 connection.send_files(COPY, words, self._iterate_files(held, round_))

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from varuna.copies.pacing import CopyPace
+from varuna.copies.pacing import LEAST_SHARE, CopyPace
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.rendezvous_protocol import AnswerStatus, pack_message, receive_message
 from varuna.holdings.giving import send_chunk
@@ -28,12 +28,19 @@ _BULK_PRIORITY = 2
 class PacedConnection:
     """Sends files to a keeper, one request after the other. It connects when there is something to send."""
 
-    def __init__(self, address: str, key: MeetingKey, is_pipeline_sending: Callable[[], bool]) -> None:
-        """`address`: `host:port` of the keeper's `StateServer`."""
+    def __init__(
+        self,
+        address: str,
+        key: MeetingKey,
+        is_pipeline_sending: Callable[[], bool],
+        *,
+        least_share: float = LEAST_SHARE,
+    ) -> None:
+        """`address`: `host:port` of the keeper's `StateServer`. `least_share`: as for `CopyPace`."""
         self.address = address
         self._key = key
         self._stopped = threading.Event()
-        self._pace = CopyPace(is_pipeline_sending, self._stopped)
+        self._pace = CopyPace(is_pipeline_sending, self._stopped, least_share=least_share)
         self._connection: socket.socket | None = None
 
     @property
