@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch._C._distributed_c10d import HashStore
 
 from tied_ranks import OPTIMIZERS, Rank, ranks_of, trained
 from varuna.copies import memory as memory_module
+from varuna.copies import pacing as pacing_module
 from varuna.copies import rank_ahead as rank_ahead_module
 from varuna.copies.ahead_taker import AheadTaker
+from varuna.copies.pacing import LEAST_SHARE, CopyPace
 from varuna.copies.rank_ahead import RankAhead
 from varuna.distributed.departure import Departure
 from varuna.holdings import taking as taking_module
@@ -207,13 +211,14 @@ def test_a_rank_that_has_nothing_to_send_says_so(world: World) -> None:
 
 
 def test_nothing_is_sent_where_memory_is_short_and_training_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_module, "count_available_bytes", lambda: 100)
     world.open_door()
     world.link.command(COMMAND)
-    world.begin_pass(4)
-    wait_until(lambda: "does not go ahead" in capfd.readouterr().out, "the log")
+    with capture_logs() as log:
+        world.begin_pass(4)
+        wait_until(lambda: any("does not go ahead" in entry["event"] for entry in log), "the log")
     world.update()
     assert world.link.sent == []
     assert world.taken(4) == {}
@@ -233,3 +238,18 @@ def test_another_generation_finds_a_new_door(world: World) -> None:
     assert world.taker.list_states(8, 4, 0) == []
     world.taker.open_door(world.store, replace(ENVIRONMENT, generation=8), host=HOST, request="r", rank=3, processes=1)
     assert world.taken(4) == {}
+
+
+@pytest.mark.parametrize(("least_share", "rest_s"), [(LEAST_SHARE, 0.396), (0.25, 0.012)])
+def test_a_share_of_the_processors_is_taken_also_where_none_is_idle(
+    least_share: float, rest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it, on two processors, after a chunk that took 4 ms: the other half is for what comes in."""
+    monkeypatch.setattr(pacing_module.os, "cpu_count", lambda: 2)
+    waits: list[float] = []
+    stopped: Any = SimpleNamespace(wait=waits.append)
+    pace = CopyPace(lambda: False, stopped, least_share=least_share)
+    monkeypatch.setattr(pace._processors, "count", lambda: 0.0)
+    pace._chunk_began_s = time.thread_time() - 0.004
+    pace.end_chunk()
+    assert waits == [pytest.approx(rest_s, rel=0.2)]
