@@ -89,11 +89,9 @@ class NewcomerRequests:
         if wanted is not None:
             is_same_generation = known is not None and known.wanted.number == wanted.number
             since = known.since if known is not None and is_same_generation else now
-            sending_since = None
-            if wanted.sends_state:
-                is_sending = known is not None and known.wanted.request == wanted.request
-                sending_since = known.sending_since if known is not None and is_sending else None
-                sending_since = now if sending_since is None else sending_since
+            is_same_shape = known is not None and known.wanted.request == wanted.request
+            began = known.sending_since if known is not None and is_same_shape else None
+            sending_since = (now if began is None else began) if wanted.sends_state else None
             self._wanted[view.id] = NewcomersView(wanted=wanted, since=since, sending_since=sending_since)
         elif known is not None and not _stay(view, decision, known.wanted):
             del self._wanted[view.id]

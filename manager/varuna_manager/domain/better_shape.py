@@ -98,7 +98,8 @@ def decide_leaving_slow_vms(
         f"{slowness}; without the slow VMs: {render_change(before, after)}, "
         f"{render_rate(present)} to {render_rate(after.examples_per_s)} examples/s predicted"
     )
-    awaited, note = _await_newcomers(now, job, generation, proposal, rules, reason)
+    wanted = _want_next(job, generation, proposal)
+    awaited, note = _await_newcomers(now, job, generation, wanted, rules, reason)
     if awaited is not None:
         return awaited
     reason += note
@@ -120,11 +121,10 @@ def _want_next(job: JobView, generation: GenerationView, proposal: Proposal) -> 
 
 
 def _await_newcomers(
-    now: float, job: JobView, generation: GenerationView, proposal: Proposal, rules: Rules, reason: str
+    now: float, job: JobView, generation: GenerationView, wanted: WantedNewcomers, rules: Rules, reason: str
 ) -> tuple[Decision | None, str]:
-    """(the decision to train on until the proposal's processes are started ahead; None: the generation may stop; and
+    """(the decision to train on until the wanted processes are started ahead; None: the generation may stop; and
     what to add to the reason of its stop)."""
-    wanted = _want_next(job, generation, proposal)
     if not wanted.devices:
         return None, ""
     wait_s = rules.newcomers_wait_s if job.starts_ahead else 0.0
@@ -197,11 +197,12 @@ def decide_growth(now: float, job: JobView, generation: GenerationView, gpus: in
     mode = choose_planned_stop(generation, job.proposal.placement)
     if generation.last_step is None and mode is not StopMode.HOLD_FIRST:
         return None
-    awaited, note = _await_newcomers(now, job, generation, job.proposal, rules, reason)
+    wanted = _want_next(job, generation, job.proposal)
+    awaited, note = _await_newcomers(now, job, generation, wanted, rules, reason)
     if awaited is not None:
         return awaited
     if mode is StopMode.HOLD_FIRST and _may_all_go_on(job, generation, job.proposal):
-        wanted, present_rate = _want_next(job, generation, job.proposal), _present_rate(job.proposal, before)
+        present_rate = _present_rate(job.proposal, before)
         if _awaits_state(now, job, generation, wanted, present_rate, rules):
             text = f"generation {generation.number} sends its state to the VMs of the next one: {reason}"
             return _train_on(generation, replace(wanted, sends_state=True), text)

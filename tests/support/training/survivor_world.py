@@ -63,6 +63,11 @@ class SurvivorWorld:
         for rank in self.ranks:
             self.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True)
 
+    def leave_within_step(self) -> None:
+        """Asks all ranks to leave in the middle of their step, with what they have of it."""
+        for rank in self.ranks:
+            self.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True, within_step=True)
+
     def wait_until_left(self, lost: set[int]) -> dict[int, worker_pb2.GenerationLeft]:
         """By rank in the first generation."""
         return {

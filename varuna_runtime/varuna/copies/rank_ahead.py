@@ -25,7 +25,7 @@ from varuna.checkpoint.saving.shares import count_bytes
 from varuna.checkpoint.saving.snapshot import HostBuffers, is_tied_file
 from varuna.copies.ahead_taker import LARGEST_PART, AheadTaker, address_key
 from varuna.copies.memory import has_room
-from varuna.copies.next_shape import NextShape, SectionPart
+from varuna.copies.next_shape import SectionPart, plan_sends
 from varuna.copies.sending import PacedConnection
 from varuna.devices.accelerator import is_accelerator, use_stream
 from varuna.diagnostics.error_text import first_line
@@ -72,7 +72,7 @@ class RankAhead:
         shared: Mapping[str, Sequence[int]],
         is_pipeline_sending: Callable[[], bool],
     ) -> None:
-        """`section_count`, `shared`: of the model, as for `NextShape.plan_sends`.
+        """`section_count`, `shared`: of the model, as for `plan_sends`.
 
         `is_pipeline_sending`: whether messages of the pipeline are on their way from here.
         """
@@ -173,8 +173,7 @@ class RankAhead:
 
     def _run_round(self, round_: _Round, store: Store) -> None:
         command, environment = round_.command, self._environment
-        shape = NextShape(request=command.request, plan=command.plan, ranks_before=command.ranks_before)
-        sends = shape.plan_sends(environment.plan, self._section_count, self._shared)
+        sends = plan_sends(environment.plan, command.plan, command.ranks_before, self._section_count, self._shared)
         own = {taker: parts for (sender, taker), parts in sends.items() if sender == environment.rank}
         held = self._capture(round_, {part for parts in own.values() for part in parts})
         if command.rank is not None and any(taker == command.rank for _, taker in sends):
@@ -273,12 +272,15 @@ class _Meeting:
             self._lone_store.close()
 
 
+def _is_among(parts: Collection[SectionPart], section: int, *, is_tied: bool) -> bool:
+    return SectionPart(section, False) in parts or (is_tied and SectionPart(section, True) in parts)
+
+
 def _select_state(state: TrainingState, parts: Collection[SectionPart]) -> TrainingState:
     """What lies in files of these, as `_KINDS` says."""
 
     def is_there(name: str) -> bool:
-        section = state.section_of[name]
-        return SectionPart(section, False) in parts or (name in state.tied and SectionPart(section, True) in parts)
+        return _is_among(parts, state.section_of[name], is_tied=name in state.tied)
 
     return replace(
         state,
@@ -296,11 +298,7 @@ def _select_files(held: HeldFiles, parts: Collection[SectionPart]) -> HeldFiles:
     files = tuple(
         entry
         for entry in receipt.files
-        if entry.kind in _KINDS
-        and (
-            SectionPart(entry.section, False) in parts
-            or (is_tied_file(entry.name) and SectionPart(entry.section, True) in parts)
-        )
+        if entry.kind in _KINDS and _is_among(parts, entry.section, is_tied=is_tied_file(entry.name))
     )
     names = {entry.name for entry in files}
     headers = {name: header for name, header in held.inventory.headers.items() if name in names}

@@ -125,14 +125,11 @@ class StateExchange:
         if len(series) != 1 or (number := next(iter(series))) is None:
             return {}
         first = next(iter(self._merged.holders.values()))[0]
-        parts = self._list_ahead(first.receipt.generation, first.step, number)
-        files = {name: (file, part.inventory.headers.get(name)) for part in parts for name, file in part.files.items()}
         return {
-            entry.name: files[entry.name][0]
+            entry.name: part.files[entry.name]
+            for part in self._list_ahead(first.receipt.generation, first.step, number)
             for entry in self._merged.manifest.files
-            if entry.name in files
-            and files[entry.name][0].bytes == entry.bytes
-            and files[entry.name][1] == self._merged.holders[entry.name][0].headers.get(entry.name)
+            if part.inventory.has_same_file(entry, self._merged.holders[entry.name][0])
         }
 
     def stage_state(self, state: TrainingState | None, obstacle: str) -> tuple[StagedCheckpoint | None, str]:

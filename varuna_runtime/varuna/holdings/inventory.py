@@ -79,6 +79,12 @@ class Inventory(SealedDocument):
     def find_file(self, name: str) -> FileEntry | None:
         return next((entry for entry in self.receipt.files if entry.name == name), None)
 
+    def has_same_file(self, entry: FileEntry, other: Inventory) -> bool:
+        """Whether its file of that name is laid out as `entry`, which `other` has."""
+        own = self.find_file(entry.name)
+        is_alike = self.headers.get(entry.name) == other.headers.get(entry.name)
+        return own is not None and own.bytes == entry.bytes and is_alike
+
     def read_outline(self, entry: FileEntry) -> FileContent:
         """The file's tensors without memory, and its metadata. Raises CheckpointError for a malformed header."""
         header = self.headers.get(entry.name, "").encode()

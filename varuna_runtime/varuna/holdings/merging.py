@@ -81,14 +81,7 @@ def merge_inventories(inventories: Iterable[Inventory]) -> MergedInventories:
             by_file.setdefault(entry.name, []).append(inventory)
     for entry in merged.manifest.files:
         alike = by_file[entry.name]
-        header = alike[0].headers.get(entry.name)
-        holders[entry.name] = tuple(
-            inventory
-            for inventory in alike
-            if inventory.headers.get(entry.name) == header
-            and (found := inventory.find_file(entry.name)) is not None
-            and found.bytes == entry.bytes
-        )
+        holders[entry.name] = tuple(one for one in alike if one.has_same_file(entry, alike[0]))
     return MergedInventories(merged.manifest, holders)
 
 

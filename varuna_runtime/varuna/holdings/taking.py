@@ -105,9 +105,10 @@ class HeldStateReader:
     def read_contents(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, FileContent]]:
         """Each file, in an order in which several holders give at the same time."""
         by_name = {entry.name: entry for entry in entries}
-        for name in by_name.keys() & self._ahead.keys():
-            (data,) = self._ahead[name].pieces
-            yield by_name[name], FileContent(*tensor_file.read_tensors(data))
+        for name, entry in by_name.items():
+            if name in self._ahead:
+                (data,) = self._ahead[name].pieces
+                yield entry, FileContent(*tensor_file.read_tensors(data))
         wanted = self._interleave_holders([entry for name, entry in by_name.items() if name not in self._ahead])
         ahead = min(max(len({self._find_candidates(one)[0].rank for one in wanted}), _FEWEST_AHEAD), _MOST_AHEAD)
         if wanted:

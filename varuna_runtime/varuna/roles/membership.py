@@ -240,10 +240,7 @@ class GenerationMembership:
             self._give_state(self._give_command, step)
         parts.progress.is_broken = False
         worker.end_membership(links_ended=holder.is_between_stages or parts.assembly.disconnect(_LINKS_END_S))
-        if parts.copies is not None:
-            parts.copies.finish_capture()
-        if parts.ahead is not None:
-            parts.ahead.end_pass()
+        parts.finish_captures()
         parts.checkpoints.checkpointing.abandon_saves()
         phases.end_phase("leave")
         command = worker.link.wait_for_command()

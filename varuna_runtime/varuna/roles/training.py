@@ -229,15 +229,8 @@ class TrainingRole:
                 is_pipeline_sending=lambda: self.assembly.links.are_sending,
             )
         # Before the first step, the state is that of a start.
-        if self._parts.copies is not None and self._progress.step and not self._updater.accumulation.is_pending:
+        if self._parts.copies is not None and self._parts.can_copy_state:
             self._parts.copies.begin_round(self._progress.step, self.checkpoints.training_state)
-
-    def _finish_copies(self) -> None:
-        """Waits until the state may change."""
-        if self._parts.copies is not None:
-            self._parts.copies.finish_capture()
-        if self._parts.ahead is not None:
-            self._parts.ahead.end_pass()
 
     def _update(self, step: TrainingStep, totals: StepTotals, gradient: StepGradient) -> None:
         """Makes the update of an agreed step: from here on the state is that after the step."""
@@ -300,7 +293,7 @@ class TrainingRole:
                     accumulation.add_held_gradients(scale / self._expect_weight(global_batch, 0.0, 0))
                 # What the passes have written counts only once all ranks agree; without such buffers nothing is open.
                 step.is_reduced = not stage.written.homes
-                self._finish_copies()
+                self._parts.finish_captures()
                 totals = self._agree_on(step.passed)
             except (GenerationEnded, PeerLost):
                 stage.written.discard_writes()
@@ -328,8 +321,7 @@ class TrainingRole:
         global_batch = self._worker.environment.plan.global_batch or max(batch_size_of(step.inputs), 1)
         may_keep, began_s = self._may_keep(), time.monotonic()
         limit = self._limit_pass(len(micro_batches), may_keep=may_keep)
-        has_state = self._progress.step > 0 and not self._updater.accumulation.is_pending
-        if may_keep and has_state and self._parts.ahead is not None:
+        if may_keep and self._parts.can_copy_state and self._parts.ahead is not None:
             self._parts.ahead.begin_pass(self._progress.step, self.checkpoints.training_state)
         with (
             self._finishing_share(limit) if may_keep else nullcontext(),

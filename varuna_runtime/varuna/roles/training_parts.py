@@ -152,6 +152,18 @@ class TrainingParts:
         """The sections of each stage of the present generation."""
         return stages_of(self.worker, self.section_count)
 
+    @property
+    def can_copy_state(self) -> bool:
+        """Whether the state is that after a step, and nothing waits to be added to it."""
+        return self.progress.step > 0 and not self.updater.accumulation.is_pending
+
+    def finish_captures(self) -> None:
+        """Waits until nothing copies the state, which may change then."""
+        if self.copies is not None:
+            self.copies.finish_capture()
+        if self.ahead is not None:
+            self.ahead.end_pass()
+
     def show_tensors(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
         """Makes the script see these of the model from now on."""
         self.surface = replace(self.surface, parameters=parameters, buffers=buffers)

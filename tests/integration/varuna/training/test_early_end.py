@@ -13,7 +13,6 @@ import pytest
 from kept_case import LEDGER, STEP, Case, assert_as_if_undisturbed, assert_counted_once, op_kill, start
 from survivor_world import SurvivorWorld
 from training_world import Zygote
-from varuna_proto.v1 import agent_pb2
 from waiting import wait_until
 
 GENERATION_ENDED = 75
@@ -44,8 +43,7 @@ def leave_within_step(world: SurvivorWorld, *, begun: int = 1) -> None:
         return len(firsts) == world.plan.d and all(len(numbers) >= begun for numbers in firsts)
 
     wait_until(have_begun, "the passes of the step")
-    for rank in world.ranks:
-        world.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True, within_step=True)
+    world.leave_within_step()
 
 
 def _rank_of(path: Path) -> int:

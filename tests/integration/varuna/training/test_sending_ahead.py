@@ -27,11 +27,6 @@ SHAPES: list[tuple[tuple[int, int], tuple[int, int], list[int | None], dict[str,
 """Shapes before and after, the ranks that go on, and what is trained."""
 
 
-def leave_within_step(world: SurvivorWorld) -> None:
-    for rank in world.ranks:
-        world.ends[rank].send_leave(agent_pb2.STOP_MODE_HOLD_FIRST, keep_state=True, within_step=True)
-
-
 def list_ready(world: SurvivorWorld) -> list[Any]:
     """By rank of the present generation: with what it was ready last."""
     return [world.ends[first].list_messages("ready")[-1].ready for first in world.ranks]
@@ -48,7 +43,7 @@ def test_what_was_sent_ahead_need_not_move_when_all_have_left(number: int, zygot
         world = start(stack, zygote, tmp_path, case)
         world.start_ahead(replace(world.plan, p=p, d=d, recompute=()), ranks)
         world.send_ahead(STEP - 1)
-        leave_within_step(world)
+        world.leave_within_step()
         world.grow_ahead()
         assert_as_if_undisturbed(zygote, tmp_path, world, case)
         ready = list_ready(world)
