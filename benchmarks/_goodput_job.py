@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from varuna_manager.domain.leaving_step import SUMS_PART, predict_fill_s
 from varuna_planner.liveput.copies import NOTHING, CopiedParts
@@ -67,17 +67,28 @@ class System:
     save_stall_s: float = 0.5
 
 
+class Moving(NamedTuple):
+    """The time in which the state moves."""
+
+    whole_s: float
+    late_s: float
+    """The part of it for what only updates read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class State:
     """The model's state, and the links over which it moves."""
 
     section_bytes: tuple[int, ...]
+    parameter_bytes: tuple[int, ...]
+    """The part of each section's that passes read."""
     link_bytes_per_s: float
 
     @classmethod
     def of_profile(cls, profile: Profile) -> State:
         return cls(
             section_bytes=tuple(one.parameter_bytes + one.optimizer_bytes for one in profile.sections),
+            parameter_bytes=tuple(one.parameter_bytes for one in profile.sections),
             link_bytes_per_s=profile.links.other_vm.bandwidth_bytes_per_s,
         )
 
@@ -87,16 +98,21 @@ class State:
         stages = [sum(self.section_bytes[first:stop]) for first, stop in itertools.pairwise(bounds)]
         return max(stages) / self.link_bytes_per_s
 
-    def predict_moving_s(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> float:
-        """The time in which new processes on `vms` take the state of `before` from the memories of `holders`."""
-        moved = count_moved_bytes(
-            self.section_bytes,
-            stage_starts=plan.stage_starts,
-            placement=vms,
-            held_starts=before.stage_starts,
-            holders=holders,
-        )
-        return moved.predict_s(self.link_bytes_per_s)
+    def predict_moving(self, plan: Plan, vms: Sequence[str], before: Plan, holders: Sequence[str]) -> Moving:
+        """How long processes on `vms` take the state of `before` from the memories of `holders`."""
+
+        def predict_s(section_bytes: Sequence[int]) -> float:
+            moved = count_moved_bytes(
+                section_bytes,
+                stage_starts=plan.stage_starts,
+                placement=vms,
+                held_starts=before.stage_starts,
+                holders=holders,
+            )
+            return moved.predict_s(self.link_bytes_per_s)
+
+        whole_s = predict_s(self.section_bytes)
+        return Moving(whole_s, max(0.0, whole_s - predict_s(self.parameter_bytes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -575,12 +591,19 @@ class ReplayedJob:
         if self.system.prepares and before is not None and before.first_loss_s is None:
             return 0.0
         alive = self.holding.list_holders(self.there)
-        moving_s = _predict_from_alive(self.state, start, self.holding.plan, alive)
-        has_state = before is not None and before.has_sent_state and before.first_loss_s is None
-        return SUMS_PART * moving_s if has_state else moving_s
+        moving = _predict_from_alive(self.state, start, self.holding.plan, alive)
+        if kind is not MorphKind.IN_PLACE or before is None:
+            return moving.whole_s
+        # What is kept of the step moves, too.
+        sums_s = SUMS_PART * moving.whole_s * (self.done > 1e-9 * start.plan.global_batch)
+        if before.has_sent_state and before.first_loss_s is None:
+            return sums_s
+        rest_s = (start.plan.global_batch - self.done) / start.plan.examples_per_s
+        are_new = not set(start.vms) <= set(before.vms)
+        return sums_s + moving.whole_s - (0.0 if are_new else min(moving.late_s, rest_s))
 
 
-def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> float:
+def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequence[str]) -> Moving:
     """`alive`: the VM that has each old rank's part; empty: none."""
     by_stage = {
         stage: [vm for rank, vm in enumerate(alive) if rank % before.p == stage and vm] for stage in range(before.p)
@@ -588,4 +611,4 @@ def _predict_from_alive(state: State, start: Start, before: Plan, alive: Sequenc
     most = max(map(len, by_stage.values()))
     # Rows of one holder a stage; a stage with fewer repeats its own.
     rows = [[by_stage[stage][row % len(by_stage[stage])] for stage in range(before.p)] for row in range(most)]
-    return state.predict_moving_s(start.plan, start.vms, before, [vm for row in rows for vm in row])
+    return state.predict_moving(start.plan, start.vms, before, [vm for row in rows for vm in row])

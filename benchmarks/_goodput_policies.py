@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from _goodput_job import Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
+from _goodput_job import Moving, Plans, ReplayedGeneration, ReplayedJob, Start, State, Stop, System
 
 from varuna_manager.domain.actions import Decision, StartGeneration, StopGeneration
 from varuna_manager.domain.devices import choose_devices
@@ -288,11 +288,11 @@ class ManagersRules:
         previous = {} if before is None else {Device(vm, 0): rank for rank, vm in enumerate(before.vms)}
         previous_p = None if before is None else before.plan.p
         placement = place(plan.p, plan.d, devices, previous, previous_p=previous_p)
-        moving_s = 0.0
+        moving = Moving(0.0, 0.0)
         if before is not None:
             vms = [device.vm_id for device in placement]
-            moving_s = self._state.predict_moving_s(plan, vms, before.plan, before.vms)
-        return Proposal(plan=plan, placement=placement, moving_s=moving_s)
+            moving = self._state.predict_moving(plan, vms, before.plan, before.vms)
+        return Proposal(plan=plan, placement=placement, moving_s=moving.whole_s, late_s=moving.late_s)
 
     def _view_vms(self, now: float, job: ReplayedJob) -> Mapping[str, VmView]:
         views = {vm: VmView(id=vm, state=VmState.READY, ready_since=since - 1e-6) for vm, since in job.vms.items()}

@@ -18,9 +18,9 @@ its batches, which keeps workers from staying, so both morphs take it from memor
 survivors end the step under way first. In the row `restart`
 (VARUNA_IN_PLACE=0 in the job's environment) both load a checkpoint; the growth saves one first. In the rows `other
 cuts` the number of stages is the planner's choice, a device holds no whole model, and the job needs all VMs that are
-left: after the loss the survivors of 2 × 2 become 3 × 1, in place or (`other cuts, memory`) in new processes. Rows and
-sizes take turns. With `--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job
-saves before it leaves.
+left: after the loss the survivors of 2 × 2 become 3 × 1, in place or (`other cuts, memory`) in new processes. In the
+row `other cuts, not late` (VARUNA_LATE_STATE=0) no state comes while passes run. Rows and sizes take turns. With
+`--notice-s` the VM has that much notice instead: in the rows `memory` and `restart` the job saves before it leaves.
 
 In the rows `marks` and `copies` the job has `copies: on`. So ranks also copy their sums of gradients to the other
 replica every ten seconds, and a loss in a long step costs less than the lost replica's share.
@@ -83,6 +83,7 @@ ROWS = {
         RecoveryWay(name="not ahead", environment={"VARUNA_AHEAD": "0"}),
         RecoveryWay(name="memory", flags="--copy-batches"),
         RecoveryWay(name="other cuts", changes_cuts=True),
+        RecoveryWay(name="other cuts, not late", environment={"VARUNA_LATE_STATE": "0"}, changes_cuts=True),
         RecoveryWay(name="other cuts, memory", flags="--copy-batches", changes_cuts=True),
         RecoveryWay(name="restart", environment={"VARUNA_IN_PLACE": "0"}),
         RecoveryWay(name="marks", copies="on"),

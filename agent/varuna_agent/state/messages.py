@@ -68,6 +68,7 @@ def make_worker_started(worker: HostedWorker, ready: worker_pb2.WorkerReady) -> 
         phases=[*own, *loading[:_MOST_PHASES]],
         kept_bytes=ready.kept_bytes,
         peer_bytes=ready.peer_bytes,
+        late_bytes=ready.late_bytes,
         store_bytes=ready.store_bytes,
         micro_batches_redone=ready.micro_batches_redone,
         micro_batches_left=ready.micro_batches_left,

@@ -39,6 +39,7 @@ def tidy(report: pb.Report) -> None:
             started = report.worker_started
             started.kept_bytes = min(started.kept_bytes, MOST_STATE_BYTES)
             started.peer_bytes = min(started.peer_bytes, MOST_STATE_BYTES)
+            started.late_bytes = min(started.late_bytes, MOST_STATE_BYTES)
             started.store_bytes = min(started.store_bytes, MOST_STATE_BYTES)
             del started.phases[_MOST_PHASES:]
             for phase in started.phases:

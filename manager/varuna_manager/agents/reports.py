@@ -274,6 +274,7 @@ class ReportService:
             return
         worker.pid, worker.resumed_step = fact.pid, fact.resumed_step
         worker.kept_bytes, worker.peer_bytes, worker.store_bytes = fact.kept_bytes, fact.peer_bytes, fact.store_bytes
+        worker.late_bytes = fact.late_bytes
         worker.move_to_state(WorkerState.RUNNING, now=self._now(), reason="its agent reported its start")
         await session.flush()
         await self._progress.record_start(session, fact, self._now())

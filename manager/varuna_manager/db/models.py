@@ -278,7 +278,9 @@ class WorkerRow(_Living, Base):
     kept_bytes: Mapped[int | None]
     """State that its process has kept from the generation before."""
     peer_bytes: Mapped[int | None]
-    """State that came from the memory of other processes."""
+    """State that came from the memory of other processes before it trained."""
+    late_bytes: Mapped[int | None]
+    """State that came from there while it trained."""
     store_bytes: Mapped[int | None]
     """State that came from a checkpoint."""
     cause: Mapped[str | None]

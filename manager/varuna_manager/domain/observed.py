@@ -140,6 +140,8 @@ class Proposal:
     """The rate of the running generation's shape by the same profile; None: none runs, or it does not fit."""
     moving_s: float = 0.0
     """The time in which the state goes from the memories of the newest generation to this placement."""
+    late_s: float = 0.0
+    """The part of it for what only updates read: where no process is new, that comes while the next step trains."""
     keeping: Proposal | None = None
     """The answer for the devices of the survivors alone, with a micro-batch that keeps the step under way; None: it was
     not asked for, or there is none."""

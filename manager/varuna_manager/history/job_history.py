@@ -179,7 +179,8 @@ async def _read_morph_facts(session: AsyncSession, job: JobRow, rows: Sequence[G
     morphed = [row.number for row in rows if first is not None and row.number > first]
     if not morphed:
         return MorphFacts(first, {})
-    kept, peers, store = WorkerRow.kept_bytes, WorkerRow.peer_bytes, WorkerRow.store_bytes
+    kept, store = WorkerRow.kept_bytes, WorkerRow.store_bytes
+    peers = func.coalesce(WorkerRow.peer_bytes, 0) + func.coalesce(WorkerRow.late_bytes, 0)
     query = select(WorkerRow.generation, func.sum(kept), func.sum(peers), func.sum(store))
     query = query.group_by(WorkerRow.generation).where(WorkerRow.job_id == job.id, WorkerRow.generation.in_(morphed))
     found = (await session.execute(query)).all()

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -245,7 +245,7 @@ def _choose(question: PlanQuestion) -> Proposal:
         candidates=candidates,
         reason=choice.reason,
         present_examples_per_s=None if question.present is None else _predict_present(question, question.present),
-        moving_s=_predict_moving_s(plan, placement, question),
+        **_predict_moving(plan, placement, question)._asdict(),
         keeping=_propose_keeping(question),
     )
 
@@ -284,7 +284,7 @@ def _propose_keeping(question: PlanQuestion) -> Proposal | None:
         return None
     of_survivors = replace(question, devices=question.survivors)
     placement = _place(plan, of_survivors)
-    return Proposal(plan=plan, placement=placement, moving_s=_predict_moving_s(plan, placement, of_survivors))
+    return Proposal(plan=plan, placement=placement, **_predict_moving(plan, placement, of_survivors)._asdict())
 
 
 def _choose_for_survivors(question: PlanQuestion, pins: Pins | None = None) -> Plan | None:
@@ -324,16 +324,29 @@ def _predict_save(profile_json: str, plan: Plan) -> SaveCost:
     )
 
 
-def _predict_moving_s(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> float:
-    """The time in which new processes take the state from those of the previous generation; 0: there are none."""
+class _Moving(NamedTuple):
+    """As in `Proposal`."""
+
+    moving_s: float
+    late_s: float
+
+
+def _predict_moving(plan: Plan, placement: tuple[Device, ...], question: PlanQuestion) -> _Moving:
+    """The time in which processes take the state from those of the previous generation; 0: there are none."""
     profile, starts = parsed_profile(question.profile_json), question.previous_starts
     if not starts or len(starts) != question.previous_p or max((*starts, *plan.stage_starts)) >= len(profile.sections):
-        return 0.0
-    moved = count_moved_bytes(
-        [section.parameter_bytes + section.optimizer_bytes for section in profile.sections],
-        stage_starts=plan.stage_starts,
-        placement=[device.vm_id for device in placement],
-        held_starts=starts,
-        holders=[device.vm_id for device in question.previous],
-    )
-    return moved.predict_s(profile.links.other_vm.bandwidth_bytes_per_s)
+        return _Moving(0.0, 0.0)
+
+    def predict_s(section_bytes: Sequence[int]) -> float:
+        moved = count_moved_bytes(
+            section_bytes,
+            stage_starts=plan.stage_starts,
+            placement=[device.vm_id for device in placement],
+            held_starts=starts,
+            holders=[device.vm_id for device in question.previous],
+        )
+        return moved.predict_s(profile.links.other_vm.bandwidth_bytes_per_s)
+
+    whole_s = predict_s([section.parameter_bytes + section.optimizer_bytes for section in profile.sections])
+    for_passes_s = predict_s([section.parameter_bytes for section in profile.sections])
+    return _Moving(whole_s, max(0.0, whole_s - for_passes_s))

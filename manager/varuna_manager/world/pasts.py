@@ -73,7 +73,7 @@ async def _read_shapes(session: AsyncSession, job_id: str) -> tuple[PastShape, .
 
 
 async def _read_moved_bytes(session: AsyncSession, job_id: str, numbers: Sequence[int]) -> Mapping[int, int]:
-    """Of each generation, the most bytes that one worker took from memories or the store."""
+    """Of each generation, the most bytes that one worker took from memories or the store before it trained."""
     taken = func.max(func.coalesce(WorkerRow.peer_bytes, 0) + func.coalesce(WorkerRow.store_bytes, 0))
     query = select(WorkerRow.generation, taken).group_by(WorkerRow.generation)
     query = query.where(WorkerRow.job_id == job_id, WorkerRow.generation.in_(numbers))

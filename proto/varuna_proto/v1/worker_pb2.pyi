@@ -577,6 +577,7 @@ class WorkerReady(_message.Message):
     KEPT_BYTES_FIELD_NUMBER: _builtins.int
     PEER_BYTES_FIELD_NUMBER: _builtins.int
     STORE_BYTES_FIELD_NUMBER: _builtins.int
+    LATE_BYTES_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_REDONE_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_LEFT_FIELD_NUMBER: _builtins.int
     resumed_step: _builtins.int
@@ -586,6 +587,8 @@ class WorkerReady(_message.Message):
     """state that came from memories of the generation before"""
     store_bytes: _builtins.int
     """state that came from a checkpoint"""
+    late_bytes: _builtins.int
+    """state that came from memories while it trained already"""
     micro_batches_redone: _builtins.int
     """of the step under way in the generation before: those that all replicas run again"""
     micro_batches_left: _builtins.int
@@ -602,12 +605,13 @@ class WorkerReady(_message.Message):
         kept_bytes: _builtins.int = ...,
         peer_bytes: _builtins.int = ...,
         store_bytes: _builtins.int = ...,
+        late_bytes: _builtins.int = ...,
         micro_batches_redone: _builtins.int = ...,
         micro_batches_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_bytes", b"kept_bytes", "micro_batches_left", b"micro_batches_left", "micro_batches_redone", b"micro_batches_redone", "peer_bytes", b"peer_bytes", "phases", b"phases", "resumed_step", b"resumed_step", "store_bytes", b"store_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_bytes", b"kept_bytes", "late_bytes", b"late_bytes", "micro_batches_left", b"micro_batches_left", "micro_batches_redone", b"micro_batches_redone", "peer_bytes", b"peer_bytes", "phases", b"phases", "resumed_step", b"resumed_step", "store_bytes", b"store_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

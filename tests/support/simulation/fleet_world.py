@@ -237,7 +237,8 @@ class FleetWorld:
         return (
             f"{self.time.now - self.began_at:.0f} s, {self.market.made} VMs, {generations} generations, "
             f"{self.training.steps_done} steps of which {redone} again, "
-            f"{self.training.steps_left} left in their middle, the manager died {self.deaths} times, "
+            f"{self.training.steps_left} left in their middle, {self.training.left_late} processes left late, "
+            f"the manager died {self.deaths} times, "
             f"{self.invariants.checks} commits checked, log {crc32(self.invariants.log().encode()):08x}"
         )
 

@@ -117,6 +117,8 @@ class Group:
     finished: bool = False
     has_left_step: bool = False
     """Its ranks leave in the middle of a step."""
+    late: dict[int, HeldStages] = field(default_factory=dict)
+    """By rank, what it had before it moved, as long as some of its new stage's state is late."""
     fault: Fault | None = None
 
 
@@ -146,6 +148,8 @@ class SimulatedTraining:
         self.steps_done = 0
         self.steps_left = 0
         """In their middle."""
+        self.left_late = 0
+        """Processes that left when some of their state was late."""
 
     def group_of(self, start: ins.StartWorker) -> Group:
         key = start.key.generation_key
@@ -237,6 +241,10 @@ class SimulatedTraining:
         group.began = True
         is_kept = group.source == "kept"
         if mode is Mode.TRAIN and (not is_kept or self.is_moved(group.job.job_id, group.generation)):
+            before = {rank: one.held for rank, one in group.members.items() if one.held is not None}
+            if is_kept and len(before) == group.world_size and self._chance.random() < 0.7:
+                group.late = before
+                self._time.after(group.step_s * self._chance.uniform(0.1, 0.9), group.late.clear)
             # Processes that go on have their new stages from here on; copies of these come with the first step.
             self._hold(group, has_copies=not is_kept)
         self._end_givers(group)
@@ -365,7 +373,7 @@ class SimulatedTraining:
         members = list(group.members.values())
         asked = all(one.leaves_within_step and one.leave_mode == pb.STOP_MODE_HOLD_FIRST for one in members)
         is_able = asked and not any(one.frozen for one in members) and group.job.carriage is Carriage.IN_PLACE
-        if not is_able or group.step != step or not self._is_whole(group) or group.has_left_step:
+        if not is_able or group.late or group.step != step or not self._is_whole(group) or group.has_left_step:
             return
         group.has_left_step = True
         self.steps_left += 1
@@ -382,18 +390,22 @@ class SimulatedTraining:
     def _leave_now(self, worker: SimulatedWorker, code: int) -> None:
         if not worker.alive or worker.frozen or worker.left:
             return
-        carriage = self.group_of(worker.start).job.carriage
+        group = self.group_of(worker.start)
+        carriage, unmoved = group.job.carriage, group.late.get(worker.key.rank)
         if not worker.connected or worker.held is None or not worker.keeps_state or carriage is Carriage.ENDS:
             self.end(worker, code)
             return
         worker.left = True
         own = worker.key.rank % worker.held.p
         copies = [pb.KeptCopy(rank=stage, step=worker.held.step) for stage in sorted(worker.held.stages - {own})]
+        if unmoved is not None:
+            worker.held, copies = unmoved, []
+            self.left_late += 1
         left = w.GenerationLeft(
             exit_code=code,
             step=worker.held.step,
             held_bytes=10**6,
-            gives_only=carriage is Carriage.GIVES_ONLY,
+            gives_only=carriage is Carriage.GIVES_ONLY or unmoved is not None,
             copies=copies,
         )
         worker.vm.receive_worker_message(worker.key, w.WorkerMessage(generation_left=left))

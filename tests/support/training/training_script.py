@@ -9,7 +9,8 @@ Its one argument is a JSON file: {"task": {...}, "out": folder, and optionally
 "copies_batches", "asks_for_shape": bool, for a script that cannot follow its job into another shape,
 "evaluates_first": bool, before the first step; "trains_other": bool, a model without one of its biases,
 "keeps_parameters": bool, for a script that cannot take another stage; "dies_in_move": the rank that dies when it does,
-by its first rank, "data_workers": of `Batches`,
+by its first rank, "dies_connecting": the same, that dies when it connects with its new stage, "data_workers": of
+`Batches`,
 "pause_s": of each step from the third on; "counts": threads and descriptors of the process after each step,
 "cut_points": how many Varuna is to find, the model's own being taken out, "varuna": more arguments for it}.
 """
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 
 import varuna.holdings.held_state
+import varuna.roles.membership
 import varuna.roles.moving
 import varuna.roles.training
 from small_gpt import Examples, Task, example_batch, make_model, make_optimizer, make_scheduler, states_of
@@ -143,6 +145,8 @@ def train(task: Task, wanted: dict[str, Any], out: Path) -> Varuna:
         os.kill(os.getpid(), signal.SIGKILL)
     if wanted.get("dies_in_move") == rank:
         setattr(varuna.roles.moving.StageMove, "take_stage", die)  # noqa: B010 - no type of a patch
+    if wanted.get("dies_connecting") == rank:
+        setattr(varuna.roles.membership, "connect_stage", die)  # noqa: B010 - no type of a patch
     first = model.resume() + 1
     note_updates(out, rank)
     if wanted.get("misses_agreement", {}).get("rank") == rank:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repository import ROOT
+from varuna_manager.domain.leaving_step import SUMS_PART
 from varuna_planner.liveput.spot_trace import SpotTrace, TraceEvent, parse_trace
 from varuna_proto.plan import Plan
 
@@ -25,7 +26,7 @@ import goodput
 from _goodput_policies import ManagersRules
 
 BATCH = 60
-STATE = jobs.State(section_bytes=(100, 100), link_bytes_per_s=50.0)
+STATE = jobs.State(section_bytes=(100, 100), parameter_bytes=(30, 30), link_bytes_per_s=50.0)
 
 
 class TwoStages:
@@ -195,7 +196,10 @@ class OneReplica:
 def test_one_replica_with_copies_loses_what_it_has_done_since_its_mark(policy: str, redone_s: float) -> None:
     """The fourth step of 75 s is nearly over. Without copies all of it is run again, from a checkpoint."""
     trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(4)), "300000,remove,n1", "600000,add,z"]))
-    plans, state = OneReplica(), jobs.State(section_bytes=(100,) * 6, link_bytes_per_s=1000.0)
+    plans, state = (
+        OneReplica(),
+        jobs.State(section_bytes=(100,) * 6, parameter_bytes=(30,) * 6, link_bytes_per_s=1000.0),
+    )
     system, manager = goodput.list_policies(trace, plans, state, detect_s=4.0)[policy]
     assert isinstance(manager, ManagersRules)
     found = jobs.ReplayedJob(trace, plans, state, replace(system, save_stall_s=1e-3), manager).replay()
@@ -262,7 +266,7 @@ def test_growth_in_the_middle_of_a_long_step_runs_only_its_rest() -> None:
     (start,) = [at_s for at_s, reason in policy.reasons if "new ones join" in reason]
     assert start == growth[0], "it does not wait for the end of the step"
     fill_s = LONG.shaped(2, 2, 1).predicted_minibatch_s / 361  # type: ignore[union-attr]
-    assert found.launching_s == pytest.approx(1.7 + 0.8 + 2.0 + fill_s, abs=0.01)
+    assert found.launching_s == pytest.approx(1.7 + 0.8 + 2.0 * (1 + SUMS_PART) + fill_s, abs=0.01)
 
 
 def test_parcaes_decisions_are_followed_where_the_trace_has_them() -> None:
@@ -324,7 +328,10 @@ class OtherMicroBatches(OneReplica):
 @pytest.mark.parametrize(("micro_batch", "taken"), [(8, 8), (2, 2), (6, 4)])
 def test_a_replayed_step_goes_on_with_micro_batches_that_it_shares(micro_batch: int, taken: int) -> None:
     trace = parse_trace("\n".join([*(f"0,add,n{n}" for n in range(4)), "300000,remove,n1", "600000,add,z"]))
-    plans, state = OtherMicroBatches(micro_batch), jobs.State(section_bytes=(100,) * 6, link_bytes_per_s=1000.0)
+    plans, state = (
+        OtherMicroBatches(micro_batch),
+        jobs.State(section_bytes=(100,) * 6, parameter_bytes=(30,) * 6, link_bytes_per_s=1000.0),
+    )
     system, manager = goodput.list_policies(trace, plans, state, detect_s=4.0)["copies"]
     job = jobs.ReplayedJob(trace, plans, state, replace(system, save_stall_s=1e-3), manager)
     found = job.replay()

@@ -188,7 +188,9 @@ def test_the_replay_of_the_trace_with_the_costs_of_the_run_comes_to_what_was_mea
     base = jobs.System(fixed_s=PRIOR_FIXED_S, survivors=True, moves=True)
 
     system = books.make_system(run, morphs, base)
-    predicted = goodput_played.predict(run, plans, jobs.State(section_bytes=(1,), link_bytes_per_s=1e9), system)
+    predicted = goodput_played.predict(
+        run, plans, jobs.State(section_bytes=(1,), parameter_bytes=(1,), link_bytes_per_s=1e9), system
+    )
 
     assert system.fixed_s == {MorphKind.IN_PLACE: 1.5, MorphKind.FROM_MEMORY: 1.7, MorphKind.FROM_STORE: 1.0}
     assert system.detect_s == 0.5

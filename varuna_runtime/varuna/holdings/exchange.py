@@ -6,14 +6,14 @@ Nothing is dropped here: every rank keeps what it gives until all have what they
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from varuna.checkpoint.errors import CheckpointError
-from varuna.checkpoint.format.manifest import FileKind
+from varuna.checkpoint.format.manifest import FileEntry, FileKind
 from varuna.checkpoint.loading.loader import StagedCheckpoint, stage_state
 from varuna.checkpoint.state.rank_state import TrainingState
 from varuna.checkpoint.storage.windows import map_ahead
@@ -75,6 +75,10 @@ class StateExchange:
     def peer_bytes(self) -> int:
         """What has come from other ranks."""
         return 0 if self._reader is None else self._reader.peer_bytes
+
+    def count_peer_bytes(self, files: Iterable[FileEntry]) -> int:
+        """The bytes of the files that come from other ranks: those that did not come ahead."""
+        return sum(entry.bytes for entry in files if entry.name not in self._ahead)
 
     def share_inventories(
         self,

@@ -93,12 +93,15 @@ class TrainingCheckpoints:
         place = ShapePosition(rank=environment.rank, p=environment.plan.p, d=environment.plan.d)
         self.held = self._hold_state(model_map, place=place)
 
-    def count_state(self) -> None:
-        """Counts the bytes of the state that this process holds: parameters, buffers, optimizers' state, averages."""
+    def count_state(self, *, late_bytes: int = 0) -> None:
+        """Counts the bytes of the state that this process holds: parameters, buffers, optimizers' state, averages.
+
+        `late_bytes`: of the optimizers' state that is not there yet.
+        """
         average = self._updater.average
         averages = {} if average is None else average.averages
         state = replace(self.held, optimizers=self._updater.optimizers, averages=averages)
-        self.state_bytes = sum(count_bytes(name, state) for name in state.tensors)
+        self.state_bytes = late_bytes + sum(count_bytes(name, state) for name in state.tensors)
 
     def hold_scaler(self, scaler: LossScaler) -> None:
         self.registered.register_state(_LOSS_SCALE_STATE, scaler, per=StateScope.JOB, replace=True)

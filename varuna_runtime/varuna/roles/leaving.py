@@ -145,9 +145,18 @@ class StateHolder:
         """From now on this process has no stage, but `held`, the state of that before."""
         self._held, self.is_between_stages = held, True
 
+    def hold_stage(self) -> None:
+        """This process has its stage, though some of its state may be late."""
+        self.is_between_stages = False
+
     def end_move(self) -> None:
-        """This process has its stage, and keeps the state of that before until `drop_state_before`."""
-        self._unmoved, self.is_between_stages = None, False
+        """This process has the whole state of its stage, and keeps that of the stage before until `drop_state_before`.
+
+        If it has left the generation before, it was still moving. From any thread.
+        """
+        with self._leaving:
+            if not self._has_left:
+                self._unmoved = None
 
     def drop_state_before(self) -> None:
         """The state before a move is of no use: all ranks have agreed on a step, or leave with their stages."""

@@ -28,6 +28,7 @@ from varuna.distributed.departure import GenerationEnded, PeerLost, end_process
 from varuna.distributed.topology import stage_sections
 from varuna.partition import Stage
 from varuna.roles.kept_shares import KeptShare, StepRest, SumsChoice
+from varuna.roles.late_state import LateState, may_be_late
 from varuna.roles.leaving import StateHolder
 from varuna.roles.moved_sums import add_sums
 from varuna.roles.moving import StageMove, take_state
@@ -239,6 +240,7 @@ class GenerationMembership:
         if self._give_command is not None:
             self._give_state(self._give_command, step)
         parts.progress.is_broken = False
+        parts.leave_late_state()
         worker.end_membership(links_ended=holder.is_between_stages or parts.assembly.disconnect(_LINKS_END_S))
         parts.finish_captures()
         parts.checkpoints.checkpointing.abandon_saves()
@@ -255,17 +257,27 @@ class GenerationMembership:
         meeting = self._catch_up(step, before)
         holder.drop_state_before()
         peer_bytes, stage = 0, parts.assembly.stage
-        if must_move(meeting.members, parts.stages):
+        moves = must_move(meeting.members, parts.stages)
+        if moves:
             del stage  # nothing may keep it but the assembly
             stage, peer_bytes = self._move(meeting, before, step)
             phases.end_phase("load")
         elif environment.survivors:
             self._give_to_new(meeting.members, before)
             phases.end_phase("load")
-        holder.end_move()
+        if not moves:
+            holder.end_move()
         self._connect_anew(stage)
-        kept_bytes = max(parts.checkpoints.state_bytes - peer_bytes, 0)
-        sources = StateSources(kept_bytes=kept_bytes, peer_bytes=peer_bytes)
+        if moves:  # a rank that is lost before leaves the others without a stage that is connected
+            holder.hold_stage()
+        if moves and parts.late is None:
+            holder.end_move()
+        late_bytes = 0 if parts.late is None else parts.late.bytes
+        sources = StateSources(
+            kept_bytes=max(parts.checkpoints.state_bytes - peer_bytes - late_bytes, 0),
+            peer_bytes=peer_bytes,
+            late_bytes=late_bytes,
+        )
         committed, redone = parts.progress.find_committed(step), 0 if step is None else step.redone
         rest = None if step is None or step.totals is not None else step.rest
         worker.link.report_ready(
@@ -415,10 +427,14 @@ class GenerationMembership:
     def _move(self, meeting: Meeting, before: WorkerEnvironment, step: TrainingStep | None) -> tuple[Stage, int]:
         """Takes another stage, together with all other ranks. `before`: of the rank that this process was.
 
-        Returns the stage, and the bytes of state that came from other processes. If one rank cannot move, all leave
-        again, with the state of the stages that they had. New processes take it.
+        Returns the stage, and the bytes of state that came from other processes. In the middle of a step, what only its
+        update reads is late then. If one rank cannot move, all leave again, with the state of the stages that they had.
+        New processes take it.
         """
         parts, rest = self._parts, None if step is None else step.rest
+        # New processes are in their scripts, which may read the whole state before the step.
+        are_new = any(one.is_new for one in meeting.members)
+        is_late = step is not None and step.totals is None and not are_new and may_be_late()
         sums = None if rest is None else rest.sums
         self._holder.begin_move(before)
         self._require_together(meeting.members)
@@ -433,17 +449,21 @@ class GenerationMembership:
             self._holder.release_stage(held)
             parts.show_tensors({}, {})
             with keep_global_generators(parts.device):
-                stage, reason = move.take_stage(self._release_stage(), parts.model_map)
+                stage, reason = move.take_stage(self._release_stage(), parts.model_map, for_passes=is_late)
             self._require_success(reason)
             assert stage is not None
+            peer_bytes = move.peer_bytes
+            if is_late:
+                parts.late = LateState(parts.worker, move, self._holder.end_move)
         finally:
-            move.close()
+            if parts.late is None:
+                move.close()
         parts.show_tensors(parts.swap.parameters, parts.swap.buffers)
-        parts.checkpoints.count_state()
+        parts.checkpoints.count_state(late_bytes=0 if parts.late is None else parts.late.bytes)
         if step is not None and rest is not None and sums is not None:
             step.kept = follow_sums(sums, meeting.settled, parts.worker.environment, rest.expected_weight)
         parts.copies = parts.shares = None  # of stages that are no more
-        return stage, move.peer_bytes
+        return stage, peer_bytes
 
     def _release_stage(self) -> Stage:
         """The stage, whose connections have ended; nothing else here keeps it."""

@@ -1,7 +1,8 @@
 """Going on with another stage in the same process, or with new processes beside it.
 
 The ranks give one another the sections that they lack (`varuna.holdings.exchange`). Until all have theirs, and have
-agreed on the next step, each keeps the state of the stage that it had, so that a loss in between costs nothing.
+agreed on the next step, each keeps the state of the stage that it had, so that a loss in between costs no step. In the
+middle of a step, what only its update reads comes while the passes run (`varuna.roles.late_state`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from varuna.assembly.assembly import stages_of
 from varuna.checkpoint import CheckpointError, LoadedCheckpoint, TrainingState
+from varuna.checkpoint.format.manifest import FileEntry
 from varuna.checkpoint.loading.loader import StagedCheckpoint
+from varuna.checkpoint.loading.reader import FileContent
 from varuna.copies.ahead_taker import AheadTaker
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.handshake import MeetingKey
@@ -64,9 +67,12 @@ class StageMove:
         """The parameters that the script had, by name."""
         self._own_sums: list[dict[str, Tensor]] = []
         """The sums of gradients that stay with this rank, each by first name of the parameter."""
+        self._staged: StagedCheckpoint | None = None
+        """What this rank lacks."""
 
     @property
     def peer_bytes(self) -> int:
+        """What has come from other ranks."""
         return self._exchange.peer_bytes
 
     def share_state(
@@ -124,11 +130,12 @@ class StageMove:
         for optimizer in parts.updater.optimizers:
             check_splittable(optimizer, environment, sections)
 
-    def take_stage(self, before: Stage, model_map: ModelMap) -> tuple[Stage | None, str]:
+    def take_stage(self, before: Stage, model_map: ModelMap, *, for_passes: bool) -> tuple[Stage | None, str]:
         """Makes another stage of `before`, of which nothing may be in use, and fills it.
 
-        Returns it when all ranks have theirs, or else the reason. Then nothing of either stage is of use here, but what
-        `share_state` has returned.
+        `for_passes`: only with what passes read; `read_for_update` and `fill_for_update` follow. Returns it when all
+        ranks have theirs, or else the reason. Then nothing of either stage is of use here, but what `share_state` has
+        returned.
         """
         taken: Stage | None = None
         state: TrainingState | None = None
@@ -142,11 +149,26 @@ class StageMove:
         staged, reason = self._exchange.stage_state(state, obstacle)
         if staged is not None:
             try:
-                reason = self._fill(staged, left) or self._take_sums(taken)
+                reason = self._fill(staged, left, for_passes=for_passes) or self._take_sums(taken)
             except Exception as error:
                 reason = first_line(error) or type(error).__name__
         reason = self._exchange.agree(reason)
         return (None, reason) if reason else (taken, "")
+
+    @property
+    def bytes_for_update(self) -> int:
+        """Of the files that `read_for_update` fetches."""
+        return 0 if self._staged is None else self._exchange.count_peer_bytes(self._staged.list_for_update())
+
+    def read_for_update(self) -> list[tuple[FileEntry, FileContent]]:
+        """What this rank lacks for the update, in host memory. From one thread, after `take_stage`. Raises
+        CheckpointError."""
+        return [] if self._staged is None else list(self._staged.read_for_update())
+
+    def fill_for_update(self, files: Sequence[tuple[FileEntry, FileContent]]) -> None:
+        """Fills what `read_for_update` has returned."""
+        if self._staged is not None:
+            self._staged.fill_for_update(files)
 
     def keep_stage(self) -> str:
         """As `take_stage`, where this rank and all that were there before keep their stages, and new ones take theirs.
@@ -202,8 +224,11 @@ class StageMove:
         )
         return stage, lacking, left
 
-    def _fill(self, staged: StagedCheckpoint, left: Iterable[tuple[str, weakref.ref[Tensor]]]) -> str:
-        """Gives the optimizers the new stage's parameters, and fills what is lacking; returns why that cannot be."""
+    def _fill(
+        self, staged: StagedCheckpoint, left: Iterable[tuple[str, weakref.ref[Tensor]]], *, for_passes: bool
+    ) -> str:
+        """Gives the optimizers the new stage's parameters, and fills what is lacking, with `for_passes` only what
+        passes read; returns why that cannot be."""
         parts = self._parts
         updater = parts.updater
         members = staged.loaded.options.find_members(updater.optimizers)
@@ -215,7 +240,10 @@ class StageMove:
                 f"the script or a module keeps {', '.join(kept[:_NAMED])}{more} in variables of its own; without them, "
                 "model.named_parameters() gives the present ones"
             )
-        staged.fill_state()
+        staged.fill_values()
+        if not for_passes:
+            staged.fill_for_update(staged.read_for_update())
+        self._staged = staged
         return ""
 
     def _take_sums(self, stage: Stage | None) -> str:

@@ -197,8 +197,9 @@ class TrainingRole:
         self._membership.check_call(CallKind.STEP)
         self._worker.calls.enter_call(CallKind.STEP, self._progress.step)
         self._updater.accumulation.inspect_script(self._updater.optimizers)
-        with STEP_CLOCK.measure(Activity.CHECKPOINT):
-            self.checkpoints.save_automatic_checkpoint()
+        if self._parts.late is None:
+            with STEP_CLOCK.measure(Activity.CHECKPOINT):
+                self.checkpoints.save_automatic_checkpoint()
         self._membership.leave_after_last_step(step)
         self._worker.departure.raise_if_leaving()
         STEP_CLOCK.begin_step()
@@ -294,6 +295,7 @@ class TrainingRole:
                 # What the passes have written counts only once all ranks agree; without such buffers nothing is open.
                 step.is_reduced = not stage.written.homes
                 self._parts.finish_captures()
+                self._parts.fill_late_state()
                 totals = self._agree_on(step.passed)
             except (GenerationEnded, PeerLost):
                 stage.written.discard_writes()
@@ -407,7 +409,8 @@ class TrainingRole:
         """For a pass of `count` micro-batches."""
 
         def may_end() -> bool:
-            return may_keep and self._is_weight_known() and not self._holder.find_obstacle()
+            is_whole = self._parts.late is None
+            return is_whole and may_keep and self._is_weight_known() and not self._holder.find_obstacle()
 
         return EarlyEnd(self._worker, self._progress.step + 1, count, may_end=may_end)
 

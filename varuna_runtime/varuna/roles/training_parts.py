@@ -30,6 +30,7 @@ from varuna.pipeline.loss_weight import ExpectedWeight
 from varuna.roles.checkpoints import TrainingCheckpoints
 from varuna.roles.failing import ScriptHabits
 from varuna.roles.kept_inputs import KeptInputs
+from varuna.roles.late_state import LateState
 from varuna.roles.progress import TrainingProgress
 from varuna.roles.role import apply_seed
 from varuna.roles.wrapped_model import WrappedModel
@@ -64,6 +65,7 @@ class TrainingParts:
         shares: the same, of the share of the step under way.
         ahead: sends the state ahead to the ranks of the next shape; None: before the first step of the generation.
         taken_ahead: what this process has of the state that others had before it had a rank.
+        late: what this process lacks for the update of the step under way; None: nothing.
         inputs: of the step under way, where the script has a loader of its own.
     """
 
@@ -136,6 +138,7 @@ class TrainingParts:
         self.shares: RankShares | None = None
         self.ahead: RankAhead | None = None
         self.taken_ahead = taken_ahead
+        self.late: LateState | None = None
         self.inputs = KeptInputs()
 
     @property
@@ -155,7 +158,7 @@ class TrainingParts:
     @property
     def can_copy_state(self) -> bool:
         """Whether the state is that after a step, and nothing waits to be added to it."""
-        return self.progress.step > 0 and not self.updater.accumulation.is_pending
+        return self.progress.step > 0 and self.late is None and not self.updater.accumulation.is_pending
 
     def finish_captures(self) -> None:
         """Waits until nothing copies the state, which may change then."""
@@ -163,6 +166,18 @@ class TrainingParts:
             self.copies.finish_capture()
         if self.ahead is not None:
             self.ahead.end_pass()
+
+    def fill_late_state(self) -> None:
+        """Waits for what the update needs, if some of it is late. Raises as a worker that leaves."""
+        if self.late is not None:
+            self.late.fill()
+            self.late = None
+
+    def leave_late_state(self) -> None:
+        """The generation in which some of this process's state was late has ended here."""
+        if self.late is not None:
+            self.late.leave()
+            self.late = None
 
     def show_tensors(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
         """Makes the script see these of the model from now on."""

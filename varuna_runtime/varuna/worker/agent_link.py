@@ -96,6 +96,8 @@ class StateSources:
     """It was in this process."""
     peer_bytes: int = 0
     """From memories of the generation before."""
+    late_bytes: int = 0
+    """From there, while it trained."""
     store_bytes: int = 0
     """From a checkpoint."""
 
@@ -244,6 +246,7 @@ class AgentLink:
             phases=phases,
             kept_bytes=sources.kept_bytes,
             peer_bytes=sources.peer_bytes,
+            late_bytes=sources.late_bytes,
             store_bytes=sources.store_bytes,
             micro_batches_redone=micro_batches_redone,
             micro_batches_left=micro_batches_left,

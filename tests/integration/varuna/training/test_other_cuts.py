@@ -109,6 +109,16 @@ def test_a_rank_is_lost_in_the_exchange_and_the_others_have_everything(zygote: Z
         finish_in_new_processes(stack, zygote, tmp_path, world, {0: 3, 2: 1, 3: 0})
 
 
+def test_a_rank_is_lost_as_the_others_connect_with_their_new_stages(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        wanted = {"pause_s": PAUSE_S, "dies_connecting": 2}
+        world = SurvivorWorld(stack, zygote, tmp_path, task, 2, 2, wanted=wanted)
+        world.leave_at_boundary()
+        world.go_on_as(replace(world.plan, p=4, d=1), [3, 2, 1, 0])
+        finish_in_new_processes(stack, zygote, tmp_path, world, {0: 3, 2: 1, 3: 0})
+
+
 def test_a_script_that_keeps_parameters_restarts_from_memory(zygote: Zygote, tmp_path: Path) -> None:
     task = Task(steps=STEPS, optimizer="momentum")
     with ExitStack() as stack:

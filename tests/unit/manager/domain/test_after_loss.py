@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from varuna_manager.domain.observed import GenerationView, Holder, Holders, JobV
 from varuna_manager.domain.other_stages import find_movers, find_unmoved
 from varuna_manager.domain.reshaping import is_unmoved, may_reshape
 from varuna_manager.domain.states import EndCause, ExitCause, GenerationState
+from varuna_planner.liveput.morph_cost import PRIOR_FIXED_S, MorphKind
 from varuna_proto.plan import Device, Plan
 
 BATCH, STEP_S = 1000, 100.0
@@ -308,3 +310,16 @@ def test_processes_may_not_have_moved_if_nobody_has_begun_or_one_says_so() -> No
     assert is_unmoved(half)
     assert not may_reshape(half)
     assert find_movers(NOW, after(half), half, proposal(plan(3, 1), "acd"), RULES) is None
+
+
+@pytest.mark.parametrize(("late_s", "pause_s"), [(0.0, 12.0), (8.0, 4.0), (11.5, 2.0)])
+def test_what_only_the_update_reads_comes_while_the_rest_of_the_step_trains(late_s: float, pause_s: float) -> None:
+    """The rest takes 10 s. The sums of the step move in a third of the time of the state."""
+    last = hit(2, 2, "b")
+    best = replace(proposal(plan(3, 1), "acd"), moving_s=12.0, late_s=late_s)
+    current = after(last, proposal=best)
+    found = choose_way_on(NOW, current, {name: vm(name) for name in "acd"}, RULES)
+    said = re.search(r"over (\d+) s .*?3×1 of micro-batch 1\D* ([\d,]+)", found.reason)
+    assert said is not None
+    life_s, examples = (float(one.replace(",", "")) for one in said.groups())
+    assert examples == pytest.approx(900 + 10 * (life_s - PRIOR_FIXED_S[MorphKind.IN_PLACE] - pause_s - 4.0), abs=1)

@@ -272,6 +272,19 @@ def typed_question(own: str, *types: str, present: Plan | None = None, **speeds:
     )
 
 
+async def test_what_only_updates_read_is_told_apart_of_the_time_in_which_the_state_moves() -> None:
+    here = tuple(Device(name, 0) for name in "cd")
+    asked = replace(
+        question(profile().to_json(), 1), devices=here, previous=(Device("a", 0),), previous_starts=(0,), present=None
+    )
+    moved = await PlanningService().propose_plan(asked)
+    assert moved.plan is not None
+    assert moved.moving_s > 0
+    assert moved.late_s == pytest.approx(moved.moving_s / 2), "half of each section's bytes are the optimizer's"
+    first = await PlanningService().propose_plan(replace(asked, previous=(), previous_starts=()))
+    assert (first.moving_s, first.late_s) == (0.0, 0.0)
+
+
 async def test_gpus_of_two_types_get_a_plan_that_is_placed_by_type() -> None:
     found = await PlanningService().propose_plan(typed_question("V100", "V100", "A100", "V100", A100=4.0))
     assert found.plan is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -129,29 +129,50 @@ class StagedCheckpoint:
 
     def fill_state(self) -> LoadedCheckpoint:
         """Fills the state, file by file. Raises CheckpointError when a file has changed since it was verified."""
-        self._fill_tensors()
+        self.fill_values()
+        self.fill_for_update(self.read_for_update())
+        return self.count_bytes()
+
+    def fill_values(self) -> None:
+        """Fills what a pass reads: parameters and buffers; and the options of the optimizers' groups."""
+        for _, content in self.reader.read_contents(self._list_files(FileKind.PARAMETERS, self.state.tensors)):
+            fill_values(self.state, content.tensors)
+        if self.state.optimizers:
+            fill_group_options(self.state, self.groups)
+
+    def list_for_update(self) -> list[FileEntry]:
+        """The files of what only an update reads: moving averages, and the optimizers' state of each parameter."""
+        averages = self._list_files(FileKind.AVERAGE, self.state.averages)
+        states = self._list_files(FileKind.OPTIMIZER, self.state.parameters) if self.state.optimizers else []
+        return [*averages, *states]
+
+    def read_for_update(self) -> Iterator[tuple[FileEntry, FileContent]]:
+        """The files of `list_for_update`, from any thread, while nothing else reads."""
+        return self.reader.read_contents(self.list_for_update())
+
+    def fill_for_update(self, files: Iterable[tuple[FileEntry, FileContent]]) -> None:
+        """Fills what only an update reads from the `files` of `read_for_update`."""
+        state, held = self.state, self.manifest.files_by_name(FileKind.OPTIMIZER)
+        # A parameter that was saved without an average starts its average at its value.
+        fill_averages(state, state.parameters)
+        if state.optimizers:
+            fill_optimizer_states(state, dict.fromkeys(name for name in state.parameters if name not in held))
+        for entry, content in files:
+            if entry.kind is FileKind.AVERAGE:
+                fill_averages(state, content.tensors)
+                continue
+            states = optimizer_states(content.metadata, content.tensors)
+            fill_optimizer_states(state, {name: states[name] for name in entry.holds if name in state.parameters})
+
+    def count_bytes(self) -> LoadedCheckpoint:
+        """What was loaded, with the bytes that were read for it so far."""
         reader = self.reader
         return replace(
             self.loaded, bytes_read=reader.bytes_read, store_bytes=reader.store_bytes, peer_bytes=reader.peer_bytes
         )
 
-    def _fill_tensors(self) -> None:
-        state, manifest = self.state, self.manifest
-        for _, content in self.reader.read_contents(files_holding(manifest, FileKind.PARAMETERS, state.tensors)):
-            fill_values(state, content.tensors)
-        # A parameter that was saved without an average starts its average at its value.
-        fill_averages(state, state.parameters)
-        for _, content in self.reader.read_contents(files_holding(manifest, FileKind.AVERAGE, state.averages)):
-            fill_averages(state, content.tensors)
-        if not state.optimizers:
-            return
-        files = manifest.files_by_name(FileKind.OPTIMIZER)
-        fill_optimizer_states(state, dict.fromkeys(name for name in state.parameters if name not in files))
-        for entry, content in self.reader.read_contents(files_holding(manifest, FileKind.OPTIMIZER, state.parameters)):
-            states = optimizer_states(content.metadata, content.tensors)
-            held = [name for name in entry.holds if name in state.parameters]
-            fill_optimizer_states(state, {name: states[name] for name in held})
-        fill_group_options(state, self.groups)
+    def _list_files(self, kind: FileKind, names: Iterable[str]) -> list[FileEntry]:
+        return files_holding(self.manifest, kind, names)
 
 
 def stage_checkpoint(url: str, step: int, state: TrainingState) -> StagedCheckpoint:

@@ -1,0 +1,94 @@
+"""After a move in the middle of a step, what only the update reads comes while the passes run."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import late_state_script
+from leaving_generation import LeavingGeneration, assert_taken_from_memory
+from small_gpt import Task, train_plainly
+from survivor_world import SurvivorWorld
+from training_world import Zygote, assert_exact
+
+SCRIPT = Path(late_state_script.__file__)
+STEPS, LOST_IN = 6, 4
+
+
+def lose_one(
+    stack: ExitStack, zygote: Zygote, folder: Path, task: Task, late: dict[str, Any], *, p: int = 3
+) -> SurvivorWorld:
+    """2×2 loses rank 1 in a step, and the others take the stages of 3×1, or of another `p`."""
+    wanted = {"die": {"rank": 1, "step": LOST_IN}, "late": late}
+    world = SurvivorWorld(stack, zygote, folder, task, 2, 2, script=SCRIPT, wanted=wanted)
+    world.wait_until_left({1})
+    world.go_on_as(replace(world.plan, p=p, d=3 // p), [3, 0, 2])
+    return world
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"optimizer": "lamb", "offload": True, "tied": True}, marks=pytest.mark.slow),
+        pytest.param({"groups": True, "frozen": True, "checkpointed": True}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "offload", "groups"],
+)
+def test_passes_run_before_the_optimizers_state_is_there(more: dict[str, Any], zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS, doubled=True, clip=0.5, **more)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {"after_forward": [0, 2, 3]})
+        assert_exact(world.finish(), train_plainly(task), task)
+        came = {rank: json.loads((world.world.out / f"late.rank{rank}.json").read_text()) for rank in (0, 2, 3)}
+        assert all(one["forwards"] for one in came.values())
+        ready = {rank: world.ends[rank].wait_for_number("ready", 2).ready for rank in came}
+        assert {rank: one.late_bytes for rank, one in ready.items()} == {
+            rank: one["bytes"] for rank, one in came.items()
+        }
+        assert any(one.late_bytes > one.peer_bytes > 0 for one in ready.values())
+
+
+def finish_in_new_processes(stack: ExitStack, zygote: Zygote, folder: Path, world: SurvivorWorld, lost: int) -> None:
+    """The ranks of 3×1 but the `lost` one, of the first generation, only give the state that they had in 2×2."""
+    task = world.world.task
+    holders = {rank: first for rank, first in enumerate(world.ranks) if first != lost}
+    left = [world.ends[first].wait_for_number("generation_left", 2).generation_left for first in holders.values()]
+    assert [(one.gives_only, one.step) for one in left] == [(True, LOST_IN - 1)] * len(holders)
+    after = LeavingGeneration(stack, zygote, folder, task, 2, 1, generation=3, holders=tuple(holders))
+    for first in holders.values():
+        world.ends[first].give_state(after.world.holder_environment())
+    outcome = after.finish()
+    assert_taken_from_memory(after, LOST_IN - 1)
+    assert_exact(outcome, train_plainly(task), task, after=LOST_IN - 1)
+
+
+def test_a_rank_is_lost_before_all_have_their_late_state(zygote: Zygote, tmp_path: Path) -> None:
+    """The others have the whole state of the stages that they had."""
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {"never": [3], "dies": [2]})
+        finish_in_new_processes(stack, zygote, tmp_path, world, 2)
+
+
+def test_late_state_that_cannot_be_had_ends_the_move(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=STEPS)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {"fails": [0]})
+        finish_in_new_processes(stack, zygote, tmp_path, world, -1)
+
+
+def test_a_rank_is_lost_when_all_have_their_late_state(zygote: Zygote, tmp_path: Path) -> None:
+    """Before the update: the others go on with their new stages, and with what they have of the step."""
+    task = Task(steps=STEPS, doubled=True)
+    with ExitStack() as stack:
+        world = lose_one(stack, zygote, tmp_path, task, {"dies_at_end": [2]}, p=1)
+        left = world.wait_until_left({2})
+        assert {(one.gives_only, one.step) for one in left.values()} == {(False, LOST_IN - 1)}
+        world.go_on_as(replace(world.plan, p=1, d=2), [0, 3])
+        assert_exact(world.finish(), train_plainly(task), task)
