@@ -74,6 +74,19 @@ class CopiesChoice:
     """The figures; empty: the job file decides, or there is nothing to choose."""
 
 
+class CopiesObstacles(NamedTuple):
+    """Why a generation's workers keep no copies that were chosen for it, as they say; empty: they say nothing."""
+
+    states: str = ""
+    marks: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Both as text; empty: they say nothing."""
+        found = {"copies of states": self.states, "marks": self.marks}
+        return "; ".join(f"no {what} are kept: {why}" for what, why in found.items() if why)
+
+
 class _Risk(IntEnum):
     """Of losing both. One of a kind is worse than any number of the kinds before: there are fewer stages than that."""
 
@@ -125,6 +138,16 @@ def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], fa
         save_write_s=save.write_s,
         save_interval_s=save.pinned_interval_s,
     )
+
+
+def find_kept(chosen: CopiesChoice, obstacles: CopiesObstacles, *, d: int) -> CopiesChoice:
+    """What a generation of `d` replicas really keeps, by what its workers say. The reason names what it lacks; empty:
+    it lacks nothing."""
+    lacking = CopiesObstacles(obstacles.states if chosen.keepers else "", obstacles.marks if chosen.marks else "")
+    keepers = () if lacking.states else chosen.keepers
+    marks = chosen.marks and not lacking.marks
+    # Marks of a stage that one VM has are of use only where its state outlives that VM.
+    return CopiesChoice(keepers=keepers, marks=marks and (d > 1 or bool(keepers)), reason=lacking.reason)
 
 
 def expect_step_s(before: GenerationView | None, plan: Plan) -> float:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from varuna.copies.keeper import CopyKeeper
-from varuna.copies.memory import has_room
+from varuna.copies.memory import describe_shortage
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.gloo import let_go
 from varuna.distributed.handshake import MeetingKey
@@ -100,8 +100,8 @@ class _AheadKeeper(CopyKeeper):
             self.forget_copies(series)
         super()._check_offer(inventory, series)
         size = sum(entry.bytes for entry in inventory.receipt.files)
-        if not has_room(size, self._largest_part, "sections of the state for the next shape"):
-            raise ValueError("there is not enough host memory on this VM")
+        if shortage := describe_shortage(size, self._largest_part):
+            raise ValueError(shortage)
 
 
 def take_as_newcomer(taker: AheadTaker, link: AgentLink, expected: WorkerEnvironment) -> None:

@@ -24,7 +24,7 @@ from varuna.checkpoint.format.manifest import FileKind
 from varuna.checkpoint.saving.shares import count_bytes
 from varuna.checkpoint.saving.snapshot import HostBuffers, is_tied_file
 from varuna.copies.ahead_taker import LARGEST_PART, AheadTaker, address_key
-from varuna.copies.memory import has_room
+from varuna.copies.memory import describe_shortage
 from varuna.copies.next_shape import SectionPart, plan_sends
 from varuna.copies.sending import PacedConnection
 from varuna.devices.accelerator import is_accelerator, use_stream
@@ -209,8 +209,8 @@ class RankAhead:
     def _copy_state(self, round_: _Round, state: TrainingState) -> HeldFiles:
         environment, needed = self._environment, sum(count_bytes(name, state) for name in state.tensors)
         part = LARGEST_PART / max(round_.command.processes, 1)
-        if not has_room(needed, part, "sections of the state for the next shape"):
-            raise MemoryError("there is not enough host memory on this VM")
+        if shortage := describe_shortage(needed, part):
+            raise MemoryError(shortage)
         with nullcontext() if self._stream is None else use_stream(self._stream):
             return make_inventory(
                 state, round_.step, generation=environment.generation, rank=environment.rank, buffers=self._buffers

@@ -16,11 +16,13 @@ from varuna_manager.domain.keepers import (
     Copies,
     CopiesChoice,
     CopiesFacts,
+    CopiesObstacles,
     SaveCost,
     VmPlace,
     choose_copies,
     choose_keepers,
     expect_step_s,
+    find_kept,
 )
 from varuna_proto.plan import Plan
 
@@ -148,6 +150,29 @@ def test_the_job_file_can_decide(d: int) -> None:
     kept = choose(3, d, CALM, 0.1, wish=Copies.ON)
     assert (len(kept.keepers), kept.marks, kept.reason) == (3, True, ""), "also where several VMs have a stage"
     assert choose(3, d, TRACE, 180.0, wish=Copies.OFF) == CopiesChoice()
+
+
+@pytest.mark.parametrize(
+    ("d", "states", "marks", "are_kept", "reason"),
+    [
+        (1, "", "", (True, True), ""),
+        (1, "rank 1: no room", "", (False, False), "no copies of states are kept: rank 1: no room"),
+        (2, "rank 1: no room", "", (False, True), "no copies of states are kept: rank 1: no room"),
+        (1, "", "rank 0: none", (True, False), "no marks are kept: rank 0: none"),
+        (2, "a", "b", (False, False), "no copies of states are kept: a; no marks are kept: b"),
+    ],
+)
+def test_what_workers_cannot_keep_does_not_count(
+    d: int, states: str, marks: str, are_kept: tuple[bool, bool], reason: str
+) -> None:
+    """One replica's marks are of use only beside copies of states."""
+    chosen = CopiesChoice(keepers=(1, 2, 0), marks=True, reason="because")
+    found = find_kept(chosen, CopiesObstacles(states, marks), d=d)
+    assert (bool(found.keepers), found.marks, found.reason) == (*are_kept, reason)
+
+
+def test_what_was_not_chosen_is_not_lacking() -> None:
+    assert find_kept(CopiesChoice(), CopiesObstacles("a", "b"), d=2) == CopiesChoice()
 
 
 def test_one_vm_has_no_other_to_copy_to() -> None:
