@@ -7,7 +7,7 @@ them, to the same host or zone only where there is no other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -54,6 +54,25 @@ class SaveCost:
     """Between saves, as the job file says; None: as often as pays."""
 
 
+class UnsavedSteps(NamedTuple):
+    """The steps of a job that its checkpoints have not."""
+
+    most: int = 0
+    """Of all that it has ever made."""
+    now: int = 0
+    """Of those that its state has at present."""
+
+
+NOTHING_UNSAVED = UnsavedSteps()
+
+
+def count_unsaved(best_step: int, before: GenerationView | None, saved_step: int) -> UnsavedSteps:
+    """`best_step`: the newest of all ended generations; `before`: the last generation; `saved_step`: of the newest
+    checkpoint; 0: there is none."""
+    present = 0 if before is None else before.last_step or before.resumed_step or 0
+    return UnsavedSteps(max(best_step, present, saved_step) - saved_step, max(present - saved_step, 0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CopiesFacts:
     """What the choice depends on, besides the generation's shape and the places of its VMs."""
@@ -62,6 +81,7 @@ class CopiesFacts:
     step_s: float = 0.0
     """What a step is expected to take; 0: not known."""
     save: SaveCost = SaveCost()
+    unsaved: UnsavedSteps = NOTHING_UNSAVED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +147,7 @@ def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], fa
     store_stops, copied_store_stops = (
         expect_store_stops(fleet, vm_ids, plan.p, keepers=kept, holds_state=True) for kept in ((), keepers)
     )
-    return LossExposure(
+    exposure = LossExposure(
         losses_per_hour=losses,
         bursts_per_hour=bursts_per_hour(losses, bursts, vms),
         hit_share=mean_hit_share(bursts, replicas, vms),
@@ -138,6 +158,9 @@ def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], fa
         save_write_s=save.write_s,
         save_interval_s=save.pinned_interval_s,
     )
+    if not exposure.is_overdue(facts.unsaved.most * facts.step_s):
+        return exposure
+    return replace(exposure, unsaved_s=facts.unsaved.now * facts.step_s)
 
 
 def find_kept(chosen: CopiesChoice, obstacles: CopiesObstacles, *, d: int) -> CopiesChoice:

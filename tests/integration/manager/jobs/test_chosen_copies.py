@@ -17,12 +17,13 @@ from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.controllers.messages import launch_message
-from varuna_manager.db.models import GenerationRow, JobRow
+from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow
 from varuna_manager.domain.actions import StartGeneration
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.keepers import CopiesFacts, SaveCost
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.history.morph_spans import MorphSpans
+from varuna_manager.jobs.checkpoints import read_saved_step
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.planning.planning import PlanningService
 from varuna_manager.world.bell import Bell
@@ -110,6 +111,22 @@ async def test_the_generation_of_an_earlier_version_has_what_its_job_file_says(w
     for wish, are_kept in (("auto", True), ("off", False)):
         await world.change("j", spec={**SPEC, "copies": wish})
         assert await read_launches(world) == [are_kept] * len(VMS)
+
+
+async def test_the_newest_checkpoint_is_one_that_was_reported_or_that_the_job_began_with(world: RestWorld) -> None:
+    await add_job(world)
+    await start(world, WILD)
+    async with world.database.write() as session:
+        assert await read_saved_step(session, "j") == 0
+        [generation] = await session.scalars(select(GenerationRow))
+        generation.resumed_step = 7
+        await session.flush()
+        assert await read_saved_step(session, "j") == 7
+        for step in (9, 12):
+            url = f"file:///store/varuna_ckpt_{step}"
+            session.add(CheckpointRow(job_id="j", generation=1, step=step, url=url, total_bytes=1, at=1.0))
+        await session.flush()
+        assert await read_saved_step(session, "j") == 12
 
 
 async def test_what_workers_cannot_keep_is_told_and_not_counted_on(world: RestWorld) -> None:

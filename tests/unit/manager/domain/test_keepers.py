@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,9 +19,11 @@ from varuna_manager.domain.keepers import (
     CopiesFacts,
     CopiesObstacles,
     SaveCost,
+    UnsavedSteps,
     VmPlace,
     choose_copies,
     choose_keepers,
+    count_unsaved,
     expect_step_s,
     find_kept,
 )
@@ -99,6 +102,8 @@ def test_where_copies_can_be_kept(p: int, vms: list[str], can_be_kept: bool) -> 
 
 CALM = FleetPast(removals=0.0, vm_hours=1000.0)
 """A thousand hours without a loss."""
+RARE = FleetPast(removals=0.0, vm_hours=40.0)
+"""A VM in fifty an hour."""
 NEW = FleetPast()
 """The prior: a VM in ten an hour, half of them in pairs."""
 TRACE = FleetPast(removals=167.0, vm_hours=273.0, losses_at=tuple(60.0 * burst for burst in range(40) for _ in (0, 1)))
@@ -116,9 +121,12 @@ def choose(
     save: SaveCost = LARGE,
     wish: Copies = Copies.AUTO,
     gpus: int = 1,
+    **facts: Any,
 ) -> CopiesChoice:
     plan = Plan(p=p, d=d, micro_batch=1, global_batch=8 * d, predicted_minibatch_s=step_s)
-    return choose_copies(wish, plan, vm_ids(p, d, gpus), {}, CopiesFacts(fleet=fleet, step_s=step_s, save=save))
+    return choose_copies(
+        wish, plan, vm_ids(p, d, gpus), {}, CopiesFacts(fleet=fleet, step_s=step_s, save=save, **facts)
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,6 +191,36 @@ def test_the_users_interval_of_checkpoints_counts() -> None:
     rare = SaveCost(stall_s=0.006, write_s=0.01, pinned_interval_s=1800.0)
     assert not choose(4, 1, NEW, 1.0, save=replace(rare, pinned_interval_s=None)).keepers
     assert choose(4, 1, NEW, 1.0, save=rare).keepers
+
+
+@pytest.mark.parametrize(
+    ("best", "last", "resumed", "saved", "unsaved"),
+    [
+        (0, None, None, 0, (0, 0)),
+        (0, 40, 0, 0, (40, 40)),
+        (40, None, 30, 0, (40, 30)),
+        (40, 7, 0, 0, (40, 7)),  # begun anew
+        (40, 45, 40, 44, (1, 1)),
+        (40, None, 44, 44, (0, 0)),
+    ],
+)
+def test_the_steps_that_no_checkpoint_has(
+    best: int, last: int | None, resumed: int | None, saved: int, unsaved: tuple[int, int]
+) -> None:
+    assert count_unsaved(best, None, saved) == (max(best - saved, 0), 0)
+    before = replace(generation(2), last_step=last, resumed_step=resumed)
+    assert count_unsaved(best, before, saved) == unsaved
+
+
+def test_a_job_of_which_no_checkpoint_comes_keeps_copies() -> None:
+    """Its store refuses them, say, or is a folder that differs between VMs."""
+    assert not choose(4, 1, RARE, 5.0).keepers
+    assert not choose(4, 1, RARE, 5.0, unsaved=UnsavedSteps(most=100, now=100)).keepers, "none is due yet"
+    found = choose(4, 1, RARE, 5.0, unsaved=UnsavedSteps(most=20_000, now=20_000))
+    assert found.keepers
+    assert found.reason.endswith("no checkpoint has the last 100000 s of training")
+    anew = choose(4, 1, RARE, 5.0, unsaved=UnsavedSteps(most=20_000, now=0))
+    assert anew.reason.endswith("no checkpoint has the last 0 s of training"), "it has begun anew"
 
 
 def test_a_generation_that_was_slower_than_predicted_makes_the_next_ones_steps_longer() -> None:
