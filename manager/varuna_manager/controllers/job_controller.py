@@ -242,14 +242,17 @@ class JobController:
         return bool(decision.actions)
 
     async def _find_copies_facts(self, job: LoadedJob, decision: Decision) -> CopiesFacts | None:
-        """What the copies of the generation that starts depend on; None: none starts, or the job file decides."""
+        """What the copies of the generation that starts depend on; None: none starts."""
         plans = [
             action.plan
             for action in decision.actions
             if isinstance(action, StartGeneration) and action.kind is GenerationKind.TRAINING
         ]
-        if not plans or Copies(job.spec.copies) is not Copies.AUTO:
+        if not plans:
             return None
+        obstacles = tuple(job.row.script_obstacles or ())
+        if Copies(job.spec.copies) is not Copies.AUTO:
+            return CopiesFacts(script_obstacles=obstacles)
         view, save = job.view, await self._planning.predict_save(job.row.profile_json or "", plans[0])
         async with self._database.read() as session:
             saved_step = await read_saved_step(session, view.id)
@@ -258,6 +261,7 @@ class JobController:
             step_s=expect_step_s(view.generation, plans[0]),
             save=replace(save, pinned_interval_s=job.spec.checkpoint.interval_s),
             unsaved=count_unsaved(view.setbacks.best_step, view.generation, saved_step),
+            script_obstacles=obstacles,
         )
 
     async def _note_unpriced(self, session: AsyncSession, job: LoadedJob, action: StartGeneration) -> None:

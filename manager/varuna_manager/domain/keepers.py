@@ -18,7 +18,9 @@ from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_planner.liveput.copies import CopiedParts, LossExposure
 from varuna_planner.liveput.copies import choose_copies as choose_parts
 from varuna_planner.liveput.hazard import bursts_per_hour, list_bursts, mean_hit_share
+from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.plan import Plan
+from varuna_proto.state_use import NEVER_IN_PLACE, OTHER_STAGES
 
 _BLOCK = 64
 """Stages that are placed together: the search takes time with their third power."""
@@ -82,6 +84,8 @@ class CopiesFacts:
     """What a step is expected to take; 0: not known."""
     save: SaveCost = SaveCost()
     unsaved: UnsavedSteps = NOTHING_UNSAVED
+    script_obstacles: tuple[str, ...] = ()
+    """Why workers could not go on in place before, as they have said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,18 +128,24 @@ def choose_copies(
     Args:
         vm_ids: the VM of each rank; rank = replica * p + stage.
         places: by VM.
-        facts: for `Copies.AUTO` alone.
+        facts: for `Copies.AUTO`; of these, `script_obstacles` for `Copies.ON`, too.
     """
     if wish is Copies.OFF:
         return CopiesChoice()
     keepers = choose_keepers(plan.p, vm_ids, places)
+    useless = find_marks_obstacle(facts.script_obstacles, plan)
+    without = f"no marks are kept, which would be of no use: {useless}" if useless else ""
     if wish is Copies.ON:
-        return CopiesChoice(keepers=keepers, marks=True)
+        return CopiesChoice(keepers=keepers, marks=not useless, reason=without)
     possible = [CopiedParts(states=True), CopiedParts(states=True, marks=True)] if keepers else []
     vms = len(set(vm_ids))
     if plan.d > 1 and vms > 1:  # one replica's marks go to the ranks that keep its state
         possible.append(CopiedParts(marks=True))
+    if useless:
+        possible = [one for one in possible if not one.marks]
     parts, reason = choose_parts(_expect_losses(plan, vm_ids, keepers, facts), possible)
+    if facts.step_s > MARKS_S:
+        reason = "; ".join(filter(None, (reason, without)))
     return CopiesChoice(keepers=keepers if parts.states else (), marks=parts.marks, reason=reason)
 
 
@@ -161,6 +171,21 @@ def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], fa
     if not exposure.is_overdue(facts.unsaved.most * facts.step_s):
         return exposure
     return replace(exposure, unsaved_s=facts.unsaved.now * facts.step_s)
+
+
+def find_marks_obstacle(script_obstacles: Sequence[str], plan: Plan) -> str:
+    """Why no process can go on with what is done of a step, by what workers have said; empty: nothing is known.
+
+    A script with a loader of its own lets survivors end the step, if it has two stages and two replicas or more. One
+    that lets them take no other stages needs marks only where each stage has a survivor.
+    """
+    for reason in script_obstacles:
+        if reason in NEVER_IN_PLACE:
+            return reason
+        is_enough = plan.d > 1 if reason.startswith(OTHER_STAGES) else min(plan.p, plan.d) > 1
+        if not is_enough:
+            return reason
+    return ""
 
 
 def find_kept(chosen: CopiesChoice, obstacles: CopiesObstacles, *, d: int) -> CopiesChoice:

@@ -26,8 +26,10 @@ from varuna_manager.domain.keepers import (
     count_unsaved,
     expect_step_s,
     find_kept,
+    find_marks_obstacle,
 )
 from varuna_proto.plan import Plan
+from varuna_proto.state_use import ACCUMULATES, OTHER_STAGES, OWN_GROUPS
 
 
 def vm_ids(p: int, d: int, gpus: int) -> list[str]:
@@ -181,6 +183,44 @@ def test_what_workers_cannot_keep_does_not_count(
 
 def test_what_was_not_chosen_is_not_lacking() -> None:
     assert find_kept(CopiesChoice(), CopiesObstacles("a", "b"), d=2) == CopiesChoice()
+
+
+LOADER = "the script does not pass the batches of varuna.data.Batches to step() as they are"
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "reasons", "obstacle"),
+    [
+        (2, 2, [], ""),
+        (2, 2, [ACCUMULATES], ACCUMULATES),
+        (2, 2, [LOADER, OWN_GROUPS], OWN_GROUPS),
+        (2, 2, [LOADER], ""),  # survivors end the step
+        (1, 4, [LOADER], LOADER),
+        (4, 1, [LOADER], LOADER),
+        (2, 2, [OTHER_STAGES + "a list"], ""),
+        (1, 2, [OTHER_STAGES + "a list"], ""),
+        (4, 1, [OTHER_STAGES + "a list"], OTHER_STAGES + "a list"),  # one replica's survivors take the lost stage
+    ],
+)
+def test_marks_are_of_no_use_where_no_process_can_go_on_with_them(
+    p: int, d: int, reasons: list[str], obstacle: str
+) -> None:
+    plan = Plan(p=p, d=d, micro_batch=1, global_batch=8 * d)
+    assert find_marks_obstacle(reasons, plan) == obstacle
+
+
+def test_a_job_whose_script_cannot_use_marks_keeps_none() -> None:
+    known = {"script_obstacles": (ACCUMULATES,)}
+    found = choose(8, 3, NEW, 180.0, **known)
+    assert (found.keepers, found.marks) == ((), False)
+    assert found.reason.endswith(f"; no marks are kept, which would be of no use: {ACCUMULATES}")
+    assert choose(8, 3, NEW, 180.0).marks
+    one_replica = choose(24, 1, TRACE, 12.0, **known)
+    assert (len(one_replica.keepers), one_replica.marks) == (24, False), "copies of states are of use to new processes"
+    assert "no marks" not in choose(2, 2, NEW, 5.0, **known).reason, "there are none in short steps anyway"
+    wanted = choose(3, 2, CALM, 0.1, wish=Copies.ON, **known)
+    assert (len(wanted.keepers), wanted.marks) == (3, False)
+    assert ACCUMULATES in wanted.reason
 
 
 def test_one_vm_has_no_other_to_copy_to() -> None:
