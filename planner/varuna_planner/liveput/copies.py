@@ -21,7 +21,8 @@ STATES_SHARE: Final = 0.02
 """Of the time, what copies of states take. Measured on processors that train at the same time: steps are 2 % longer
 (95 % interval 1.012 to 1.029) at 22 MB, and 1.8 % (0.991 to 1.053) at 200 MB; docs/benchmarks.md. Assumed for GPUs."""
 MARKS_SHARE: Final = 0.01
-"""Of the time, the most that training waits for copies of sums (`varuna.copies.rank_shares`)."""
+"""Of the time, the most that training waits for copies of sums. Where these take longer, there are fewer marks
+(`varuna.copies.rank_shares`)."""
 _ROUNDS_BEHIND: Final = 1.5
 """By how many rounds of copies a job goes back on average, where a round takes longer than a step: one to two."""
 _HOUR_S: Final = 3600.0

@@ -32,6 +32,7 @@ from varuna.copies.share_owner import ShareOwner
 from varuna.distributed.handshake import MeetingKey
 from varuna.pipeline.pass_state import PassResult, PassState
 from varuna.worker.worker import WorkerProcess
+from varuna_planner.liveput.copies import MARKS_SHARE
 from varuna_proto.environment import WorkerEnvironment
 
 __all__ = ["RankShares", "has_keepers"]
@@ -40,8 +41,6 @@ _log = structlog.get_logger("varuna")
 
 _MARKS = 2
 """In memory of each rank whose sums are there, this rank and those for which it keeps some."""
-_MOST_COPYING = 0.01
-"""Of all time: what training may wait for copies of sums. Where they take longer, there are fewer marks."""
 _LARGEST_PART = 0.5
 """Of the memory that is available: the script may need more later."""
 
@@ -219,7 +218,7 @@ class RankShares:
         if reports is None:
             return (newest.series, newest.key.step) != (self._series, share.step)
         longest_s = max(copy_s or 0.0 for copy_s in reports)
-        self._rests_until_s, self._newest = newest.decided_s + longest_s / _MOST_COPYING, None
+        self._rests_until_s, self._newest = newest.decided_s + longest_s / MARKS_SHARE, None
         return True
 
     def _make_mark(self, share: _Share, result: PassResult) -> None:

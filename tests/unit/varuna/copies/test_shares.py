@@ -28,7 +28,6 @@ from varuna.distributed.departure import Departure
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
 from varuna.pipeline.pass_state import PassResult
-from varuna_planner.liveput.copies import MARKS_SHARE
 from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.environment import WorkerEnvironment
 from waiting import wait_until
@@ -357,7 +356,7 @@ def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
     interval: int, lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stage is `lag` micro-batches behind the next one."""
-    monkeypatch.setattr(rank_shares_module, "_MOST_COPYING", 1e9)
+    monkeypatch.setattr(rank_shares_module, "MARKS_SHARE", 1e9)
     count, store = 60, dist.HashStore()
     stages = [Stage(number, store) for number in range(3)]
     for stage in stages:
@@ -377,7 +376,7 @@ def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
 
 def test_stages_that_train_nothing_need_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of three is through before the last one decides on a mark."""
-    monkeypatch.setattr(rank_shares_module, "_MOST_COPYING", 1e9)
+    monkeypatch.setattr(rank_shares_module, "MARKS_SHARE", 1e9)
     store = dist.HashStore()
     stages = [Stage(number, store) for number in range(3)]
     for stage in stages:
@@ -395,10 +394,6 @@ def test_stages_that_train_nothing_need_no_marks(monkeypatch: pytest.MonkeyPatch
         assert empty.micro_batch == marked.mark.micro_batch == 1
     for stage in stages:
         stage.shares.shut_down()
-
-
-def test_the_manager_weighs_marks_by_the_most_that_they_take() -> None:
-    assert rank_shares_module._MOST_COPYING == MARKS_SHARE
 
 
 def test_marks_take_a_hundredth_of_the_time_of_the_stage_that_copies_longest() -> None:
