@@ -1830,6 +1830,7 @@ class SendAhead(_message.Message):
     RENDEZVOUS_HOST_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    IS_OVER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     """the one that trains"""
@@ -1840,6 +1841,8 @@ class SendAhead(_message.Message):
     rendezvous_host: _builtins.str
     rendezvous_port: _builtins.int
     secret: _builtins.str
+    is_over: _builtins.bool
+    """the next generation is no longer wanted: what was sent for it is freed"""
     @_builtins.property
     def plan(self) -> Global___PlanSpec:
         """of the next generation, as it is expected"""
@@ -1865,10 +1868,11 @@ class SendAhead(_message.Message):
         rendezvous_host: _builtins.str = ...,
         rendezvous_port: _builtins.int = ...,
         secret: _builtins.str = ...,
+        is_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "plan", b"plan", "ranks_before", b"ranks_before", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "request", b"request", "secret", b"secret", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "is_over", b"is_over", "job_id", b"job_id", "plan", b"plan", "ranks_before", b"ranks_before", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "request", b"request", "secret", b"secret", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,7 @@ def main() -> None:
     lost: dict[str, Any] = next((one for one in wanted.get("lost", []) if one["rank"] == own), {})
     damages = wanted.get("damages", {})
     if wanted.get("no_room") == own:
-        varuna.copies.memory.count_available_bytes = lambda: 1
+        varuna.copies.memory.count_available_bytes = lambda: 1  # type: ignore[assignment]
     wait_for_copies(lost if lost.get("at") == "whole" else {})
     watch_chunks(lost, damages["step"] if damages.get("rank") == own else None)
     training_script.main()

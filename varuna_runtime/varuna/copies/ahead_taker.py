@@ -76,13 +76,23 @@ class AheadTaker:
             return []
         return [held for held in keeper.list_copies() if held.inventory.step == step]
 
-    def close(self) -> None:
-        """Ends the connections, and frees what is here. From any thread."""
+    def free_outdated(self, step: int) -> None:
+        """Frees what is not of the state after `step` steps, with which the step under way has begun."""
+        if (keeper := self._keeper) is not None:
+            keeper.free_outdated(step)
+
+    def free_all(self) -> None:
+        """Ends the connections, and frees what is here, until a door is opened again. From any thread."""
         with self._lock:
-            self._is_closed = True
             keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.shut_down()
+
+    def close(self) -> None:
+        """Frees what is here, for good. From any thread."""
+        with self._lock:
+            self._is_closed = True
+        self.free_all()
 
 
 class _AheadKeeper(CopyKeeper):
@@ -118,6 +128,9 @@ def take_as_newcomer(taker: AheadTaker, link: AgentLink, expected: WorkerEnviron
 
 
 def _open_newcomers_door(taker: AheadTaker, command: AheadCommand, expected: WorkerEnvironment) -> None:
+    if command.is_over:
+        taker.free_all()
+        return
     environment = replace(
         expected,
         generation=command.generation,
