@@ -97,6 +97,8 @@ class WorkerEnvironment:
     stops_per_hour: float = 0.0
     """How often lost VMs are expected to send the job back to its checkpoint, from which the worker decides; 0: not
     known."""
+    stops_without_copies_per_hour: float = 0.0
+    """The same as long as no copies of states are whole; less than `stops_per_hour`: as that."""
     device: str = "cpu"
     gpu_type: str = ""
     """The type of the VM's GPUs, as its agent reports it; empty: not known."""
@@ -193,6 +195,7 @@ class WorkerEnvironment:
             "VARUNA_PROFILE_CACHE_URL": self.profile_cache_url,
             "VARUNA_CHECKPOINT_INTERVAL_S": repr(self.checkpoint_interval_s),
             "VARUNA_STOPS_PER_HOUR": repr(self.stops_per_hour),
+            "VARUNA_STOPS_WITHOUT_COPIES_PER_HOUR": repr(self.stops_without_copies_per_hour),
             "VARUNA_DEVICE": self.device,
             **({"VARUNA_GPU_TYPE": self.gpu_type} if self.gpu_type else {}),
             **({"VARUNA_ZONE": self.zone} if self.zone else {}),
@@ -240,6 +243,7 @@ class WorkerEnvironment:
             profile_cache_url=environ.get("VARUNA_PROFILE_CACHE_URL", ""),
             checkpoint_interval_s=_float(environ, "VARUNA_CHECKPOINT_INTERVAL_S"),
             stops_per_hour=_float(environ, "VARUNA_STOPS_PER_HOUR"),
+            stops_without_copies_per_hour=_float(environ, "VARUNA_STOPS_WITHOUT_COPIES_PER_HOUR"),
             device=environ.get("VARUNA_DEVICE", "cpu"),
             gpu_type=environ.get("VARUNA_GPU_TYPE", ""),
             zone=environ.get("VARUNA_ZONE", ""),

@@ -240,6 +240,11 @@ class GenerationDocument(TypedDict):
     copies_reason: str | None
     """Which copies it keeps, of states and of the sums of long steps (marks), and why; null: the job file decides, or
     there was no choice."""
+    copies_obstacle: str | None
+    """Why its workers keep no copies of states, though it has `keepers`, and save as often as without; null: nothing is
+    known against it."""
+    marks_obstacle: str | None
+    """Why they keep no marks, which they were to keep; null: nothing is known against it."""
     copied_step: int | None
     """The newest step of which the keepers have a copy of every stage; null: none is known."""
     reason: str

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 OTHER_STAGES = "in other stages: "
 """How a worker's reason begins why it cannot go on in place, if it could with the stage that it has."""
 
+ACCUMULATES = "the script accumulates gradients; a larger global batch does the same"
+OWN_GROUPS = "the script has process groups of its own; without them, step() returns the loss over all ranks"
+NEVER_IN_PLACE = frozenset({ACCUMULATES, OWN_GROUPS})
+"""Those of a worker's reasons because of which it cannot even end the step under way in place."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateUse:

@@ -106,6 +106,7 @@ def make_environment(launch: agent_pb2.Launch, rank: int, local_rank: int, *, de
         profile_cache_url=launch.profile_cache_url,
         checkpoint_interval_s=launch.checkpoint_interval_s,
         stops_per_hour=launch.stops_per_hour,
+        stops_without_copies_per_hour=launch.stops_without_copies_per_hour,
         device=f"cuda:{local_rank}" if device == "cuda" else device,
         secret=launch.secret,
         committed_step=launch.committed_step,

@@ -540,6 +540,8 @@ class HostedWorkers:
             skipped=done.skipped,
             between=done.between,
             copied_step=done.copied_step,
+            copies_obstacle=clean_text(done.copies_obstacle, NAME_CHARS),
+            marks_obstacle=clean_text(done.marks_obstacle, NAME_CHARS),
             gradient_norm=done.gradient_norm if done.HasField("gradient_norm") else None,
             learning_rate=done.learning_rate if done.HasField("learning_rate") else None,
         )

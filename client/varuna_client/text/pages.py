@@ -245,6 +245,8 @@ def _render_generation_reasons(generation: GenerationDocument) -> Text:
         text.append(f"\n{why}", style="dim")
     if copies := render_keepers(generation):
         text.append(f"\n{copies}", style="dim")
+    for what, obstacle in _list_obstacles(generation):
+        text.append(f"\nno {what} are kept: {obstacle}", style="yellow")
     phases = [f"{phase['name'].replace('_', ' ')} {duration(phase['seconds'])}" for phase in generation["phases"]]
     if phases:
         text.append(f"\n{', '.join(phases)}", style="dim")
@@ -281,11 +283,20 @@ def render_keepers(generation: Mapping[str, Any]) -> str:
     `generation`: with fields of a GenerationDocument.
     """
     vm_of = {place["rank"]: place["vm_id"] for place in generation.get("placement") or ()}
-    keepers = generation.get("keepers") or ()
+    keepers = () if generation.get("copies_obstacle") else generation.get("keepers") or ()
     if not vm_of:
         return f"{len(keepers)} stages have copies" if keepers else ""
     kept = [f"{stage} ({vm_of.get(stage)} → {vm_of.get(keeper)})" for stage, keeper in enumerate(keepers)]
     return f"copies of stages {', '.join(kept)}: {_render_copied_step(generation)}" if kept else ""
+
+
+def _list_obstacles(generation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Which copies the workers cannot keep, and why."""
+    found = {
+        "copies of states": generation.get("copies_obstacle"),
+        "marks": generation.get("marks_obstacle"),
+    }
+    return [(what, obstacle) for what, obstacle in found.items() if obstacle]
 
 
 def _render_copied_step(generation: Mapping[str, Any]) -> str:

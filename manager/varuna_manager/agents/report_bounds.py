@@ -125,6 +125,8 @@ def _tidy_steps(fact: pb.StepsCompleted) -> None:
             step.ClearField("between")
         if not abs(step.loss) <= MOST_LOSS:
             step.loss = math.nan
+        step.copies_obstacle = clean_text(step.copies_obstacle, NAME_CHARS)
+        step.marks_obstacle = clean_text(step.marks_obstacle, NAME_CHARS)
         for name in ("gradient_norm", "learning_rate"):
             if not abs(getattr(step, name)) <= MOST_LOSS:
                 step.ClearField(name)

@@ -33,8 +33,8 @@ class AgentSession:
         """The jobs that it was sent to run or to prepare for. It may fetch their archives and report on them."""
         self.newcomers_sent: dict[str, str] = {}
         """By job: the request for newcomers that was sent last, or "" if their end was."""
-        self.ahead_sent: dict[str, str] = {}
-        """By job: the request for which its workers were last told to send the state ahead."""
+        self.ahead_sent: dict[str, pb.SendAhead] = {}
+        """By job: what its workers were last told to send ahead, as long as that is wanted."""
         self.stale_sent: frozenset[str] = frozenset()
         """Jobs for which it prepares or keeps something although KeepPrepared was sent without them."""
         self.certificate_ends_at: float | None = None

@@ -59,7 +59,7 @@ class JobActions:
     async def apply_action(
         self, session: AsyncSession, row: JobRow, action: Action, copies_facts: CopiesFacts | None = None
     ) -> None:
-        """`copies_facts`: for a StartGeneration of a job whose copies the manager chooses."""
+        """`copies_facts`: for a StartGeneration."""
         match action:
             case StartGeneration():
                 await self._start(session, row, action, copies_facts or CopiesFacts())

@@ -41,7 +41,7 @@ from varuna_manager.domain.better_shape import gpu_limit
 from varuna_manager.domain.commands import CommandKey, DrainKey, GenerationOnVm, LaunchKey, StopKey, list_commands
 from varuna_manager.domain.devices import choose_devices, list_waiting_devices
 from varuna_manager.domain.job_decision import decide_job, wants_plan
-from varuna_manager.domain.keepers import Copies, CopiesFacts, expect_step_s
+from varuna_manager.domain.keepers import Copies, CopiesFacts, count_unsaved, expect_step_s
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.domain.observed import JobView, Rules, Vms, VmView
 from varuna_manager.domain.preparing import JobPlaces
@@ -50,6 +50,7 @@ from varuna_manager.domain.starting import decide_in_place
 from varuna_manager.domain.states import EndCause, GenerationKind, JobState, StopMode, VmState
 from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_manager.history.morph_spans import MorphSpans
+from varuna_manager.jobs.checkpoints import read_saved_step
 from varuna_manager.jobs.secrets import SecretError, Secrets
 from varuna_manager.jobs.stacks import StackService
 from varuna_manager.planning.planning import GpuOfVm, PlanningService, PlanQuestion
@@ -241,19 +242,26 @@ class JobController:
         return bool(decision.actions)
 
     async def _find_copies_facts(self, job: LoadedJob, decision: Decision) -> CopiesFacts | None:
-        """What the copies of the generation that starts depend on; None: none starts, or the job file decides."""
+        """What the copies of the generation that starts depend on; None: none starts."""
         plans = [
             action.plan
             for action in decision.actions
             if isinstance(action, StartGeneration) and action.kind is GenerationKind.TRAINING
         ]
-        if not plans or Copies(job.spec.copies) is not Copies.AUTO:
+        if not plans:
             return None
-        save = await self._planning.predict_save(job.row.profile_json or "", plans[0])
+        obstacles = tuple(job.row.script_obstacles or ())
+        if Copies(job.spec.copies) is not Copies.AUTO:
+            return CopiesFacts(script_obstacles=obstacles)
+        view, save = job.view, await self._planning.predict_save(job.row.profile_json or "", plans[0])
+        async with self._database.read() as session:
+            saved_step = await read_saved_step(session, view.id)
         return CopiesFacts(
-            fleet=job.view.fleet,
-            step_s=expect_step_s(job.view.generation, plans[0]),
+            fleet=view.fleet,
+            step_s=expect_step_s(view.generation, plans[0]),
             save=replace(save, pinned_interval_s=job.spec.checkpoint.interval_s),
+            unsaved=count_unsaved(view.setbacks.best_step, view.generation, saved_step),
+            script_obstacles=obstacles,
         )
 
     async def _note_unpriced(self, session: AsyncSession, job: LoadedJob, action: StartGeneration) -> None:

@@ -21,6 +21,7 @@ from varuna_manager.domain.fitting import fits_job, is_choosy, pin_type, render_
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.fleet_watch import FleetWatch
 from varuna_manager.domain.gpu_types import OnlyType
+from varuna_manager.domain.keepers import CopiesChoice, CopiesObstacles, find_kept
 from varuna_manager.domain.limits import JobLimitsView
 from varuna_manager.domain.memory_margin import MemoryMargin
 from varuna_manager.domain.morphs import MorphEstimate, PastShape, estimate_fleet_morphs, estimate_morphs
@@ -67,6 +68,11 @@ class LoadedJob:
     def resources(self) -> Resources:
         """What it asks of GPUs."""
         return pin_type(self.spec.resources, self.only_type)
+
+    @property
+    def asks_for_marks(self) -> bool:
+        """Whether the ranks of its newest generation are to copy the sums of long steps."""
+        return self.generation is not None and _asks_for_marks(self.generation, self.spec)
 
     @property
     def failed_on(self) -> frozenset[str]:
@@ -337,6 +343,7 @@ class SnapshotLoader:
         row, spec = job.row, job.spec
         held, past = world.generations.newest.get(row.id), world.find_past(row.id)
         only_type = types.find_only_type(row.id, spec.resources, () if held is None else held.group.vm_ids)
+        kept = CopiesChoice() if held is None else _find_kept(held, world.progress[held.facts.key], spec)
         view = JobView(
             id=row.id,
             name=row.name,
@@ -352,7 +359,7 @@ class SnapshotLoader:
             profile_error=row.profile_error or "",
             setup_error=row.setup_error or "",
             setup_exit_code=row.setup_exit_code,
-            generation=None if held is None else self._generation_view(held, world.progress[held.facts.key], world),
+            generation=None if held is None else self._generation_view(held, kept.keepers, world),
             setbacks=past.setbacks,
             morphs=estimate_morphs(past.shapes, self._fleet_morphs),
             margin=MemoryMargin.from_document(row.memory_margin),
@@ -363,7 +370,7 @@ class SnapshotLoader:
             flaw=job.flaw,
             limits=limits,
             has_fixed_stages=bool(row.script_obstacles) or not spec.holds_state,
-            copies_shares=_copies_shares(held, spec),
+            copies_shares=kept.marks,
         )
         failures = {
             vm_id: SetupFailure(times=failure["times"], exit_code=failure["exit_code"])
@@ -379,8 +386,9 @@ class SnapshotLoader:
             only_type=only_type,
         )
 
-    def _generation_view(self, held: HeldGeneration, progress: GenerationProgress, world: WorldView) -> GenerationView:
-        facts = held.facts
+    def _generation_view(self, held: HeldGeneration, keepers: tuple[int, ...], world: WorldView) -> GenerationView:
+        """`keepers`: those that keep copies, as far as its workers have said."""
+        facts, progress = held.facts, world.progress[held.facts.key]
         return GenerationView(
             number=facts.number,
             kind=facts.generation_kind,
@@ -398,7 +406,7 @@ class SnapshotLoader:
             steps_skipped=progress.steps_skipped,
             in_place=facts.in_place,
             holders=held.holders,
-            keepers=tuple(facts.keepers or ()),
+            keepers=keepers,
             stop=held.stop,
             ended_at=facts.ended_at,
             end_cause=facts.cause_of_end,
@@ -427,12 +435,17 @@ class SnapshotLoader:
         return group.views_without_lease(lapsed) if lapsed else group.views
 
 
-def _copies_shares(held: HeldGeneration | None, spec: JobSpec) -> bool:
-    """Whether the ranks of the generation copy the sums of long steps. In rows of an earlier version, which chose
-    nothing, the job file says it."""
-    if held is None:
-        return False
-    chosen = held.facts.copies_shares
+def _find_kept(held: HeldGeneration, progress: GenerationProgress, spec: JobSpec) -> CopiesChoice:
+    """Which copies the generation really keeps."""
+    chosen = CopiesChoice(keepers=tuple(held.facts.keepers or ()), marks=_asks_for_marks(held.facts, spec))
+    obstacles = CopiesObstacles(progress.copies_obstacle or "", progress.marks_obstacle or "")
+    return find_kept(chosen, obstacles, d=1 if held.plan is None else held.plan.d)
+
+
+def _asks_for_marks(generation: GenerationFacts, spec: JobSpec) -> bool:
+    """Whether its ranks are to copy the sums of long steps. In rows of an earlier version, which chose nothing, the job
+    file says it."""
+    chosen = generation.copies_shares
     return spec.copies != "off" if chosen is None else chosen
 
 

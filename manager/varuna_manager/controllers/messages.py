@@ -148,6 +148,10 @@ def _describe_launch(
 ) -> pb.Launch:
     """What a Launch says before its generation has begun. `devices`: by rank. `keepers`: as far as they are known."""
     vm_ids = [device.vm_id for _, device in sorted(devices.items())]
+    copied, uncopied = (
+        expect_store_stops(job.view.fleet, vm_ids, plan.p, keepers=kept, holds_state=job.spec.holds_state)
+        for kept in (keepers, ())
+    )
     return pb.Launch(
         job_id=job.row.id,
         workers=[
@@ -166,11 +170,10 @@ def _describe_launch(
         checkpoint_url=job.spec.checkpoint.url or default_checkpoint_url,
         world_size=len(devices),
         checkpoint_interval_s=job.spec.checkpoint.interval_s or 0.0,
-        stops_per_hour=expect_store_stops(
-            job.view.fleet, vm_ids, plan.p, keepers=keepers, holds_state=job.spec.holds_state
-        ),
+        stops_per_hour=copied,
+        stops_without_copies_per_hour=uncopied,
         limits=_limits(job.spec.vm_limits),
-        copies_shares=job.view.copies_shares,
+        copies_shares=job.asks_for_marks,
         on_non_finite=_ON_NON_FINITE[job.spec.on_nonfinite],
         zone=vm.zone,
     )

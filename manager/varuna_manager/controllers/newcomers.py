@@ -35,11 +35,14 @@ class NewcomerRequests:
         """By job, without what agents report."""
         self._obstacles: dict[str, tuple[float, str]] = {}
         """By job: since when its processes are not started ahead, and why."""
+        self._unwanted: dict[str, int] = {}
+        """By job: the generation that trains on without what it has sent ahead, as far as it has sent some."""
 
     def keep_only(self, job_ids: Collection[str]) -> None:
         """Forget the jobs that are over."""
         self._wanted = {job_id: one for job_id, one in self._wanted.items() if job_id in job_ids}
         self._obstacles = {job_id: one for job_id, one in self._obstacles.items() if job_id in job_ids}
+        self._unwanted = {job_id: one for job_id, one in self._unwanted.items() if job_id in job_ids}
 
     def complete_view(self, view: JobView, env: Mapping[str, str]) -> JobView:
         """With the job's newcomers. `env`: of the job file."""
@@ -95,6 +98,17 @@ class NewcomerRequests:
             self._wanted[view.id] = NewcomersView(wanted=wanted, since=since, sending_since=sending_since)
         elif known is not None and not _stay(view, decision, known.wanted):
             del self._wanted[view.id]
+        self._note_unwanted(view, known)
+
+    def _note_unwanted(self, view: JobView, before: NewcomersView | None) -> None:
+        """Note whether what was sent ahead is of no use any longer; what a generation that stops has sent is about to
+        be used. `before`: what was wanted before the newest decision."""
+        present = self._wanted.get(view.id)
+        if present is not None and present.sending_since is not None:
+            self._unwanted.pop(view.id, None)
+        elif before is not None and before.sending_since is not None and _is_awaiting(view, before.wanted):
+            assert view.generation is not None
+            self._unwanted[view.id] = view.generation.number
 
     def find_wanted(self, job_id: str, vm_id: str) -> WantedNewcomers | None:
         """The processes that the VM is to start for the job."""
@@ -135,12 +149,21 @@ class NewcomerRequests:
         self, session: AgentSession, vm: VmView, make_send: Callable[[str, WantedNewcomers], pb.ManagerMessage | None]
     ) -> None:
         for job_id, known in self._wanted.items():
-            if known.sending_since is None or session.ahead_sent.get(job_id) == known.wanted.request or not vm.trusted:
+            sent = session.ahead_sent.get(job_id)
+            if known.sending_since is None or (sent is not None and sent.request == known.wanted.request):
                 continue
-            message = make_send(job_id, known.wanted)
+            message = make_send(job_id, known.wanted) if vm.trusted else None
             if message is not None:
                 session.send(message)
-                session.ahead_sent[job_id] = known.wanted.request
+                session.ahead_sent[job_id] = message.send_ahead
+        for job_id, sent in list(session.ahead_sent.items()):
+            wanted = self._wanted.get(job_id)
+            if (wanted is None or wanted.sending_since is None) and self._unwanted.get(job_id) == sent.generation:
+                over = pb.SendAhead()
+                over.CopyFrom(sent)
+                over.is_over = True
+                session.send(pb.ManagerMessage(send_ahead=over))
+                del session.ahead_sent[job_id]
 
 
 def _is_awaiting(view: JobView, wanted: WantedNewcomers) -> bool:

@@ -190,6 +190,10 @@ class GenerationRow(_Living, Base):
     last_step_at: Mapped[float | None]
     copied_step: Mapped[int | None]
     """The newest step of which other VMs keep a copy of every stage. Null: none is known."""
+    copies_obstacle: Mapped[str | None] = mapped_column(Text)
+    """Why its workers keep no copies of states, though it has keepers. Null: nothing is known against it."""
+    marks_obstacle: Mapped[str | None] = mapped_column(Text)
+    """The same for copies of the sums of long steps."""
     seconds_without_progress: Mapped[float | None]
     steps_redone: Mapped[int | None]
     micro_batches_redone: Mapped[int | None]

@@ -7,7 +7,7 @@ them, to the same host or zone only where there is no other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -18,7 +18,9 @@ from varuna_manager.domain.store_stops import expect_store_stops
 from varuna_planner.liveput.copies import CopiedParts, LossExposure
 from varuna_planner.liveput.copies import choose_copies as choose_parts
 from varuna_planner.liveput.hazard import bursts_per_hour, list_bursts, mean_hit_share
+from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.plan import Plan
+from varuna_proto.state_use import NEVER_IN_PLACE, OTHER_STAGES
 
 _BLOCK = 64
 """Stages that are placed together: the search takes time with their third power."""
@@ -54,6 +56,25 @@ class SaveCost:
     """Between saves, as the job file says; None: as often as pays."""
 
 
+class UnsavedSteps(NamedTuple):
+    """The steps of a job that its checkpoints have not."""
+
+    most: int = 0
+    """Of all that it has ever made."""
+    now: int = 0
+    """Of those that its state has at present."""
+
+
+NOTHING_UNSAVED = UnsavedSteps()
+
+
+def count_unsaved(best_step: int, before: GenerationView | None, saved_step: int) -> UnsavedSteps:
+    """`best_step`: the newest of all ended generations; `before`: the last generation; `saved_step`: of the newest
+    checkpoint; 0: there is none."""
+    present = 0 if before is None else before.last_step or before.resumed_step or 0
+    return UnsavedSteps(max(best_step, present, saved_step) - saved_step, max(present - saved_step, 0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CopiesFacts:
     """What the choice depends on, besides the generation's shape and the places of its VMs."""
@@ -62,6 +83,9 @@ class CopiesFacts:
     step_s: float = 0.0
     """What a step is expected to take; 0: not known."""
     save: SaveCost = SaveCost()
+    unsaved: UnsavedSteps = NOTHING_UNSAVED
+    script_obstacles: tuple[str, ...] = ()
+    """Why workers could not go on in place before, as they have said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +96,19 @@ class CopiesChoice:
     """Whether ranks copy the sums of long steps."""
     reason: str = ""
     """The figures; empty: the job file decides, or there is nothing to choose."""
+
+
+class CopiesObstacles(NamedTuple):
+    """Why a generation's workers keep no copies that were chosen for it, as they say; empty: they say nothing."""
+
+    states: str = ""
+    marks: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Both as text; empty: they say nothing."""
+        found = {"copies of states": self.states, "marks": self.marks}
+        return "; ".join(f"no {what} are kept: {why}" for what, why in found.items() if why)
 
 
 class _Risk(IntEnum):
@@ -91,18 +128,24 @@ def choose_copies(
     Args:
         vm_ids: the VM of each rank; rank = replica * p + stage.
         places: by VM.
-        facts: for `Copies.AUTO` alone.
+        facts: for `Copies.AUTO`; of these, `script_obstacles` for `Copies.ON`, too.
     """
     if wish is Copies.OFF:
         return CopiesChoice()
     keepers = choose_keepers(plan.p, vm_ids, places)
+    useless = find_marks_obstacle(facts.script_obstacles, plan)
+    without = f"no marks are kept, which would be of no use: {useless}" if useless else ""
     if wish is Copies.ON:
-        return CopiesChoice(keepers=keepers, marks=True)
+        return CopiesChoice(keepers=keepers, marks=not useless, reason=without)
     possible = [CopiedParts(states=True), CopiedParts(states=True, marks=True)] if keepers else []
     vms = len(set(vm_ids))
     if plan.d > 1 and vms > 1:  # one replica's marks go to the ranks that keep its state
         possible.append(CopiedParts(marks=True))
+    if useless:
+        possible = [one for one in possible if not one.marks]
     parts, reason = choose_parts(_expect_losses(plan, vm_ids, keepers, facts), possible)
+    if facts.step_s > MARKS_S:
+        reason = "; ".join(filter(None, (reason, without)))
     return CopiesChoice(keepers=keepers if parts.states else (), marks=parts.marks, reason=reason)
 
 
@@ -114,7 +157,7 @@ def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], fa
     store_stops, copied_store_stops = (
         expect_store_stops(fleet, vm_ids, plan.p, keepers=kept, holds_state=True) for kept in ((), keepers)
     )
-    return LossExposure(
+    exposure = LossExposure(
         losses_per_hour=losses,
         bursts_per_hour=bursts_per_hour(losses, bursts, vms),
         hit_share=mean_hit_share(bursts, replicas, vms),
@@ -125,6 +168,34 @@ def _expect_losses(plan: Plan, vm_ids: Sequence[str], keepers: Sequence[int], fa
         save_write_s=save.write_s,
         save_interval_s=save.pinned_interval_s,
     )
+    if not exposure.is_overdue(facts.unsaved.most * facts.step_s):
+        return exposure
+    return replace(exposure, unsaved_s=facts.unsaved.now * facts.step_s)
+
+
+def find_marks_obstacle(script_obstacles: Sequence[str], plan: Plan) -> str:
+    """Why no process can go on with what is done of a step, by what workers have said; empty: nothing is known.
+
+    A script with a loader of its own lets survivors end the step, if it has two stages and two replicas or more. One
+    that lets them take no other stages needs marks only where each stage has a survivor.
+    """
+    for reason in script_obstacles:
+        if reason in NEVER_IN_PLACE:
+            return reason
+        is_enough = plan.d > 1 if reason.startswith(OTHER_STAGES) else min(plan.p, plan.d) > 1
+        if not is_enough:
+            return reason
+    return ""
+
+
+def find_kept(chosen: CopiesChoice, obstacles: CopiesObstacles, *, d: int) -> CopiesChoice:
+    """What a generation of `d` replicas really keeps, by what its workers say. The reason names what it lacks; empty:
+    it lacks nothing."""
+    lacking = CopiesObstacles(obstacles.states if chosen.keepers else "", obstacles.marks if chosen.marks else "")
+    keepers = () if lacking.states else chosen.keepers
+    marks = chosen.marks and not lacking.marks
+    # Marks of a stage that one VM has are of use only where its state outlives that VM.
+    return CopiesChoice(keepers=keepers, marks=marks and (d > 1 or bool(keepers)), reason=lacking.reason)
 
 
 def expect_step_s(before: GenerationView | None, plan: Plan) -> float:

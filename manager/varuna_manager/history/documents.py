@@ -66,6 +66,8 @@ def make_generation_document(
         "workers": documents,
         "keepers": generation.keepers or [],
         "copies_reason": generation.copies_reason,
+        "copies_obstacle": generation.copies_obstacle,
+        "marks_obstacle": generation.marks_obstacle,
         "reason": generation.reason,
         "kind_of_morph": None if is_first else "reshape" if generation.in_place else "restart",
         "state_from": None if is_first else morphs.state_from.get(generation.number, _NO_STATE),

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from sqlalchemy import String, cast, func, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from varuna_manager.db.models import CheckpointRow, JobRow
+from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow
 
 
 async def newest_committed(session: AsyncSession, job: JobRow) -> int | None:
@@ -21,6 +21,16 @@ async def newest_committed(session: AsyncSession, job: JobRow) -> int | None:
     newest = select(func.max(CheckpointRow.step)).where(CheckpointRow.job_id == job.id, own)
     step: int | None = await session.scalar(newest)
     return step
+
+
+async def read_saved_step(session: AsyncSession, job_id: str) -> int:
+    """The step of the newest checkpoint that the job's workers have reported, wherever it is, or with which the job
+    began; 0: there is none."""
+    saved = await session.scalar(select(func.max(CheckpointRow.step)).where(CheckpointRow.job_id == job_id))
+    row = GenerationRow
+    query = select(row.resumed_step).where(row.job_id == job_id, row.resumed_step.is_not(None))
+    began = await session.scalar(query.order_by(row.number).limit(1))
+    return max(saved or 0, began or 0)
 
 
 def store_url(place: str) -> str | None:

@@ -19,6 +19,7 @@ from varuna_manager.db.job_progress import note_progress
 from varuna_manager.db.models import Base, GenerationRow, JobProgressRow, JobRow, MetricRow, WorkerRow
 from varuna_manager.domain import accounting, downtime
 from varuna_manager.domain.downtime import DowntimePart, MorphMoments
+from varuna_manager.domain.keepers import CopiesObstacles
 from varuna_manager.domain.states import GenerationKind, GenerationState, StopMode, WorkerState
 from varuna_manager.history.live import ProgressBoard
 from varuna_manager.history.morph_spans import MorphSpans
@@ -137,6 +138,7 @@ class Progress:
             **self._follow_non_finite(session, generation, steps),
             last_step_at=now,
             copied_step=last.copied_step or None,
+            **self._follow_copies(session, generation, last),
             between_s=_add_between(generation, steps),
         )
         first = min(steps) if generation.last_step is None else generation.last_step + 1
@@ -147,6 +149,21 @@ class Progress:
             if rate is not None:  # else a later generation has done its steps again
                 after_commit(session, partial(self._board.record_step, job_id, number, last.step, loss=loss, rate=rate))
         return is_first
+
+    def _follow_copies(
+        self, session: AsyncSession, generation: GenerationRow, step: pb.StepResult
+    ) -> dict[str, str | None]:
+        """The columns about what the workers cannot keep. Emits an event for what is new of it."""
+        known = {"copies_obstacle": generation.copies_obstacle, "marks_obstacle": generation.marks_obstacle}
+        found = {name: before or getattr(step, name) or None for name, before in known.items()}
+        if found != known:
+            obstacles = CopiesObstacles(found["copies_obstacle"] or "", found["marks_obstacle"] or "")
+            text = f"generation {generation.number} keeps less than it was to: {obstacles.reason}"
+            if obstacles.states:
+                text += ". Its workers save as often as without copies"
+            about: dict[str, Any] = {"job_id": generation.job_id, "generation": generation.number}
+            self._events.emit_event(session, "copies_not_kept", text, **about, data=found)
+        return found
 
     def _follow_non_finite(
         self, session: AsyncSession, generation: GenerationRow, steps: Mapping[int, pb.StepResult]

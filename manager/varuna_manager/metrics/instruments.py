@@ -28,6 +28,7 @@ _PHASES, _START = ("notice", "stop", "calibration", "plan"), "start"
 """Phases of a morph. Everything after these belongs to the start."""
 _FROM_ZERO = (
     "checkpoint_passed_over",
+    "copies_not_kept",
     "loss_finite_again",
     "loss_not_finite",
     "resumed",

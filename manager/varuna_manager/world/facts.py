@@ -162,6 +162,8 @@ class GenerationProgress(NamedTuple):
     not_finite_from: int | None
     steps_skipped: int
     micro_batches_left: int | None = None
+    copies_obstacle: str | None = None
+    marks_obstacle: str | None = None
 
     @property
     def mean_step_s(self) -> float | None:

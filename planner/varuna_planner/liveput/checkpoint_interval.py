@@ -12,7 +12,7 @@ Letters: s seconds per mini-batch, k mini-batches between saves, q the share of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -150,6 +150,8 @@ class Cadence:
     """Seconds between the starts of two saves at least, however cheap they are."""
     stops_per_hour: float = 0.0
     """How often lost VMs are expected to send the job back to its checkpoint; 0: unknown."""
+    uncopied_stops_per_hour: float = 0.0
+    """The same as long as other VMs have no whole copies of the state; less than `stops_per_hour`: as that."""
     pinned_interval_s: float | None = None
     """The interval that the user sets; then nothing else counts."""
 
@@ -157,11 +159,15 @@ class Cadence:
         for name in ("stall_share", "worth_stall_share", "write_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: it is a share of the time, above 0 and at most 1")
-        for name in ("min_interval_s", "stops_per_hour"):
+        for name in ("min_interval_s", "stops_per_hour", "uncopied_stops_per_hour"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: it cannot be negative")
         if self.pinned_interval_s is not None and not self.pinned_interval_s > 0:
             raise ValueError(f"pinned_interval_s {self.pinned_interval_s}: it must be above 0, or None to leave it")
+
+    def without_copies(self) -> Cadence:
+        """The cadence as long as other VMs have no whole copies of the state."""
+        return replace(self, stops_per_hour=max(self.stops_per_hour, self.uncopied_stops_per_hour))
 
     def interval_s(
         self, last_stall_s: float | None, last_write_s: float | None, minibatch_s: float | None = None

@@ -21,10 +21,16 @@ STATES_SHARE: Final = 0.02
 """Of the time, what copies of states take. Measured on processors that train at the same time: steps are 2 % longer
 (95 % interval 1.012 to 1.029) at 22 MB, and 1.8 % (0.991 to 1.053) at 200 MB; docs/benchmarks.md. Assumed for GPUs."""
 MARKS_SHARE: Final = 0.01
-"""Of the time, the most that training waits for copies of sums (`varuna.copies.rank_shares`)."""
+"""Of the time, the most that training waits for copies of sums. Where these take longer, there are fewer marks
+(`varuna.copies.rank_shares`)."""
 _ROUNDS_BEHIND: Final = 1.5
 """By how many rounds of copies a job goes back on average, where a round takes longer than a step: one to two."""
 _HOUR_S: Final = 3600.0
+_MISSED_SAVES: Final = 3
+"""A job that trains for so many times that between two saves, and no checkpoint comes, is taken as one without a
+store."""
+_SHORTEST_PROOF_S: Final = 1800.0
+"""For less time than this, it is not: what a save takes is only predicted, and a slow store makes saves rare."""
 
 
 class CopiedParts(NamedTuple):
@@ -69,12 +75,21 @@ class LossExposure:
     """How long a save is written, as long as a copy of the same state is sent."""
     save_interval_s: float | None = None
     """Between saves, where the user says so; None: as often as pays (`Cadence`)."""
+    unsaved_s: float | None = None
+    """What was trained of a job of which no checkpoint comes, and is in none; None: its checkpoints come."""
+
+    def is_overdue(self, trained_s: float) -> bool:
+        """Whether a job that has trained so long without a new checkpoint has no store that works."""
+        period_s = self._predict_save_period_s(self.store_stops_per_hour) + self.save_write_s
+        return trained_s > max(_SHORTEST_PROOF_S, _MISSED_SAVES * period_s)
 
     def predict_lost_s(self, kept: CopiedParts) -> float:
         """The seconds that losses of VMs, saves and the copies themselves cost of an hour."""
         store_stops = self.copied_store_stops_per_hour if kept.states else self.store_stops_per_hour
         period_s = self._predict_save_period_s(store_stops)
         redone_s = period_s / 2 + self.save_stall_s + self.save_write_s
+        if self.unsaved_s is not None:  # all is done again, with half of the hour on average
+            redone_s = self.unsaved_s + _HOUR_S / 2
         saves_s = _HOUR_S * self.save_stall_s / period_s
         copied_stops = self.store_stops_per_hour - store_stops
         rounds_s = _ROUNDS_BEHIND * max(0.0, self.save_write_s - self.step_s)
@@ -106,6 +121,8 @@ def choose_copies(exposure: LossExposure, possible: Collection[CopiedParts]) -> 
         f"{_render(lost_s[NOTHING])} s of it without copies, and {_render(lost_s[compared])} s with "
         f"{compared.name}, {_render(compared.own_s)} s of their own included"
     )
+    if exposure.unsaved_s is not None:
+        text += f"; no checkpoint has the last {_render(exposure.unsaved_s)} s of training"
     return best, text
 
 

@@ -257,12 +257,10 @@ class _Mixer:
         M = count_micro_batches(self._global_batch, m)
         best: tuple[float, TypedCut, tuple[int, ...]] | None = None
         for level in (0, 2) if self._limits.runs_ahead else (0,):
-            cut = self._cut(layout, m, level * layout.p, -(-M // layout.d))
-            if cut is None:
+            found = self._cut_and_share(layout, m, level * layout.p, M)
+            if found is None:
                 continue
-            shares = self._share(layout, cut, m, M)
-            if shares is None:
-                continue
+            cut, shares = found
             time_us = self._makespan_us(layout, cut, m, shares)
             if best is None or time_us < best[0]:
                 best = time_us, cut, shares
@@ -284,6 +282,21 @@ class _Mixer:
             shares=shares if layout.replicas else (),
             gpu_types=layout.gpu_types,
         )
+
+    def _cut_and_share(self, layout: Layout, m: int, room: int, M: int) -> tuple[TypedCut, tuple[int, ...]] | None:
+        """The cut with room for what is in flight of the largest share, and the shares; None: there are none.
+
+        A fast replica's share is larger than the mean, by a number that depends on the cut.
+        """
+        N = -(-M // layout.d)
+        while True:
+            cut = self._cut(layout, m, room, N)
+            shares = None if cut is None else self._share(layout, cut, m, M)
+            if cut is None or shares is None:
+                return None
+            if max(shares) <= N:
+                return cut, shares
+            N = max(shares)
 
     def _share(self, layout: Layout, cut: TypedCut, m: int, M: int) -> tuple[int, ...] | None:
         """The micro-batches of each replica, so that all end as nearly together as can be; None: one would get none.
@@ -364,7 +377,7 @@ class _Mixer:
     def _cut(self, layout: Layout, m: int, room: int, N: int) -> TypedCut | None:
         """The cut whose busiest stage is least busy, with room for a run-ahead of at least `room`; None: none fits."""
         rows = tuple(row for row, _ in layout.rows)
-        key = (rows, m, room, min(N, layout.p + room + 1), min(layout.d, 2))
+        key = (rows, m, room, N, min(layout.d, 2))
         if key not in self._known_cuts:
             # Replicas of other types have the same cut: their stages' work differs by nearly the same factor.
             leading = rows[0]

@@ -1136,6 +1136,8 @@ class StepResult(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     BETWEEN_FIELD_NUMBER: _builtins.int
     COPIED_STEP_FIELD_NUMBER: _builtins.int
+    COPIES_OBSTACLE_FIELD_NUMBER: _builtins.int
+    MARKS_OBSTACLE_FIELD_NUMBER: _builtins.int
     GRADIENT_NORM_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
@@ -1148,6 +1150,10 @@ class StepResult(_message.Message):
     skipped: _builtins.bool
     """the loss or a gradient was not finite, so the step updated nothing"""
     copied_step: _builtins.int
+    """as in the worker's StepDone"""
+    copies_obstacle: _builtins.str
+    """as in the worker's StepDone"""
+    marks_obstacle: _builtins.str
     """as in the worker's StepDone"""
     gradient_norm: _builtins.float
     """as in the worker's StepDone"""
@@ -1167,12 +1173,14 @@ class StepResult(_message.Message):
         skipped: _builtins.bool = ...,
         between: Global___BetweenSteps | None = ...,
         copied_step: _builtins.int = ...,
+        copies_obstacle: _builtins.str = ...,
+        marks_obstacle: _builtins.str = ...,
         gradient_norm: _builtins.float | None = ...,
         learning_rate: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "between", b"between", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "between", b"between", "copied_step", b"copied_step", "examples", b"examples", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "between", b"between", "copied_step", b"copied_step", "copies_obstacle", b"copies_obstacle", "examples", b"examples", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "marks_obstacle", b"marks_obstacle", "skipped", b"skipped", "step", b"step", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gradient_norm: _TypeAlias = _typing.Literal["gradient_norm"]  # noqa: Y015
     _WhichOneofArgType__gradient_norm: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm"]  # noqa: Y015
@@ -1641,6 +1649,7 @@ class Launch(_message.Message):
     PROFILE_CACHE_URL_FIELD_NUMBER: _builtins.int
     CHECKPOINT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     STOPS_PER_HOUR_FIELD_NUMBER: _builtins.int
+    STOPS_WITHOUT_COPIES_PER_HOUR_FIELD_NUMBER: _builtins.int
     ARCHIVE_FIELD_NUMBER: _builtins.int
     SETUP_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -1672,6 +1681,8 @@ class Launch(_message.Message):
     """the user's choice; 0: the workers decide"""
     stops_per_hour: _builtins.float
     """how often lost VMs should send this generation back to its checkpoint; from that the workers decide; 0: not known"""
+    stops_without_copies_per_hour: _builtins.float
+    """the same as long as no copies of states are whole; less than stops_per_hour: as that"""
     archive: _builtins.str
     """SHA-256 of the packed workdir to fetch; empty: `workdir` is on the VM"""
     setup: _builtins.str
@@ -1734,6 +1745,7 @@ class Launch(_message.Message):
         profile_cache_url: _builtins.str = ...,
         checkpoint_interval_s: _builtins.float = ...,
         stops_per_hour: _builtins.float = ...,
+        stops_without_copies_per_hour: _builtins.float = ...,
         archive: _builtins.str = ...,
         setup: _builtins.str = ...,
         traceparent: _builtins.str = ...,
@@ -1752,7 +1764,7 @@ class Launch(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "copies_shares", b"copies_shares", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "keepers", b"keepers", "kind", b"kind", "limits", b"limits", "on_non_finite", b"on_non_finite", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive", b"archive", "checkpoint_interval_s", b"checkpoint_interval_s", "checkpoint_url", b"checkpoint_url", "command", b"command", "committed_step", b"committed_step", "copies_shares", b"copies_shares", "environment", b"environment", "generation", b"generation", "holders", b"holders", "holders_generation", b"holders_generation", "in_place", b"in_place", "job_id", b"job_id", "keepers", b"keepers", "kind", b"kind", "limits", b"limits", "on_non_finite", b"on_non_finite", "plan", b"plan", "profile_cache_url", b"profile_cache_url", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "secret", b"secret", "secrets", b"secrets", "setup", b"setup", "setup_timeout_s", b"setup_timeout_s", "stops_per_hour", b"stops_per_hour", "stops_without_copies_per_hour", b"stops_without_copies_per_hour", "traceparent", b"traceparent", "workdir", b"workdir", "workers", b"workers", "world_size", b"world_size", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1822,6 +1834,7 @@ class SendAhead(_message.Message):
     RENDEZVOUS_HOST_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    IS_OVER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     generation: _builtins.int
     """the one that trains"""
@@ -1832,6 +1845,8 @@ class SendAhead(_message.Message):
     rendezvous_host: _builtins.str
     rendezvous_port: _builtins.int
     secret: _builtins.str
+    is_over: _builtins.bool
+    """the next generation is no longer wanted: what was sent for it is freed"""
     @_builtins.property
     def plan(self) -> Global___PlanSpec:
         """of the next generation, as it is expected"""
@@ -1857,10 +1872,11 @@ class SendAhead(_message.Message):
         rendezvous_host: _builtins.str = ...,
         rendezvous_port: _builtins.int = ...,
         secret: _builtins.str = ...,
+        is_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "job_id", b"job_id", "plan", b"plan", "ranks_before", b"ranks_before", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "request", b"request", "secret", b"secret", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "is_over", b"is_over", "job_id", b"job_id", "plan", b"plan", "ranks_before", b"ranks_before", "rendezvous_host", b"rendezvous_host", "rendezvous_port", b"rendezvous_port", "request", b"request", "secret", b"secret", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -632,6 +632,8 @@ class StepDone(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     BETWEEN_FIELD_NUMBER: _builtins.int
     COPIED_STEP_FIELD_NUMBER: _builtins.int
+    COPIES_OBSTACLE_FIELD_NUMBER: _builtins.int
+    MARKS_OBSTACLE_FIELD_NUMBER: _builtins.int
     GRADIENT_NORM_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
@@ -651,6 +653,10 @@ class StepDone(_message.Message):
     """the loss or a gradient was not finite, so the step updated nothing"""
     copied_step: _builtins.int
     """the newest step whose state has a whole copy of each rank's; 0: none"""
+    copies_obstacle: _builtins.str
+    """why the generation has no copies of states, which it was to have; empty: nothing known"""
+    marks_obstacle: _builtins.str
+    """the same for copies of the sums of long steps"""
     gradient_norm: _builtins.float
     """of all parameters' gradients, before they were clipped; unset: not known"""
     learning_rate: _builtins.float
@@ -673,12 +679,14 @@ class StepDone(_message.Message):
         skipped: _builtins.bool = ...,
         between: _agent_pb2.BetweenSteps | None = ...,
         copied_step: _builtins.int = ...,
+        copies_obstacle: _builtins.str = ...,
+        marks_obstacle: _builtins.str = ...,
         gradient_norm: _builtins.float | None = ...,
         learning_rate: _builtins.float | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "between", b"between", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "backward_us", b"backward_us", "between", b"between", "copied_step", b"copied_step", "examples", b"examples", "forward_us", b"forward_us", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "memory_bytes", b"memory_bytes", "skipped", b"skipped", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm", "_learning_rate", b"_learning_rate", "backward_us", b"backward_us", "between", b"between", "copied_step", b"copied_step", "copies_obstacle", b"copies_obstacle", "examples", b"examples", "forward_us", b"forward_us", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "loss", b"loss", "marks_obstacle", b"marks_obstacle", "memory_bytes", b"memory_bytes", "skipped", b"skipped", "step", b"step", "step_us", b"step_us", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gradient_norm: _TypeAlias = _typing.Literal["gradient_norm"]  # noqa: Y015
     _WhichOneofArgType__gradient_norm: _TypeAlias = _typing.Literal["_gradient_norm", b"_gradient_norm"]  # noqa: Y015

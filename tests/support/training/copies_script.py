@@ -2,7 +2,7 @@
 
 More in its JSON file: "lost": [{"rank", "step", "at"}], ranks that kill themselves in the pass of that step: at
 "whole", when their copy is whole; at "half", while it is sent. "damages": {"rank", "step"}, whose first chunk of the
-copy of that step is damaged on its first way.
+copy of that step is damaged on its first way. "no_room": a rank without host memory for copies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import training_script
+import varuna.copies.memory
 import varuna.copies.owner
 import varuna.copies.sending
 from killing_script import die
@@ -84,6 +85,8 @@ def main() -> None:
     own = int(os.environ["RANK"])
     lost: dict[str, Any] = next((one for one in wanted.get("lost", []) if one["rank"] == own), {})
     damages = wanted.get("damages", {})
+    if wanted.get("no_room") == own:
+        varuna.copies.memory.count_available_bytes = lambda: 1  # type: ignore[assignment]
     wait_for_copies(lost if lost.get("at") == "whole" else {})
     watch_chunks(lost, damages["step"] if damages.get("rank") == own else None)
     training_script.main()

@@ -346,12 +346,21 @@ def test_it_says_why_a_generation_keeps_copies() -> None:
     assert why in " ".join(text_of(job_page(JobParts(job=JOB, generations=[generation]), NOW)).split())
 
 
+def test_it_says_which_copies_the_workers_cannot_keep() -> None:
+    found = {"keepers": [1, 0], "copies_obstacle": "rank 1: no room", "marks_obstacle": "rank 0: none"}
+    generation = GenerationDocument(**{**GENERATION, **found})  # type: ignore[typeddict-item]
+    text = " ".join(text_of(job_page(JobParts(job=JOB, generations=[generation]), NOW)).split())
+    assert "no copies of states are kept: rank 1: no room" in text
+    assert "no marks are kept: rank 0: none" in text
+
+
 @pytest.mark.parametrize(
     ("found", "text"),
     [
         ({"keepers": []}, ""),
         ({"copied_step": None}, "copies of stages 0 (a → b), 1 (b → a): none is whole yet"),
         ({"copied_step": 41}, "copies of stages 0 (a → b), 1 (b → a): whole at step 41 of 43"),
+        ({"copies_obstacle": "rank 1: no room"}, ""),
         ({"copied_step": 41, "state": "ended"}, "copies of stages 0 (a → b), 1 (b → a): whole at step 41"),
     ],
 )

@@ -17,6 +17,16 @@ def test_a_cadence_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
         Cadence(**wrong)
 
 
+@pytest.mark.parametrize(("copied", "uncopied", "expected"), [(0.1, 3.0, 3.0), (0.1, 0.0, 0.1), (0.0, 0.0, 0.0)])
+def test_losses_need_the_checkpoint_as_long_as_no_copy_is_whole(
+    copied: float, uncopied: float, expected: float
+) -> None:
+    """A manager of an earlier version says nothing of it: 0."""
+    cadence = Cadence(stops_per_hour=copied, uncopied_stops_per_hour=uncopied)
+    assert cadence.stops_per_hour == copied
+    assert cadence.without_copies().stops_per_hour == expected
+
+
 def test_a_hazard_that_pays_for_more_saves_gets_them_within_what_they_may_cost() -> None:
     usual_s = Cadence().interval_s(0.5, 1.0, 2.0)
     often_s = Cadence(stops_per_hour=15.0).interval_s(0.5, 1.0, 2.0)

@@ -129,6 +129,24 @@ def test_the_figures_are_told() -> None:
     assert choose_copies(exposure, ()) == (NOTHING, "")
 
 
+def test_a_job_without_checkpoints_loses_all_and_keeps_copies_where_another_would_not() -> None:
+    saves = expose(8, 1, removals_per_vm_hour=0.02, step_s=5.0)
+    never = replace(saves, unsaved_s=20 * 3600.0)
+    assert choose(8, 1, saves) == NOTHING
+    assert choose(8, 1, never) == STATES
+    spared_s = never.predict_lost_s(NOTHING) - saves.predict_lost_s(NOTHING)
+    assert spared_s == pytest.approx(saves.store_stops_per_hour * 20.5 * 3600, rel=0.01)
+    assert choose_copies(never, ALL)[1].endswith("; no checkpoint has the last 72000 s of training")
+    assert choose(8, 1, replace(never, store_stops_per_hour=0.0, copied_store_stops_per_hour=0.0)) == NOTHING
+
+
+def test_a_checkpoint_is_overdue_after_the_time_of_three() -> None:
+    exposure = replace(expose(8, 1, removals_per_vm_hour=0.02, step_s=5.0), save_interval_s=1800.0)
+    assert not exposure.is_overdue(3 * 1800.0)
+    assert exposure.is_overdue(3 * 1800.0 + 4.0)
+    assert not replace(exposure, save_interval_s=1.0).is_overdue(1799.0), "what a save takes is only predicted"
+
+
 def test_the_share_of_the_replicas_that_a_burst_hits() -> None:
     alone, pairs = (1,) * 10**4, (2,) * 10**4
     assert mean_hit_share(alone, [4, 4], 8) == pytest.approx(0.5, abs=1e-3)

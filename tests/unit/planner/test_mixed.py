@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from planner_profiles import make_profile
 from varuna_planner.cutting import balance as cutting
+from varuna_planner.cutting.typed_cut import _list_sets, _Runs
 from varuna_planner.profile.speed import scale_speed
-from varuna_planner.search.auto_config import Pins, choose_plan
-from varuna_planner.search.mixed import TypedGpus, choose_mixed_plan, predict_mixed_s
+from varuna_planner.schedule.batching import count_micro_batches
+from varuna_planner.schedule.policies import Policy
+from varuna_planner.search.auto_config import Pins, choose_plan, make_search_limits
+from varuna_planner.search.mixed import TypedGpus, _Mixer, choose_mixed_plan, predict_mixed_s
 from varuna_proto.plan import Plan
 from varuna_proto.wording import render_rate
 
@@ -195,3 +198,43 @@ def test_a_profile_without_times_is_planned_for_all_the_same() -> None:
     """Profiles come from jobs, unchecked."""
     groups = [typed("a", 2, 1.0, (0,) * 4), typed("b", 2, 1.0, (0,) * 4)]
     assert choose_mixed_plan(groups, global_batch=16).best is not None
+
+
+def count_needed(plan: Plan, group: TypedGpus) -> list[int]:
+    """By stage: what the replica with the most micro-batches needs."""
+    limits = make_search_limits(group.profile, 1 << 40, Policy(plan.policy))
+    m = plan.micro_batch
+    most = max(plan.shares or (-(-count_micro_batches(plan.global_batch, m) // plan.d),))
+    runs = _Runs(cutting.section_tables(group.profile, [(m, m)], sums_gradients=plan.d > 1))
+    bounds = zip(plan.stage_starts, (*plan.stage_starts[1:], len(group.profile.sections)), strict=True)
+    sets = _list_sets(limits, plan.p, most, plan.run_ahead)
+    return [
+        runs.count_bytes(*of, one, recompute=again) for of, one, again in zip(bounds, sets, plan.recompute, strict=True)
+    ]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    gpus=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    speed=st.sampled_from([1.0, 3.0, 8.0]),
+    global_batch=st.sampled_from([8, 12, 33]),
+    policy=st.sampled_from([Policy.WORK_CONSERVING, Policy.GPIPE]),
+)
+def test_memory_is_planned_for_the_replica_with_the_most_micro_batches(
+    gpus: tuple[int, int], speed: float, global_batch: int, policy: Policy
+) -> None:
+    """Also where a layout with the same rows, but more or fewer replicas, was cut before."""
+    groups = [typed("a", gpus[0], 1.0), typed("b", gpus[1], speed)]
+    pins = Pins(micro_batch=1)
+    mixer = _Mixer(groups, global_batch=global_batch, gpus_per_vm=1, pins=pins, policy=policy)
+    for plan in mixer.list_best():
+        assert list(plan.memory_bytes) == count_needed(plan, groups[0])
+
+
+def test_a_fast_replica_has_more_micro_batches_in_flight() -> None:
+    groups = [typed("a", 2, 1.0), typed("b", 2, 3.0)]
+    pins = Pins(p=2, d=2, micro_batch=1)
+    mixer = _Mixer(groups, global_batch=8, gpus_per_vm=1, pins=pins, policy=Policy.WORK_CONSERVING)
+    (plan,) = [plan for plan in mixer.list_best() if plan.shares]
+    assert max(plan.shares) > 4
+    assert list(plan.memory_bytes) == count_needed(plan, groups[0])

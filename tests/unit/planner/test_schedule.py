@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,6 +187,21 @@ def test_every_policy_completes_in_order_within_its_cap(
         assert result.stash[stage] <= most <= stash_cap(policy.code, stage, P, N, run_ahead)
     if not disturbed:
         assert result.makespan_us >= lower_bound(pipeline, split_backward=policy is Policy.ZERO_BUBBLE) - 1e-9
+
+
+@pytest.mark.parametrize("run_ahead", [0, 4, 8])
+def test_a_slow_stage_fills_the_windows_of_all_before_it(run_ahead: int) -> None:
+    """So memory is planned for whole windows, although a pipeline without disturbance needs less of the later ones."""
+    P, N, policy = 4, 64, Policy.WORK_CONSERVING
+    pipeline = uniform(P, N)
+    slow = [np.array(times) for times in (pipeline.forward_us, pipeline.backward_us)]
+    for times in slow:
+        times[:, -1] *= 10
+    disturbed = replace(pipeline, forward_us=slow[0], backward_us=slow[1])
+    most = [most_in_flight(policy.code, stage, P, N, run_ahead) for stage in range(P)]
+    assert list(simulate(disturbed, policy, run_ahead=run_ahead).stash) == most
+    if run_ahead == 8:
+        assert list(simulate(pipeline, policy, run_ahead=run_ahead).stash) == [9, 6, 3, 1]
 
 
 @settings(deadline=None, max_examples=150)

@@ -1,4 +1,5 @@
-"""What an optimizer costs: the memory that it keeps per parameter, and the time of its step.
+"""What an optimizer costs: the memory that it keeps per parameter, and the time of its step. On the host that has the
+gradients' way there and the parameters' way back in it.
 
 Both are measured on a copy of it with a parameter made for this purpose. The optimizer itself does not change.
 """
@@ -19,10 +20,13 @@ from torch.optim import Optimizer
 
 from varuna.calibration.clock import ComputeClock
 from varuna.devices.accelerator import is_accelerator, peak_memory_bytes, reset_peak_memory
+from varuna.devices.pinned_arena import PinnedArena
 from varuna.optim.optimizers import Optimizers, list_optimizers
+from varuna.optim.script_steps import steps_each_by_itself
 
 __all__ = [
     "ADAM_MEMORY",
+    "HostCopies",
     "OptimizerCosts",
     "OptimizerMemory",
     "OptimizerSetup",
@@ -30,6 +34,7 @@ __all__ = [
     "measure_optimizer",
     "measure_step_bytes",
     "number_holders",
+    "time_host_copies",
     "time_optimizer",
 ]
 
@@ -80,6 +85,16 @@ def measure_optimizer(optimizer: Optimizer, *, averaged: bool = False) -> Optimi
 
 
 @dataclass(frozen=True)
+class HostCopies:
+    """The time in which one element moves between the device and the host."""
+
+    gradient_us: float
+    """To the host."""
+    parameter_us: float
+    """Back to the device."""
+
+
+@dataclass(frozen=True)
 class OptimizerTime:
     """The time of a step."""
 
@@ -89,6 +104,16 @@ class OptimizerTime:
 
     def scale_times(self, factor: float) -> OptimizerTime:
         return OptimizerTime(self.tensor_us * factor, self.element_us * factor)
+
+    def add_copies(self, copies: HostCopies, *, in_parts: bool) -> OptimizerTime:
+        """The time of a step on the host with what it moves.
+
+        `in_parts`: the gradients of one part of the parameters move while those of the part before are stepped, as in
+        training (`varuna.optim.host_parameters`).
+        """
+        step_us = self.element_us
+        stepped_us = max(copies.gradient_us, step_us) if in_parts else copies.gradient_us + step_us
+        return replace(self, element_us=stepped_us + copies.parameter_us)
 
     def us_for(self, tensors: int, elements: int) -> float:
         return self.tensor_us * tensors + self.element_us * elements
@@ -172,6 +197,11 @@ class OptimizerSetup:
         stepped_on = device if self.on_device else torch.device("cpu")
         optimizers = self.list_known()
         times = [time_optimizer(each, stepped_on, clock) for each in optimizers]
+        if not self.on_device:
+            times = [
+                time.add_copies(time_host_copies(each, device, clock), in_parts=steps_each_by_itself(each))
+                for time, each in zip(times, optimizers, strict=True)
+            ]
         temporary = [measure_step_bytes(each, stepped_on) for each in optimizers]
         return OptimizerCosts(optimizers, memory, times or [OptimizerTime(0.0, 0.0)], temporary)
 
@@ -194,6 +224,33 @@ def time_optimizer(optimizer: Optimizer, device: torch.device, clock: ComputeClo
         _log.warning("optimizer time is not known", optimizer=type(optimizer).__name__, error=str(error))
         return OptimizerTime(0.0, 0.0)
     return OptimizerTime(small_us, max(0.0, large_us - small_us) / _LARGE)
+
+
+def time_host_copies(optimizer: Optimizer, device: torch.device, clock: ComputeClock) -> HostCopies:
+    """Times what a step of `optimizer` on the host moves from and to `device`."""
+    (small_out, small_back), (large_out, large_back) = (
+        _time_copies(elements, _find_example(optimizer).dtype, device, clock) for elements in (1, _LARGE)
+    )
+    return HostCopies(max(0.0, large_out - small_out) / _LARGE, max(0.0, large_back - small_back) / _LARGE)
+
+
+def _time_copies(elements: int, dtype: torch.dtype, device: torch.device, clock: ComputeClock) -> tuple[float, float]:
+    """The medians in microseconds of some copies to the host and back, after the first."""
+    on_device = torch.ones(elements, dtype=dtype, device=device)
+    if is_accelerator(device):
+        on_host = PinnedArena().make_tensor((elements,), (1,), dtype)
+    else:
+        on_host = torch.empty(elements, dtype=dtype)
+    times_us = []
+    with clock.watch_sharing():
+        for _ in range(_STEPS + 1):
+            started_us = clock.now_us()
+            on_host.copy_(on_device, non_blocking=True)
+            arrived_us = clock.now_us()
+            on_device.copy_(on_host, non_blocking=True)
+            times_us.append((arrived_us - started_us, clock.now_us() - arrived_us))
+    out_us, back_us = zip(*times_us[1:], strict=True)
+    return statistics.median(out_us), statistics.median(back_us)
 
 
 def measure_step_bytes(optimizer: Optimizer, device: torch.device) -> float:
@@ -227,6 +284,12 @@ def _time_step(optimizer: Optimizer, elements: int, device: torch.device, clock:
     return statistics.median(times_us[1:])
 
 
+def _find_example(optimizer: Optimizer) -> Tensor:
+    """One of its parameters, or a tensor of the default type."""
+    parameters = optimizer.param_groups[0]["params"]
+    return parameters[0] if parameters else torch.empty(0)
+
+
 _COPY_ERRORS = (AttributeError, KeyError, RuntimeError, TypeError)
 
 
@@ -234,8 +297,7 @@ def _copy_optimizer(
     optimizer: Optimizer, elements: int, device: torch.device | None = None, count: int = 1
 ) -> tuple[Optimizer, list[nn.Parameter]]:
     """A copy without state, with parameters of its own that have gradients, of so many elements each."""
-    group = optimizer.param_groups[0]
-    like = group["params"][0] if group["params"] else torch.empty(0)
+    group, like = optimizer.param_groups[0], _find_example(optimizer)
     probes = [
         nn.Parameter(torch.zeros(elements, 1, dtype=like.dtype, device=device or like.device)) for _ in range(count)
     ]

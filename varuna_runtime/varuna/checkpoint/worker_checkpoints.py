@@ -52,7 +52,9 @@ class WorkerCheckpoints:
         if url := environment.checkpoint_url:
             own = self._open_writer(url, local=_choose_copy_folder(url, environment.local_checkpoint_dir))
         cadence = Cadence(
-            stops_per_hour=environment.stops_per_hour, pinned_interval_s=environment.checkpoint_interval_s or None
+            stops_per_hour=environment.stops_per_hour,
+            uncopied_stops_per_hour=environment.stops_without_copies_per_hour,
+            pinned_interval_s=environment.checkpoint_interval_s or None,
         )
         self.automatic = AutomaticCheckpoints(own, worker.departure, decides=environment.rank == 0, cadence=cadence)
         """The automatic checkpoints."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from varuna.copies.keeper import CopyKeeper
-from varuna.copies.memory import has_room
+from varuna.copies.memory import describe_shortage
 from varuna.diagnostics.error_text import first_line
 from varuna.distributed.gloo import let_go
 from varuna.distributed.handshake import MeetingKey
@@ -76,13 +76,23 @@ class AheadTaker:
             return []
         return [held for held in keeper.list_copies() if held.inventory.step == step]
 
-    def close(self) -> None:
-        """Ends the connections, and frees what is here. From any thread."""
+    def free_outdated(self, step: int) -> None:
+        """Frees what is not of the state after `step` steps, with which the step under way has begun."""
+        if (keeper := self._keeper) is not None:
+            keeper.free_outdated(step)
+
+    def free_all(self) -> None:
+        """Ends the connections, and frees what is here, until a door is opened again. From any thread."""
         with self._lock:
-            self._is_closed = True
             keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.shut_down()
+
+    def close(self) -> None:
+        """Frees what is here, for good. From any thread."""
+        with self._lock:
+            self._is_closed = True
+        self.free_all()
 
 
 class _AheadKeeper(CopyKeeper):
@@ -100,8 +110,8 @@ class _AheadKeeper(CopyKeeper):
             self.forget_copies(series)
         super()._check_offer(inventory, series)
         size = sum(entry.bytes for entry in inventory.receipt.files)
-        if not has_room(size, self._largest_part, "sections of the state for the next shape"):
-            raise ValueError("there is not enough host memory on this VM")
+        if shortage := describe_shortage(size, self._largest_part):
+            raise ValueError(shortage)
 
 
 def take_as_newcomer(taker: AheadTaker, link: AgentLink, expected: WorkerEnvironment) -> None:
@@ -118,6 +128,9 @@ def take_as_newcomer(taker: AheadTaker, link: AgentLink, expected: WorkerEnviron
 
 
 def _open_newcomers_door(taker: AheadTaker, command: AheadCommand, expected: WorkerEnvironment) -> None:
+    if command.is_over:
+        taker.free_all()
+        return
     environment = replace(
         expected,
         generation=command.generation,

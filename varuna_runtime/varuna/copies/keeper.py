@@ -66,6 +66,12 @@ class CopyKeeper(StateServer):
             self._kept = []
             self._spare.clear()
 
+    def free_outdated(self, step: int) -> None:
+        """Frees all but what is of the state after `step` steps. What comes now stays."""
+        with self._keeping:
+            self._kept = [copy for copy in self._kept if copy.held.inventory.step == step]
+            self._spare.clear()
+
     def _answer_request(self, connection: socket.socket, kind: int, words: Sequence[bytes]) -> None:
         if kind != COPY or len(words) != 3:
             raise ValueError("no copy")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import structlog
 import torch.distributed as dist
 
 from varuna.checkpoint.storage.store import allocate_aligned
@@ -14,9 +13,7 @@ from varuna.distributed.rendezvous_store import read_values
 from varuna.worker.worker import WorkerProcess
 from varuna_proto.group_memory import read_group_memory
 
-__all__ = ["MemorySharers", "SpareMemory", "count_available_bytes", "has_room"]
-
-_log = structlog.get_logger("varuna")
+__all__ = ["MemorySharers", "SpareMemory", "count_available_bytes", "describe_shortage"]
 
 
 class SpareMemory:
@@ -64,21 +61,16 @@ class MemorySharers:
         return None if hosts is None else hosts.count(self._own_host)
 
 
-def has_room(needed: int, largest_part: float, what: str) -> bool:
-    """Whether `needed` bytes are at most `largest_part` of the host memory that is available; if not, the log says so.
-
-    `what`: the copies, as in "no copies of shares are kept". Where nobody knows what is available, there is room.
-    """
+def describe_shortage(needed: int, largest_part: float) -> str:
+    """Why `needed` bytes are too much, which may be `largest_part` of the host memory that is available; empty: there
+    is room, as also where nobody knows what is available."""
     available = count_available_bytes()
     if available is None or needed <= largest_part * available:
-        return True
-    _log.warning(
-        f"no {what} are kept: there is not enough host memory on this VM",
-        needed_gib=round(needed / 2**30, 2),
-        available_gib=round(available / 2**30, 2),
-        share=largest_part,
+        return ""
+    return (
+        f"there is not enough host memory on this VM: {needed / 2**30:.3g} GiB are needed, and {largest_part:.0%} of "
+        f"the {available / 2**30:.3g} GiB that are free may be used"
     )
-    return False
 
 
 def count_available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:

@@ -2,7 +2,8 @@
 training goes on, so that it does not move while nobody trains.
 
 The passes of a step do not change the state. So what is sent in a step counts if the job takes its next shape in the
-middle of that step. Each step that ends makes it void, and the new state is sent.
+middle of that step. Each step that ends makes it void, and the new state is sent. What is void is freed when the next
+step begins, and all of it when the next shape is no longer wanted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from varuna.checkpoint.format.manifest import FileKind
 from varuna.checkpoint.saving.shares import count_bytes
 from varuna.checkpoint.saving.snapshot import HostBuffers, is_tied_file
 from varuna.copies.ahead_taker import LARGEST_PART, AheadTaker, address_key
-from varuna.copies.memory import has_room
+from varuna.copies.memory import describe_shortage
 from varuna.copies.next_shape import SectionPart, plan_sends
 from varuna.copies.sending import PacedConnection
 from varuna.devices.accelerator import is_accelerator, use_stream
@@ -60,6 +61,10 @@ class _Round(NamedTuple):
     state: TrainingState
 
 
+class _Freeing(NamedTuple):
+    """Nothing is sent any longer, so memory for copies of the state is of no use."""
+
+
 class RankAhead:
     """Of one generation, from its making until `shut_down`."""
 
@@ -92,7 +97,7 @@ class RankAhead:
         """The committed steps before the pass under way, and what makes its state; None: none is under way."""
         self._round: _Round | None = None
         """The present one, also when all is there; None: none has begun in this pass."""
-        self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
+        self._rounds: SimpleQueue[_Round | _Freeing | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._is_capturing = False
         """Whether the state is being copied. Guarded by the condition, as the present round."""
@@ -107,6 +112,7 @@ class RankAhead:
     def begin_pass(self, step: int, make_state: Callable[[], TrainingState]) -> None:
         """Before the passes of a step, after `step` committed ones. They do not change what `make_state` returns."""
         self._pass = step, make_state
+        self.taker.free_outdated(step)
         self.begin_round_if_asked()
 
     def begin_round_if_asked(self) -> None:
@@ -153,12 +159,27 @@ class RankAhead:
     # In threads of its own
 
     def _note_command(self, command: AheadCommand) -> None:
-        if command.generation == self._environment.generation:
+        if command.generation != self._environment.generation:
+            return
+        if not command.is_over:
             self._command = command
+        elif self._command is not None and self._command.request == command.request:
+            self._free_all()
+
+    def _free_all(self) -> None:
+        with self._changed:
+            self._command = self._round = None
+            self._stop_sending()
+        self._rounds.put(_Freeing())
+        self.taker.free_all()
+        self._worker.link.report_sent_ahead("", 0)
 
     def _run(self) -> None:
         with _Meeting(self._worker) as store:
             while (round_ := self._rounds.get()) is not None:
+                if isinstance(round_, _Freeing):
+                    self._buffers.free()
+                    continue
                 try:
                     self._run_round(round_, store)
                 except (CheckpointError, OSError, RuntimeError, MemoryError, ValueError, struct.error) as error:
@@ -209,8 +230,8 @@ class RankAhead:
     def _copy_state(self, round_: _Round, state: TrainingState) -> HeldFiles:
         environment, needed = self._environment, sum(count_bytes(name, state) for name in state.tensors)
         part = LARGEST_PART / max(round_.command.processes, 1)
-        if not has_room(needed, part, "sections of the state for the next shape"):
-            raise MemoryError("there is not enough host memory on this VM")
+        if shortage := describe_shortage(needed, part):
+            raise MemoryError(shortage)
         with nullcontext() if self._stream is None else use_stream(self._stream):
             return make_inventory(
                 state, round_.step, generation=environment.generation, rank=environment.rank, buffers=self._buffers

@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-import structlog
 import torch
 import torch.distributed as dist
 
 from varuna.checkpoint import TrainingState
 from varuna.copies.keeper import CopyKeeper
-from varuna.copies.memory import MemorySharers, has_room
+from varuna.copies.memory import MemorySharers, describe_shortage
+from varuna.copies.obstacles import CopiesObstacle
 from varuna.copies.owner import CopyOwner
 from varuna.distributed.handshake import MeetingKey
 from varuna.holdings.inventory import HeldFiles
 from varuna.worker.worker import WorkerProcess
 
 __all__ = ["RankCopies"]
-
-_log = structlog.get_logger("varuna")
 
 _STATES = 2
 """In memory for each state that is copied: of the newest round that is whole everywhere, and of the one under way."""
@@ -56,9 +54,10 @@ class RankCopies:
         self._owner: CopyOwner | None = None
         self._can_keep: bool | None = None
         """Whether this rank can take part; None: not known yet."""
+        self._obstacle = CopiesObstacle(worker, "copies", "copies of the ranks' states")
         self._keeper = self._make_keeper() if self._owners else None
         self._sharers = MemorySharers(worker, "copies")
-        self._has_met = False
+        self._has_met = self._has_begun = False
         self._is_free = False
         self._round_step = 0
         self.whole_step = 0
@@ -70,8 +69,18 @@ class RankCopies:
     def is_busy(self) -> bool:
         """Whether no rank may begin a round, because of this one."""
         if self._can_keep is None and (state_bytes := self._count_state_bytes()) and (ranks := self._sharers.count()):
-            self._can_keep = self._is_there_room(state_bytes * ranks)
+            shortage = self._describe_shortage(state_bytes * ranks)
+            self._can_keep = not shortage
+            if shortage:
+                self._obstacle.report(shortage)
         return not self._can_keep or (self._owner is not None and self._owner.is_busy)
+
+    def find_obstacle(self) -> str:
+        """Why the generation keeps no copies; empty: it keeps some, or nothing is known yet.
+
+        The store is only asked where no round could begin when the ranks met.
+        """
+        return "" if self.whole_step or self._has_begun else self._obstacle.read()
 
     def record_agreement(self, *, is_any_busy: bool) -> None:
         """What all ranks have agreed on at the end of a step."""
@@ -90,7 +99,7 @@ class RankCopies:
             self._meet()
         if not self._is_free:
             return
-        self._is_free = False
+        self._is_free, self._has_begun = False, True
         self._round_step = step
         rank, keepers = self._worker.environment.rank, self._worker.environment.keepers
         if rank >= len(keepers):  # another replica of its stage sends the copy
@@ -150,20 +159,20 @@ class RankCopies:
         try:
             keeper = CopyKeeper(self._owners, environment.generation, self._key, rendezvous.own_address())
         except OSError as error:
-            _log.warning("no copies of the ranks' states are kept: there is no port for them", reason=str(error))
+            self._obstacle.report(f"there is no port for them: {error}")
             self._can_keep = False
             return None
         with suppress(dist.DistError):  # rank 0 is gone, which this worker learns otherwise
             rendezvous.store.set(_address_key(environment.rank), keeper.address)
         return keeper
 
-    def _is_there_room(self, state_bytes: int) -> bool:
-        """`state_bytes`: of all ranks on this machine.
+    def _describe_shortage(self, state_bytes: int) -> str:
+        """Why there is no room; empty: there is. `state_bytes`: of all ranks on this machine.
 
         Stages have about the same size, so a rank's stands for those that it keeps.
         """
         states = len(self._owners) + (self._worker.environment.rank < len(self._worker.environment.keepers))
-        return has_room(_STATES * states * state_bytes, _LARGEST_PART, "copies of the ranks' states")
+        return describe_shortage(_STATES * states * state_bytes, _LARGEST_PART)
 
 
 def _address_key(rank: int) -> str:

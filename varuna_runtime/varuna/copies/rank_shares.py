@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from varuna.copies.memory import MemorySharers, has_room
+from varuna.copies.memory import MemorySharers, describe_shortage
+from varuna.copies.obstacles import CopiesObstacle
 from varuna.copies.replica_marks import ReplicaMarks
 from varuna.copies.sending import PacedConnection
 from varuna.copies.share_keeper import ShareKeeper
@@ -31,6 +32,7 @@ from varuna.copies.share_owner import ShareOwner
 from varuna.distributed.handshake import MeetingKey
 from varuna.pipeline.pass_state import PassResult, PassState
 from varuna.worker.worker import WorkerProcess
+from varuna_planner.liveput.copies import MARKS_SHARE
 from varuna_proto.environment import WorkerEnvironment
 
 __all__ = ["RankShares", "has_keepers"]
@@ -39,8 +41,6 @@ _log = structlog.get_logger("varuna")
 
 _MARKS = 2
 """In memory of each rank whose sums are there, this rank and those for which it keeps some."""
-_MOST_COPYING = 0.01
-"""Of all time: what training may wait for copies of sums. Where they take longer, there are fewer marks."""
 _LARGEST_PART = 0.5
 """Of the memory that is available: the script may need more later."""
 
@@ -91,6 +91,9 @@ class RankShares:
         self._owner: ShareOwner | None = None
         self._has_room: bool | None = None
         """Whether this rank can take part; None: not known yet."""
+        self._obstacle = CopiesObstacle(worker, "shares", "copies of shares")
+        self._has_long_steps = False
+        """Whether there was a pass that is long enough for marks."""
         self._keeper = self._make_keeper()
         self._marks = ReplicaMarks(worker.rendezvous.store, worker.topology)
         self._newest: _NewestMark | None = None
@@ -125,6 +128,7 @@ class RankShares:
         kept_numbers, kept_result = kept or ((), None)
         is_long = 0 < interval < len(numbers) and sections not in without_sums
         interval = interval if is_long else 0
+        self._has_long_steps |= is_long
         self._share = share = _Share(
             step,
             parameters,
@@ -170,6 +174,10 @@ class RankShares:
         idle = (len(share.numbers) - share.done) * (p - 1)
         return (share.done - share.marked) * (d - 1) * p >= idle
 
+    def find_obstacle(self) -> str:
+        """Why the generation makes no marks; empty: it makes some, or nothing is known yet."""
+        return self._obstacle.read() if self._has_long_steps else ""
+
     def list_sums(self, step: int) -> list[MarkedSums]:
         """All copies of that step's shares in this process's memory."""
         kept = [] if self._keeper is None else self._keeper.list_sums()
@@ -210,7 +218,7 @@ class RankShares:
         if reports is None:
             return (newest.series, newest.key.step) != (self._series, share.step)
         longest_s = max(copy_s or 0.0 for copy_s in reports)
-        self._rests_until_s, self._newest = newest.decided_s + longest_s / _MOST_COPYING, None
+        self._rests_until_s, self._newest = newest.decided_s + longest_s / MARKS_SHARE, None
         return True
 
     def _make_mark(self, share: _Share, result: PassResult) -> None:
@@ -244,7 +252,10 @@ class RankShares:
         """None: these sums cannot be copied, or not yet."""
         if self._has_room is None and (ranks := self._sharers.count()):
             owners = 1 + self._count_kept()
-            self._has_room = _can_copy(gradients, _MARKS * owners * ranks)
+            obstacle = _describe_obstacle(gradients, _MARKS * owners * ranks)
+            self._has_room = not obstacle
+            if obstacle:
+                self._obstacle.report(obstacle)
         if self._has_room and self._owner is None:
             self._owner = self._make_owner()
         return self._owner
@@ -255,7 +266,7 @@ class RankShares:
         try:
             keeper = ShareKeeper(self._key, rendezvous.own_address())
         except OSError as error:
-            _log.warning("no copies of shares are kept: there is no port for them", reason=str(error))
+            _log.warning("this rank keeps no copies of others' shares: there is no port for them", reason=str(error))
         with suppress(dist.DistError):  # rank 0 is gone, which this worker learns otherwise
             rendezvous.store.set(_address_key(rank), "" if keeper is None else keeper.address)
         return keeper
@@ -282,6 +293,8 @@ class RankShares:
         except dist.DistError:  # as in `_make_keeper`
             return ""
         addresses = [text.decode() for text in texts if text]
+        if not addresses:
+            self._obstacle.report("no other rank can keep its sums")
         own_host = self._worker.rendezvous.own_address()
         return min(addresses, key=lambda address: address.rpartition(":")[0] == own_host, default="")
 
@@ -292,13 +305,15 @@ def has_keepers(environment: WorkerEnvironment) -> bool:
     return environment.copies_shares and (environment.plan.d > 1 or bool(environment.keepers))
 
 
-def _can_copy(gradients: Mapping[str, Tensor], copies: int) -> bool:
-    """`copies`: on this machine. Stages have about the same size, so this rank's sums stand for those that it keeps."""
+def _describe_obstacle(gradients: Mapping[str, Tensor], copies: int) -> str:
+    """Why these sums cannot be copied; empty: they can. `copies`: on this machine.
+
+    Stages have about the same size, so this rank's sums stand for those that it keeps.
+    """
     if any(gradient.layout is not torch.strided for gradient in gradients.values()):
-        _log.warning("no copies of shares are kept: the model has sparse gradients")
-        return False
+        return "the model has sparse gradients"
     needed = copies * sum(gradient.nbytes for gradient in gradients.values())
-    return has_room(needed, _LARGEST_PART, "copies of shares")
+    return describe_shortage(needed, _LARGEST_PART)
 
 
 def _address_key(rank: int) -> str:

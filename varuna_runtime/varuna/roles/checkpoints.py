@@ -116,6 +116,10 @@ class TrainingCheckpoints:
         """Notes what all ranks want at the next boundary between steps."""
         self.checkpointing.automatic.record_agreement(requests)
 
+    def record_copies(self, *, are_whole: bool) -> None:
+        """Notes whether other VMs have whole copies of the state, by which saves are more or less often."""
+        self.checkpointing.automatic.record_copies(are_whole=are_whole)
+
     def save_automatic_checkpoint(self) -> None:
         """Between steps: writes the checkpoint that all ranks have agreed on; it holds no gradients."""
         automatic = self.checkpointing.automatic

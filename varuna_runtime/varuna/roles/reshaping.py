@@ -35,6 +35,7 @@ from varuna.roles.progress import TrainingStep
 from varuna_planner.schedule.batching import count_micro_batches, renumber_micro_batches, shared_micro_batch
 from varuna_proto.environment import Mode, WorkerEnvironment
 from varuna_proto.plan import Plan
+from varuna_proto.state_use import ACCUMULATES, OWN_GROUPS
 
 __all__ = [
     "GenerationMember",
@@ -391,7 +392,7 @@ def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) ->
     `inputs`: of the newest step.
     """
     if accumulates:
-        return "the script accumulates gradients; a larger global batch does the same"
+        return ACCUMULATES
     if readers := list_shape_readers():
         return (
             f"the script has read its place in the shape ({', '.join(readers)}); varuna.data.Batches gives each rank "
@@ -403,7 +404,7 @@ def describe_script_obstacle(inputs: Mapping[str, Any], *, accumulates: bool) ->
             "no copy, and fetch at most one ahead"
         )
     if list_script_groups():
-        return "the script has process groups of its own; without them, step() returns the loss over all ranks"
+        return OWN_GROUPS
     return ""
 
 

@@ -180,6 +180,7 @@ class TrainingRole:
         self.checkpoints.set_boundary_requests(step.totals.requests)
         if self._parts.copies is not None:
             self._parts.copies.record_agreement(is_any_busy=step.totals.requests.copying)
+            self.checkpoints.record_copies(are_whole=self._parts.copies.whole_step > 0)
         self._report_step(step, step.totals, gradient.norm)
         self._parts.habits.end_step(self._updater.optimizers, self.checkpoints.registered)
         return step.totals.loss, step.overflow, gradient.norm
@@ -269,7 +270,7 @@ class TrainingRole:
             times=times,
             device=self._device,
             update=UpdateFigures(skipped, gradient_norm, find_learning_rate(self._updater.optimizers)),
-            copied_step=0 if self._parts.copies is None else self._parts.copies.whole_step,
+            copies=self._parts.find_copies_figures(),
         )
         self._parts.scalars.write_step(
             number, totals.loss, times.whole_ns / 1e9, examples=totals.examples, optimizers=self._updater.optimizers

@@ -34,6 +34,7 @@ from varuna.roles.late_state import LateState
 from varuna.roles.progress import TrainingProgress
 from varuna.roles.role import apply_seed
 from varuna.roles.wrapped_model import WrappedModel
+from varuna.worker.worker import CopiesFigures
 
 __all__ = ["TrainingOptions", "TrainingParts"]
 
@@ -159,6 +160,15 @@ class TrainingParts:
     def can_copy_state(self) -> bool:
         """Whether the state is that after a step, and nothing waits to be added to it."""
         return self.progress.step > 0 and self.late is None and not self.updater.accumulation.is_pending
+
+    def find_copies_figures(self) -> CopiesFigures:
+        """What is known of the generation's copies after a step."""
+        states, marks = self.copies, self.shares
+        return CopiesFigures(
+            whole_step=0 if states is None else states.whole_step,
+            obstacle="" if states is None else states.find_obstacle(),
+            marks_obstacle="" if marks is None else marks.find_obstacle(),
+        )
 
     def finish_captures(self) -> None:
         """Waits until nothing copies the state, which may change then."""

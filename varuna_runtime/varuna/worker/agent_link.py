@@ -82,6 +82,8 @@ class AheadCommand(NamedTuple):
     """Of this process in it; None: it has none."""
     processes: int
     """Of the job on this VM."""
+    is_over: bool = False
+    """The next generation is no longer wanted, so what was sent for it is of no use."""
 
 
 class StoreCommand:
@@ -363,6 +365,7 @@ def _read_ahead(part: worker_pb2.AheadPart) -> AheadCommand:
         ranks_before=tuple(rank - 1 if rank else None for rank in command.ranks_before),
         rank=part.rank if part.HasField("rank") else None,
         processes=part.processes,
+        is_over=command.is_over,
     )
 
 

@@ -41,6 +41,7 @@ _NEVER_KNOWN = frozenset(
         "VARUNA_HOLDERS",
         "VARUNA_KEEPERS",
         "VARUNA_STOPS_PER_HOUR",
+        "VARUNA_STOPS_WITHOUT_COPIES_PER_HOUR",
         "VARUNA_SURVIVORS",
     }
 )

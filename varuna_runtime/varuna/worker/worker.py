@@ -169,12 +169,9 @@ class WorkerProcess:
         times: StepTimes,
         device: torch.device,
         update: UpdateFigures,
-        copied_step: int = 0,
+        copies: CopiesFigures,
     ) -> None:
-        """Reports a finished step to the agent.
-
-        `copied_step`: the newest step whose state other VMs have a whole copy of; 0: none.
-        """
+        """Reports a finished step to the agent."""
         self.link.report_step(
             worker_pb2.StepDone(
                 step=step,
@@ -192,7 +189,9 @@ class WorkerProcess:
                     checkpoint_us=times.checkpoint_ns // 1000,
                     script_us=times.script_ns // 1000,
                 ),
-                copied_step=copied_step,
+                copied_step=copies.whole_step,
+                copies_obstacle=copies.obstacle,
+                marks_obstacle=copies.marks_obstacle,
                 gradient_norm=update.gradient_norm,
                 learning_rate=update.learning_rate,
             )
@@ -207,6 +206,17 @@ class UpdateFigures(NamedTuple):
     """The loss or the gradient was not finite, so the step has updated nothing."""
     gradient_norm: float
     learning_rate: float | None
+
+
+class CopiesFigures(NamedTuple):
+    """What is reported of a generation's copies."""
+
+    whole_step: int = 0
+    """The newest step whose state other VMs have a whole copy of; 0: there is none."""
+    obstacle: str = ""
+    """Why it keeps no copies of states, which it was to keep; empty: nothing is known against it."""
+    marks_obstacle: str = ""
+    """The same for copies of the sums of long steps."""
 
 
 class _Meeting(NamedTuple):

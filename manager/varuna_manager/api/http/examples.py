@@ -106,6 +106,8 @@ _GENERATION = {
     "keepers": [],
     "copies_reason": "no copies are kept: losses of about 0.4 VMs an hour, and saves, cost 20 s of it without copies, "
     "and 92 s with copies of states, 72 s of their own included",
+    "copies_obstacle": None,
+    "marks_obstacle": None,
     "copied_step": None,
     "reason": "VM vm-11 is gone: 4 GPUs are left",
     "kind_of_morph": "restart",

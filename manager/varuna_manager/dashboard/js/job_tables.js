@@ -117,6 +117,7 @@ function morph(one) {
 /** Whether other VMs keep copies of its stages, and of which step. */
 function copies(one) {
   if (!one.keepers.length) return "";
+  if (one.copies_obstacle) return `; no copies of its stages are kept: ${one.copies_obstacle}`;
   return one.copied_step === null ? "; no copy of its stages is whole yet" : `; copies of its stages are whole at step ${count(one.copied_step)}`;
 }
 

@@ -13,18 +13,22 @@ from controller_world import controller_over, registry_of
 from fleet_world import profile_json
 from migrated_stores import migrated
 from rest_world import SPEC, RestWorld, rest_world, vm
+from varuna_manager.agents.reports import ReportService
 from varuna_manager.agents.sessions import AgentSessions
 from varuna_manager.controllers.job_actions import JobActions
 from varuna_manager.controllers.messages import launch_message
-from varuna_manager.db.models import GenerationRow, JobRow
+from varuna_manager.db.models import CheckpointRow, GenerationRow, JobRow
 from varuna_manager.domain.actions import StartGeneration
 from varuna_manager.domain.fleet_past import FleetPast
 from varuna_manager.domain.keepers import CopiesFacts, SaveCost
 from varuna_manager.domain.states import GenerationKind
 from varuna_manager.history.morph_spans import MorphSpans
+from varuna_manager.jobs.checkpoints import read_saved_step
 from varuna_manager.jobs.stacks import StackService
+from varuna_manager.planning.planning import PlanningService
 from varuna_manager.world.bell import Bell
 from varuna_proto.plan import Device, Plan
+from varuna_proto.v1 import agent_pb2 as pb
 
 VMS = ("vm-0", "vm-1", "vm-2", "vm-3")
 START = StartGeneration(
@@ -107,6 +111,54 @@ async def test_the_generation_of_an_earlier_version_has_what_its_job_file_says(w
     for wish, are_kept in (("auto", True), ("off", False)):
         await world.change("j", spec={**SPEC, "copies": wish})
         assert await read_launches(world) == [are_kept] * len(VMS)
+
+
+async def test_the_newest_checkpoint_is_one_that_was_reported_or_that_the_job_began_with(world: RestWorld) -> None:
+    await add_job(world)
+    await start(world, WILD)
+    async with world.database.write() as session:
+        assert await read_saved_step(session, "j") == 0
+        [generation] = await session.scalars(select(GenerationRow))
+        generation.resumed_step = 7
+        await session.flush()
+        assert await read_saved_step(session, "j") == 7
+        for step in (9, 12):
+            url = f"file:///store/varuna_ckpt_{step}"
+            session.add(CheckpointRow(job_id="j", generation=1, step=step, url=url, total_bytes=1, at=1.0))
+        await session.flush()
+        assert await read_saved_step(session, "j") == 12
+
+
+async def test_what_workers_cannot_keep_is_told_and_not_counted_on(world: RestWorld) -> None:
+    await add_job(world)
+    await start(world, WILD)
+    events = world.events
+    reports = ReportService(world.database, events, PlanningService(), Bell())
+    result = pb.StepResult(step=1, loss=1.0, step_us=1000, examples=8, copies_obstacle="rank 1: no room")
+
+    async def report(step: int) -> None:
+        result.step = step
+        fact = pb.StepsCompleted(job_id="j", generation=1, steps=[result])
+        await reports.apply_reports("vm-0", [pb.Report(number=step, steps_completed=fact)])
+
+    for step in (1, 2):
+        await report(step)
+    [event] = (await world.ask("GET", "/api/v1/events?kind=copies_not_kept")).json()
+    assert event["message"] == (
+        "generation 1 keeps less than it was to: no copies of states are kept: rank 1: no room. Its workers save as "
+        "often as without copies"
+    )
+    result.marks_obstacle = "rank 0: none"
+    await report(3)
+    assert len((await world.ask("GET", "/api/v1/events?kind=copies_not_kept")).json()) == 2
+    [generation] = (await world.ask("GET", "/api/v1/jobs/j/generations")).json()
+    assert (generation["copies_obstacle"], generation["marks_obstacle"]) == ("rank 1: no room", "rank 0: none")
+    assert len(generation["keepers"]) == 2, "what was chosen stays"
+    async with controller_over(world, VMS) as over:
+        [job] = (await over.loader.load_snapshot()).jobs
+    assert job.view.generation is not None
+    assert (job.view.generation.keepers, job.view.copies_shares) == ((), False)
+    assert job.asks_for_marks
 
 
 async def test_the_controller_weighs_copies_when_training_starts(world: RestWorld) -> None:

@@ -22,7 +22,7 @@ from tiny_language_model import BLOCKS, CPU, TOKENS, WIDTH, WORDS, TinyLanguageM
 from varuna.calibration import section_meter, section_meters, sections
 from varuna.calibration.clock import ComputeClock
 from varuna.calibration.links import LinkSample, classify_links, ring_sizes
-from varuna.calibration.optimizer_costs import OptimizerSetup, measure_optimizer, time_optimizer
+from varuna.calibration.optimizer_costs import OptimizerSetup, measure_optimizer, time_host_copies, time_optimizer
 from varuna.calibration.profile import calibrate
 from varuna.calibration.profiler import Profiler
 from varuna.calibration.section_meter import SectionMeter
@@ -145,6 +145,13 @@ def test_an_optimizer_step_is_timed_and_the_optimizer_left_alone() -> None:
     assert not optimizer.state
     assert not parameter.any()
     assert time.scale_times(2).us_for(1, 10) == pytest.approx(2 * time.us_for(1, 10))
+
+
+def test_an_optimizer_on_the_host_is_timed_with_what_it_moves() -> None:
+    cpu, optimizer = torch.device("cpu"), torch.optim.Adam([nn.Parameter(torch.zeros(8))])
+    copies = time_host_copies(optimizer, cpu, ComputeClock(cpu))
+    assert 0 < copies.gradient_us < 1
+    assert 0 < copies.parameter_us < 1
 
 
 def test_an_optimizer_that_cannot_be_copied_is_taken_to_cost_no_time() -> None:

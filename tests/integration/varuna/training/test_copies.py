@@ -58,6 +58,19 @@ def test_a_loss_costs_no_committed_step(
         assert_as_if_undisturbed(task, [first, second], outcome)
 
 
+def test_all_ranks_report_that_one_has_no_room_for_copies(zygote: Zygote, tmp_path: Path) -> None:
+    task = Task(steps=4)
+    with ExitStack() as stack:
+        wanted = {"copies_batches": True, "no_room": 2}
+        first = LeavingGeneration(stack, zygote, tmp_path, task, 3, 1, wanted=wanted, script=SCRIPT, keepers=KEEPERS)
+        first.finish()
+        for end in first.ends:
+            end.wait_for(lambda message: message.step_done.step == task.steps)
+            newest = end.steps()[-1]
+            assert newest.copies_obstacle.startswith("rank 2: there is not enough host memory on this VM")
+            assert (newest.copied_step, newest.marks_obstacle) == (0, "")
+
+
 def test_a_loss_while_its_copy_is_half_way_costs_one_step(zygote: Zygote, tmp_path: Path) -> None:
     """All ranks can give the step before that: their own copies of it stay until those of all ranks are whole."""
     task = Task(steps=STEPS)

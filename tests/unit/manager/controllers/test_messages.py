@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from varuna_manager.controllers.messages import launch_message, send_ahead_messa
 from varuna_manager.domain.newcomers import WantedNewcomers
 from varuna_manager.history.morph_spans import MorphSpans
 from varuna_manager.world.facts import GenerationFacts
+from varuna_proto.v1 import agent_pb2 as pb
 
 URLS = {"default_checkpoint_url": "", "profile_cache_url": ""}
 
@@ -58,3 +60,19 @@ def test_each_launch_of_a_generation_says_what_was_chosen_for_it(copies_shares: 
     )
     sent = [launch_message(job, vm(name), secrets={}, spans=MorphSpans(), **URLS).launch for name in "ab"]
     assert [launch.copies_shares for launch in sent] == [copies_shares] * 2
+
+
+def test_a_launch_says_how_often_losses_need_the_checkpoint_with_copies_and_without() -> None:
+    """Its workers go by what they really keep."""
+    plan = replace(plan_for(2), p=2, d=1)
+    facts = GenerationFacts("j", 1, 1, "training", "launching", plan.to_document(), "a", 1, *[None] * 15)  # type: ignore[arg-type]
+    job = loaded("j", has=("a", "b"))
+    urls: Any = {"secrets": {}, "spans": MorphSpans(), **URLS}
+
+    def launch(keepers: list[int] | None) -> pb.Launch:
+        generation = facts._replace(in_place=False, keepers=keepers)
+        return launch_message(replace(job, generation=generation), vm("a"), **urls).launch
+
+    with_copies, without = launch([1, 0]), launch(None)
+    assert with_copies.stops_per_hour < with_copies.stops_without_copies_per_hour
+    assert with_copies.stops_without_copies_per_hour == without.stops_per_hour == without.stops_without_copies_per_hour

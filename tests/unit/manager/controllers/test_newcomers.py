@@ -55,7 +55,8 @@ class NewcomersWorld:
         return pb.ManagerMessage(start_newcomers=pb.StartNewcomers(request=wanted.request, launch=launch))
 
     def make_send(self, job_id: str, wanted: WantedNewcomers) -> pb.ManagerMessage:
-        return pb.ManagerMessage(send_ahead=pb.SendAhead(job_id=job_id, request=wanted.request))
+        sent = pb.SendAhead(job_id=job_id, generation=RUNNING.number, request=wanted.request, secret="s")
+        return pb.ManagerMessage(send_ahead=sent)
 
 
 def test_each_vm_is_told_once_on_a_stream_and_told_when_it_is_over() -> None:
@@ -198,3 +199,60 @@ def test_what_was_sent_for_another_shape_or_by_another_generation_does_not_count
     view = world.view().newcomers
     assert view is not None
     assert view.sending_since == world.now, "another shape begins anew"
+
+
+def list_over(world: NewcomersWorld) -> list[tuple[str, str, bool]]:
+    """Of the commands that are sent now about the state: the VM, the request, and whether it is over."""
+    before = {vm_id: len(session._commands) for vm_id, session in world.sessions.items()}
+    world.send()
+    commands = [
+        (vm_id, message.send_ahead)
+        for vm_id, session in world.sessions.items()
+        for message in list(session._commands)[before[vm_id] :]
+        if message.WhichOneof("body") == "send_ahead"
+    ]
+    assert all(command.secret == "s" for _, command in commands), "agents of an earlier version read all of it"
+    return [(vm_id, command.request, command.is_over) for vm_id, command in commands]
+
+
+def test_what_was_sent_for_a_growth_that_is_not_made_is_freed() -> None:
+    world, request = NewcomersWorld(), WANTED.request
+    world.decide(SENDS)
+    assert list_over(world) == [("a", request, False), ("b", request, False)]
+    world.decide(GOES_ON)
+    assert list_over(world) == [("a", request, True), ("b", request, True)]
+    assert list_over(world) == []
+    world.decide(SENDS)
+    assert list_over(world) == [("a", request, False), ("b", request, False)], "it is wanted again"
+    world.decide(WAITS)
+    assert list_over(world) == [("a", request, True), ("b", request, True)], "the processes wait without the state"
+
+
+def test_what_was_sent_stays_until_the_next_generation_has_it() -> None:
+    world = NewcomersWorld()
+    world.decide(SENDS)
+    world.send()
+    world.decide(Decision.stop_generation(RUNNING, StopMode.HOLD_WITHIN_STEP, EndCause.GROWTH, "growth"))
+    world.decide(GOES_ON, stopping(StopMode.HOLD_WITHIN_STEP, EndCause.GROWTH, worker(0, "a")))
+    assert list_over(world) == []
+    world.decide(GOES_ON, replace(RUNNING, number=3))
+    assert list_over(world) == []
+
+
+def test_what_is_wanted_again_stays_when_the_generation_stops() -> None:
+    world = NewcomersWorld()
+    for decision in (SENDS, GOES_ON, SENDS):
+        world.decide(decision)
+        world.send()
+    world.decide(Decision.stop_generation(RUNNING, StopMode.HOLD_WITHIN_STEP, EndCause.GROWTH, "growth"))
+    world.decide(GOES_ON, replace(RUNNING, number=3))
+    assert list_over(world) == []
+
+
+def test_another_shape_replaces_what_was_sent() -> None:
+    world = NewcomersWorld()
+    world.decide(SENDS)
+    world.send()
+    other = replace(WANTED, placement=HERE[::-1], sends_state=True)
+    world.decide(Decision(reason="sends", newcomers=other))
+    assert list_over(world) == [("a", other.request, False), ("b", other.request, False)]

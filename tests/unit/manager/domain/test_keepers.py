@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,13 +17,19 @@ from varuna_manager.domain.keepers import (
     Copies,
     CopiesChoice,
     CopiesFacts,
+    CopiesObstacles,
     SaveCost,
+    UnsavedSteps,
     VmPlace,
     choose_copies,
     choose_keepers,
+    count_unsaved,
     expect_step_s,
+    find_kept,
+    find_marks_obstacle,
 )
 from varuna_proto.plan import Plan
+from varuna_proto.state_use import ACCUMULATES, OTHER_STAGES, OWN_GROUPS
 
 
 def vm_ids(p: int, d: int, gpus: int) -> list[str]:
@@ -97,6 +104,8 @@ def test_where_copies_can_be_kept(p: int, vms: list[str], can_be_kept: bool) -> 
 
 CALM = FleetPast(removals=0.0, vm_hours=1000.0)
 """A thousand hours without a loss."""
+RARE = FleetPast(removals=0.0, vm_hours=40.0)
+"""A VM in fifty an hour."""
 NEW = FleetPast()
 """The prior: a VM in ten an hour, half of them in pairs."""
 TRACE = FleetPast(removals=167.0, vm_hours=273.0, losses_at=tuple(60.0 * burst for burst in range(40) for _ in (0, 1)))
@@ -114,9 +123,12 @@ def choose(
     save: SaveCost = LARGE,
     wish: Copies = Copies.AUTO,
     gpus: int = 1,
+    **facts: Any,
 ) -> CopiesChoice:
     plan = Plan(p=p, d=d, micro_batch=1, global_batch=8 * d, predicted_minibatch_s=step_s)
-    return choose_copies(wish, plan, vm_ids(p, d, gpus), {}, CopiesFacts(fleet=fleet, step_s=step_s, save=save))
+    return choose_copies(
+        wish, plan, vm_ids(p, d, gpus), {}, CopiesFacts(fleet=fleet, step_s=step_s, save=save, **facts)
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,6 +162,67 @@ def test_the_job_file_can_decide(d: int) -> None:
     assert choose(3, d, TRACE, 180.0, wish=Copies.OFF) == CopiesChoice()
 
 
+@pytest.mark.parametrize(
+    ("d", "states", "marks", "are_kept", "reason"),
+    [
+        (1, "", "", (True, True), ""),
+        (1, "rank 1: no room", "", (False, False), "no copies of states are kept: rank 1: no room"),
+        (2, "rank 1: no room", "", (False, True), "no copies of states are kept: rank 1: no room"),
+        (1, "", "rank 0: none", (True, False), "no marks are kept: rank 0: none"),
+        (2, "a", "b", (False, False), "no copies of states are kept: a; no marks are kept: b"),
+    ],
+)
+def test_what_workers_cannot_keep_does_not_count(
+    d: int, states: str, marks: str, are_kept: tuple[bool, bool], reason: str
+) -> None:
+    """One replica's marks are of use only beside copies of states."""
+    chosen = CopiesChoice(keepers=(1, 2, 0), marks=True, reason="because")
+    found = find_kept(chosen, CopiesObstacles(states, marks), d=d)
+    assert (bool(found.keepers), found.marks, found.reason) == (*are_kept, reason)
+
+
+def test_what_was_not_chosen_is_not_lacking() -> None:
+    assert find_kept(CopiesChoice(), CopiesObstacles("a", "b"), d=2) == CopiesChoice()
+
+
+LOADER = "the script does not pass the batches of varuna.data.Batches to step() as they are"
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "reasons", "obstacle"),
+    [
+        (2, 2, [], ""),
+        (2, 2, [ACCUMULATES], ACCUMULATES),
+        (2, 2, [LOADER, OWN_GROUPS], OWN_GROUPS),
+        (2, 2, [LOADER], ""),  # survivors end the step
+        (1, 4, [LOADER], LOADER),
+        (4, 1, [LOADER], LOADER),
+        (2, 2, [OTHER_STAGES + "a list"], ""),
+        (1, 2, [OTHER_STAGES + "a list"], ""),
+        (4, 1, [OTHER_STAGES + "a list"], OTHER_STAGES + "a list"),  # one replica's survivors take the lost stage
+    ],
+)
+def test_marks_are_of_no_use_where_no_process_can_go_on_with_them(
+    p: int, d: int, reasons: list[str], obstacle: str
+) -> None:
+    plan = Plan(p=p, d=d, micro_batch=1, global_batch=8 * d)
+    assert find_marks_obstacle(reasons, plan) == obstacle
+
+
+def test_a_job_whose_script_cannot_use_marks_keeps_none() -> None:
+    known = {"script_obstacles": (ACCUMULATES,)}
+    found = choose(8, 3, NEW, 180.0, **known)
+    assert (found.keepers, found.marks) == ((), False)
+    assert found.reason.endswith(f"; no marks are kept, which would be of no use: {ACCUMULATES}")
+    assert choose(8, 3, NEW, 180.0).marks
+    one_replica = choose(24, 1, TRACE, 12.0, **known)
+    assert (len(one_replica.keepers), one_replica.marks) == (24, False), "copies of states are of use to new processes"
+    assert "no marks" not in choose(2, 2, NEW, 5.0, **known).reason, "there are none in short steps anyway"
+    wanted = choose(3, 2, CALM, 0.1, wish=Copies.ON, **known)
+    assert (len(wanted.keepers), wanted.marks) == (3, False)
+    assert ACCUMULATES in wanted.reason
+
+
 def test_one_vm_has_no_other_to_copy_to() -> None:
     assert choose(3, 2, TRACE, 180.0, gpus=6) == CopiesChoice()
 
@@ -158,6 +231,36 @@ def test_the_users_interval_of_checkpoints_counts() -> None:
     rare = SaveCost(stall_s=0.006, write_s=0.01, pinned_interval_s=1800.0)
     assert not choose(4, 1, NEW, 1.0, save=replace(rare, pinned_interval_s=None)).keepers
     assert choose(4, 1, NEW, 1.0, save=rare).keepers
+
+
+@pytest.mark.parametrize(
+    ("best", "last", "resumed", "saved", "unsaved"),
+    [
+        (0, None, None, 0, (0, 0)),
+        (0, 40, 0, 0, (40, 40)),
+        (40, None, 30, 0, (40, 30)),
+        (40, 7, 0, 0, (40, 7)),  # begun anew
+        (40, 45, 40, 44, (1, 1)),
+        (40, None, 44, 44, (0, 0)),
+    ],
+)
+def test_the_steps_that_no_checkpoint_has(
+    best: int, last: int | None, resumed: int | None, saved: int, unsaved: tuple[int, int]
+) -> None:
+    assert count_unsaved(best, None, saved) == (max(best - saved, 0), 0)
+    before = replace(generation(2), last_step=last, resumed_step=resumed)
+    assert count_unsaved(best, before, saved) == unsaved
+
+
+def test_a_job_of_which_no_checkpoint_comes_keeps_copies() -> None:
+    """Its store refuses them, say, or is a folder that differs between VMs."""
+    assert not choose(4, 1, RARE, 5.0).keepers
+    assert not choose(4, 1, RARE, 5.0, unsaved=UnsavedSteps(most=100, now=100)).keepers, "none is due yet"
+    found = choose(4, 1, RARE, 5.0, unsaved=UnsavedSteps(most=20_000, now=20_000))
+    assert found.keepers
+    assert found.reason.endswith("no checkpoint has the last 100000 s of training")
+    anew = choose(4, 1, RARE, 5.0, unsaved=UnsavedSteps(most=20_000, now=0))
+    assert anew.reason.endswith("no checkpoint has the last 0 s of training"), "it has begun anew"
 
 
 def test_a_generation_that_was_slower_than_predicted_makes_the_next_ones_steps_longer() -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varuna.checkpoint import decide_save
+from varuna.checkpoint.saving.automatic import AutomaticCheckpoints
+from varuna.distributed.departure import Departure
 from varuna_planner.liveput.checkpoint_interval import Cadence
 from varuna_proto.environment import Mode, OnNonFinite, WorkerEnvironment
 from varuna_proto.plan import Plan
@@ -69,9 +73,38 @@ def test_the_hazard_and_the_users_interval_reach_the_worker() -> None:
         plan=Plan(p=1, d=1, micro_batch=1, global_batch=1),
         checkpoint_interval_s=90.5,
         stops_per_hour=0.3,
+        stops_without_copies_per_hour=2.5,
         on_non_finite=OnNonFinite.GO_ON,
     )
     environ = environment.to_environ()
     assert WorkerEnvironment.from_environ(environ) == environment
     with pytest.raises(ValueError, match="VARUNA_STOPS_PER_HOUR='many'"):
         WorkerEnvironment.from_environ({**environ, "VARUNA_STOPS_PER_HOUR": "many"})
+
+
+class _SlowWriter:
+    """Of a store to which a save takes ten seconds."""
+
+    last_stall_s, last_write_s, in_flight = 1.0, 10.0, False
+
+
+def test_saves_are_as_often_as_without_copies_until_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without room for them keeps none, so losses need the checkpoint as if none had been chosen."""
+    now_s = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    cadence = Cadence(stops_per_hour=0.0, uncopied_stops_per_hour=100.0)
+
+    def count_saves(*, are_whole: bool) -> int:
+        writer: Any = _SlowWriter()
+        automatic = AutomaticCheckpoints(writer, Departure(), decides=True, cadence=cadence)
+        saves = 0
+        for _ in range(600):
+            now_s[0] += 1.0
+            automatic.record_copies(are_whole=are_whole)
+            if automatic.choose_requests().save:
+                saves += 1
+                automatic._last_save_s = now_s[0]
+        return saves
+
+    assert count_saves(are_whole=True) == 600 // 100, "a save may take a hundredth of the time"
+    assert count_saves(are_whole=False) > 2 * 600 // 100

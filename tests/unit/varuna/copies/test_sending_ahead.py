@@ -17,7 +17,7 @@ from tied_ranks import OPTIMIZERS, Rank, ranks_of, trained
 from varuna.copies import memory as memory_module
 from varuna.copies import pacing as pacing_module
 from varuna.copies import rank_ahead as rank_ahead_module
-from varuna.copies.ahead_taker import AheadTaker
+from varuna.copies.ahead_taker import AheadTaker, _open_newcomers_door
 from varuna.copies.pacing import LEAST_SHARE, CopyPace
 from varuna.copies.rank_ahead import RankAhead
 from varuna.distributed.departure import Departure
@@ -222,6 +222,50 @@ def test_nothing_is_sent_where_memory_is_short_and_training_goes_on(
     world.update()
     assert world.link.sent == []
     assert world.taken(4) == {}
+
+
+def test_what_is_no_longer_wanted_is_freed_on_both_sides(world: World) -> None:
+    """In a worker that sends and takes, and in a newcomer."""
+    world.open_door()
+    world.link.command(COMMAND)
+    world.begin_pass(4)
+    wait_until(lambda: world.link.sent == [("next", 4)], "the state")
+    buffers = world.ahead._buffers
+    assert buffers._buffers
+    over = COMMAND._replace(is_over=True)
+    world.link.command(over._replace(request="another"))
+    assert world.ahead._command is not None, "it is about another shape"
+    world.link.command(over)
+    _open_newcomers_door(world.taker, over, ENVIRONMENT)
+    wait_until(lambda: not buffers._buffers, "the memory")
+    assert world.taken(4) == {}
+    assert world.taker._keeper is None
+    assert world.link.sent == [("next", 4), ("", 0)], "it has sent nothing that counts"
+    world.update()
+    world.begin_pass(5)
+    assert world.ahead._round is None
+    world.open_door()
+    world.link.command(COMMAND)
+    world.ahead.begin_round_if_asked()
+    wait_until(lambda: world.link.sent[-1] == ("next", 5), "the state, which is wanted again")
+    assert world.taken(5) == expected(world.rank, 5)
+
+
+def test_what_a_worker_has_taken_is_freed_when_the_next_step_begins(world: World) -> None:
+    world.taker = world.ahead.taker
+    world.open_door()
+    world.link.command(COMMAND)
+    for _ in range(2):
+        world.begin_pass(4)
+        wait_until(lambda: world.link.sent and world.taken(4) == expected(world.rank, 4), "the state")
+        world.ahead.end_pass()
+        assert world.taken(4), "until the step is committed, the pass may be run again"
+    world.link.command(COMMAND._replace(request="later"))
+    world.begin_pass(5)
+    assert world.taken(4) == {}
+    keeper = world.taker._keeper
+    assert keeper is not None
+    assert not any(held.inventory.step == 4 for held in keeper.list_copies())
 
 
 def test_a_command_of_another_generation_is_none_of_its(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -27,7 +28,6 @@ from varuna.distributed.departure import Departure
 from varuna.distributed.handshake import MeetingKey
 from varuna.distributed.topology import Topology
 from varuna.pipeline.pass_state import PassResult
-from varuna_planner.liveput.copies import MARKS_SHARE
 from varuna_planner.liveput.morph_cost import MARKS_S
 from varuna_proto.environment import WorkerEnvironment
 from waiting import wait_until
@@ -220,24 +220,69 @@ def test_a_loss_of_rank_0_is_no_fault_of_copies() -> None:
 
 
 def test_no_first_round_begins_where_a_rank_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ranks are on one machine; the other one has no room."""
+    """Both ranks are on one machine; the other one has no room, which this one reports, too."""
     worker, needed = make_worker(2, 1), list[int]()
     worker.environment = replace(worker.environment, world_size=2)
     worker.rendezvous.store = dist.HashStore()
     worker.rendezvous.store.set("copies/host/1", HOST)
+    worker.rendezvous.store.set("copies/obstacle", "rank 1: it has no room")
     said = {"copies/first": "", "copies/busy": "True"}
     worker.rendezvous.exchange_values = lambda name, _ranks, own: [own, said[name]]
 
-    def has_room(size: int, *_: Any) -> bool:
+    def find_room(size: int, _: float) -> str:
         needed.append(size)
-        return True
+        return ""
 
-    monkeypatch.setattr(rank_copies_module, "has_room", has_room)
+    monkeypatch.setattr(rank_copies_module, "describe_shortage", find_room)
     copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 100, is_pipeline_sending=lambda: False)
     copies.begin_round(3, lambda: pytest.fail("a rank has no room"))
     assert needed == [2 * 2 * 2 * 100], "of two ranks, each with its own copies and those that it keeps"
     copies.record_agreement(is_any_busy=True)
     assert copies.whole_step == 0
+    assert copies.find_obstacle() == "rank 1: it has no room"
+    copies.shut_down()
+
+
+def test_a_rank_without_room_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, store = make_worker(2, 2), dist.HashStore()
+    worker.rendezvous.store = store
+    for name in ("copies", "shares"):
+        store.set(f"{name}/host/0", HOST)
+    monkeypatch.setattr(memory_module, "count_available_bytes", lambda: 2**30)
+    copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 2**30, is_pipeline_sending=lambda: False)
+    assert copies.find_obstacle() == ""
+    assert copies.is_busy
+    assert copies.find_obstacle() == (
+        "rank 0: there is not enough host memory on this VM: 4 GiB are needed, and 70% of the 1 GiB that are free may "
+        "be used"
+    )
+    monkeypatch.setattr(memory_module, "count_available_bytes", lambda: 4)
+    shares, parameter = RankShares(worker, is_pipeline_sending=lambda: False), torch.nn.Parameter(torch.ones(3))
+    kept = PassResult(loss_sum=1.0, weight=1.0, examples=1, expected_weight=8.0, forward_us=1, backward_us=1, wait_us=0)
+    parameter.grad = torch.ones(3)
+    begin = partial(shares.begin_pass, 1, range(40), {"weight": parameter}, sections=range(2), micro_batch=1)
+    begin(kept=None, micro_batch_s=0.01)
+    assert shares.find_obstacle() == "", "steps are short: nobody needs marks"
+    begin(kept=((99,), kept), micro_batch_s=4.0)
+    assert shares.find_obstacle().startswith("rank 0: there is not enough host memory on this VM")
+    store.set("shares/address/2", "")  # it has no port
+    alone = RankShares(worker, is_pipeline_sending=lambda: False)
+    assert alone._find_keeper() == ""
+    assert alone._obstacle.read() == "rank 0: no other rank can keep its sums"
+    alone.shut_down()
+    for each in (shares, copies):
+        each.shut_down()
+
+
+def test_an_obstacle_is_asked_for_only_until_a_round_has_begun() -> None:
+    worker = make_worker(2, 2)
+    worker.rendezvous.store = dist.HashStore()
+    copies = RankCopies(worker, torch.device("cpu"), count_state_bytes=lambda: 1, is_pipeline_sending=lambda: False)
+    worker.rendezvous.store.set("copies/obstacle", "rank 1: it has no room")
+    copies.whole_step = 3
+    assert copies.find_obstacle() == ""
+    copies.whole_step = 0
+    assert copies.find_obstacle() == "rank 1: it has no room"
     copies.shut_down()
 
 
@@ -311,7 +356,7 @@ def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
     interval: int, lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stage is `lag` micro-batches behind the next one."""
-    monkeypatch.setattr(rank_shares_module, "_MOST_COPYING", 1e9)
+    monkeypatch.setattr(rank_shares_module, "MARKS_SHARE", 1e9)
     count, store = 60, dist.HashStore()
     stages = [Stage(number, store) for number in range(3)]
     for stage in stages:
@@ -331,7 +376,7 @@ def test_one_mark_stays_that_all_stages_have_however_far_the_first_is_behind(
 
 def test_stages_that_train_nothing_need_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of three is through before the last one decides on a mark."""
-    monkeypatch.setattr(rank_shares_module, "_MOST_COPYING", 1e9)
+    monkeypatch.setattr(rank_shares_module, "MARKS_SHARE", 1e9)
     store = dist.HashStore()
     stages = [Stage(number, store) for number in range(3)]
     for stage in stages:
@@ -351,10 +396,6 @@ def test_stages_that_train_nothing_need_no_marks(monkeypatch: pytest.MonkeyPatch
         stage.shares.shut_down()
 
 
-def test_the_manager_weighs_marks_by_the_most_that_they_take() -> None:
-    assert rank_shares_module._MOST_COPYING == MARKS_SHARE
-
-
 def test_marks_take_a_hundredth_of_the_time_of_the_stage_that_copies_longest() -> None:
     store = dist.HashStore()
     stages = [Stage(number, store) for number in range(3)]
@@ -372,8 +413,8 @@ def test_marks_take_a_hundredth_of_the_time_of_the_stage_that_copies_longest() -
 
 
 def test_sparse_sums_are_not_copied() -> None:
-    assert not rank_shares_module._can_copy({"weight": torch.eye(2).to_sparse()}, 1)
-    assert rank_shares_module._can_copy({"weight": torch.eye(2)}, 1)
+    assert "sparse" in rank_shares_module._describe_obstacle({"weight": torch.eye(2).to_sparse()}, 1)
+    assert not rank_shares_module._describe_obstacle({"weight": torch.eye(2)}, 1)
 
 
 def test_ranks_share_the_memory_of_the_machine_that_they_are_on() -> None:
@@ -397,8 +438,8 @@ def test_ranks_share_the_memory_of_the_machine_that_they_are_on() -> None:
 def test_copies_are_kept_where_all_of_them_fit_into_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "count_available_bytes", lambda: 4 * 3 * 4 * 4)
     gradients = {"weight": torch.ones(4)}
-    assert rank_shares_module._can_copy(gradients, 4)
-    assert not rank_shares_module._can_copy(gradients, 8), "the other rank needs as much"
+    assert not rank_shares_module._describe_obstacle(gradients, 4)
+    assert rank_shares_module._describe_obstacle(gradients, 8), "the other rank needs as much"
 
 
 def test_with_one_replica_those_that_keep_states_keep_sums() -> None:

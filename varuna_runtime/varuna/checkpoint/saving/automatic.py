@@ -43,7 +43,9 @@ class AutomaticCheckpoints:
         self._writer = writer
         self._departure = departure
         self._decides = decides
-        self._cadence = cadence
+        self._copied, self._uncopied = cadence, cadence.without_copies()
+        self._cadence = self._uncopied
+        """Of the two, the one by what other VMs really keep."""
         self._last_save_s = time.monotonic()
         self._last_request_s: float | None = None
         self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
@@ -99,6 +101,11 @@ class AutomaticCheckpoints:
     def record_agreement(self, agreed: BoundaryRequests) -> None:
         """Records the requests of all ranks together."""
         self._agreed = agreed
+
+    def record_copies(self, *, are_whole: bool) -> None:
+        """Notes whether other VMs have whole copies of a state. As long as they have none, each loss of a stage needs
+        the checkpoint, so saves are more often."""
+        self._cadence = self._copied if are_whole else self._uncopied
 
     @property
     def keeps_state(self) -> bool:

@@ -104,6 +104,10 @@ class HostBuffers:
         contiguous = torch.empty(like.shape, dtype=like.dtype, device="meta")
         return self._arena.make_tensor(contiguous.shape, contiguous.stride(), contiguous.dtype)
 
+    def free(self) -> None:
+        """Gives the memory back, when no copy in it is used any longer."""
+        self._buffers, self._arena = {}, PinnedArena()
+
     def wait_for_copies(self) -> None:
         """Waits until all queued copies have finished."""
         for device in self._devices:
