@@ -14,10 +14,13 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from host_threads import follow_threads
 
 NATIVE = Path(__file__).parent / "native"
 EXIT_RACES = 86
@@ -57,7 +60,10 @@ def register() -> None:
     """Makes `torch.device("sim")` known to this process. Further calls do nothing."""
     if hasattr(torch, "sim"):
         return
-    torch.ops.load_library(str(build_library()))
+    library = build_library()
+    torch.ops.load_library(str(library))
+    follow_threads(library)
+    _follow_gloo()
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _make_device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -142,10 +148,34 @@ def count_pinned_bytes() -> int:
     return count
 
 
+def use_on_host(tensor: torch.Tensor, *, writes: bool = False) -> None:
+    """Says that this thread reads (or writes) pinned memory now, so that a race with another thread is found.
+
+    Memory that one thread has waited for is open to all, so a touch by another one cannot be found without this.
+    """
+    torch.ops.sim.use_on_host(tensor, writes)
+
+
 def could_overlap(one: torch.Event, other: torch.Event) -> bool:
     """Whether nothing orders what comes before the two events, so that a real device could do both at once."""
     overlap: bool = torch.ops.sim.could_overlap(one.event_id, other.event_id)
     return overlap
+
+
+def _follow_gloo() -> None:
+    """Gloo uses memory from when it gets it. Its own threads do, in which nothing could be found."""
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    for name in ("send", "recv", "allreduce", "broadcast"):
+        setattr(gloo, name, _followed(getattr(gloo, name), writes=name != "send"))
+
+
+def _followed(operation: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
+    def start(group: Any, tensors: list[torch.Tensor], *arguments: Any) -> Any:
+        for tensor in tensors:
+            use_on_host(tensor, writes=writes)
+        return operation(group, tensors, *arguments)
+
+    return start
 
 
 def device_of(rank: int) -> str:

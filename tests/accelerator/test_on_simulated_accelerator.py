@@ -46,6 +46,10 @@ def test_races_are_found_and_their_absence_too() -> None:
     run_checks("races")
 
 
+def test_races_between_host_threads_are_found_and_their_absence_too() -> None:
+    run_checks("threads")
+
+
 def test_the_device_computes_as_the_cpu_does() -> None:
     run_checks("device")
 

@@ -12,7 +12,8 @@ import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +22,17 @@ from torch._C._distributed_c10d import HashStore
 
 import simulated
 import varuna.checkpoint.saving.snapshot
+import varuna.copies.owner
 import varuna.devices.copy_stream
 import varuna.distributed.groups
 import varuna.optim.host_parameters
 import varuna.pipeline.transport
+from host_threads import UnseenGate
+from varuna.checkpoint import TrainingState
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, Work, connect_group
+from varuna.distributed.handshake import MeetingKey
+from varuna.holdings.inventory import HeldFiles
 
 Program = Callable[[types.ModuleType], object]
 DEVICE = torch.device("sim", 0)
@@ -189,6 +195,49 @@ def sum_gradients(collectives: types.ModuleType) -> None:
         assert (flat * 2).tolist() == [6.0] * 64
 
 
+def copy_state(owners: types.ModuleType) -> None:
+    """A thread copies the state, which the next update changes. It ends with the copy when somebody waits for it."""
+    is_copied, may_end = UnseenGate(), UnseenGate()
+    copy, errors = owners.make_inventory, list[RuntimeError]()
+
+    def copy_and_stay(*arguments: Any, **more: Any) -> HeldFiles:
+        try:
+            held: HeldFiles = copy(*arguments, **more)
+        except RuntimeError as error:
+            errors.append(error)
+            raise
+        finally:
+            is_copied.open()
+            may_end.wait()
+        return held
+
+    class Captured(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            may_end.open()
+            return super().wait(timeout)
+
+    key = MeetingKey.derive_key("secret", "job", 1, host="127.0.0.1", port=1)
+    value = nn.Parameter(torch.ones(4, 4, device=DEVICE))
+    state = TrainingState(sections=range(1), section_count=1, parameters={"w": value}, section_of={"w": 0})
+    owner = owners.CopyOwner(
+        "127.0.0.1:1", key, generation=1, rank=0, device=DEVICE, series=0, is_pipeline_sending=lambda: False
+    )
+    owner._is_captured = Captured()
+    try:
+        with torch.no_grad(), mock.patch.object(owners, "make_inventory", copy_and_stay):
+            value.add_(1)
+            owner.begin_round(1, state)
+            is_copied.wait()
+            owner.finish_capture()
+            value.add_(1)
+    finally:
+        may_end.open()
+        owner.shut_down()
+        owner._thread.join()
+    for error in errors:
+        raise error
+
+
 def stage_gradients(collectives: types.ModuleType) -> None:
     """A backend reads the memory that it gets as soon as the collective starts."""
     flat = torch.full((64,), 3.0, device=DEVICE) * 2
@@ -198,7 +247,7 @@ def stage_gradients(collectives: types.ModuleType) -> None:
     assert flat.sum().item() == 6 * 64
 
 
-COPIES, OFFLOAD = varuna.devices.copy_stream, varuna.optim.host_parameters
+COPIES, OFFLOAD, OWNER = varuna.devices.copy_stream, varuna.optim.host_parameters, varuna.copies.owner
 TRANSPORT, SNAPSHOT, COLLECTIVES = (
     varuna.pipeline.transport,
     varuna.checkpoint.saving.snapshot,
@@ -266,6 +315,19 @@ ORDERINGS = [
     ),
     Ordering("parameters change on the host when they are copied", OFFLOAD, "wait_for_event(self._last)", step_on_host),
     Ordering("a snapshot waits for its copies", SNAPSHOT, "wait_for_stream(device)", save),
+    Ordering(
+        "the state is copied when it is updated",
+        OWNER,
+        "self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))",
+        copy_state,
+    ),
+    Ordering(
+        "an update waits for the thread that copies the state",
+        OWNER,
+        """while not self._is_captured.wait(_RECHECK_S) and self._thread.is_alive():
+            pass""",
+        copy_state,
+    ),
     Ordering("a staged sum starts when it is copied", COLLECTIVES, "wait_for_event(copied)", stage_gradients),
 ]
 PROGRAMS = {**{each.program: each.module for each in ORDERINGS}, sum_gradients: COLLECTIVES}

@@ -1,4 +1,5 @@
 // One translation unit: PyTorch's headers, which take nearly all of the time, are compiled once.
+#include "hosts.cpp"
 #include "memory.cpp"
 #include "order.cpp"
 #include "torch_autocast.cpp"
@@ -7,3 +8,4 @@
 #include "torch_memory.cpp"
 #include "torch_ops.cpp"
 #include "torch_streams.cpp"
+#include "torch_threads.cpp"

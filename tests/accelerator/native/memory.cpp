@@ -79,7 +79,8 @@ void put_hole(Arena& arena, char* at, size_t size) {
 
 bool is_free_now(Block* block) {
   auto& s = m();
-  return covers(s.clocks[0], block->pending) || covers(s.clocks[block->owner], block->pending);
+  if (covers(s.all.done, block->pending)) return true;
+  return block->owner >= 0 && covers(s.all.before_next(block->owner), block->pending);
 }
 
 }  // namespace
@@ -125,13 +126,18 @@ Block* allocate_block(int index, int owner, size_t bytes) {
   Lock lock(s.mutex);
   auto& arena = s.arenas[index];
   bool pinned = index == s.count;
-  // Another program, or another size, could get any of the memory that this stream has given back: judge it all.
+  // Another program, or another size, could get any of the memory that this stream has given back: judge it all. What any
+  // host thread has waited for counts here, because the thread that frees a tensor comes after all that have let go of it,
+  // and the counts of its references, which order them, cannot be seen.
   for (Block* block : arena.unchecked[owner]) {
-    for (auto& old : block->log)
-      if (old.actor != owner && !block->recorded.count(old.actor) && tick_of(s.clocks[owner], old.actor) < old.at &&
-          tick_of(s.clocks[0], old.actor) < old.at)
-        report_race("race: memory of " + s.names[owner] + " was freed and may be used again while " + old.op + " still " +
-              (old.write ? "writes" : "reads") + " it on " + s.names[old.actor] + ": record_stream is missing", false);
+    for (auto& old : block->log) {
+      int stream = s.actors[old.actor].stream;
+      if (stream != owner && !block->recorded.count(stream) && tick_of(s.all.before_next(owner), old.actor) < old.at &&
+          tick_of(s.all.done, old.actor) < old.at)
+        report_race("race: memory of " + s.streams[owner].name + " was freed and may be used again while " + old.op +
+              " still " + (old.write ? "writes" : "reads") + " it on " + s.streams[stream].name +
+              ": record_stream is missing", false);
+    }
     block->log.clear();
   }
   arena.unchecked[owner].clear();
@@ -162,6 +168,7 @@ Block* allocate_block(int index, int owner, size_t bytes) {
   }
   if (!block) return nullptr;
   block->asked = bytes;
+  block->log.clear();  // the allocator itself orders a block's uses before and after
   block->recorded.clear();
   block->pending.clear();
   arena.live[block->user] = block;
@@ -175,7 +182,7 @@ void release_block(Block* block) {
   auto& s = m();
   Lock lock(s.mutex);
   auto& arena = s.arenas[block->arena];
-  for (int actor : block->recorded) join(block->pending, s.clocks[actor]);
+  for (int stream : block->recorded) join(block->pending, s.all.before_next(stream));
   arena.live.erase(block->user);
   arena.stats.allocated -= block->size;
   arena.cache[{block->owner, block->size}].push_back(block);
@@ -229,9 +236,9 @@ Block* find_block(const void* user) {
   return static_cast<const char*>(user) < block->user + block->size ? block : nullptr;
 }
 
-void record_stream(Block* block, int actor) {
+void record_stream(Block* block, int stream) {
   Lock lock(m().mutex);
-  if (block && actor != block->owner) block->recorded.insert(actor);
+  if (block && stream != block->owner) block->recorded.insert(stream);
 }
 
 }  // namespace sim

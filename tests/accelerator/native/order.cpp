@@ -1,4 +1,4 @@
-// The order of what the simulated machine does: actors, clocks, events, and the verdicts.
+// The order of what the simulated machine does: streams, events, and the verdicts.
 #include <chrono>
 #include <stdexcept>
 
@@ -8,14 +8,22 @@ namespace sim {
 
 uint64_t tick_of(const Clock& clock, int actor) { return actor < static_cast<int>(clock.size()) ? clock[actor] : 0; }
 
+// By pointers, because this is compiled without optimisation and runs at each launch.
 void join(Clock& into, const Clock& other) {
   if (into.size() < other.size()) into.resize(other.size(), 0);
-  for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
+  auto* to = into.data();
+  auto* from = other.data();
+  for (size_t i = 0, count = other.size(); i < count; ++i)
+    if (to[i] < from[i]) to[i] = from[i];
 }
 
 bool covers(const Clock& clock, const Clock& other) {
-  for (size_t i = 0; i < other.size(); ++i)
-    if (tick_of(clock, i) < other[i]) return false;
+  auto *ours = clock.data(), *theirs = other.data();
+  size_t both = std::min(clock.size(), other.size()), count = other.size();
+  for (size_t i = 0; i < both; ++i)
+    if (ours[i] < theirs[i]) return false;
+  for (size_t i = both; i < count; ++i)
+    if (theirs[i]) return false;
   return true;
 }
 
@@ -29,13 +37,15 @@ void report_race(const std::string& what, bool can_throw) {
   }
 }
 
-// What the host may do with the pages of a pinned block now.
+// What the host may do with the pages of a pinned block now. They are open as soon as any host thread has waited, because
+// threads share them. So the touch of a thread that has not waited is found only where another one has not either, or where
+// the thread says what it touches (`use_on_host`), or launches an op that uses it.
 void protect_pinned(Block* block) {
   auto& s = m();
   std::vector<int> allowed(block->size / s.page, PROT_READ | PROT_WRITE);
   bool shut = false;
   for (auto& access : block->log)
-    if (tick_of(s.clocks[0], access.actor) < access.at) {
+    if (tick_of(s.all.done, access.actor) < access.at) {
       for (size_t page = access.lo / s.page; page * s.page < access.hi; ++page) allowed[page] &= access.write ? PROT_NONE : PROT_READ;
       shut = true;
     }
@@ -45,38 +55,77 @@ void protect_pinned(Block* block) {
   }
   block->shut = shut;
   if (shut) s.shut.insert(block);
-  else {
-    block->log.clear();
-    s.shut.erase(block);
-  }
+  else s.shut.erase(block);
 }
 
 namespace {
 
-void check_use(int actor, const std::string& op, const Use& use) {
+std::string place_of(int actor, bool with_host) {
   auto& s = m();
-  auto& clock = s.clocks[actor];
-  auto& log = use.block->log;
-  for (auto& old : log) {
+  auto [stream, host] = s.actors[actor];
+  if (stream < 0) return "in thread " + s.hosts[host].name;
+  return "on " + s.streams[stream].name + (with_host ? ", launched by thread " + s.hosts[host].name : "");
+}
+
+// `clock`: of what comes before the use.
+void check_use(int actor, const Clock& clock, const std::string& op, const Use& use, bool can_throw = true) {
+  auto& s = m();
+  for (auto& old : use.block->log) {
     if (old.actor == actor || !(old.write || use.write) || old.hi <= use.lo || use.hi <= old.lo) continue;
     if (tick_of(clock, old.actor) < old.at) {
-      auto text = "race: " + op + (use.write ? " writes" : " reads") + " on " + s.names[actor] + " what " + old.op +
-          (old.write ? " writes" : " reads") + " on " + s.names[old.actor] + ", and nothing orders the two";
+      bool by_threads = s.actors[actor].host != s.actors[old.actor].host;
+      auto text = "race: " + op + (use.write ? " writes " : " reads ") + place_of(actor, by_threads) + " what " + old.op +
+          (old.write ? " writes " : " reads ") + place_of(old.actor, by_threads) + ", and nothing orders the two";
       old.at = 0;
-      report_race(text, true);
+      report_race(text, can_throw);
     }
   }
 }
 
-void log_use(int actor, const std::string& op, const Use& use) {
+void log_use(int actor, const Clock& clock, const std::string& op, const Use& use) {
   auto& log = use.block->log;
-  auto& clock = m().clocks[actor];
   log.erase(std::remove_if(log.begin(), log.end(), [&](Access& old) {
     bool inside = use.lo <= old.lo && old.hi <= use.hi;
-    return inside && (use.write ? tick_of(clock, old.actor) >= old.at : old.actor == actor && !old.write);
+    return inside && (use.write || !old.write) && tick_of(clock, old.actor) >= old.at;
   }), log.end());
-  log.push_back({use.lo, use.hi, actor, clock[actor], use.write, op});
+  log.push_back({use.lo, use.hi, actor, tick_of(clock, actor), use.write, op});
   if (use.block->arena == m().count) protect_pinned(use.block);
+}
+
+void set_tick(Clock& clock, int actor, uint64_t tick) {
+  if (static_cast<int>(clock.size()) <= actor) clock.resize(actor + 1, 0);
+  clock[actor] = tick;
+}
+
+// The next tick of this host thread on the stream. Returns its actor.
+int advance_stream(int stream) {
+  auto& s = m();
+  int actor = actor_of(stream, this_host());
+  auto tick = tick_of(s.all.before_next(stream), actor) + 1;
+  for (auto* knows : known_here_and_to_all()) {
+    join(knows->before_next(stream), knows->done);
+    set_tick(knows->before_next(stream), actor, tick);
+  }
+  return actor;
+}
+
+// The next tick of this host thread itself. Returns its actor.
+int advance_host() {
+  int actor = actor_of(-1, this_host());
+  auto tick = tick_of(m().all.done, actor) + 1;
+  for (auto* knows : known_here_and_to_all()) set_tick(knows->done, actor, tick);
+  return actor;
+}
+
+// One that is recorded after it was looked at counts as done, so threads that record and look must be ordered, too.
+void look_at_event(Event& event) {
+  auto& s = m();
+  int actor = advance_host();
+  set_tick(event.waits, actor, tick_of(s.all.done, actor));
+  auto tick = tick_of(event.at, event.actor);
+  if (!event.recorded || tick_of(known_here().before_next(event.stream), event.actor) >= tick) return;
+  report_race("race: thread " + s.hosts[s.actors[actor].host].name + " waits for an event that thread " +
+              s.hosts[s.actors[event.actor].host].name + " records, and nothing orders the two", true);
 }
 
 // Before any wait: afterwards nobody knows which copy the host has not waited for.
@@ -91,7 +140,7 @@ void note_faults() {
       report_race("the host touched memory of device " + std::to_string(arena), false);
     else {
       std::string op = "a copy";
-      if (block && !block->log.empty()) op = block->log.back().op + " on " + s.names[block->log.back().actor];
+      if (block && !block->log.empty()) op = block->log.back().op + " " + place_of(block->log.back().actor, false);
       report_race("race: the host touched pinned memory before it waited for " + op, false);
     }
   }
@@ -103,19 +152,38 @@ void open_pinned() {
   for (Block* block : shut) protect_pinned(block);
 }
 
+// `work`: what it waits for, of what is known.
+template <typename Work>
+void host_waits(const std::string& why, Work work) {
+  auto& s = m();
+  Lock lock(s.mutex);
+  s.syncs[why]++;
+  if (s.no_syncs) throw std::runtime_error("the host waits for the device: " + why);
+  note_faults();
+  for (auto* knows : known_here_and_to_all()) join(knows->done, work(*knows));
+  open_pinned();
+  raise_found();
+}
+
 }  // namespace
 
 void raise_at_once(bool on) { m().raise = on; }
 void forbid_syncs(bool on) { m().no_syncs = on; }
 
-int actor_of(int device, int64_t stream) {
+int actor_of(int stream, int host) {
+  auto& s = m();
+  auto [at, fresh] = s.actor_ids.try_emplace({stream, host}, static_cast<int>(s.actors.size()));
+  if (fresh) s.actors.push_back({stream, host});
+  return at->second;
+}
+
+int stream_of(int device, int64_t id) {
   auto& s = m();
   Lock lock(s.mutex);
-  auto [at, fresh] = s.actors.try_emplace({device, stream}, static_cast<int>(s.clocks.size()));
+  auto [at, fresh] = s.stream_ids.try_emplace({device, id}, static_cast<int>(s.streams.size()));
   if (fresh) {
-    s.clocks.emplace_back(s.clocks.size() + 1, 0);
-    s.names.push_back((stream ? "stream " + std::to_string(stream) : std::string("the default stream")) + " of device " +
-                      std::to_string(device));
+    std::string name = id ? "stream " + std::to_string(id) : "the default stream";
+    s.streams.push_back({device, name + " of device " + std::to_string(device)});
   }
   return at->second;
 }
@@ -124,7 +192,7 @@ int64_t new_stream(int device) {
   auto& s = m();
   Lock lock(s.mutex);
   int64_t id = s.next_stream++;
-  actor_of(device, id);
+  stream_of(device, id);
   return id;
 }
 
@@ -139,89 +207,97 @@ void raise_found() {
   }
 }
 
-void launch_op(int actor, const std::string& op, const std::vector<Use>& uses) {
-  auto& s = m();
-  Lock lock(s.mutex);
-  raise_found();
-  auto& clock = s.clocks[actor];
-  join(clock, s.clocks[0]);
-  if (static_cast<int>(clock.size()) <= actor) clock.resize(actor + 1, 0);
-  clock[actor]++;
-  for (auto& use : uses) check_use(actor, op, use);
-  for (auto& use : uses) log_use(actor, op, use);
-}
-
-void log_further_use(int actor, const std::string& op, const Use& use) {
+void launch_op(int stream, const std::string& op, const std::vector<Use>& uses) {
   Lock lock(m().mutex);
-  log_use(actor, op, use);
+  raise_found();
+  int actor = advance_stream(stream);
+  auto& clock = known_here().before_next(stream);
+  for (auto& use : uses) check_use(actor, clock, op, use);
+  for (auto& use : uses) log_use(actor, clock, op, use);
 }
 
-void record_event(Event& event, int actor, bool timed) {
+void log_further_use(int stream, const std::string& op, const Use& use) {
+  Lock lock(m().mutex);
+  log_use(actor_of(stream, this_host()), known_here().before_next(stream), op, use);
+}
+
+void use_on_host(const void* data, size_t bytes, bool write) {
   auto& s = m();
   Lock lock(s.mutex);
-  auto& clock = s.clocks[actor];
-  join(clock, s.clocks[0]);
-  if (static_cast<int>(clock.size()) <= actor) clock.resize(actor + 1, 0);
-  clock[actor]++;  // no other event has this tick
-  event.at = clock;
+  auto* block = find_block(data);
+  if (!block || block->arena != s.count || !bytes) return;
+  size_t lo = static_cast<const char*>(data) - block->user;
+  Use use{block, lo, lo + bytes, write};
+  int actor = advance_host();
+  auto& clock = known_here().done;
+  check_use(actor, clock, "the host", use, false);
+  log_use(actor, clock, "the host", use);
+}
+
+void record_event(Event& event, int stream, bool timed) {
+  auto& s = m();
+  Lock lock(s.mutex);
+  int actor = advance_stream(stream);  // no other event has this tick
+  auto& known = known_here();
+  if (!covers(known.done, event.waits))
+    report_race("race: thread " + s.hosts[this_host()].name +
+                " records an event that another thread waits for, and nothing orders the two", true);
+  event.at = known.before_next(stream);
+  event.stream = stream;
   event.actor = actor;
   event.recorded = true;
   event.timed = timed;
   event.ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void wait_for_event(int actor, const Event& event) {
-  auto& s = m();
-  Lock lock(s.mutex);
-  if (event.recorded) join(s.clocks[actor], event.at);
+void wait_for_event(int stream, Event& event) {
+  Lock lock(m().mutex);
+  look_at_event(event);
+  if (event.recorded)
+    for (auto* knows : known_here_and_to_all()) join(knows->before_next(stream), event.at);
 }
 
-void wait_for_stream(int actor, int for_actor) {
-  auto& s = m();
-  Lock lock(s.mutex);
-  join(s.clocks[actor], s.clocks[for_actor]);
+void wait_for_stream(int stream, int for_stream) {
+  Lock lock(m().mutex);
+  for (auto* knows : known_here_and_to_all()) {
+    Clock before = knows->before_next(for_stream);
+    join(knows->before_next(stream), before);
+  }
 }
 
-bool query_event(const Event& event) {
-  auto& s = m();
-  Lock lock(s.mutex);
+bool query_event(Event& event) {
+  Lock lock(m().mutex);
+  look_at_event(event);
   if (!event.recorded) return true;
-  join(s.clocks[0], event.at);  // who is told that it is done may rely on it
+  for (auto* knows : known_here_and_to_all()) join(knows->done, event.at);  // who is told that it is done may rely on it
   open_pinned();
   return true;
 }
 
-void host_waits(const Clock& clock, const std::string& why) {
-  auto& s = m();
-  Lock lock(s.mutex);
-  s.syncs[why]++;
-  if (s.no_syncs) throw std::runtime_error("the host waits for the device: " + why);
-  note_faults();
-  join(s.clocks[0], clock);
+bool query_stream(int stream) {
+  Lock lock(m().mutex);
+  for (auto* knows : known_here_and_to_all()) join(knows->done, knows->before_next(stream));
   open_pinned();
-  raise_found();
+  return true;
 }
 
-void host_waits_actor(int actor, const std::string& why) {
+void host_waits_event(Event& event, const std::string& why) {
   Lock lock(m().mutex);
-  host_waits(Clock(m().clocks[actor]), why);
+  look_at_event(event);
+  host_waits(why, [&](Knowledge&) { return event.at; });
+}
+
+void host_waits_stream(int stream, const std::string& why) {
+  host_waits(why, [&](Knowledge& knows) { return knows.before_next(stream); });
 }
 
 void host_waits_device(int device, const std::string& why) {
-  auto& s = m();
-  Lock lock(s.mutex);
-  Clock all;
-  for (auto& [key, actor] : s.actors)
-    if (key.first == device) join(all, s.clocks[actor]);
-  host_waits(all, why);
-}
-
-bool query_stream(int actor) {
-  auto& s = m();
-  Lock lock(s.mutex);
-  join(s.clocks[0], s.clocks[actor]);
-  open_pinned();
-  return true;
+  host_waits(why, [&](Knowledge& knows) {
+    Clock each;
+    for (size_t i = 0; i < m().streams.size(); ++i)
+      if (m().streams[i].device == device) join(each, knows.before_next(i));
+    return each;
+  });
 }
 
 std::vector<std::string> take_races() {

@@ -21,8 +21,9 @@ namespace sim_torch {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 inline thread_local c10::DeviceIndex device_now = 0;
 
-int actor(int device);  // of the current stream
-int actor(const c10::Stream&);
+int stream_index(int device);  // of the current stream
+int stream_index(const c10::Stream&);
+int enter_host();  // the host thread for which this one works
 c10::DeviceAllocator* device_memory();
 at::HostAllocator* pinned_memory();
 const at::Generator& default_generator(int device);

@@ -24,6 +24,10 @@ TORCH_LIBRARY(sim, m) {
     sim::limit_memory(static_cast<int>(device), static_cast<size_t>(bytes));
   });
   m.def("pinned_bytes() -> int", []() { return sim::stats(sim::pinned_arena()).allocated; });
+  m.def("use_on_host(Tensor tensor, bool writes) -> ()", [](const at::Tensor& tensor, bool writes) {
+    auto* data = static_cast<const char*>(tensor.storage().data()) + tensor.storage_offset() * tensor.itemsize();
+    sim::use_on_host(data, at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize()), writes);
+  });
   m.def("could_overlap(int one, int other) -> bool", [](int64_t one, int64_t other) {  // `torch.Event.event_id`
     return sim::could_overlap(*reinterpret_cast<sim::Event*>(one), *reinterpret_cast<sim::Event*>(other));
   });

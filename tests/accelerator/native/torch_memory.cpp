@@ -12,7 +12,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     c10::Device device(kSim, device_now);
     if (!bytes) return {nullptr, nullptr, &free_block, device};
-    auto* block = sim::allocate_block(device_now, actor(device_now), bytes);
+    auto* block = sim::allocate_block(device_now, stream_index(device_now), bytes);
     TORCH_CHECK_WITH(OutOfMemoryError, block, "sim out of memory. Tried to allocate ", bytes, " bytes. ", device, " has a total capacity of ",
                      sim::capacity(device_now), " bytes, of which ", sim::stats(device_now).allocated, " are in use");
     return {block->user, block, &free_block, device};
@@ -22,7 +22,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override { for (int i = 0; i < sim::devices(); ++i) sim::empty_cache(i); }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    sim::record_stream(sim::find_block(data.get()), actor(stream));
+    sim::record_stream(sim::find_block(data.get()), stream_index(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats out;
@@ -48,7 +48,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &free_block, c10::kCPU};
-    auto* block = sim::allocate_block(sim::pinned_arena(), 0, bytes);
+    auto* block = sim::allocate_block(sim::pinned_arena(), -1, bytes);
     TORCH_CHECK_WITH(OutOfMemoryError, block, "sim: out of pinned memory");
     return {block->user, block, &free_block, c10::kCPU};
   }

@@ -7,7 +7,7 @@ void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   c10::DeviceGuard on(storage->device());
   auto fresh = device_memory()->allocate(bytes);
   size_t kept = std::min(bytes, storage->nbytes());
-  int who = actor(device_now);
+  int who = stream_index(device_now);
   if (kept) {
     auto *from = sim::find_block(storage->data()), *to = sim::find_block(fresh.get());
     sim::launch_op(who, "resize_", {{from, 0, kept, false}, {to, 0, kept, true}});
@@ -66,7 +66,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_strided(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-void record_stream(at::Tensor& self, c10::Stream stream) { sim::record_stream(sim::find_block(self.storage().data()), actor(stream)); }
+void record_stream(at::Tensor& self, c10::Stream stream) { sim::record_stream(sim::find_block(self.storage().data()), stream_index(stream)); }
 
 bool on_sim(const at::Tensor& t) { return t.defined() && t.device().type() == kSim; }
 
@@ -138,7 +138,7 @@ struct Call {
     if (!from.numel()) return;
     size_t bytes = at::detail::computeStorageNbytes(from.sizes(), from.strides(), from.itemsize());
     memcpy(sim::work_address(on_device.storage().data()), from.const_data_ptr(), bytes);
-    if (auto* block = sim::find_block(on_device.storage().data())) sim::log_further_use(actor(device), name, {block, 0, bytes, true});
+    if (auto* block = sim::find_block(on_device.storage().data())) sim::log_further_use(stream_index(device), name, {block, 0, bytes, true});
   }
 };
 
@@ -192,9 +192,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& value = (*stack)[first + i];
     if (value.isNone() && schema.arguments()[i].name() == "generator") value = host_generator(default_generator(call.device));
   }
-  int who = actor(call.device);
+  int who = stream_index(call.device);
   if (!call.metadata_only) sim::launch_op(who, call.name, call.uses);
-  if (host_waits) sim::host_waits_actor(who, call.name);
+  if (host_waits) sim::host_waits_stream(who, call.name);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (auto& [made, original] : call.seen)  // out= tensors that had to grow
     if (!made.sizes().equals(original.sizes())) {
@@ -221,18 +221,18 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   const at::Tensor& host = from_device ? dst : self;
   bool between = from_device && to_device;
   call.name = between ? "copy_" : from_device ? "copy to the host" : "copy to the device";
-  int who = actor(from_device ? self.device().index() : dst.device().index());
+  int who = stream_index(from_device ? self.device().index() : dst.device().index());
   bool peers = between && self.device().index() != dst.device().index();
-  if (peers) sim::wait_for_stream(who, actor(dst.device().index()));
+  if (peers) sim::wait_for_stream(who, stream_index(dst.device().index()));
   bool tracked = between || pinned(host);
   if (from_device || pinned(self)) call.use(self, false);
   if (to_device || pinned(dst)) call.use(dst, true);
   sim::launch_op(who, call.name, call.uses);
-  if (!between && (!non_blocking || !tracked)) sim::host_waits_actor(who, tracked ? call.name : call.name + ", pageable");
+  if (!between && (!non_blocking || !tracked)) sim::host_waits_stream(who, tracked ? call.name : call.name + ", pageable");
   auto from = from_device || pinned(self) ? call.view(self, false) : self;
   auto to = to_device || pinned(dst) ? call.view(dst, false) : dst;
   to.copy_(from);
-  if (peers) sim::wait_for_stream(actor(dst.device().index()), who);
+  if (peers) sim::wait_for_stream(stream_index(dst.device().index()), who);
   return dst;
 }
 

@@ -13,8 +13,8 @@ c10::StreamId& stream_id(int device) {
 
 }  // namespace
 
-int actor(int device) { return sim::actor_of(device, stream_id(device)); }
-int actor(const c10::Stream& stream) { return sim::actor_of(stream.device_index(), stream.id()); }
+int stream_index(int device) { return sim::stream_of(device, stream_id(device)); }
+int stream_index(const c10::Stream& stream) { return sim::stream_of(stream.device_index(), stream.id()); }
 
 namespace {
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -38,6 +38,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override { return make(device, sim::new_stream(at(device))); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
+    enter_host();
     auto old = getStream(stream.device());
     stream_id(stream.device_index()) = stream.id();
     return old;
@@ -46,22 +47,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<sim::Event*>(event); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     if (!*event) *event = new sim::Event;
-    sim::record_event(*static_cast<sim::Event*>(*event), actor(stream), flag == c10::EventFlag::BACKEND_DEFAULT);
+    sim::record_event(*static_cast<sim::Event*>(*event), stream_index(stream), flag == c10::EventFlag::BACKEND_DEFAULT);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event) sim::wait_for_event(actor(stream), *static_cast<sim::Event*>(event));
+    if (event) sim::wait_for_event(stream_index(stream), *static_cast<sim::Event*>(event));
   }
   bool queryEvent(void* event) const override { return !event || sim::query_event(*static_cast<sim::Event*>(event)); }
-  bool queryStream(const c10::Stream& stream) const override { return sim::query_stream(actor(stream)); }
-  void synchronizeStream(const c10::Stream& stream) const override { sim::host_waits_actor(actor(stream), "stream"); }
+  bool queryStream(const c10::Stream& stream) const override { return sim::query_stream(stream_index(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override { sim::host_waits_stream(stream_index(stream), "stream"); }
   void synchronizeEvent(void* event) const override {
-    if (event) sim::host_waits(static_cast<sim::Event*>(event)->at, "event");
+    if (event) sim::host_waits_event(*static_cast<sim::Event*>(event), "event");
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     sim::host_waits_device(device < 0 ? device_now : device, "device");
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    sim::record_stream(sim::find_block(data.get()), actor(stream));
+    sim::record_stream(sim::find_block(data.get()), stream_index(stream));
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     auto &a = *static_cast<sim::Event*>(first), &b = *static_cast<sim::Event*>(second);
