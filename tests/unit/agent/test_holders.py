@@ -232,9 +232,9 @@ def test_a_worker_has_nothing_to_give() -> None:
 def test_where_the_state_came_from_is_reported() -> None:
     vm = give()
     vm.handle(ev.WorkerConnected(key(2), 77))
-    ready = w.WorkerReady(resumed_step=7, peer_bytes=60, store_bytes=40)
+    ready = w.WorkerReady(resumed_step=7, peer_bytes=60, late_bytes=20, store_bytes=40)
     (fact,) = sent(vm.receive_worker_message(key(2), ready=ready), "worker_started")
-    assert (fact.kept_bytes, fact.peer_bytes, fact.store_bytes) == (0, 60, 40)
+    assert (fact.kept_bytes, fact.peer_bytes, fact.late_bytes, fact.store_bytes) == (0, 60, 20, 40)
 
 
 @DEVICES

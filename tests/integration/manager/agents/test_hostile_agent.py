@@ -250,7 +250,8 @@ async def test_only_possible_state_is_counted_on(
     world: HostileFleet, cause: int, held: pb.HeldState | None, recorded: tuple[int | None, int | None]
 ) -> None:
     most = 2**64 - 1
-    started = pb.WorkerStarted(job_id=world.own, generation=1, kept_bytes=most, peer_bytes=most, store_bytes=most)
+    started = pb.WorkerStarted(job_id=world.own, generation=1, kept_bytes=most, peer_bytes=most)
+    started.late_bytes = started.store_bytes = most
     exited = pb.WorkerExited(job_id=world.own, generation=1, cause=cause, held=held)
     late = pb.WorkerExited(
         job_id=world.own, generation=1, cause=pb.EXIT_CAUSE_PEER_LOST, held=pb.HeldState(step=9, bytes=9)
@@ -261,7 +262,7 @@ async def test_only_possible_state_is_counted_on(
     assert (worker.held_step, worker.held_bytes) == recorded
     ends = (pb.EXIT_CAUSE_SCRIPT_FAILED, pb.EXIT_CAUSE_AGENT_ENDED)
     assert worker.held_gives_only is (cause in ends), "there is no process that could take a rank"
-    assert worker.kept_bytes == worker.peer_bytes == worker.store_bytes == MOST_STATE_BYTES
+    assert worker.kept_bytes == worker.peer_bytes == worker.late_bytes == worker.store_bytes == MOST_STATE_BYTES
     assert worker.worker_state is WorkerState.EXITED
 
 
