@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ import varuna.optim.host_parameters
 import varuna.pipeline.transport
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, Work, connect_group
+from varuna.distributed.link_connections import make_connection
 
 Program = Callable[[types.ModuleType], object]
 DEVICE = torch.device("sim", 0)
@@ -162,20 +163,27 @@ class ReadingGroup:
         return self._group.send(tensors, rank, tag)
 
 
-def send_over_link(transport: types.ModuleType) -> None:
+def send_over_link(transport: types.ModuleType, connections: int = 1) -> None:
     """Boundaries from one device to another."""
-    groups, departure = connect_two(), Departure(lambda code: None)
-    sender = transport.LinkSender(ReadingGroup(groups[0]), peer=1, peer_in_group=1, departure=departure)
-    receiver = transport.LinkReceiver(groups[1], peer=0, peer_in_group=0, pinned=True, departure=departure)
+    pairs, departure = [connect_two() for _ in range(connections)], Departure(lambda code: None)
+    sending = make_connection([cast(GlooGroup, ReadingGroup(first)) for first, _ in pairs], 1)
+    sender = transport.LinkSender(sending, peer=1, departure=departure)
+    receiving = make_connection([second for _, second in pairs], 0)
+    receiver = transport.LinkReceiver(receiving, peer=0, pinned=True, departure=departure)
     for number in range(3):
-        receiver.post_receive([transport.MessageTensor((128, 128), torch.float32)])
-        x = torch.full((128, 128), float(number), device="sim:0") * 2
+        receiver.post_receive([transport.MessageTensor((512, 512), torch.float32)])
+        x = torch.full((512, 512), float(number), device="sim:0") * 2
         sender.send_message([x])
         del x
         departure.wait_until(lambda n=number: receiver.arrived > n)
         [received] = receiver.take_message(number, torch.device("sim", 1))
         assert received.mean().item() == 2 * number
     sender.wait_until_sent()
+
+
+def send_over_connections(transport: types.ModuleType) -> None:
+    """As `send_over_link`, over three connections."""
+    send_over_link(transport, 3)
 
 
 def sum_gradients(collectives: types.ModuleType) -> None:
@@ -257,6 +265,12 @@ ORDERINGS = [
         "def start_update_on_device",
     ),
     Ordering("a message is sent when it is copied", TRANSPORT, "wait_for_event(message.copied)", send_over_link),
+    Ordering(
+        "a message in pieces is sent when it is copied",
+        TRANSPORT,
+        "wait_for_event(message.copied)",
+        send_over_connections,
+    ),
     Ordering("the optimizer on the host waits for gradients", OFFLOAD, "wait_for_event(self.arrived)", step_on_host),
     Ordering(
         "a section waits for its parameters",

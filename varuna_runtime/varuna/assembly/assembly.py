@@ -178,7 +178,7 @@ def _connect(
     tied = tied_over_stages(model_map.shared, stages_of(worker, len(model_map.sections)))
     send_step = worker.link.report_step_trace if environment.agent_socket else None
     timeline = Timeline.from_environ(os.environ, rank=topology.rank, p=topology.p, send_step=send_step)
-    link_groups = connect_links(topology, rendezvous)
+    connections = connect_links(topology, rendezvous, environment.plan.link_connections)
     same_stage = topology.ranks_of((topology.stage,))
     replicas = connect_holders(
         topology,
@@ -195,7 +195,7 @@ def _connect(
         for name in stage.parameters
         if topology.replica == 0 and tied.get(name, (topology.stage,))[0] == topology.stage
     ]
-    links = start_links(link_groups, topology, device, departure=worker.departure, timeline=timeline)
+    links = start_links(connections, topology, device, departure=worker.departure, timeline=timeline)
     departure = worker.departure
     reducer = GradientReducer(
         stage.parameters,

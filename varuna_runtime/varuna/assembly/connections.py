@@ -5,6 +5,7 @@ Letters: P stages, D replicas; rank = replica * P + stage.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ from varuna.devices.accelerator import is_accelerator
 from varuna.devices.cuda_alone import nccl_device_name
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure
-from varuna.distributed.gloo import GlooGroup
 from varuna.distributed.groups import RankGroup
+from varuna.distributed.link_connections import Connection, make_connection
 from varuna.distributed.nccl import NcclGroup, connect_nccl, have_own_devices
 from varuna.distributed.rendezvous import Rendezvous
 from varuna.distributed.topology import Topology
@@ -24,66 +25,71 @@ from varuna.optim.reduction import TiedGroup
 from varuna.pipeline.stage_setting import StageLinks
 from varuna.pipeline.transport import LinkReceiver, LinkSender
 
-__all__ = ["LinkGroups", "connect_holders", "connect_links", "connect_tied", "start_links"]
+__all__ = ["LinkConnections", "connect_holders", "connect_links", "connect_tied", "start_links"]
 
 
-class LinkGroups(NamedTuple):
-    """The groups of two ranks between a stage and its neighbours; None where the pipeline ends."""
+class LinkConnections(NamedTuple):
+    """The connections of a stage to its neighbours; None where the pipeline ends."""
 
-    down_in: GlooGroup | None = None
-    up_out: GlooGroup | None = None
-    up_in: GlooGroup | None = None
-    down_out: GlooGroup | None = None
+    down_in: Connection | None = None
+    up_out: Connection | None = None
+    up_in: Connection | None = None
+    down_out: Connection | None = None
 
 
-def connect_links(topology: Topology, rendezvous: Rendezvous) -> LinkGroups:
+def connect_links(topology: Topology, rendezvous: Rendezvous, count: int = 1) -> LinkConnections:
     """Connects this rank to the stages before and after it in its replica.
+
+    `count`: the TCP connections of each link and direction between two hosts; within a host there is one.
 
     Groups are made stage by stage along the pipeline, so that two neighbours never wait for each other's later group.
     """
-    groups = LinkGroups()
+    links = LinkConnections()
     if topology.stage > 0:
-        peer = topology.rank - 1
-        down, up = (rendezvous.connect_gloo(f"{way}/{peer}", (peer, topology.rank)) for way in ("down", "up"))
-        groups = groups._replace(down_in=down, up_out=up)
+        down, up = _connect_stages(topology.rank - 1, rendezvous, count, peer_in_group=0)
+        links = links._replace(down_in=down, up_out=up)
     if topology.stage < topology.p - 1:
-        peer = topology.rank + 1
-        down, up = (rendezvous.connect_gloo(f"{way}/{topology.rank}", (topology.rank, peer)) for way in ("down", "up"))
-        groups = groups._replace(up_in=up, down_out=down)
-    return groups
+        down, up = _connect_stages(topology.rank, rendezvous, count, peer_in_group=1)
+        links = links._replace(up_in=up, down_out=down)
+    return links
+
+
+def _connect_stages(first: int, rendezvous: Rendezvous, count: int, *, peer_in_group: int) -> tuple[Connection, ...]:
+    """The connections, down and up, between the ranks `first` and `first` + 1, of which this one is not the peer."""
+    ranks = (first, first + 1)
+    if count > 1:
+        hosts = rendezvous.exchange_values(f"host/{first}", ranks, socket.gethostname())
+        count = count if hosts[0] != hosts[1] else 1
+    return tuple(
+        make_connection([rendezvous.connect_gloo(name, ranks) for name in names], peer_in_group)
+        for names in ([f"{way}/{first}", *(f"{way}/{first}/{i}" for i in range(1, count))] for way in ("down", "up"))
+    )
 
 
 def start_links(
-    groups: LinkGroups, topology: Topology, device: torch.device, *, departure: Departure, timeline: Timeline
+    connections: LinkConnections, topology: Topology, device: torch.device, *, departure: Departure, timeline: Timeline
 ) -> StageLinks:
     """Starts the threads of the links, once all connections are made: nothing that fails then leaves one behind."""
 
-    def receive(group: GlooGroup | None, *, peer: int, peer_in_group: int, carries: str) -> LinkReceiver | None:
-        if group is None:
+    def receive(connection: Connection | None, *, peer: int, carries: str) -> LinkReceiver | None:
+        if connection is None:
             return None
+        pinned = is_accelerator(device)
         return LinkReceiver(
-            group,
-            peer=peer,
-            peer_in_group=peer_in_group,
-            pinned=is_accelerator(device),
-            departure=departure,
-            carries=carries,
-            timeline=timeline,
+            connection, peer=peer, pinned=pinned, departure=departure, carries=carries, timeline=timeline
         )
 
-    def send(group: GlooGroup | None, *, peer: int, peer_in_group: int, carries: str) -> LinkSender | None:
-        if group is None:
+    def send(connection: Connection | None, *, peer: int, carries: str) -> LinkSender | None:
+        if connection is None:
             return None
-        return LinkSender(
-            group, peer=peer, peer_in_group=peer_in_group, departure=departure, carries=carries, timeline=timeline
-        )
+        return LinkSender(connection, peer=peer, departure=departure, carries=carries, timeline=timeline)
 
     before, after = topology.rank - 1, topology.rank + 1
     return StageLinks(
-        activations_in=receive(groups.down_in, peer=before, peer_in_group=0, carries="activations"),
-        gradients_out=send(groups.up_out, peer=before, peer_in_group=0, carries="gradients"),
-        gradients_in=receive(groups.up_in, peer=after, peer_in_group=1, carries="gradients"),
-        activations_out=send(groups.down_out, peer=after, peer_in_group=1, carries="activations"),
+        activations_in=receive(connections.down_in, peer=before, carries="activations"),
+        gradients_out=send(connections.up_out, peer=before, carries="gradients"),
+        gradients_in=receive(connections.up_in, peer=after, carries="gradients"),
+        activations_out=send(connections.down_out, peer=after, carries="activations"),
     )
 
 

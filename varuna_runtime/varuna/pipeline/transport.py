@@ -1,11 +1,11 @@
 """Point-to-point messages between neighbouring stages of a replica.
 
-Each link and direction (activations down, gradients up) has one two-rank gloo group, which one thread owns. The thread
-waits inside gloo with the interpreter lock released, so that waiting costs no processor time. The compute thread never
-waits inside gloo: it waits on the worker's condition variable, which the threads notify. (Polling `is_completed` does
-not work here, because gloo's send and receive never report completion before `wait`, measured with torch 2.13. A wait
-with a time limit is worse, because it destroys the group when the limit passes.) A dead peer makes the wait fail, which
-is how its loss is noticed.
+Each link and direction (activations down, gradients up) has a connection of its own (`link_connections`): a two-rank
+gloo group, or several. One thread owns it, and waits inside gloo with the interpreter lock released, so that waiting
+costs no processor time. The compute thread never waits inside gloo: it waits on the worker's condition variable, which
+the threads notify. (Polling `is_completed` does not work here, because gloo's send and receive never report completion
+before `wait`, measured with torch 2.13. A wait with a time limit is worse, because it destroys the group when the limit
+passes.) A dead peer makes the wait fail, which is how its loss is noticed.
 
 A message is the list of tensors of a boundary for one micro-batch. Both ends number the messages over the whole life of
 a link, and each tensor has a tag of its own: (number * tensors + index).
@@ -27,7 +27,8 @@ from varuna.devices.copy_stream import CopyStream
 from varuna.diagnostics.error_text import first_line
 from varuna.diagnostics.timeline import Timeline
 from varuna.distributed.departure import Departure, PeerLost
-from varuna.distributed.gloo import NEVER, GlooGroup, Work
+from varuna.distributed.gloo import NEVER
+from varuna.distributed.link_connections import Connection, Transfer
 
 __all__ = ["LinkReceiver", "LinkSender", "MessageTensor"]
 
@@ -53,7 +54,7 @@ class _PostedReceive:
     micro_batch: int
     posted_ns: int
     buffers: list[Tensor]
-    works: list[Work]
+    transfers: list[Transfer]
 
 
 class LinkReceiver:
@@ -61,21 +62,19 @@ class LinkReceiver:
 
     def __init__(
         self,
-        group: GlooGroup,
+        connection: Connection,
         *,
         peer: int,
-        peer_in_group: int,
         pinned: bool,
         departure: Departure,
         carries: str = "messages",
         timeline: Timeline | None = None,
     ) -> None:
         """`peer`: the neighbour's rank. `carries`: the timeline's name for the link's messages."""
-        self._group = group
+        self._connection = connection
         self._track = f"{carries} from rank {peer}"
         self._timeline = timeline or Timeline()
         self._peer = peer
-        self._peer_in_group = peer_in_group
         self._pinned = pinned
         self._departure = departure
         self._posted: SimpleQueue[_PostedReceive | None] = SimpleQueue()
@@ -103,12 +102,12 @@ class LinkReceiver:
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, pin_memory=self._pinned) for spec in specs]
         tag = self._next * len(specs)
         try:
-            works = [self._group.recv([b], self._peer_in_group, (tag + i) % _TAGS) for i, b in enumerate(buffers)]
+            transfers = [self._connection.start_receiving(b, (tag + i) % _TAGS) for i, b in enumerate(buffers)]
         except RuntimeError as error:
             _leave_without(self._departure, self._peer, error)
             self._departure.raise_if_leaving()
             raise
-        self._posted.put(_PostedReceive(self._next, micro_batch, time.perf_counter_ns(), buffers, works))
+        self._posted.put(_PostedReceive(self._next, micro_batch, time.perf_counter_ns(), buffers, transfers))
         self._next += 1
 
     def end(self, within_s: float) -> bool:
@@ -125,7 +124,7 @@ class LinkReceiver:
 
     def _receive_all(self) -> None:
         while (posted := self._posted.get()) is not None:
-            if not _wait(posted.works, self._departure, self._peer):
+            if not _wait(posted.transfers, self._departure, self._peer):
                 return
             # Messages arrive in order, so this one began to arrive after the one before it.
             begin_ns, now_ns = max(posted.posted_ns, self._last_arrival_ns), time.perf_counter_ns()
@@ -147,7 +146,7 @@ class _QueuedMessage:
     tensors: list[Tensor]
     copied: torch.Event | None
     """Recorded after the copies from the device to `tensors`; None where nothing had to be copied."""
-    works: list[Work] | None
+    transfers: list[Transfer] | None
     """Set for a message that gloo is already sending."""
 
 
@@ -156,20 +155,18 @@ class LinkSender:
 
     def __init__(
         self,
-        group: GlooGroup,
+        connection: Connection,
         *,
         peer: int,
-        peer_in_group: int,
         departure: Departure,
         carries: str = "messages",
         timeline: Timeline | None = None,
     ) -> None:
         """`peer`: the neighbour's rank. `carries`: the timeline's name for the link's messages."""
-        self._group = group
+        self._connection = connection
         self._track = f"{carries} to rank {peer}"
         self._timeline = timeline or Timeline()
         self._peer = peer
-        self._peer_in_group = peer_in_group
         self._departure = departure
         self._copies = CopyStream()
         self._queue: SimpleQueue[_QueuedMessage | None] = SimpleQueue()
@@ -186,8 +183,8 @@ class LinkSender:
         # Sending from this thread saves a change of threads, for which the next stage may be waiting. But gloo copies
         # to the socket within the call, so that large messages are left to the link's thread.
         inline = copied is None and sum(t.nbytes for t in host) <= _SMALL_BYTES
-        works = self._start_sending(self._queued, host) if inline else None
-        self._queue.put(_QueuedMessage(self._queued, micro_batch, queued_ns, host, copied, works))
+        transfers = self._start_sending(self._queued, host) if inline else None
+        self._queue.put(_QueuedMessage(self._queued, micro_batch, queued_ns, host, copied, transfers))
         self._queued += 1
 
     @property
@@ -199,6 +196,7 @@ class LinkSender:
         """Ends the link, whose connection is broken. Returns whether its thread has ended in time."""
         self._queue.put(None)
         self._thread.join(within_s)
+        self._connection.end()
         return not self._thread.is_alive()
 
     def wait_until_sent(self) -> None:
@@ -211,11 +209,11 @@ class LinkSender:
             self._notify_below = most
         self._departure.wait_until(lambda: self._queued - self._sent < most)
 
-    def _start_sending(self, number: int, tensors: Sequence[Tensor]) -> list[Work]:
+    def _start_sending(self, number: int, tensors: Sequence[Tensor]) -> list[Transfer]:
         """Raises what makes the worker leave when the peer is lost."""
         tag = number * len(tensors)
         try:
-            return [self._group.send([t], self._peer_in_group, (tag + i) % _TAGS) for i, t in enumerate(tensors)]
+            return [self._connection.start_sending(t, (tag + i) % _TAGS) for i, t in enumerate(tensors)]
         except RuntimeError as error:
             _leave_without(self._departure, self._peer, error)
             self._departure.raise_if_leaving()
@@ -223,15 +221,15 @@ class LinkSender:
 
     def _send_all(self) -> None:
         while (message := self._queue.get()) is not None:
-            works = message.works
+            transfers = message.transfers
             if message.copied is not None:
                 wait_for_event(message.copied)
-            if works is None:
+            if transfers is None:
                 try:
-                    works = self._start_sending(message.number, message.tensors)
+                    transfers = self._start_sending(message.number, message.tensors)
                 except SystemExit:
                     return
-            if not _wait(works, self._departure, self._peer):
+            if not _wait(transfers, self._departure, self._peer):
                 return
             if self._timeline.recording:
                 name, now_ns = f"send {message.micro_batch}", time.perf_counter_ns()
@@ -242,11 +240,11 @@ class LinkSender:
                     self._departure.condition.notify_all()
 
 
-def _wait(works: Sequence[Work], departure: Departure, peer: int) -> bool:
+def _wait(transfers: Sequence[Transfer], departure: Departure, peer: int) -> bool:
     """Waits inside gloo. Returns False when the peer is lost, after it has made the worker leave."""
     try:
-        for work in works:
-            work.wait(NEVER)
+        for transfer in transfers:
+            transfer.wait(NEVER)
     except RuntimeError as error:
         _leave_without(departure, peer, error)
         return False
