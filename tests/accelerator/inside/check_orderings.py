@@ -24,10 +24,14 @@ import varuna.checkpoint.saving.snapshot
 import varuna.devices.copy_stream
 import varuna.distributed.groups
 import varuna.optim.host_parameters
+import varuna.pipeline.device_transport
 import varuna.pipeline.transport
+from emulated_nccl import EmulatedNccl
 from varuna.distributed.departure import Departure
 from varuna.distributed.gloo import GlooGroup, Work, connect_group
 from varuna.distributed.link_connections import make_connection
+from varuna.distributed.nccl import NcclPair
+from varuna.pipeline.transport import MessageTensor
 
 Program = Callable[[types.ModuleType], object]
 DEVICE = torch.device("sim", 0)
@@ -186,6 +190,25 @@ def send_over_connections(transport: types.ModuleType) -> None:
     send_over_link(transport, 3)
 
 
+def send_between_devices(transport: types.ModuleType) -> None:
+    """Boundaries from one device to another, which are in the host's memory at no time that the product knows of."""
+    pairs = [NcclPair(cast(GlooGroup, EmulatedNccl(group)), 1 - rank) for rank, group in enumerate(connect_two())]
+    first, second, departure = torch.device("sim", 0), torch.device("sim", 1), Departure(lambda code: None)
+    sender = transport.DeviceLinkSender(pairs[0], first, peer=1, departure=departure)
+    receiver = transport.DeviceLinkReceiver(pairs[1], second, peer=0, departure=departure)
+    for number in range(4):
+        receiver.post_receive([MessageTensor((64, 64), torch.float32), MessageTensor((3,), torch.float32)])
+        x = torch.full((64, 64), float(number), device=first) * 2
+        sender.send_message([x.t(), x[0, :3]])
+        del x
+        departure.wait_until(lambda n=number: receiver.arrived > n)
+        received = receiver.take_message(number, second)
+        sums = [tensor.sum() for tensor in received]
+        del received
+        assert [each.item() for each in sums] == [2 * number * 64 * 64, 2 * number * 3]
+    sender.wait_until_sent()
+
+
 def sum_gradients(collectives: types.ModuleType) -> None:
     """Two ranks, each with a device of its own, sum what gloo does not take."""
     groups, departure = connect_two(), Departure(lambda code: None)
@@ -206,6 +229,7 @@ def stage_gradients(collectives: types.ModuleType) -> None:
     assert flat.sum().item() == 6 * 64
 
 
+DEVICE_TRANSPORT = varuna.pipeline.device_transport
 COPIES, OFFLOAD = varuna.devices.copy_stream, varuna.optim.host_parameters
 TRANSPORT, SNAPSHOT, COLLECTIVES = (
     varuna.pipeline.transport,
@@ -271,6 +295,12 @@ ORDERINGS = [
         "wait_for_event(message.copied)",
         send_over_connections,
     ),
+    Ordering(
+        "a message is sent from the device when it is computed",
+        DEVICE_TRANSPORT,
+        "stream.wait_event(message.computed)",
+        send_between_devices,
+    ),
     Ordering("the optimizer on the host waits for gradients", OFFLOAD, "wait_for_event(self.arrived)", step_on_host),
     Ordering(
         "a section waits for its parameters",
@@ -314,7 +344,7 @@ def test_a_missing_ordering_is_found(ordering: Ordering) -> None:
         torch.accelerator.synchronize()
         simulated.raise_found()
     except (RuntimeError, SystemExit) as error:
-        found.append(f"{type(error).__name__}: {error}")
+        found.append(f"{type(error).__name__}: {getattr(error, 'reason', error)}")
     torch.accelerator.synchronize()
     found += simulated.take_races()
     assert any("race" in each for each in found), found
